@@ -34,7 +34,8 @@ class Stored:
 class FaultyS3(http.server.ThreadingHTTPServer):
     """``faults`` are taken one a request, None for none; ``requests`` are (method, path, headers); ``objects`` by key.
 
-    One bucket, ``bucket``. ``versions`` has every content that was ever whole at a key. Lists may not go up from
+    One bucket, ``bucket``. ``ignores`` names the conditions of a write that it does not know. ``versions`` has every
+    content that was ever whole at a key. Lists may not go up from
     ``only_below``; a policy denies what ``denies`` (method, path, headers) has a word against.
     """
 
@@ -47,6 +48,7 @@ class FaultyS3(http.server.ThreadingHTTPServer):
         self.versions: dict[str, list[bytes]] = {}
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.only_below = ""
+        self.ignores = ""
         self.denies: Callable[[str, str, Mapping[str, str]], str] = lambda method, path, headers: ""
         self.parts: dict[str, dict[int, bytes]] = {}
         self.lock = threading.RLock()
@@ -68,7 +70,7 @@ class FaultyS3(http.server.ThreadingHTTPServer):
         """As new, once what nobody waits for any more has been carried out: a test must not write into the next one."""
         with self.still:
             assert self.still.wait_for(lambda: not self.under_way, timeout=30)
-            self.faults, self.requests = [], []
+            self.faults, self.requests, self.ignores = [], [], ""
             self.objects, self.versions, self.parts = {}, {}, {}
 
     def fault(self, agent: str) -> str | None:
@@ -187,8 +189,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.put(self.key, found.data)
             text = f"<CopyObjectResult><ETag>{escape(found.tag)}</ETag></CopyObjectResult>"
             return 200, {"Content-Type": "application/xml"}, text.encode()
-        if self.headers.get("If-None-Match") == "*" and self.key in self.server.objects:
+        there, ignores = self.server.objects.get(self.key), self.server.ignores
+        if self.headers.get("If-None-Match") == "*" and there is not None and "If-None-Match" not in ignores:
             return self._refusal(412, "PreconditionFailed")
+        if (wanted := self.headers.get("If-Match")) and "If-Match" not in ignores:
+            if there is None:
+                return self._refusal(404, "NoSuchKey")
+            if wanted != there.tag:
+                return self._refusal(412, "PreconditionFailed")
         meta = {name: value for name, value in self.headers.items() if name.lower().startswith("x-amz-meta-")}
         self.server.put(self.key, body, meta)
         return 200, {"ETag": Stored(body).tag}, b""

@@ -239,9 +239,22 @@ def test_a_store_that_replaces_what_is_there(tmp_path: Path) -> None:
 
     check = round_trip(Loose(root=tmp_path))
     assert (check.status, check.exit_code) == ("failed", 8)
-    assert "two clients could start one run twice" in check.detail
+    assert "does not keep exclusive creation" in check.detail
     assert "conditional writes" in check.fix
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize(
+    ("ignores", "lacks"), [("If-Match", "conditional writes"), ("If-None-Match", "exclusive creation")]
+)
+def test_a_server_that_ignores_a_condition_is_no_store(s3: FaultyS3, mover: str, ignores: str, lacks: str) -> None:
+    s3.ignores = ignores
+    check = round_trip(tree(mover))
+    assert (check.status, check.exit_code) == ("failed", 8)
+    assert f"this store does not keep {lacks}, and two clients could start one run twice" in check.detail
+    assert "conditional writes" in check.fix
+    assert s3.objects == {}
 
 
 def test_a_local_store_leaves_no_folder_that_was_not_there(tmp_path: Path) -> None:

@@ -611,6 +611,26 @@ def test_threads_that_find_it_unable_all_go_on_with_fsspec(s3: FaultyS3) -> None
     assert parallel(read, list(range(8)), jobs=8) == [b"data"] * 8
 
 
+@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("fault", ["lost", "refuse", "reset", "409 ConditionalRequestConflict"])
+def test_a_swap_whose_answer_was_lost_is_known_by_its_content(s3: FaultyS3, mover: str, fault: str) -> None:
+    tree = reach(mover, tries=3)
+    version = tree.swap("key", None, b"1")
+    s3.faults = [fault]
+    version = tree.swap("key", version, b"2")
+    assert s3.versions["store/key"] == [b"1", b"2"]
+    s3.faults = [fault]
+    reach(mover, tries=3).swap("other", None, b"1")
+    s3.put("store/key", b"theirs")
+    s3.faults = [fault]
+    with pytest.raises(FileExistsError):
+        tree.swap("key", version, b"3")
+    assert tree.read("key") == b"theirs"
+    s3.faults = [fault] * 30
+    with pytest.raises((StorageError, FileExistsError)):
+        tree.swap("other", None, b"2")
+
+
 def test_a_certificate_that_it_does_not_take_is_for_fsspec_to_judge(
     s3: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

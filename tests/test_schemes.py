@@ -267,6 +267,16 @@ def test_what_cannot_create_exclusively_is_no_store(
     assert below(root) == below(sftp.root) == []
 
 
+def test_a_class_that_only_creates_exclusively_refuses_a_swap(plain: Callable[[str], str]) -> None:
+    tree = files(plain(PLAIN + EXCLUSIVE))
+    version = tree.swap("key", None, b"1")
+    with pytest.raises(FileExistsError):
+        tree.swap("key", None, b"2")
+    with pytest.raises(StorageError, match="key: PlainFileSystem cannot replace a file only while it is unchanged"):
+        tree.swap("key", version, b"2")
+    assert tree.read("key") == b"1"
+
+
 def test_a_file_whose_upload_fails_is_not_there(plain: Callable[[str], str], tmp_path: Path) -> None:
     """fsspec's default would close the part that it has written, for whole."""
     (tmp_path / "large").write_bytes(data := os.urandom((20 << 20) + 1))

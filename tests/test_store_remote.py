@@ -253,6 +253,47 @@ def test_one_of_many_processes_starts_an_attempt(faithful_place: tuple[str, str]
     assert sorted(k for ks in won for k in ks) == list(range(10))
 
 
+def test_swap_replaces_one_version_once(url: str, reach: Reach) -> None:
+    tree = reach(url)
+    assert tree.load("key") is None
+    with pytest.raises(FileExistsError):
+        tree.swap("key", '"0"' if "gs:" not in url else "1", b"0")
+    first = tree.swap("key", None, b"1")
+    with pytest.raises(FileExistsError):
+        tree.swap("key", None, b"2")
+    loaded = tree.load("key")
+    assert loaded is not None
+    assert (loaded.data, loaded.version) == (b"1", first)
+    assert abs(loaded.modified - time.time()) < 60
+    second = tree.swap("key", first, b"2")
+    for version in (first, None):
+        with pytest.raises(FileExistsError):
+            tree.swap("key", version, b"3")
+    assert tree.load("key")[:2] == (b"2", second)  # type: ignore[index]
+    with pytest.raises(StorageError, match="does not exist"):
+        reach(elsewhere(url)).swap("key", None, b"1")
+
+
+def test_a_swap_of_many_threads_is_one_s(url: str, reach: Reach) -> None:
+    trees = [reach(url) for _ in range(4)]
+    version = trees[0].swap("key", None, b"0")
+    for number in range(10):
+        barrier = threading.Barrier(len(trees))
+
+        def swap(
+            index: int, number: int = number, version: str = version, barrier: threading.Barrier = barrier
+        ) -> str | None:
+            barrier.wait()
+            try:
+                return str(trees[index].swap("key", version, f"{number} {index}".encode()))
+            except FileExistsError:
+                return None
+
+        made = parallel(swap, list(range(len(trees))), jobs=len(trees))
+        (version,) = filter(None, made)
+        assert trees[0].read("key") == f"{number} {made.index(version)}".encode()
+
+
 def test_gcs_sends_the_precondition_and_believes_the_answer(gcs_server: Gcs, gcs_url: str) -> None:
     """The other creator comes between our look and our write: only the server's 412 can tell."""
     tree = files(gcs_url)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from cloudtrain.storage.errors import Retries, UnreachableError, classify, repor
 from cloudtrain.storage.files import LocalFiles, files, parallel
 from cloudtrain.storage.fsspec_backend import FsspecMover
 from cloudtrain.storage.fsspec_pool import Clients
-from cloudtrain.storage.local_disk import _unnameable, inside, local_path, normalize, safe, sha256_file, walk
+from cloudtrain.storage.local_disk import _unnameable, inside, local_path, locked, normalize, safe, sha256_file, walk
 from cloudtrain.storage.remote import RemoteFiles
 
 
@@ -153,6 +154,92 @@ def test_versions_tell_a_rewrite_of_the_same_size(tree: LocalFiles | RemoteFiles
     tree.write("key", b"two")
     assert tree.entries()["key"].size == before.size
     assert tree.entries()["key"].version != before.version
+
+
+def test_swap_replaces_one_version_once(tree: LocalFiles | RemoteFiles) -> None:
+    assert tree.load("a/key") is None
+    with pytest.raises(FileExistsError):
+        tree.swap("a/key", "0", b"0")
+    first = tree.swap("a/key", None, b"1")
+    with pytest.raises(FileExistsError):
+        tree.swap("a/key", None, b"2")
+    loaded = tree.load("a/key")
+    assert loaded is not None
+    assert (loaded.data, loaded.version) == (b"1", first)
+    assert abs(loaded.modified - time.time()) < 60
+    second = tree.swap("a/key", first, b"2")
+    for version in (first, None):
+        with pytest.raises(FileExistsError):
+            tree.swap("a/key", version, b"3")
+    assert tree.load("a/key")[:2] == (b"2", second)  # type: ignore[index]
+    assert tree.list() == {"a/key": 1}
+
+
+#: For `race`: count to ``argv[2]`` in the file ``n`` of the store ``argv[1]``, by swaps alone; how often it was first.
+COUNTER = """
+from cloudtrain.storage.files import TransferOptions, files
+tree, won = files(sys.argv[1], moving=TransferOptions(mover=sys.argv[3])), 0
+tree.load("n")
+ready()
+while True:
+    found = tree.load("n")
+    count = int(found.data) if found else 0
+    if count >= int(sys.argv[2]):
+        break
+    try:
+        tree.swap("n", found and found.version, str(count + 1).encode())
+        won += 1
+    except FileExistsError:
+        pass
+print(json.dumps(won))
+"""
+
+
+def test_swaps_of_many_processes_are_one_after_another(local: LocalFiles) -> None:
+    assert sum(race(COUNTER, local.url, "300", "auto", count=4)) == 300
+    assert local.read("n") == b"300"
+    assert os.listdir(local.root) == ["n"]
+
+
+def test_swaps_of_many_threads_are_one_after_another(tree: LocalFiles | RemoteFiles) -> None:
+    def count(_: int) -> int:
+        won = 0
+        while (found := tree.load("n")) is None or int(found.data) < 200:
+            with suppress(FileExistsError):
+                tree.swap("n", found and found.version, str(int(found.data if found else 0) + 1).encode())
+                won += 1
+        return won
+
+    assert sum(parallel(count, list(range(6)), jobs=6)) == 200
+
+
+def test_a_lock_ends_with_its_process_and_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "lock"
+    code = (
+        "import sys, time; from pathlib import Path; from cloudtrain.storage.local_disk import locked\n"
+        "with locked(Path(sys.argv[1])): print('locked', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(StorageError, match="another process has locked it for 0 s"), locked(path, seconds=0.1):
+            raise AssertionError
+        holder.kill()
+        holder.wait()
+        assert path.exists()
+        with locked(path, seconds=10):
+            pass
+    assert not path.exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="fcntl")
+def test_a_file_system_without_locks_is_refused(local: LocalFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(StorageError, match="the file system has no locks: No locks available"):
+        local.swap("key", None, b"1")
 
 
 def test_create_is_exclusive(tree: LocalFiles | RemoteFiles) -> None:

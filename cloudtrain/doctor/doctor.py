@@ -154,7 +154,9 @@ def _own(provider: Provider, store: str, planned: Plan | None) -> Iterator[Check
 
 
 def round_trip(tree: Files) -> Check:
-    """Create an object exclusively, twice; then read, list and delete it. Nothing is left behind.
+    """Create an object exclusively, twice, and replace one version of it, twice; then read, list and delete it.
+
+    Nothing is left behind.
 
     The object is directly below the store, and only the store's prefix is listed, so a List policy for that prefix is
     enough.
@@ -168,10 +170,10 @@ def round_trip(tree: Files) -> Check:
                 step, left = "read", True
                 if tree.read(key) != data:
                     raise StorageError("what was read is not what was written")
-                step = "create again"
+                step = "replace"
                 if tree.create(key, data + b"2") or tree.read(key) != data:
-                    why = "an object that exists was replaced: this store does not keep exclusive creation"
-                    raise StorageError(f"{why}, and two clients could start one run twice")
+                    raise StorageError("a second creation was not refused: this store does not keep exclusive creation")
+                _replace_once(tree, key, data)
                 step = "list"
                 if key not in tree.names(""):
                     raise StorageError("what was written is not in the list")
@@ -192,12 +194,23 @@ def round_trip(tree: Files) -> Check:
     return ok("store", f"{url}: created, read, listed and deleted an object{by}")
 
 
+def _replace_once(tree: Files, key: str, data: bytes) -> None:
+    """Replace the object. Raises `StorageError` if the store writes although its condition is not met."""
+    first = tree.load(key)
+    tree.swap(key, first and first.version, data + b"3")
+    for version, lacks in ((None, "exclusive creation"), (first and first.version, "conditional writes")):
+        with contextlib.suppress(FileExistsError):
+            tree.swap(key, version, data + lacks.encode())
+            why = f"an object that exists was replaced: this store does not keep {lacks}"
+            raise StorageError(f"{why}, and two clients could start one run twice")
+
+
 def _store_fix(tree: Files, step: str, exc: CloudtrainError) -> str:
     text, url, refused = str(exc), without_secrets(tree.url), isinstance(exc, AuthError)
     page = "(see the provider's page in docs/)"
     fixes = [
         (
-            "exclusive" in text,
+            "exclusive" in text or "conditional" in text or "unchanged" in text,
             "set store to one with conditional writes: S3, Azure Blob Storage, Cloud Storage, a local folder",
         ),
         (
@@ -212,7 +225,7 @@ def _store_fix(tree: Files, step: str, exc: CloudtrainError) -> str:
         ),
         (refused and _UNKNOWN_CALLER.search(text), "sign in again, or give this machine credentials for it"),
         (
-            refused and step.startswith("create"),
+            refused and step.startswith(("create", "replace")),
             f"let the caller write below {url} {page}; where what is not encrypted is refused, set sse and"
             " sse_kms_key_id",
         ),

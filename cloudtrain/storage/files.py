@@ -13,6 +13,7 @@ import collections
 import concurrent.futures
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -27,6 +28,7 @@ from .local_disk import (
     inside,
     is_same,
     local_path,
+    locked,
     make_durable,
     normalize,
     parts_of,
@@ -43,6 +45,7 @@ __all__ = [
     "PIECE",
     "Entry",
     "Files",
+    "Loaded",
     "LocalFiles",
     "Names",
     "Progress",
@@ -91,6 +94,14 @@ class Entry(NamedTuple):
     modified: float
 
 
+class Loaded(NamedTuple):
+    """The content of a file, with the ``version`` that `Files.swap` takes. ``modified`` is as in `Entry`."""
+
+    data: bytes
+    version: str
+    modified: float
+
+
 class TransferOptions(NamedTuple):
     """Transfer options: the library, the files at a time, and S3's encryption of written objects."""
 
@@ -123,6 +134,16 @@ class Files(Protocol):
         ``private``: readable by this user alone, in a local tree. Over a network the winner's answer can be lost. A
         retry inside a client library then finds its own object, so the winner gets False. A caller that needs certainty
         puts a unique word into ``data`` and reads back. (obstore tells them apart.)
+        """
+
+    def load(self, key: str) -> Loaded | None:
+        """Return the content with its version, or None if there is no such file."""
+
+    def swap(self, key: str, version: str | None, data: bytes) -> str:
+        """Replace the content only if its version is still ``version`` (None: there is no file); return the new one.
+
+        Raises FileExistsError if another writer was first. No two contents of a key may be equal: S3 makes versions of
+        contents, and a lost answer is known by its content. After any other error the content may have been replaced.
         """
 
     def size(self, key: str) -> int | None:
@@ -369,6 +390,26 @@ class LocalFiles(Trees):
             path.unlink(missing_ok=True)
             raise
         return True
+
+    def load(self, key: str) -> Loaded | None:
+        path = self._path(key)
+        with disk_errors(path):
+            try:
+                with open(path, "rb") as stream:
+                    data, modified = stream.read(), os.fstat(stream.fileno()).st_mtime
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return Loaded(data, hashlib.sha256(data).hexdigest(), modified)
+
+    def swap(self, key: str, version: str | None, data: bytes) -> str:
+        path = self._writable(key)
+        with disk_errors(path), locked(path.with_name(f"{TEMP}lock")):
+            found = self.load(key)
+            if same := (found.version if found else None) == version:
+                put(path, data)
+        if not same:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        return hashlib.sha256(data).hexdigest()
 
     def size(self, key: str) -> int | None:
         path = self._path(key)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from ..errors import AuthError, StorageError
 from ..validate import unix_seconds, url_scheme
 from .errors import Retries, classify
-from .files import MOST_PIECES, PIECE, Entry, Names, TransferOptions
+from .files import MOST_PIECES, PIECE, Entry, Loaded, Names, TransferOptions
 from .fsspec_pool import (
     BUCKETS,
+    GOOGLE,
     SFTP,
     STREAMED,
     WEB,
@@ -36,6 +40,8 @@ _READ = 1 << 20
 SMALL = 4 << 20
 """Largest file, in bytes, taken to come in one answer; a larger one may come in ranges of different versions."""
 _PATTERN = re.compile(r"[*?\[]")
+_MEMORY = threading.Lock()
+"""Makes `FsspecMover.swap` of ``memory:`` one step."""
 _VERSION_FIELDS = (
     "ETag", "etag", "md5Hash", "content_md5", "generation", "VersionId", "LastModified", "last_modified", "updated",
     "mtime", "created", "blob_id", "Last-Modified", "modify", "modified",
@@ -107,6 +113,35 @@ class FsspecMover:
     def wrote(self, key: str, writer: str) -> bool:
         """Return False: no fsspec file system records the writer of a file."""
         return False
+
+    def load(self, key: str) -> Loaded:
+        if self._scheme not in BUCKETS:
+            data = self.read(key)
+            with self._looking() as fs:
+                return Loaded(data, hashlib.sha256(data).hexdigest(), _modified(fs.info(self.at(key))))
+        with self._looking() as fs:
+            before = fs.info(self.at(key))
+            data, after = bytes(fs.cat_file(self.at(key))), fs.info(self.at(key))
+        if _swappable(before) != _swappable(after):
+            raise ConnectionError("another object has come to the key meanwhile")
+        return Loaded(data, _swappable(after), _modified(after))
+
+    def swap(self, key: str, version: str | None, data: bytes) -> str:
+        """Replace the content by the service's own condition; in this process's memory by a lock."""
+        with self._writing() as fs:
+            if self._scheme in GOOGLE:
+                bucket, name, _ = fs.split_path(self.at(key))
+                where = f"{fs._location}/upload/storage/v1/b/{quote(bucket)}/o"
+                named = {"uploadType": "media", "name": name, "ifGenerationMatch": version or "0"}
+                return str(fs.call("POST", where, data=data, json_out=True, **named)["generation"])
+            if self._scheme == "memory":
+                return _swapped_in_memory(fs, self.at(key), version, data)
+            if version is not None and self._scheme not in BUCKETS:
+                why = "cannot replace a file only while it is unchanged"
+                raise StorageError(f"{self.url}/{key}: {self.clients.kind.__name__} {why}")
+            given = {"mode": "create"} if version is None else _condition(self._scheme, version)
+            made = fs.pipe_file(self.at(key), data, **given)
+        return _swappable(made) if self._scheme in BUCKETS else hashlib.sha256(data).hexdigest()
 
     def entry(self, key: str) -> Entry | None:
         with self._looking() as fs:
@@ -274,6 +309,29 @@ class FsspecMover:
 
 def _entry(info: Mapping[str, Any]) -> Entry:
     return Entry(-1 if info["size"] is None else int(info["size"]), _version(info), _modified(info))
+
+
+def _swappable(info: Mapping[str, Any]) -> str:
+    """Return the version of an object by which its service makes a write conditional."""
+    return str(info.get("generation") or info.get("ETag") or info["etag"])
+
+
+def _condition(scheme: str, version: str) -> Mapping[str, Any]:
+    """Return the options of s3fs and adlfs for a write over one version."""
+    if scheme in ("s3", "s3a"):
+        return {"IfMatch": version}
+    from azure.core import MatchConditions
+
+    return {"etag": version, "match_condition": MatchConditions.IfNotModified}
+
+
+def _swapped_in_memory(fs: Any, path: str, version: str | None, data: bytes) -> str:
+    with _MEMORY:
+        there = hashlib.sha256(fs.cat_file(path)).hexdigest() if fs.exists(path) else None
+        if there != version:
+            raise FileExistsError(path)
+        fs.pipe_file(path, data)
+    return hashlib.sha256(data).hexdigest()
 
 
 def _version(info: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from .files import TransferOptions
 
 __all__ = [
     "BUCKETS",
+    "GOOGLE",
     "SFTP",
     "STREAMED",
     "WEB",
@@ -39,6 +40,7 @@ __all__ = [
 
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
 """Schemes of object stores. Their URLs begin with a bucket or container, which cloudtrain never creates."""
+GOOGLE = frozenset({"gs", "gcs"})
 SFTP = frozenset({"sftp", "ssh"})
 _SILENCE = 60.0
 """Seconds without data from an SFTP server before its connection counts as lost."""

@@ -11,6 +11,7 @@ import re
 import secrets
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -24,6 +25,7 @@ __all__ = [
     "disk_errors",
     "inside",
     "local_path",
+    "locked",
     "make_durable",
     "normalize",
     "parts_of",
@@ -290,6 +292,48 @@ def make_durable(temp: Path, path: Path, *, name: bool = True) -> None:
     os.replace(temp, path)
     if name:
         sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, seconds: float = 60.0) -> Iterator[None]:
+    """Hold a lock for a moment, by the file ``path``, which is removed again. It ends with the process that holds it.
+
+    Raises `StorageError` if it is not free within ``seconds``, or if the file system has no locks.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError), open(path, "ab") as stream:
+            # The last holder has removed its file, so the file that we locked may have no name any more.
+            if _lock(stream.fileno(), path.parent) and os.path.samestat(os.fstat(stream.fileno()), path.stat()):
+                try:
+                    yield
+                finally:
+                    with contextlib.suppress(OSError):  # Windows removes no open file
+                        path.unlink()
+                return
+        if time.monotonic() > until:
+            raise StorageError(f"{path.parent}: another process has locked it for {seconds:.0f} s")
+        time.sleep(0.01)
+
+
+def _lock(descriptor: int, folder: Path) -> bool:
+    """Lock an open file; return False if another holder has locked it."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as exc:
+        hint = "choose a folder on another file system, or mount it with locks"
+        raise StorageError(f"{folder}: the file system has no locks: {exc.strerror}", hint=hint) from exc
+    return True
 
 
 def sync(path: Path) -> None:

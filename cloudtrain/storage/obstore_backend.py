@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import CloudtrainError, StorageError
 from .errors import Retries
-from .files import MOST_PIECES, PIECE, Entry, Names, parallel
+from .files import MOST_PIECES, PIECE, Entry, Loaded, Names, parallel
 from .local_disk import disk_errors, write_back
 from .obstore_config import ObstoreConfig, Unproven, authorities
 
@@ -189,6 +189,18 @@ class ObstoreMover:
         with contextlib.suppress(FileNotFoundError):
             return bool(self._head(key).attributes.get(_WRITER) == writer)
         return False
+
+    @_apart
+    def load(self, key: str) -> Loaded:
+        with self._told():
+            answer = self._get(key)
+            return Loaded(bytes(answer.bytes()), str(answer.meta["e_tag"]), answer.meta["last_modified"].timestamp())
+
+    @_apart
+    def swap(self, key: str, version: str | None, data: bytes) -> str:
+        with self._told() as obs:
+            mode = "create" if version is None else {"e_tag": version}
+            return str(obs.put(self._store, self._at(key), data, mode=mode)["e_tag"])
 
     @_apart
     def entry(self, key: str) -> Entry | None:

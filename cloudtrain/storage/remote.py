@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import errno
 import hashlib
 import itertools
 import os
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ..errors import SpecError, StorageError
 from ..validate import url_scheme
 from .errors import Retries, TransientError, classify, translate
-from .files import PIECE, Entry, Names, Progress, Storage, TransferOptions, Trees
+from .files import PIECE, Entry, Loaded, Names, Progress, Storage, TransferOptions, Trees
 from .fsspec_backend import FsspecMover
 from .local_disk import check_promise, disk_errors, make_durable, parts_of, put, temp_file, verify
 from .obstore_config import Unproven, find_access
@@ -57,6 +58,15 @@ class Mover(Protocol):
 
     def wrote(self, key: str, writer: str) -> bool:
         """Return whether ``writer`` is noted as its creator."""
+
+    def load(self, key: str) -> Loaded:
+        """Return the content, with the version that `swap` takes."""
+
+    def swap(self, key: str, version: str | None, data: bytes) -> str:
+        """Replace the content of that version, or write a new file for None; return the new version.
+
+        Raises FileExistsError or the like, or FileNotFoundError, for another version.
+        """
 
     def entry(self, key: str) -> Entry | None:
         """Return the entry of a file; None for anything else. ``size`` is -1 if the server does not say."""
@@ -251,6 +261,32 @@ class RemoteFiles(Trees):
                     return number > 0 and self._call(key, lambda mover: mover.wrote(key, writer))
             retries.pause(number)
         raise unanswered or StorageError(f"{self._url}/{key}: other writers stay in the way")
+
+    def load(self, key: str) -> Loaded | None:
+        parts_of(key)
+        try:
+            return self._call(key, lambda mover: mover.load(key))
+        except FileNotFoundError:
+            return None
+
+    def swap(self, key: str, version: str | None, data: bytes) -> str:
+        parts_of(key)
+        retries = self._open().mover.retries
+        unanswered: Exception | None = None
+        for number in range(retries.tries):
+            try:
+                return self._call(key, lambda mover: mover.swap(key, version, data), again=False)
+            except (TransientError, FileExistsError, FileNotFoundError) as exc:
+                unanswered = exc
+            found = self.load(key)
+            if found is not None and found.data == data:  # the answer was lost
+                return found.version
+            if (found.version if found else None) != version:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self._url}/{key}")
+            if version is None and isinstance(unanswered, FileNotFoundError):
+                raise StorageError(f"{self._url}: the bucket or container does not exist") from unanswered
+            retries.pause(number)  # a 409 is another writer, which may still fail
+        raise StorageError(f"{self._url}/{key}: other writers stay in the way") from unanswered
 
     def entry(self, key: str) -> Entry | None:
         """Return the file at ``key``, None if there is none. ``size`` is -1 if the server does not say."""
