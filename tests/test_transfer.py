@@ -26,7 +26,7 @@ from cloudtrain.storage.errors import Retries, UnreachableError, classify, repor
 from cloudtrain.storage.files import LocalFiles, files, parallel
 from cloudtrain.storage.fsspec_backend import FsspecMover
 from cloudtrain.storage.fsspec_pool import Clients
-from cloudtrain.storage.local_disk import _unnameable, inside, local_path, locked, normalize, safe, sha256_file, walk
+from cloudtrain.storage.local_disk import _unnameable, hold_lock, inside, local_path, normalize, safe, sha256_file, walk
 from cloudtrain.storage.remote import RemoteFiles
 
 
@@ -216,18 +216,18 @@ def test_swaps_of_many_threads_are_one_after_another(tree: LocalFiles | RemoteFi
 def test_a_lock_ends_with_its_process_and_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     path = tmp_path / "a" / "lock"
     code = (
-        "import sys, time; from pathlib import Path; from cloudtrain.storage.local_disk import locked\n"
-        "with locked(Path(sys.argv[1])): print('locked', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from cloudtrain.storage.local_disk import hold_lock\n"
+        "with hold_lock(Path(sys.argv[1])): print('locked', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "locked\n"
-        with pytest.raises(StorageError, match="another process has locked it for 0 s"), locked(path, seconds=0.1):
+        with pytest.raises(StorageError, match="another process has locked it for 0 s"), hold_lock(path, seconds=0.1):
             raise AssertionError
         holder.kill()
         holder.wait()
         assert path.exists()
-        with locked(path, seconds=10):
+        with hold_lock(path, seconds=10):
             pass
     assert not path.exists()
 

@@ -25,10 +25,10 @@ from .local_disk import (
     TEMP,
     copy_file,
     disk_errors,
+    hold_lock,
     inside,
     is_same,
     local_path,
-    locked,
     make_durable,
     normalize,
     parts_of,
@@ -403,7 +403,7 @@ class LocalFiles(Trees):
 
     def swap(self, key: str, version: str | None, data: bytes) -> str:
         path = self._writable(key)
-        with disk_errors(path), locked(path.with_name(f"{TEMP}lock")):
+        with disk_errors(path), hold_lock(path.with_name(f"{TEMP}lock")):
             found = self.load(key)
             if same := (found.version if found else None) == version:
                 put(path, data)

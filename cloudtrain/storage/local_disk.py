@@ -23,9 +23,9 @@ __all__ = [
     "TEMP",
     "cache_home",
     "disk_errors",
+    "hold_lock",
     "inside",
     "local_path",
-    "locked",
     "make_durable",
     "normalize",
     "parts_of",
@@ -295,7 +295,7 @@ def make_durable(temp: Path, path: Path, *, name: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, seconds: float = 60.0) -> Iterator[None]:
+def hold_lock(path: Path, *, seconds: float = 60.0) -> Iterator[None]:
     """Hold a lock for a moment, by the file ``path``, which is removed again. It ends with the process that holds it.
 
     Raises `StorageError` if it is not free within ``seconds``, or if the file system has no locks.
