@@ -49,7 +49,10 @@ GENERATED = {"docs/providers.md"}
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
-    *sorted({p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").glob("*.md")} - GENERATED),
+    *sorted(
+        {p.relative_to(ROOT).as_posix() for folder in ("docs", "docs/recipes") for p in (ROOT / folder).glob("*.md")}
+        - GENERATED
+    ),
 ]
 CHECKED = {"sh", "python", "toml", "json", "text"}
 RUN = {"sh", "python"}

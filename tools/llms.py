@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 _SECTION = re.compile(r"  - ([^:]+):$")
-_PAGE = re.compile(r"      - (?:.+: )?([\w-]+\.md)$")
+_PAGE = re.compile(r"      - (?:.+: )?((?:recipes/)?[\w-]+\.md)$")
 
 
 def lines() -> Iterator[str]:
