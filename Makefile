@@ -26,7 +26,8 @@ PYTEST := $(BIN)/python -m pytest
 # The demo takes a fifth of the time that the suite takes to set up. Where that is installed, it does.
 READY = $(if $(wildcard $(VENV)/.installed),$(VENV)/.installed,$(VENV)/.demo)
 
-.PHONY: demo test test-fast test-sagemaker test-azureml-mount test-azureml-recordings proof mutants lint audit docs notebook install clean
+.PHONY: demo test test-fast check test-sagemaker test-azureml-mount test-azureml-recordings proof mutants lint audit docs \
+    notebook install clean
 
 install: $(VENV)/.installed
 
@@ -61,8 +62,11 @@ lint: install
 
 # Three workers on two cores, as whole runs mostly wait. They come first, as they are collected: sorted by their number,
 # the few long ones would be left to the end.
-test: demo lint
+test: install
 	$(PYTEST) -n 3 --dist loadscope --no-loadscope-reorder -m 'not proof and not sagemaker_local_mode and not azureml_mount and not azureml_recordings'
+
+# What a change must pass before it is merged.
+check: lint test
 
 test-fast: install
 	$(PYTEST) -n 2 -m 'not slow and not remote and not docker and not proof and not sagemaker_local_mode and not azureml_mount and not azureml_recordings'
