@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 from collections.abc import Callable, Generator
@@ -12,7 +13,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from jobs import Once
 
+from cloudtrain.store import runtime_zip
+
 pytest_plugins = ["servers", "containers", "trainings", "trials", "clients", "doctoring"]
+
+# Every test has a store of its own, and needs the same zip in it.
+runtime_zip.build = functools.cache(runtime_zip.build)
 
 #: Examples of a property-based test that does not say how many it wants.
 EXAMPLES, PROOF_EXAMPLES = 50, 1000
@@ -32,12 +38,39 @@ settings.load_profile(PROFILE)
 _REFUSED = "CLOUDTRAIN_REQUIRE_ALL=1 lets nothing be skipped: "
 
 
+CLOUDS = ("test_sagemaker", "test_azureml", "test_vertex")
+"""Modules with a provider's contract that leave to `make proof` what local and docker show already."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under the proof profile every property-based test is a proof, whether it says so or not."""
-    if PROFILE == "proof":
-        for item in items:
-            if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
-                item.add_marker("proof")
+    """Mark as proof what is too long for a change: on the clouds, jobs of which our own runtime decides the end.
+
+    Under the proof profile every property-based test is a proof, whether it says so or not. Tests of the faked clouds
+    themselves are marked as worlds.
+    """
+    for item in items:
+        if item.path.stem.endswith("_world"):
+            item.add_marker("worlds")
+        if (scope := _scope(item)) is not None:
+            item.add_marker(pytest.mark.xdist_group(scope))
+        alike = item.get_closest_marker("by_runtime") is not None and item.path.stem in CLOUDS
+        seeded = PROFILE == "proof" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+        if alike or seeded:
+            item.add_marker("proof")
+
+
+def _scope(item: pytest.Item) -> str | None:
+    """Return the name of the tests that one worker runs with this one; None if any may run it.
+
+    They share a fixture of their class or module, or are short. A run of minutes does not wait for its module's others.
+    """
+    known = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
+    scopes = {one.scope for all_of_name in known for one in all_of_name if not one.argname.startswith("_xunit")}
+    slow = item.get_closest_marker("slow") is not None
+    path, _, rest = item.nodeid.partition("::")
+    if "class" in scopes:
+        return f"{path}-{rest.partition('::')[0]}-{slow}"
+    return None if slow and "module" not in scopes else path
 
 
 @pytest.fixture(scope="session")

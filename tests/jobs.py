@@ -22,6 +22,7 @@ import pytest
 
 from cloudtrain import schemas
 from cloudtrain.runs.run import Run, open_run
+from cloudtrain.runtime import timings
 
 CLI = [sys.executable, "-m", "cloudtrain"]
 Once = Callable[[str, Callable[[], Any]], Any]
@@ -93,6 +94,10 @@ class Jobs:
 
     def runs(self) -> list[str]:
         return sorted(p.parent.name for p in (self.store / "runs").glob("*/run.json"))
+
+    def shorten(self, **seconds: float) -> None:
+        """Set other `Timings` for all that is started from now on."""
+        self.environ[timings.VARIABLE] = ",".join(f"{name}={value}" for name, value in seconds.items())
 
     # ---------------------------------------------------------------------------------------------------- processes
 

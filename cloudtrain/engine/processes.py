@@ -27,6 +27,7 @@ from typing import IO, Any
 from ..errors import CapacityError, SpecError, StorageError
 from ..provider_api.launch_spec import LaunchSpec, NodeSpec
 from ..runtime.host_facts import kill_users, users
+from ..runtime.timings import TIMINGS
 from ..storage.local_disk import put
 from . import ENGINE_PREFIX, boot_id, staged
 
@@ -34,8 +35,8 @@ __all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "has_
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROC = Path("/proc/self")
-ORPHAN_SECONDS = 60.0
-"""Seconds that nodes without a supervisor have to end: their stop grace of 40 s, and some for a slow disk."""
+ORPHAN_SECONDS = TIMINGS.stop_grace + 20.0
+"""Seconds that nodes without a supervisor have to end: their stop grace, and some for a slow disk."""
 
 
 @dataclass

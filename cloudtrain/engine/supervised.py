@@ -40,6 +40,7 @@ from ..provider_api.protocol import (
     check_inputs,
     context_of,
 )
+from ..runtime.timings import TIMINGS
 from ..validate import did_you_mean, url_scheme
 from . import boot_id, last_line
 
@@ -57,8 +58,7 @@ __all__ = [
     "refuse",
 ]
 
-STOP_GRACE = 40.0
-"""Seconds between SIGTERM and SIGKILL: 30 for the script, as Kubernetes and Azure give, the rest to mirror its work."""
+STOP_GRACE = TIMINGS.stop_grace
 PREEMPTED = 75
 """Exit code of a node after a stop with notice (EX_TEMPFAIL). The supervisor starts the nodes again."""
 MAX_RESTARTS = 10

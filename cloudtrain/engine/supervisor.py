@@ -32,6 +32,7 @@ from ..runs.run import NOT_RETRIED, Run
 from ..runtime.checkpoints import COMMIT, complete, resumable_checkpoints
 from ..runtime.link import SILENCE_TIMEOUT
 from ..runtime.node import UNMIRRORED
+from ..runtime.timings import TIMINGS
 from ..storage.files import Files, TransferOptions, files
 from ..storage.local_disk import local_path
 from ..store.store import Store
@@ -57,7 +58,7 @@ LOST_SECONDS = 15.0
 """The same once a peer has missed one of them."""
 UNMET_SECONDS = 3.0
 """The same before the nodes have met: they would wait for it in vain."""
-RESTART_SECONDS = 1.0
+RESTART_SECONDS = TIMINGS.restart
 LOCK_SECONDS = 10.0
 """Seconds in which clients that look at a killed supervisor release its lock."""
 SIGNAL_SECONDS = 1.0
@@ -428,7 +429,7 @@ class Supervisor:
             self._frozen_since = None
         elif self._frozen_since is None:
             self._frozen_since = now
-        elif now - self._frozen_since > SILENCE_TIMEOUT - 2 * HEARTBEAT_SECONDS:
+        elif now - self._frozen_since > SILENCE_TIMEOUT * 8 / 9:
             for node in running:
                 node.trouble = ("infra", f"it was stopped for {now - self._frozen_since:.0f} s (SIGSTOP)")
                 node.kill()

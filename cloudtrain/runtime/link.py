@@ -24,12 +24,12 @@ from typing import Any
 from ..errors import PlatformError
 from ..provider_api.node import JOIN_TIMEOUT
 from ..validate import duration
+from .timings import TIMINGS
 
 __all__ = ["Link"]
 
 HANDSHAKE_TIMEOUT = 10.0
-SILENCE_TIMEOUT = 90.0
-"""Seconds without even a ping before a peer counts as lost; a cut network often heals sooner."""
+SILENCE_TIMEOUT = TIMINGS.silence
 QUIET_SECONDS = 15.0
 """Seconds after which a silence is reported: longer than any pause of a healthy node."""
 PING_SECONDS = 5.0

@@ -23,6 +23,12 @@ _BEFORE = frozenset(name for name in os.environ if name.startswith("CLOUDTRAIN_"
 _KEPT = frozenset({"CLOUDTRAIN_DEBUG", "CLOUDTRAIN_SNAPSHOTS"})
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker of the contract suite."""
+    text = "by_runtime: what cloudtrain's own runtime decides on the nodes, alike on every platform"
+    config.addinivalue_line("markers", text)
+
+
 @pytest.fixture
 def cloudtrain_offline(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail the test at any connection of this Python beyond this machine, in one line with the address."""

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ from .tables import CASES, JOBS, SCRIPT, SECRET, Fields, Seen
 __all__ = ["Jobs", "RunContract"]
 
 FAULTS = ("capacity", "quota", "auth", "image")
+PLAIN: Fields = {"launcher": "python"}
+"""A job that needs no torchrun, whose start imports torch on every node."""
+BY_RUNTIME = ("python", "command", "stalled", "oom", "retried")
+"""Jobs of which cloudtrain's own runtime decides on the nodes what happens, alike on every platform."""
 SUBMIT_PLAN = """
 import os, pathlib, sys
 from cloudtrain.settings.settings import Settings
@@ -54,16 +58,13 @@ class Jobs:
         return self._runs[name]
 
     def script(self, name: str) -> Seen:
-        """Return the result of the job of `JOBS` with every change of `SCRIPT` that names it."""
+        """Return the result of the job of `JOBS` or `CASES` with every change of `SCRIPT` that names it."""
+        if name in CASES:
+            return self.case(name)
         if name not in self._seen:
-            place = self.world.place
-            rows = [row for row in SCRIPT.values() if row.run == name]
-            parts = [part(place) for row in rows for part in (row.base, row.change)]
-            if name == "python":
-                self.script("torchrun")  # the earlier run that this one resumes from
             if name == "torchrun":
-                place.clear_earlier()
-            run = self.run("earlier" if name == "torchrun" else name, JOBS[name], *parts)
+                self.world.place.clear_earlier()
+            run = self.run("earlier" if name == "torchrun" else name, JOBS[name], *self._changes(name))
             self._seen[name] = self.world.seen(run)
         return self._seen[name]
 
@@ -71,8 +72,11 @@ class Jobs:
         """Return the result of the run of one of `CASES`, after the case's action."""
         if name not in self._seen:
             case, world = CASES[name], self.world
+            if name == "user_error":
+                self.script("torchrun")  # the earlier run that this one resumes from
             secrets = {"secrets": {probe.SECRET: world.place.secret}} if name == "user_error" else {}
-            run = self.run(name.replace("_", "-"), {"env": {"PROBE": case.probe}}, case.job, secrets)
+            parts = (PLAIN, {"env": {"PROBE": case.probe}}, case.job, secrets, *self._changes(name))
+            run = self.run(name.replace("_", "-"), *parts)
             if case.act:
                 world.await_line(run, "holding")
                 self.states[name] = [run.status().state]
@@ -84,6 +88,11 @@ class Jobs:
             self._seen[name] = world.seen(run)
         return self._seen[name]
 
+    def _changes(self, name: str) -> list[Fields]:
+        place = self.world.place
+        rows = [row for row in SCRIPT.values() if row.run == name]
+        return [part(place) for row in rows for part in (row.base, row.change)]
+
     def native(self, run: Run) -> str:
         """Return the platform's own id of the run's first attempt."""
         submitted = run.store.submitted(run.run_id, 0)
@@ -91,8 +100,21 @@ class Jobs:
         return str(submitted["native_id"])
 
 
+def _marked(names: Iterable[str]) -> list[Any]:
+    """Return names of jobs, or of fields of `SCRIPT`, as parameters. Those of `BY_RUNTIME` are marked so."""
+
+    def job(name: str) -> str:
+        return SCRIPT[name].run if name in SCRIPT else name
+
+    mark = pytest.mark.by_runtime
+    return [pytest.param(name, marks=mark) if job(name) in BY_RUNTIME else name for name in names]
+
+
 class RunContract:
-    """The half of the suite that runs jobs, nearly all of it slow."""
+    """The half of the suite that runs jobs, nearly all of it slow.
+
+    Tests marked ``by_runtime`` check what cloudtrain's own runtime decides on the nodes, alike on every platform.
+    """
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -116,21 +138,21 @@ class RunContract:
 
     @pytest.mark.slow
     def test_submitted_twice_is_one_job(self, jobs: Jobs) -> None:
-        world = jobs.world
-        run = jobs.run("twice")
-        request = run.store.attempt_request("twice", 0)
+        world, plain = jobs.world, (PLAIN, {"env": {"PROBE": ""}})
+        run = jobs.run("succeeded", *plain)
+        request = run.store.attempt_request("succeeded", 0)
         assert request is not None
         native = jobs.native(run)
         assert world.provider.find(request) == native
         assert [world.provider.submit(request) for _ in range(2)] == [native, native]
-        assert jobs.native(world.send(world.plan(run_id="twice"))) == native
+        assert jobs.native(world.send(world.plan(*plain, run_id="succeeded"))) == native
         _check_ran_once(world, run, native)
         assert world.provider.submit(request) == native, "not after the end either"
         _check_ran_once(world, run, native)
 
     @pytest.mark.slow
     def test_submitted_by_two_processes_is_one_job(self, world: FakePlatform, tmp_path: Path) -> None:
-        plan = world.plan(run_id="at-once")
+        plan = world.plan(PLAIN, run_id="at-once")
         saved = tmp_path / "plan.json"
         saved.write_text(json.dumps(plan.document()))
         both = [
@@ -145,16 +167,17 @@ class RunContract:
     @pytest.mark.slow
     def test_a_taken_run_id_is_a_conflict(self, jobs: Jobs) -> None:
         """Check that a taken id is never adopted, and that its run stays as it is."""
-        run = jobs.run("twice")
+        jobs.case("succeeded")
+        run = jobs.run("succeeded")
         with pytest.raises(ConflictError) as caught:
-            jobs.world.send(jobs.world.plan({"args": ("another",)}, run_id="twice"))
+            jobs.world.send(jobs.world.plan({"args": ("another",)}, run_id="succeeded"))
         assert caught.value.field == "run_id"
         _check_ran_once(jobs.world, run, jobs.native(run))
 
     # --------------------------------------------------------------------------------------------------------- outcomes
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", CASES)
+    @pytest.mark.parametrize("name", _marked(CASES))
     def test_outcome(self, jobs: Jobs, name: str) -> None:
         case = CASES[name]
         if name == "retried" and jobs.world.provider.retried_by == "client":
@@ -238,18 +261,18 @@ class RunContract:
     # ------------------------------------------------------------------------------------------------------------- logs
 
     @pytest.mark.slow
-    def test_every_line_comes_once(self, jobs: Jobs) -> None:
-        for name in ("torchrun", "python"):
-            jobs.script(name)
-            run = jobs.run("earlier" if name == "torchrun" else name)
-            exits = run.store.exits(run.run_id)
-            wanted = [(r["attempt"], r["node"], n + 1) for r in exits for n in range(r["lines"])]
-            assert sorted(numbered(jobs.world.provider, jobs.native(run))) == sorted(wanted)
-            lines = list(run.logs())
-            assert sorted((*line.stream, line.seq) for line in lines if line.stream) == sorted(wanted)
-            for rank in range(run.job.resources.instance_count * run.job.resources.processes()):
-                said = [line.text for line in lines if line.rank == rank and line.text.startswith("probe ")]
-                assert said == [f"probe {rank} line {i}" for i in range(probe.LINES)]
+    @pytest.mark.parametrize("name", _marked(("torchrun", "python")))
+    def test_every_line_comes_once(self, jobs: Jobs, name: str) -> None:
+        jobs.script(name)
+        run = jobs.run("earlier" if name == "torchrun" else name)
+        exits = run.store.exits(run.run_id)
+        wanted = [(r["attempt"], r["node"], n + 1) for r in exits for n in range(r["lines"])]
+        assert sorted(numbered(jobs.world.provider, jobs.native(run))) == sorted(wanted)
+        lines = list(run.logs())
+        assert sorted((*line.stream, line.seq) for line in lines if line.stream) == sorted(wanted)
+        for rank in range(run.job.resources.instance_count * run.job.resources.processes()):
+            said = [line.text for line in lines if line.rank == rank and line.text.startswith("probe ")]
+            assert said == [f"probe {rank} line {i}" for i in range(probe.LINES)]
 
     @pytest.mark.slow
     def test_a_cursor_goes_on_where_it_was(self, jobs: Jobs) -> None:
@@ -267,7 +290,7 @@ class RunContract:
     # ------------------------------------------------------------------------------------------------------- end to end
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("field", SCRIPT)
+    @pytest.mark.parametrize("field", _marked(SCRIPT))
     def test_script_field_is_seen_by_the_script(self, jobs: Jobs, field: str) -> None:
         row = SCRIPT[field]
         seen = jobs.script(row.run)
@@ -285,7 +308,7 @@ class RunContract:
         assert len({(rank["env"]["MASTER_ADDR"], rank["env"]["MASTER_PORT"]) for rank in seen.ranks}) == 1
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["torchrun", "python", "command"])
+    @pytest.mark.parametrize("name", _marked(("torchrun", "python", "command")))
     def test_script_sees_the_words_of_the_contract(self, jobs: Jobs, name: str) -> None:
         """Check DESIGN §4, and that neither the engine's own words nor another launcher's are left."""
         for rank in jobs.script(name).ranks:
@@ -319,7 +342,7 @@ class RunContract:
         assert [json.loads(row)["step"] for row in rows] == [0, 1, 2]
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["torchrun", "python"])
+    @pytest.mark.parametrize("name", _marked(("torchrun", "python")))
     def test_all_nodes_leave_together(self, jobs: Jobs, name: str) -> None:
         """Check the end barrier: a record of each node, one of them the decided one, all after the last rank's end."""
         jobs.script(name)

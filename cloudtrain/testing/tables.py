@@ -160,8 +160,8 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Change of one field. ``base`` is the job's fields before and after. ``run`` names the job of `JOBS` that carries
-    the change, and ``seen`` checks it."""
+    """Change of one field. ``base`` is the job's fields before and after. ``run`` names the job that carries it, of
+    `JOBS` or `CASES`, and ``seen`` checks it."""
 
     change: Callable[[Place], Fields]
     base: Callable[[Place], Fields] = lambda place: {}
@@ -293,7 +293,7 @@ SCRIPT: dict[str, Row] = {
     ),
     "resume_from": Row(
         change=lambda place: {"resume_from": place.earlier},
-        run="python",
+        run="user_error",
         seen=_ranks(lambda rank: rank["resume"] == _SHARDS),
     ),
     "source.entry_point": _row(
@@ -369,7 +369,7 @@ class Case:
 
 
 _TWO_NODES = {"instance_count": 2, "launcher": "python"}
-_FOUR_RANKS = {"instance_count": 2, "nproc_per_node": 2}
+_FOUR_RANKS = {"instance_count": 2, "nproc_per_node": 2, "launcher": "torchrun"}
 CASES: dict[str, Case] = {
     "succeeded": Case("all ranks ended with 0", "succeeded", None, 0),
     "user_error": Case(

@@ -330,6 +330,7 @@ def test_no_rank_of_the_last_attempt_runs_beside_the_next_one(jobs: Jobs, how: s
     """The node's own process cannot end its rank: it was killed too, or stands still."""
     jobs.write("train.py", BEATS)
     environ = ("--env", f"BEATS={jobs.tmp / 'beats'}", "--env", "ENOUGH=1")
+    jobs.shorten(stop_grace=2)  # the successor waits for its orphans
     run = jobs.detach("train.py", "--launcher", "python", "--retries", "1", *environ)
     jobs.printed(run, "up")
     supervisor, node = jobs.supervisor(), jobs.node(0)
@@ -404,6 +405,7 @@ def test_without_the_secret_a_client_leaves_the_next_attempt_to_one_that_has_it(
 
 def test_what_a_killed_supervisor_used_up_counts(jobs: Jobs) -> None:
     jobs.write("train.py", WAITS)
+    jobs.shorten(stop_grace=6)  # the script does not listen
     run = jobs.detach("train.py", *PLAIN, "--retries", "1", "--max-runtime", "30s")
     jobs.printed(run, "up")
     time.sleep(20)

@@ -95,7 +95,8 @@ def test_a_run_whose_supervisor_was_killed_is_closed(jobs: Jobs) -> None:
 
 def test_a_run_whose_supervisor_was_killed_begins_again_where_retries_are_left(jobs: Jobs) -> None:
     jobs.write("hold.py", "import time\nprint('holding', flush=True)\ntime.sleep(60)\n")
-    run = jobs.detach("hold.py", "--run-id", "r", "--retries", "3")
+    jobs.shorten(stop_grace=6)  # the script does not listen
+    run = jobs.detach("hold.py", "--run-id", "r", "--retries", "3", "--launcher", "python")
     jobs.printed(run, "holding")
     os.kill(jobs.supervisor(), signal.SIGKILL)
     jobs.gone(30)
