@@ -104,6 +104,7 @@ BOTH = (*PYTHON, "--nodes", "2")
 # ---------------------------------------------------------------------------------------------------------- portability
 
 
+@pytest.mark.proof
 def test_the_same_losses_as_in_processes(torch: Containers, whole: dict[int, float], tmp_path: Path) -> None:
     """Bit for bit: the same job, the same data, 2 nodes of 2 ranks."""
     flags = torch.flags("digits", *SHAPE, *TRAIN, "--store", str(torch.jobs.store), "--pull", str(tmp_path / "out"))

@@ -178,6 +178,7 @@ for script, arguments, environ, _ in json.load(sys.stdin):
 """
 
 
+@pytest.mark.proof
 def test_bad_input_is_refused_in_one_line(jobs: Jobs) -> None:
     (jobs.code / "empty").mkdir()
     (jobs.code / "cut").mkdir()

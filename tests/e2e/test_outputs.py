@@ -106,6 +106,10 @@ CASES = {
 }
 
 
+_HEAVY = dict.fromkeys(("transformers", "accelerate"), pytest.mark.proof)
+"""Frameworks that take half a minute of both cores to start; the others show the same."""
+
+
 @pytest.fixture
 def jobs(tmp_path: Path) -> Iterator[Jobs]:
     made = Jobs(tmp_path)
@@ -113,7 +117,7 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
     made.close()
 
 
-@pytest.mark.parametrize("framework", CASES)
+@pytest.mark.parametrize("framework", [pytest.param(name, marks=_HEAVY.get(name, ())) for name in CASES])
 def test_what_a_framework_writes_below_the_working_folder_is_pulled_whole(jobs: Jobs, framework: str) -> None:
     """Lightning, Transformers and Accelerate write their files themselves. The script for Hydra, which the tests do not
     install, writes files of the names that Hydra gives them."""

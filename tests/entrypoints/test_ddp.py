@@ -180,6 +180,7 @@ def test_an_overflow_of_one_rank_skips_the_step_of_all(script: str, trainings: T
     assert skipped(run, 2) == [without, without]
 
 
+@pytest.mark.proof
 def test_half_precision_and_compressed_gradients_learn_the_same(trainings: Trainings, tmp_path: Path) -> None:
     plain = trainings.run(tmp_path / "plain", "ddp.py", *ODD, processes=2)
     for flags in (["--precision", "bf16"], ["--compress", "fp16"]):
@@ -192,7 +193,7 @@ def judged(run: Any) -> dict[int, float]:
     return {line["step"]: line["val_loss"] for line in run.metrics() if "val_loss" in line}
 
 
-@pytest.mark.parametrize("script", ["ddp.py", "fsdp.py"])
+@pytest.mark.parametrize("script", ["ddp.py", pytest.param("fsdp.py", marks=pytest.mark.proof)])
 def test_batch_norm_is_judged_and_saved_as_one_model(script: str, trainings: Trainings, tmp_path: Path) -> None:
     """Each process has seen other samples; training itself does not look at what they made of them. A save copies
     while the next passes change them."""

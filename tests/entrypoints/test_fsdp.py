@@ -77,6 +77,7 @@ def steps_of(run: Quick, name: str, parameter: str, folder: Path) -> float:
     return float(state[parameter]["step"])
 
 
+@pytest.mark.proof
 def test_a_parameter_without_a_gradient_so_far_resumes_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
     """The first gradient of the second head comes at step 10, in a run that goes on from step 6, too."""
     flags = (*ODD, "--late", "9")
