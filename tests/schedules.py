@@ -47,7 +47,7 @@ from cloudtrain.runs.reconcile import reconcile_run
 from cloudtrain.runs.run import Run
 from cloudtrain.runs.submit import Plan, make_plan, send_plan
 from cloudtrain.settings.settings import Settings
-from cloudtrain.storage.files import Entry, TransferOptions, Trees
+from cloudtrain.storage.files import Entry, Loaded, TransferOptions, Trees
 from cloudtrain.store.store import Store
 
 T = TypeVar("T")
@@ -264,6 +264,24 @@ class View(Trees):
 
         made, fault = self._call(f"create {key}", make, ("before", "after", "told that it was there"))
         return bool(made) and not fault
+
+    def load(self, key: str) -> Loaded | None:
+        found, _ = self._call(f"load {key}", lambda: self.data[key] if self._there(key) else None)
+        return Loaded(found[0], str(hash(found[0])), found[1]) if found is not None else None
+
+    def swap(self, key: str, version: str | None, data: bytes) -> str:
+        """A lost answer is known by the content, as `RemoteFiles.swap` knows it; a client may die before it looks."""
+
+        def replace() -> bool:
+            if (str(hash(self.data[key][0])) if key in self.data else None) != version:
+                return False
+            self.data[key] = (data, self.sim.now)
+            return True
+
+        made, _ = self._call(f"swap {key}", replace, ("before", "after"))
+        if not made:
+            raise FileExistsError(key)
+        return str(hash(data))
 
     def size(self, key: str) -> int | None:
         found, _ = self._call(f"size {key}", lambda: len(self.data[key][0]) if self._there(key) else None)
@@ -820,8 +838,9 @@ def simulated(schedule: Schedule) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("retry", "reconcile"):
             patch.setattr(f"cloudtrain.runs.{module}.patiently", patient)
-        for module in ("runs.submit", "store.store", "runs.handover"):
+        for module in ("runs.submit", "store.store", "storage.lease"):
             patch.setattr(f"cloudtrain.{module}.time", Clock)
+        patch.setattr("cloudtrain.runs.handover.time", Clock)
         patch.setattr("cloudtrain.runs.reconcile.FallbackPolicy", timed(sim))
         patch.setattr("cloudtrain.store.store.parallel", lambda work, items, jobs=1: [work(item) for item in items])
         patch.setattr("cloudtrain.runs.log_sources.random", random.Random(0))

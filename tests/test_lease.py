@@ -1,25 +1,69 @@
-"""lease.py: who stages and who deletes see each other; a mark that nobody renews holds nobody up for ever."""
+"""lease.py: one client at a time, whoever dies or stands still; who stages and who deletes see each other."""
 
 from __future__ import annotations
 
+import json
 import os
+import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from faulty import FaultyS3
 from fsspec.implementations.memory import MemoryFileSystem
+from servers import race
 
 from cloudtrain.errors import StorageError
-from cloudtrain.storage.files import Entry, Files, LocalFiles, files
-from cloudtrain.storage.lease import FOLDER, MARK, GcLease, announce, withdraw
+from cloudtrain.storage import lease as leases
+from cloudtrain.storage.errors import Retries
+from cloudtrain.storage.files import Entry, Files, Loaded, LocalFiles, TransferOptions, files, parallel
+from cloudtrain.storage.lease import FOLDER, MARK, Lease, announce, is_released, withdraw
+from cloudtrain.storage.remote import RemoteFiles
+
+EARLIER = [
+    b"0123456789abcdef" * 2,
+    b"1" * 32,
+    b'{"client": "0123456789abcdef"}',
+    b"",
+    b"\xff",
+    b"[]",
+    b'{"holder": null}',
+]
+"""Marks of earlier versions: a token of gc, a claim of Vertex AI, and what a killed writer may leave."""
 
 
 @pytest.fixture(params=["local", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: object) -> Iterator[Files]:
     yield files(f"file://{tmp_path}/store" if request.param == "local" else "memory://bucket/store")
     MemoryFileSystem.store.clear()
+
+
+@pytest.fixture(
+    params=["local", pytest.param("s3", marks=pytest.mark.remote), pytest.param("azure", marks=pytest.mark.remote)]
+)
+def url(request: pytest.FixtureRequest, tmp_path: object) -> str:
+    """A store that several processes reach."""
+    return f"file://{tmp_path}/store" if request.param == "local" else request.getfixturevalue(f"{request.param}_url")
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holders are of other machines: nothing tells whether they have ended."""
+    monkeypatch.setattr(leases, "_machine", lambda: "")
+
+
+def held(store: Files) -> bool:
+    found = store.load(MARK)
+    return found is not None and not is_released(found)
+
+
+# ------------------------------------------------------------------------------------------------- staging and deleting
 
 
 def test_what_is_announced_is_there_until_it_is_taken_back(store: Files) -> None:
@@ -35,7 +79,7 @@ def test_what_is_announced_is_there_until_it_is_taken_back(store: Files) -> None
 
 def test_who_stages_waits_for_who_deletes(store: Files) -> None:
     said: list[str] = []
-    with GcLease(store, seconds=60) as deleting:
+    with Lease(store, MARK, seconds=60) as deleting:
         waiting = threading.Thread(target=announce, args=(store, "run-1", ["a"]), kwargs={"say": said.append})
         waiting.start()
         time.sleep(0.3)
@@ -45,7 +89,19 @@ def test_who_stages_waits_for_who_deletes(store: Files) -> None:
     waiting.join(timeout=10)
     assert not waiting.is_alive()
     assert said == ["waiting: somebody deletes from this store"]
-    assert MARK not in store.list(FOLDER)
+    assert not held(store)
+
+
+def test_a_store_that_forbids_removal_is_no_failure(tmp_path: Path) -> None:
+    class Kept(LocalFiles):
+        def remove(self, prefix: str) -> None:
+            raise FileExistsError(prefix)
+
+    store = Kept(root=tmp_path)
+    withdraw(store, announce(store, "run-1", ["a"]))
+
+
+# --------------------------------------------------------------------------------------------------------- many holders
 
 
 def test_one_deletes_at_a_time(store: Files) -> None:
@@ -53,7 +109,7 @@ def test_one_deletes_at_a_time(store: Files) -> None:
     inside: set[int] = set()
 
     def work(number: int) -> None:
-        with GcLease(store, seconds=60):
+        with Lease(store, MARK, seconds=60):
             inside.add(number)
             at_once.append(len(inside))
             time.sleep(0.05)
@@ -65,42 +121,263 @@ def test_one_deletes_at_a_time(store: Files) -> None:
     for thread in threads:
         thread.join(timeout=30)
     assert at_once == [1, 1, 1, 1]
-    assert store.list(FOLDER) == {}
+    assert list(store.list(FOLDER)) == [MARK]
+    assert not held(store)
 
 
-def test_the_mark_of_one_that_died_runs_out(store: Files) -> None:
-    begun = time.monotonic()
-    store.write(MARK, b"of a killed one")
-    announce(store, "run-1", ["a"], seconds=0.5)
-    assert time.monotonic() - begun >= 0.3
-    assert store.read(MARK) == b"of a killed one", "only who deletes takes it over"
-    with GcLease(store, seconds=0.5) as deleting:
-        deleting.check()
-        assert store.read(MARK) != b"of a killed one"
-    assert MARK not in store.list(FOLDER)
+#: For `race`: ``argv[2]`` times one more in the file ``n`` of the store ``argv[1]``, which only a lease makes safe.
+HOLDER = """
+import time
+from cloudtrain.storage import lease
+from cloudtrain.storage.files import files
+lease._PAUSES = (0.01, 0.05)
+tree = files(sys.argv[1])
+tree.load("n")
+ready()
+for _ in range(int(sys.argv[2])):
+    with lease.Lease(tree, lease.MARK, seconds=120) as held:
+        found = tree.load("n")
+        time.sleep(0.02)
+        held.check()
+        tree.write("n", str(int(found.data if found else 0) + 1).encode())
+print(json.dumps(None))
+"""
 
 
-def test_a_live_one_renews_its_mark(store: Files) -> None:
-    with GcLease(store, seconds=1) as deleting:
-        words = {store.read(MARK)}
-        for _ in range(15):
+def test_processes_hold_it_one_after_another(url: str) -> None:
+    race(HOLDER, url, "4", count=3)
+    assert files(url).read("n") == b"12"
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyS3]:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    with FaultyS3() as server:
+        words = {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
+        words |= {"DEFAULT_REGION": "us-east-1", "CONFIG_FILE": str(tmp_path), "SHARED_CREDENTIALS_FILE": str(tmp_path)}
+        for name, value in words.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.remote
+@pytest.mark.parametrize("seed", range(3))
+def test_lost_answers_make_no_second_holder(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """What a swap did before its answer was lost, its client finds out; one that gives up is not waited for long."""
+    monkeypatch.setattr(leases, "_PAUSES", (0.01, 0.05))
+    draw = random.Random(seed)
+    s3.faults = [draw.choice(["lost", "lost", "reset", "refuse", None, None, None]) for _ in range(600)]
+    inside, took = set[int](), list[int]()
+
+    def work(number: int) -> None:
+        retries = Retries(tries=2, sleep=lambda _: None)
+        tree = RemoteFiles(url="s3://bucket/store", moving=TransferOptions(mover="obstore"), retries=retries)
+        for _ in range(4):
+            while True:
+                try:
+                    with Lease(tree, MARK, seconds=120, after=0.05) as lease:
+                        inside.add(number)
+                        assert inside == {number}
+                        time.sleep(0.01)
+                        lease.check()
+                        assert inside == {number}
+                        took.append(number)
+                        inside.remove(number)
+                    break
+                except StorageError:
+                    continue
+
+    parallel(work, list(range(4)), jobs=4)
+    assert sorted(took) == sorted([0, 1, 2, 3] * 4)
+
+
+def test_an_answer_that_was_lost_is_no_reason_to_wait_for_oneself(tmp_path: Path) -> None:
+    class Lossy(LocalFiles):
+        lose = False
+
+        def swap(self, key: str, version: str | None, data: bytes) -> str:
+            made = super().swap(key, version, data)
+            if self.lose:
+                raise StorageError("no answer")
+            return made
+
+    store = Lossy(root=tmp_path)
+    store.lose = True
+    with pytest.raises(StorageError, match="no answer"), Lease(store, MARK, seconds=60):
+        raise AssertionError
+    assert held(store)
+    store.lose = False
+    began = time.monotonic()
+    with Lease(store, MARK, seconds=60) as lease:
+        lease.check()
+    assert time.monotonic() - began < 30
+
+
+# ----------------------------------------------------------------------------------------------- renewal, loss, release
+
+
+def test_a_live_one_renews_its_mark(store: Files, elsewhere: None) -> None:
+    with Lease(store, MARK, seconds=5) as lease:
+        words, began = {store.read(MARK)}, time.monotonic()
+        other = threading.Thread(target=lambda: Lease(store, MARK, seconds=1.5).wait(), daemon=True)
+        other.start()
+        while time.monotonic() - began < 3:
             time.sleep(0.1)
             words.add(store.read(MARK))
-            deleting.check()
-        assert len(words) > 5
+            lease.check()
+        assert len(words) >= 4
+        assert other.is_alive()
+    other.join(timeout=10)
 
 
 def test_who_lost_its_mark_deletes_no_more(store: Files) -> None:
-    with GcLease(store, seconds=0.5) as deleting:
+    with Lease(store, MARK, seconds=1) as lease:
         store.write(MARK, b"another's")
         time.sleep(0.3)
         with pytest.raises(StorageError, match="start again"):
-            deleting.check()
+            lease.check()
     assert store.read(MARK) == b"another's"
+
+
+def test_who_was_held_up_does_nothing_more(store: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Lease(store, MARK, seconds=60) as lease:
+        lease._since = (0.0, 0.0)
+        with pytest.raises(StorageError, match="held up, so that another client may have taken over"):
+            lease.check()
+    assert not held(store), "it was ours all the same"
+
+
+def test_a_release_that_comes_late_hits_no_other_lease(store: Files) -> None:
+    first = Lease(store, MARK, seconds=60)
+    with first:
+        store.write(MARK, b"another's")
+    assert store.read(MARK) == b"another's"
+
+
+def test_a_kept_lease_is_left_to_its_expiry(store: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Lease(store, MARK, seconds=60) as lease:
+        lease.kept = True
+    assert held(store)
+    began = time.monotonic()
+    with Lease(store, MARK, seconds=60, after=0.5):
+        assert time.monotonic() - began >= 0.5, "this process has given it up"
+
+
+# --------------------------------------------------------------------------------------------- who dies or stands still
+
+#: Holds the lease of the store ``argv[1]`` for ``argv[2]`` seconds; says whether it could go on after each line.
+LONG_HOLDER = """
+import sys
+from cloudtrain.errors import StorageError
+from cloudtrain.storage import lease
+from cloudtrain.storage.files import files
+if sys.argv[3] == "elsewhere":
+    lease._machine = lambda: "another machine"
+with lease.Lease(files(sys.argv[1]), lease.MARK, seconds=float(sys.argv[2])) as held:
+    print("held", flush=True)
+    for line in sys.stdin:
+        try:
+            held.check()
+            print("goes on", flush=True)
+        except StorageError:
+            print("stops", flush=True)
+"""
+
+
+@pytest.fixture
+def holder(url: str) -> Iterator[Any]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def hold(seconds: float, where: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", LONG_HOLDER, url, str(seconds), where]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield hold
+    for process in processes:
+        with process:
+            process.kill()
+
+
+def taken_over(url: str, seconds: float, *, by: int = 4) -> float:
+    """Let ``by`` clients of threads want the lease at once: one at a time has it; the seconds until the first did."""
+    inside, began, first = list[int](), time.monotonic(), list[float]()
+
+    def work(number: int) -> None:
+        with Lease(files(url), MARK, seconds=seconds) as lease:
+            first.append(time.monotonic() - began)
+            inside.append(number)
+            assert len(inside) == 1
+            time.sleep(0.05)
+            lease.check()
+            inside.remove(number)
+
+    parallel(work, list(range(by)), jobs=by)
+    assert len(first) == by
+    return min(first)
+
+
+def test_the_lease_of_a_killed_process_of_this_machine_is_free(url: str, holder: Any) -> None:
+    process = holder(120, "here")
+    process.kill()
+    process.wait()
+    assert 1 <= taken_over(url, 120) < 60
+
+
+def test_the_lease_of_a_killed_process_elsewhere_expires(url: str, holder: Any) -> None:
+    process = holder(120, "elsewhere")
+    process.kill()
+    process.wait()
+    assert taken_over(url, 8) >= 2.4, "it was watched, whatever the store's clock says"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_who_was_stopped_for_too_long_does_not_go_on(url: str, holder: Any) -> None:
+    process = holder(3, "elsewhere")
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "goes on\n"
+    process.send_signal(signal.SIGSTOP)
+    try:
+        with Lease(files(url), MARK, seconds=3) as lease:
+            process.send_signal(signal.SIGCONT)
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "stops\n"
+            time.sleep(0.5)  # it renews and releases nothing now
+            process.communicate(timeout=30)
+            lease.check()
+            assert held(files(url))
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert not held(files(url))
+
+
+@pytest.mark.parametrize("mark", EARLIER)
+def test_a_mark_of_an_earlier_version_counts_until_it_expires(store: Files, mark: bytes) -> None:
+    store.write(MARK, mark)
+    begun = time.monotonic()
+    announce(store, "run-1", ["a"], seconds=0.5)
+    assert time.monotonic() - begun >= 0.15
+    assert not held(store), "and is not waited for again"
+    store.write(MARK, mark)
+    with Lease(store, MARK, seconds=1) as lease:
+        lease.check()
+        assert held(store)
 
 
 class NoTimes(LocalFiles):
     """A store whose listing tells neither versions nor times."""
+
+    def load(self, key: str) -> Loaded | None:
+        found = super().load(key)
+        return found and found._replace(modified=0.0)
 
     def entries(self, prefix: str = "") -> dict[str, Entry]:
         return {key: Entry(entry.size, "", 0.0) for key, entry in super().entries(prefix).items()}
@@ -110,38 +387,19 @@ def test_a_store_that_tells_no_times(tmp_path: Path) -> None:
     store = NoTimes(root=tmp_path)
     store.write(MARK, b"of a killed one")
     begun = time.monotonic()
-    announce(store, "run-1", ["a"], seconds=0.5)
-    assert time.monotonic() - begun >= 0.5
-    with GcLease(store, seconds=0.5) as deleting:
-        deleting.check()
-    assert time.monotonic() - begun < 10
+    announce(store, "run-1", ["a"], seconds=1)
+    assert time.monotonic() - begun >= 1
+    with Lease(store, MARK, seconds=1) as lease:
+        lease.check()
 
 
-def test_times_alone_make_nobody_pass(tmp_path: Path) -> None:
-    """A clock that is put forward while the mark is alive: it is watched all the same."""
+def test_times_shorten_the_wait_and_never_skip_it(tmp_path: Path, elsewhere: None) -> None:
+    """A clock that is put forward while the holder is alive: it is watched all the same."""
     store = files(f"file://{tmp_path}/store")
-    with GcLease(store, seconds=3):
-        os.utime(tmp_path / "store" / MARK, (1, 1))
-        begun = time.monotonic()
-        with pytest.raises(TimeoutError):
-            announce(store, "run-1", ["a"], seconds=3, sleep=_once)
-        assert time.monotonic() - begun < 3
-
-
-def _once(seconds: float) -> None:
-    raise TimeoutError
-
-
-def test_who_was_held_up_leaves_the_mark(store: Files) -> None:
-    with GcLease(store, seconds=60) as deleting:
-        deleting._since = (0.0, 0.0)
-    assert MARK in store.list(FOLDER)
-
-
-def test_a_store_that_forbids_removal_is_no_failure(tmp_path: Path) -> None:
-    class Kept(LocalFiles):
-        def remove(self, prefix: str) -> None:
-            raise FileExistsError(prefix)
-
-    store = Kept(root=tmp_path)
-    withdraw(store, announce(store, "run-1", ["a"]))
+    store.write(MARK, json.dumps({"holder": "another"}).encode())
+    os.utime(tmp_path / "store" / MARK, (1, 1))
+    begun = time.monotonic()
+    announce(store, "run-1", ["a"], seconds=6)
+    assert 1.8 <= time.monotonic() - begun < 6
+    assert sorted(store.list(FOLDER))[0] == MARK
+    assert len(store.list(FOLDER)) == 2, "the probe of the clock is removed"

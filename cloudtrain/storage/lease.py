@@ -1,97 +1,60 @@
-"""Keep clients from deleting files of a store that others are staging: each announces its files, and one deletes.
+"""Let one client at a time do a thing in a store: a lease, kept by compare-and-swap. Announce what is being staged.
 
 A client announces the files that it will stage in a file of its own below ``staging/``, then looks for the deleting
-client's mark. The deleting client sets its mark, then looks for announcements. So one of the two sees the other: the
-first waits, the second spares the announced files. The mark is a lease, renewed while its owner lives. The store's own
-clock shows its expiry, if its listings have times.
+client's lease. The deleting client takes its lease, then looks for announcements. So one of the two sees the other: the
+first waits, the second spares the announced files.
+
+A holder renews its lease. A lease that a client saw unchanged for its time, by that client's own clock, has expired,
+and exactly one client replaces it. The store's clock can shorten that wait, but never skip it. A released lease is
+marked so, and its file stays: a removal could come late, and hit another client's lease. A file that an earlier version
+wrote counts as a lease of an unknown holder, and expires like any other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any
 
 from ..errors import CloudtrainError, StorageError
-from .files import Files
+from .files import Files, Loaded
 
-__all__ = ["FOLDER", "MARK", "SECONDS", "GcLease", "Lease", "announce", "withdraw"]
+__all__ = ["DELETES", "FOLDER", "MARK", "SECONDS", "Lease", "announce", "is_released", "withdraw"]
 
 FOLDER = "staging"
 MARK = f"{FOLDER}/deleting"
 SECONDS = 300.0
-"""Seconds for which the mark counts after its last renewal."""
+"""Seconds for which a lease counts after its last renewal."""
 DELETES = "waiting: somebody deletes from this store"
+ENDED = 1.0
+"""Seconds for which the lease of a process of this machine that has ended counts: a request may still arrive."""
 _RENEWED = 10
 _PAUSES = (0.1, 2.0)
 """Seconds between two looks, growing."""
+_HELD: set[str] = set()
+"""Tokens of the leases that this process holds or is taking."""
 
 Say = Callable[[str], None]
-S = TypeVar("S", bound="Lease")
 
 
 def announce(
-    files: Files,
-    name: str,
-    contents: Iterable[str],
-    *,
-    seconds: float = SECONDS,
-    sleep: Callable[[float], None] = time.sleep,
-    say: Say | None = None,
+    files: Files, name: str, contents: Iterable[str], *, seconds: float = SECONDS, say: Say | None = None
 ) -> str:
     """Announce that ``contents`` (digests, URLs) will be staged for ``name``, and wait while a client deletes.
 
     From then on no client deletes them. Returns the key for `withdraw`.
     """
     key = f"{FOLDER}/{name}-{secrets.token_hex(8)}.json"
-    record = (json.dumps({"for": name, "contents": sorted(contents)}) + "\n").encode()
-    _wait(files, key, record, seconds, sleep, partial(say, DELETES) if say else None)
+    files.write(key, (json.dumps({"for": name, "contents": sorted(contents)}) + "\n").encode())
+    Lease(files, MARK, seconds=seconds, say=say, waits=DELETES).wait()
     return key
-
-
-def _wait(
-    files: Files,
-    key: str,
-    record: bytes,
-    seconds: float,
-    sleep: Callable[[float], None],
-    say: Callable[[], None] | None,
-    mark_key: str = MARK,
-) -> bytes | None:
-    """Wait until no client has the mark, writing ``record`` to ``key`` before each look; return an expired mark's
-    token, or None. A live holder rewrites its token. Object timestamps can shorten the wait but never skip it."""
-    seen: bytes | None = None
-    since, pause = time.monotonic(), _PAUSES[0]
-    while True:
-        files.write(key, record)
-        found = files.entries(FOLDER)
-        mark = found.get(mark_key)
-        word = _word(files, mark_key) if mark else None
-        if mark is None or word is None:
-            return None
-        if word != seen:
-            seen, since = word, time.monotonic()
-        here, watched = found[key].modified if key in found else 0.0, time.monotonic() - since
-        aged = bool(here and mark.modified) and here - mark.modified >= seconds
-        if watched >= seconds or (aged and watched >= 3 * seconds / _RENEWED):
-            return word
-        if say and pause == _PAUSES[0]:
-            say()
-        sleep(pause)
-        pause = min(2 * pause, _PAUSES[1])
-
-
-def _word(files: Files, mark: str) -> bytes | None:
-    try:
-        return files.read(mark)
-    except FileNotFoundError:
-        return None
 
 
 def withdraw(files: Files, key: str) -> None:
@@ -101,87 +64,173 @@ def withdraw(files: Files, key: str) -> None:
 
 
 class Lease:
-    """A lease for the duration of the block: at most one client holds ``mark`` at a time.
+    """A lease for the duration of the block: at most one client holds the file ``key`` at a time.
 
-    ``mark`` is its key, below `FOLDER`; ``say`` gets ``waits`` while another client holds it. Call `check` before each
-    step. ``started`` is the start by the store's clock; 0 if its listings have no times.
+    ``say`` gets ``waits`` while another client holds it. Call `check` before each step. ``after`` is the time in
+    seconds after which the lease of a process of this machine that has ended is free. Set ``kept`` in the block to
+    leave the lease to its expiry.
     """
 
     def __init__(
-        self, files: Files, mark: str, *, seconds: float = SECONDS, say: Say | None = None, waits: str = ""
+        self,
+        files: Files,
+        key: str,
+        *,
+        seconds: float = SECONDS,
+        after: float = ENDED,
+        say: Say | None = None,
+        waits: str = "",
     ) -> None:
-        self._files, self._mark, self._seconds = files, mark, seconds
+        self._files, self._key, self._seconds, self._after = files, key, seconds, after
         self._say = partial(say, waits) if say else None
-        self._word, self._lost, self._since = b"", False, (0.0, 0.0)
+        self._token, self._lost, self._since = secrets.token_hex(16), False, (0.0, 0.0)
+        self._seen, self._ahead = ("", 0.0), 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
-        self.started = 0.0
+        self.kept = False
 
-    _late = "held up, so that another client may have taken over; start again"
-
-    def __enter__(self: S) -> S:
-        while not self._take():
-            time.sleep(_PAUSES[0])
-        entry = self._files.entries(FOLDER).get(self._mark)
-        self.started = entry.modified if entry else 0.0
+    def __enter__(self) -> Lease:
+        _HELD.add(self._token)
+        try:
+            self._until(lambda: self._set(self._token))
+        except BaseException:
+            _HELD.discard(self._token)
+            raise
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self._ended.set()
         self._thread.join()
-        with contextlib.suppress(CloudtrainError, OSError):
-            self.check()  # else another client may hold the mark by now: it expires by itself
-            if self._is_ours():
-                self._files.remove(self._mark)
+        try:
+            with contextlib.suppress(CloudtrainError, OSError):
+                if not self.kept:
+                    self._replace_ours("")
+        finally:
+            _HELD.discard(self._token)
+
+    def wait(self) -> None:
+        """Wait until no client holds the lease, without taking it. An expired one is marked as released."""
+        self._until(lambda: self._set(""))
 
     def check(self) -> None:
         """Raise `StorageError` if another client may have taken over."""
         late = max(time.monotonic() - self._since[0], time.time() - self._since[1]) > self._seconds / 2
         if self._lost or late:
-            raise StorageError(self._late)
+            raise StorageError("held up, so that another client may have taken over; start again")
 
-    def _take(self) -> bool:
-        key = f"{FOLDER}/gc-{secrets.token_hex(8)}.json"
-        try:
-            left = _wait(self._files, key, b"{}\n", self._seconds, time.sleep, self._say, self._mark)
-        finally:
-            withdraw(self._files, key)
-        word = self._set_word()
-        if left is None:
-            self._files.create(self._mark, word)
-            return self._is_ours()  # the answer may be lost, and some servers ignore the condition
-        if _word(self._files, self._mark) != left:
+    def _until(self, step: Callable[[], bool]) -> None:
+        pause = _PAUSES[0]
+        while not step():
+            if self._say and pause == _PAUSES[0]:
+                self._say()
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES[1])
+
+    def _set(self, holder: str) -> bool:
+        """Write ``holder``, a token or "" for none. Return False if another client holds the lease."""
+        found, since = self._files.load(self._key), (time.monotonic(), time.time())
+        if found is not None and not self._is_free(found):
             return False
-        self._files.write(self._mark, word)
-        time.sleep(min(2 * _PAUSES[1], self._seconds / 4))  # of several new holders, the last to write has it
-        return self._is_ours()
+        if not holder and (found is None or is_released(found)):
+            return True
+        try:
+            self._files.swap(self._key, found and found.version, _record(holder))
+        except FileExistsError:
+            return False
+        self._since = since
+        return True
 
-    def _set_word(self) -> bytes:
-        self._since = (time.monotonic(), time.time())
-        self._word = secrets.token_hex(16).encode()
-        return self._word
+    def _is_free(self, found: Loaded) -> bool:
+        if is_released(found):
+            return True
+        if found.version != self._seen[0]:
+            self._seen = (found.version, time.monotonic())
+        watched = time.monotonic() - self._seen[1]
+        if watched >= self._seconds or (watched >= self._after and _has_ended(_content(found))):
+            return True
+        return watched >= 3 * self._seconds / _RENEWED and self._age(found) >= self._seconds
 
-    def _is_ours(self) -> bool:
-        return _word(self._files, self._mark) == self._word
+    def _age(self, found: Loaded) -> float:
+        """Return the seconds since the last renewal, by the store's clock; 0 if the store has no times."""
+        if not self._ahead:
+            key = f"{self._key}.{self._token}"
+            self._files.write(key, b"{}\n")
+            probe = self._files.load(key)
+            self._files.discard([key])
+            self._ahead = probe.modified - time.monotonic() if probe is not None and probe.modified else 0.0
+        return self._ahead + time.monotonic() - found.modified if self._ahead and found.modified else 0.0
 
     def _renew(self) -> None:
         while not self._ended.wait(self._seconds / _RENEWED):
-            since, word = (time.monotonic(), time.time()), secrets.token_hex(16).encode()
+            since = (time.monotonic(), time.time())
             try:
-                if not self._is_ours():
-                    self._lost = True
-                    return
-                self._files.write(self._mark, word)
+                self._lost = not self._replace_ours(self._token)
+            except FileExistsError:
+                self._lost = True
             except (CloudtrainError, OSError):
                 continue  # `check` raises if this lasts too long
-            self._since, self._word = since, word
+            if self._lost:
+                return
+            self._since = since
+
+    def _replace_ours(self, holder: str) -> bool:
+        """Write ``holder`` over our own lease; return False if it is not ours any more."""
+        found = self._files.load(self._key)
+        if found is None or _content(found).get("holder") != self._token:
+            return False
+        self._files.swap(self._key, found.version, _record(holder))
+        return True
 
 
-class GcLease(Lease):
-    """The lease of the one client that deletes; clients that stage wait for it."""
+def is_released(found: Loaded) -> bool:
+    """Return whether a lease's file says that no client holds it."""
+    return _content(found).get("holder") == ""
 
-    _late = "held up while deleting, so that others may be staging again; start again"
 
-    def __init__(self, files: Files, *, seconds: float = SECONDS, say: Say | None = None) -> None:
-        super().__init__(files, MARK, seconds=seconds, say=say, waits=DELETES)
+def _content(found: Loaded) -> Mapping[str, Any]:
+    """Return the record in a lease's file; an empty one for a file of an earlier version."""
+    try:
+        value = json.loads(found.data)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _record(holder: str) -> bytes:
+    """Return the content of a lease's file. No two are equal, as `Files.swap` demands."""
+    return (json.dumps({"holder": holder, **_self(), "number": secrets.token_hex(8)}) + "\n").encode()
+
+
+def _has_ended(record: Mapping[str, Any]) -> bool:
+    """Return whether the holder was a process of this machine that has ended, or has given up the lease."""
+    own = _self()
+    if not own["machine"] or record.get("machine") != own["machine"]:
+        return False
+    if record.get("process") == own["process"]:
+        return record.get("holder") not in _HELD
+    return _process(str(record.get("process")).partition(" ")[0]) != record.get("process")
+
+
+@cache
+def _machine() -> str:
+    """Return an id of this machine's boot and process namespace; empty if unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
+            return f"{stream.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except (OSError, AttributeError, ValueError):
+        return ""
+
+
+def _process(pid: str) -> str:
+    """Return a process id with its start time, which tells reused ids apart; empty if there is no such process."""
+    try:
+        with open(f"/proc/{int(pid)}/stat", encoding="utf-8", errors="replace") as stream:
+            fields = stream.read().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return "" if fields[0] in "ZX" else f"{pid} {fields[19]}"
+
+
+def _self() -> dict[str, str]:
+    return {"machine": _machine(), "process": _process(str(os.getpid()))}

@@ -20,7 +20,7 @@ from ..errors import NotFoundError, StorageError
 from ..job.job import is_run_id
 from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.files import Entry, parallel
-from ..storage.lease import FOLDER, MARK, GcLease
+from ..storage.lease import DELETES, FOLDER, MARK, Lease
 from ..storage.lease import SECONDS as LEASE
 from ..storage.local_disk import TEMP, local_path, normalize
 from ..validate import json_loads
@@ -113,10 +113,12 @@ def collect(
     if not delete:
         return _collected(store, named, older_than, time.time(), deleted=False)
     _refuse_unreadable(named)
-    with GcLease(store.files, seconds=lease, say=say) as deleting:
-        named.read(deleting.started)  # includes clients that began to stage before the mark was set
+    with Lease(store.files, MARK, seconds=lease, say=say, waits=DELETES) as deleting:
+        mark = store.files.load(MARK)
+        now = mark.modified if mark is not None else 0.0  # by the store's clock
+        named.read(now)  # includes clients that began to stage before the mark was set
         _refuse_unreadable(named)
-        done = _collected(store, named, older_than, deleting.started, deleted=True)
+        done = _collected(store, named, older_than, now, deleted=True)
         for item in done.found:
             _remove(store, item, deleting)
             if say:
@@ -128,7 +130,7 @@ def collect(
     return done
 
 
-def _remove(store: Store, item: Leftover, deleting: GcLease) -> None:
+def _remove(store: Store, item: Leftover, deleting: Lease) -> None:
     """Remove in batches: a delayed client that has lost its lease removes at most the current batch."""
     deleting.check()
     root = local_path(store.url)

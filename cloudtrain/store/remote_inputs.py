@@ -246,7 +246,7 @@ class Copy:
             return 0
         mark = f"{FOLDER}/copying-{self._address}"
         waits = f"waiting: another client copies {self._shown}"
-        with Lease(self._store.files, mark, seconds=LEASE, say=self._say, waits=waits) as sole:
+        with Lease(self._store.files, mark, seconds=LEASE, after=LEASE, say=self._say, waits=waits) as sole:
             found = self._list()  # the wait may have been long
             record = self._store.record(self._manifest)
             if self._is_whole(found, record):
