@@ -28,10 +28,8 @@ from cloudtrain.job.job import Job
 from cloudtrain.provider_api.node import NodeEnvironment
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
-from cloudtrain.providers.sagemaker.names import DNS
-from cloudtrain.providers.sagemaker.node import _has_efa
-from cloudtrain.providers.sagemaker.s3 import Objects
-from cloudtrain.providers.sagemaker.secrets import Credentials, credentials, secret, signed_headers
+from cloudtrain.providers.sagemaker.node import _has_efa, secret
+from cloudtrain.providers.sagemaker.s3 import DNS, Credentials, Objects, credentials, signed_headers
 from cloudtrain.storage.files import files
 from cloudtrain.store import runtime_zip
 
@@ -234,7 +232,7 @@ def test_each_partition_has_its_own_host(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append(request().full_url)
         return {"SecretString": "x"}
 
-    monkeypatch.setattr("cloudtrain.providers.sagemaker.secrets.ask", ask)
+    monkeypatch.setattr("cloudtrain.providers.sagemaker.node.ask", ask)
     environ = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     for partition, region in (("aws-cn", "cn-north-1"), ("aws-us-gov", "us-gov-west-1"), ("aws-iso", "us-iso-east-1")):
         secret(f"arn:{partition}:secretsmanager:{region}:123456789012:secret:t-AbCdEf", environ, region=region)

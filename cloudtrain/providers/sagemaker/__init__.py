@@ -13,9 +13,14 @@ from typing import Any, ClassVar
 from ...provider_api.protocol import Need
 from ...validate import url_scheme
 from .._cloud import CloudProvider
-from .names import IGNORED, UPLOADED, UPLOADING
 
-__all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
+__all__ = ["DIFFERENCES", "MARK", "NAME", "SAMPLE", "Provider", "Settings"]
+
+NAME = "sagemaker"
+MARK = ".sagemaker"
+"""The syncing agent puts ``x.sagemaker-uploading`` and ``x.sagemaker-uploaded`` beside a file ``x``. It skips
+``x.sagemaker-ignore`` (aws/sagemaker-xgboost-container, ``checkpointing.py``)."""
+UPLOADING, UPLOADED, IGNORED = (f"{MARK}-{word}" for word in ("uploading", "uploaded", "ignore"))
 
 CALLER = {"caller": True}
 STORE = Need(example="s3://BUCKET/PREFIX", find="aws s3 ls", stand_in="s3://missing-bucket", shown="s3://<bucket>")
@@ -59,7 +64,7 @@ class Settings:
 class Provider(CloudProvider):
     """Provider of SageMaker training jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
-    name: ClassVar[str] = "sagemaker"
+    name: ClassVar[str] = NAME
     Settings: ClassVar[type[Any]] = Settings
     schemes: ClassVar[frozenset[str]] = frozenset({"s3", "fsx", "efs"})
     retried_by: ClassVar[str] = "client"

@@ -24,8 +24,7 @@ from ...job.job import run_tag
 from ...provider_api.protocol import Request
 from ...storage.credential import Credential
 from ...storage.extras import translated
-from .names import TAG_RUN
-from .request import FIELDS
+from .request import FIELDS, TAG_RUN
 from .validate import field_at
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ...errors import AuthError, NotFoundError, QuotaError, SpecError, StorageEr
 from ...provider_api import catalog
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
 from ...validate import url_scheme
-from .names import NAME
+from . import NAME
 
 if TYPE_CHECKING:
     from ...provider_api.protocol import Request

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import SpecError, UnsupportedError
 from ...validate import did_you_mean
-from .names import DNS
+from .s3 import DNS
 
 __all__ = ["check_image", "default_image", "images"]
 

@@ -10,7 +10,8 @@ from ...provider_api import catalog
 from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
 from .._cloud import size_of
-from .names import GRACE, INPUTS, MARK, NAME, ROOT
+from . import MARK, NAME
+from .node import GRACE, INPUTS, ROOT
 
 if TYPE_CHECKING:
     from . import Settings

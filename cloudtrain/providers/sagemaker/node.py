@@ -5,21 +5,37 @@ The topology comes from resourceconfig.json, never from a host name: SageMaker's
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
+import urllib.request
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...provider_api.node import NodeEnvironment, SyncAgent, Topology
-from .names import CHANNELS, CONTEXT, FAILURE, GRACE, IGNORED, INPUTS, LIVE, RESUME, ROOT, UPLOADED, UPLOADING
-from .s3 import Objects
-from .secrets import secret
+from ...runtime.http_json import ask
+from . import IGNORED, UPLOADED, UPLOADING
+from .s3 import DNS, Objects, credentials, signed_headers
 
-__all__ = ["node_environment"]
+__all__ = ["node_environment", "secret"]
 
+ROOT = "/opt/ml"
+INPUTS = f"{ROOT}/input/data"
+LIVE = f"{ROOT}/cloudtrain/live"
+"""Not /opt/ml/checkpoints: that folder is the script's own, watched like CLOUDTRAIN_CHECKPOINT_DIR."""
+CHANNELS = {"container": "cloudtrain-container", "runtime": "cloudtrain-runtime", "code": "cloudtrain-code"}
+"""Our own channels. Their files carry the job's facts: a value of Environment has at most 512 characters."""
+RESUME = "cloudtrain-resume"
+CONTEXT = f"{INPUTS}/{CHANNELS['container']}/context.json"
+FAILURE = f"{ROOT}/output/failure"
+"""File whose first 1024 characters become the FailureReason of a job that fails."""
+FAILURE_VARIABLE = "CLOUDTRAIN_FAILURE_FILE"
+"""Variable with that file's path, for a node that can read nothing else: `cloudtrain.runtime.__main__` reads it."""
+GRACE = 120
+"""Seconds between SIGTERM and SIGKILL."""
 BASE_VARIABLE = "SAGEMAKER_BASE_DIR"
 """Variable with another root; AWS's own training toolkit reads it too."""
 PORT = 29500
@@ -195,3 +211,36 @@ def _decoded(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
+
+
+# ------------------------------------------------------------------------------------------------------------- secrets
+
+
+SERVICES = {
+    "secretsmanager": ("secretsmanager.GetSecretValue", "AWS_ENDPOINT_URL_SECRETS_MANAGER"),
+    "ssm": ("AmazonSSM.GetParameter", "AWS_ENDPOINT_URL_SSM"),
+}
+"""Operation of each service, and the variable with another endpoint of it."""
+
+
+def secret(arn: str, environ: Mapping[str, str], *, region: str) -> str:
+    """Return a secret (Secrets Manager) or parameter (SSM). Raises `StorageError`, never with the value."""
+    _, partition, service, there, _ = arn.split(":", 4)
+    region, (target, endpoint) = there or region, SERVICES[service]
+    host = f"https://{service}.{region}.{DNS.get(partition, DNS['aws'])}"
+    url = (environ.get(endpoint) or environ.get("AWS_ENDPOINT_URL") or host).rstrip("/") + "/"
+    body = {"Name": arn, "WithDecryption": True} if service == "ssm" else {"SecretId": arn}
+    data = json.dumps(body).encode()
+    headers = {"Content-Type": "application/x-amz-json-1.1", "X-Amz-Target": target}
+
+    def request() -> urllib.request.Request:
+        signed = signed_headers(url, headers, data, credentials(environ), region=region, service=service)
+        return urllib.request.Request(url, data=data, headers=signed, method="POST")
+
+    silent = f"; a container in a VPC needs an endpoint of {service}"
+    answer = ask(request, what=target.rpartition(".")[2], how="allow the job's role to call it", silent=silent)
+    if service == "ssm":
+        return str(answer["Parameter"]["Value"])
+    if "SecretString" in answer:
+        return str(answer["SecretString"])
+    return base64.b64decode(answer["SecretBinary"]).decode()

@@ -19,8 +19,9 @@ from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
 from ...validate import url_scheme
 from .._cloud import check_tags, pinned_machine, processes_of, secret_references
+from . import NAME, Provider
 from .images import check_image, default_image, images
-from .names import CHANNELS, CONTEXT, FAILURE, FAILURE_VARIABLE, INPUTS, LIVE, NAME, RESUME, TAG_CI, TAG_REVISION, TAGS
+from .node import CHANNELS, CONTEXT, FAILURE, FAILURE_VARIABLE, INPUTS, LIVE, RESUME
 from .validate import check
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["checked", "plan"]
 
 OPERATION = "CreateTrainingJob"
+TAGS = tuple(f"cloudtrain:{word}" for word in ("run", "run-id", "attempt", "name"))
+TAG_RUN = TAGS[0]
+TAG_REVISION, TAG_CI = "cloudtrain:revision", "cloudtrain:ci"
+"""Origin of the run: the commit, and the CI run as its URL, or as its number if the URL is no legal value."""
 CHANNEL_COUNT, TAG_COUNT, PREFERENCES = 20, 44, 5
 """Upper limits. TAG_COUNT is the platform's 50 less cloudtrain's six, some of which may be absent."""
 MAX_RUNTIME = 28 * 86400
@@ -121,8 +126,6 @@ def _check_account(settings: Settings, store: str) -> None:
 
 def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: int) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
-    from . import Provider
-
     check_needs(Provider, settings, job)
     _check_account(settings, layout.store)
     check_inputs(Provider, layout.inputs)

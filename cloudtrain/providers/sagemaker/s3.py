@@ -1,9 +1,14 @@
-"""Read and write S3's objects in a container, with its job's role. Standard library alone: images have no SDK."""
+"""Call AWS in a container, with its job's role: credentials, signatures, and S3's objects.
+
+Standard library alone: images have no SDK.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
+import hmac
 import http.client
 import re
 import time
@@ -11,15 +16,100 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 from xml.sax.saxutils import escape, unescape
 
 from ...errors import DigestError, StorageError
-from .names import DNS
-from .secrets import Credentials, credentials, signed_headers
+from ...runtime.http_json import ask
 
-__all__ = ["Objects"]
+__all__ = ["DNS", "Credentials", "Objects", "credentials", "signed_headers"]
+
+DNS = {
+    "aws": "amazonaws.com",
+    "aws-cn": "amazonaws.com.cn",
+    "aws-us-gov": "amazonaws.com",
+    "aws-eusc": "amazonaws.eu",
+    "aws-iso": "c2s.ic.gov",
+    "aws-iso-b": "sc2s.sgov.gov",
+    "aws-iso-e": "cloud.adc-e.uk",
+    "aws-iso-f": "csp.hci.ic.gov",
+}
+"""End of the services' host names by partition, which is the second part of an ARN: botocore's partitions.json."""
+CONTAINER_HOST = "http://169.254.170.2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """Keys that sign a call."""
+
+    access_key: str
+    secret_key: str
+    token: str = ""
+
+
+def credentials(environ: Mapping[str, str]) -> Credentials:
+    """Return the container's credentials: its environment's keys, else its role's from the platform's endpoint."""
+    if environ.get("AWS_ACCESS_KEY_ID"):
+        return Credentials(
+            access_key=environ["AWS_ACCESS_KEY_ID"],
+            secret_key=environ["AWS_SECRET_ACCESS_KEY"],
+            token=environ.get("AWS_SESSION_TOKEN", ""),
+        )
+    relative, full = (environ.get(f"AWS_CONTAINER_CREDENTIALS_{kind}_URI") for kind in ("RELATIVE", "FULL"))
+    if not relative and not full:
+        raise StorageError("this container has no credentials: AWS_CONTAINER_CREDENTIALS_RELATIVE_URI is not set")
+    url = f"{CONTAINER_HOST}{relative}" if relative else str(full)
+    headers = {}
+    if token_file := environ.get("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"):
+        with open(token_file, encoding="utf-8") as stream:
+            headers["Authorization"] = stream.read().strip()
+    elif token := environ.get("AWS_CONTAINER_AUTHORIZATION_TOKEN"):
+        headers["Authorization"] = token
+    request = urllib.request.Request(url, headers=headers)
+    what, how = "reading the credentials of the job's role", "the job needs a role"
+    told = ask(lambda: request, what=what, how=how, direct=True)
+    return Credentials(
+        access_key=told["AccessKeyId"], secret_key=told["SecretAccessKey"], token=told.get("Token") or ""
+    )
+
+
+def signed_headers(
+    url: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    keys: Credentials,
+    *,
+    region: str,
+    service: str,
+    method: str = "POST",
+    now: datetime.datetime | None = None,
+) -> dict[str, str]:
+    """Return ``headers`` of a request with AWS's Signature Version 4. The query of ``url`` is in canonical order."""
+    moment = now or datetime.datetime.now(datetime.timezone.utc)
+    stamp, day = moment.strftime("%Y%m%dT%H%M%SZ"), moment.strftime("%Y%m%d")
+    parsed = urllib.parse.urlsplit(url)
+    signed = {**headers, "Host": parsed.netloc, "X-Amz-Date": stamp}
+    if keys.token:
+        signed["X-Amz-Security-Token"] = keys.token
+    canonical = sorted((name.lower(), " ".join(value.split())) for name, value in signed.items())
+    names = ";".join(name for name, _ in canonical)
+    lines = [method, parsed.path or "/", parsed.query, *(f"{name}:{value}" for name, value in canonical), "", names]
+    request = "\n".join([*lines, hashlib.sha256(body).hexdigest()])
+    scope = f"{day}/{region}/{service}/aws4_request"
+    text = "\n".join(["AWS4-HMAC-SHA256", stamp, scope, hashlib.sha256(request.encode()).hexdigest()])
+    key = f"AWS4{keys.secret_key}".encode()
+    for part in (day, region, service, "aws4_request"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    signature = hmac.digest(key, text.encode(), "sha256").hex()
+    credential = f"{keys.access_key}/{scope}"
+    signed["Authorization"] = f"AWS4-HMAC-SHA256 Credential={credential}, SignedHeaders={names}, Signature={signature}"
+    return signed
+
+
+# ------------------------------------------------------------------------------------------------------- objects of S3
+
 
 PART_BYTES = 64 << 20
 """Size of the parts in which a larger file goes up. Parts grow if there would be more than `PARTS`."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ...provider_api import catalog
 from ...provider_api.protocol import AttemptInfo, Status
 from .._cloud import first_match, hinted, one_line, patterns, time_of
+from . import NAME
 from .api import job_of
-from .names import NAME
 
 if TYPE_CHECKING:
     from .api import Account

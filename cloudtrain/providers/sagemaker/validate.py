@@ -16,7 +16,7 @@ from typing import Any
 
 from ...errors import SpecError
 from ...validate import did_you_mean
-from .names import NAME
+from . import NAME
 
 __all__ = ["Broken", "broken", "check", "field_at", "limits", "translated"]
 
