@@ -25,7 +25,7 @@ from cloudtrain.provider_api import catalog
 from cloudtrain.provider_api.catalog import Machine
 from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.providers.azureml import api as azure
-from cloudtrain.providers.azureml.errors import refusal
+from cloudtrain.providers.azureml.api import refusal
 from cloudtrain.providers.sagemaker import api as aws
 from cloudtrain.providers.vertex import api as google
 from cloudtrain.providers.vertex.errors import decoded

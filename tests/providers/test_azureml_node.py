@@ -16,7 +16,7 @@ import pytest
 from cloudtrain.errors import SpecError, StorageError
 from cloudtrain.provider_api.node import Topology
 from cloudtrain.providers.azureml import Provider, node
-from cloudtrain.providers.azureml.secrets import place, secret, token
+from cloudtrain.providers.azureml.node import place, secret, token
 
 FOUR = {"CLOUDTRAIN_NODES": "4"}
 

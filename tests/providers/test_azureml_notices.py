@@ -22,9 +22,8 @@ from trials import SCRIPT
 from worlds.azureml.life import CommandJob
 from worlds.azureml.world import AzureMLWorld
 
-from cloudtrain.providers.azureml import notices
-from cloudtrain.providers.azureml.node import node_environment
-from cloudtrain.providers.azureml.notices import ScheduledEvents, marker
+from cloudtrain.providers.azureml import node
+from cloudtrain.providers.azureml.node import ScheduledEvents, marker, node_environment
 
 # ------------------------------------------------------------------------------------------------- what Azure announces
 
@@ -108,7 +107,7 @@ def test_a_service_that_is_not_there_is_none(metadata: Metadata, monkeypatch: py
     metadata.server.shutdown()
     metadata.server.server_close()
     assert look() is None
-    monkeypatch.setattr(notices, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(node, "CONNECT_SECONDS", 0.2)
     began = time.monotonic()
     assert ScheduledEvents("http://192.0.2.1")() is None
     assert time.monotonic() - began < 5
@@ -124,7 +123,7 @@ def test_a_cluster_of_kubernetes_makes_a_file(tmp_path: Path) -> None:
 def test_the_address_of_the_metadata_service_is_azures_own() -> None:
     """Only a variable of ours leads elsewhere: neither a job's env nor its options can set that."""
     found = node_environment({}, {})
-    assert [look._url.geturl() for look in found.notices if isinstance(look, ScheduledEvents)] == [notices.URL]
+    assert [look._url.geturl() for look in found.notices if isinstance(look, ScheduledEvents)] == [node.URL]
     assert found.hold == 120.0
 
 

@@ -18,7 +18,7 @@ from cloudtrain.errors import (
     SpecError,
 )
 from cloudtrain.provider_api.protocol import FINAL, Status
-from cloudtrain.providers.azureml.errors import error_of, quota_hint, refusal
+from cloudtrain.providers.azureml.api import error_of, quota_hint, refusal
 from cloudtrain.providers.azureml.status import category_of, status_of
 
 DP100 = (

@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 from ...provider_api.protocol import Need
 from .._cloud import CloudProvider
 
-__all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
+__all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
+
+NAME = "azureml"
 
 STORE = Need(
     example="abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX",
@@ -67,7 +69,7 @@ class Settings:
 class Provider(CloudProvider):
     """Provider of Azure ML command jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
-    name: ClassVar[str] = "azureml"
+    name: ClassVar[str] = NAME
     Settings: ClassVar[type[Any]] = Settings
     schemes: ClassVar[frozenset[str]] = frozenset({"abfs", "abfss", "az", "azureml", "https", "wasbs", "adl"})
     retried_by: ClassVar[str] = "client"
@@ -93,8 +95,7 @@ class Provider(CloudProvider):
     def storage(self, url: str) -> Mapping[str, Any]:
         import os
 
-        from .clouds import cloud_of
-        from .urls import storage
+        from .urls import cloud_of, storage
 
         return storage(url, cloud_of(self.settings), os.environ)
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import AuthError, NotFoundError, QuotaError, SpecError
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
 from ...validate import url_scheme
-from .api import claims_of, named
-from .errors import HELP, translated
+from .api import HELP, claims_of, named, translated
 from .request import LONGEST_LOW
 from .sdk import check_datastore
 from .urls import FSSPEC

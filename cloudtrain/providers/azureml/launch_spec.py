@@ -14,7 +14,8 @@ from ...provider_api import catalog
 from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
 from .._cloud import size_of
-from .names import GRACE, NAME
+from . import NAME
+from .node import GRACE
 from .urls import for_fsspec
 
 if TYPE_CHECKING:

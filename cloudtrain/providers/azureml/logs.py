@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...errors import LostContactError
 from ...provider_api.protocol import LogLine, LogPage
 from ...validate import unix_seconds
-from .api import FINAL
-from .errors import translated
+from .api import FINAL, translated
 
 if TYPE_CHECKING:
     from .api import Account

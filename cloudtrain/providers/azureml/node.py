@@ -1,4 +1,4 @@
-"""Node half of provider ``azureml``: read a container's environment. Standard library alone.
+"""Node half of provider ``azureml``: read a container's environment, secrets and notices. Standard library alone.
 
 Paths come from the command line: Azure ML fills them in nowhere else. The variables of the topology have differed
 between clusters (InnerEye-DeepLearning #801), so each has fallbacks.
@@ -6,18 +6,33 @@ between clusters (InnerEye-DeepLearning #801), so each has fallbacks.
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import os
 import posixpath
+import urllib.parse
+import urllib.request
 from collections.abc import Mapping
 
-from ...errors import SpecError
+from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
-from .names import GRACE, METADATA, NODES, PREEMPTED
-from .notices import URL, ScheduledEvents, marker
-from .secrets import secret
+from ...runtime.http_json import ask
 
-__all__ = ["node_environment"]
+__all__ = ["ScheduledEvents", "marker", "node_environment", "place", "secret", "token"]
 
+OWN_INPUTS = {"container": "cloudtrain_container", "runtime": "cloudtrain_runtime", "code": "cloudtrain_code"}
+"""Our own inputs of a command job, all downloaded before it starts."""
+RESUME, LIVE = "cloudtrain_resume", "cloudtrain_live"
+NODES = "CLOUDTRAIN_NODES"
+"""Variable with the number of nodes. Azure ML documents none."""
+GRACE = 30
+"""Seconds between the stop signal and the kill; unverified: no document gives them."""
+METADATA = "CLOUDTRAIN_METADATA_URL"
+"""Variable with another address of the metadata service, for tests. No job can set it: `options` refuses cloudtrain's
+variables, and a job's own `env` reaches the ranks alone."""
+PREEMPTED = 75
+"""Exit code of a node after a stop with notice. The job must fail: a job that ends with 0 counts as Completed."""
 PORT = 29500
 """torchrun's own default, used if Azure ML names no port."""
 HOLD = 120.0
@@ -116,3 +131,116 @@ def _said(path: str) -> str:
             return stream.read().strip()
     except OSError:
         return ""
+
+
+# -------------------------------------------------------------------------------------------------------------- secrets
+
+
+VAULTS = ("vault.azure.net", "vault.azure.cn", "vault.usgovcloudapi.net")
+"""Domains of Key Vault. A token is for the vault's domain, by default the first."""
+VAULT_VERSION = "7.4"
+IMDS = "http://169.254.169.254/metadata/identity/oauth2/token"
+
+
+def secret(reference: str, environ: Mapping[str, str]) -> str:
+    """Return ``VAULT/NAME[/VERSION]``; a vault with a dot is its host name. Raises `StorageError`, never with the
+    value."""
+    url, resource = place(reference)
+    what, how = f"Key Vault {reference.partition('/')[0]}", "give it 'Key Vault Secrets User'"
+    headers = {"Authorization": f"Bearer {token(resource, environ)}"}
+    return _text("value", url, headers, what=what, how=how, direct=False)
+
+
+def place(reference: str) -> tuple[str, str]:
+    """Return the URL of a secret, and the resource of its token."""
+    vault, _, name = reference.partition("/")
+    host = vault if "." in vault else f"{vault}.{VAULTS[0]}"
+    domain = next((d for d in VAULTS if host.partition(":")[0].endswith(f".{d}")), VAULTS[0])
+    return f"https://{host}/secrets/{name}?api-version={VAULT_VERSION}", f"https://{domain}"
+
+
+def token(resource: str, environ: Mapping[str, str]) -> str:
+    """Return a token of the job's managed identity for ``resource``, from this machine's endpoint.
+
+    The order is azure-identity 1.27's: App Service's endpoint, the one of Azure ML's clusters, else the machine's.
+    """
+    version, word = "2018-02-01", "client_id"
+    if environ.get("IDENTITY_ENDPOINT") and environ.get("IDENTITY_HEADER"):
+        url, headers = environ["IDENTITY_ENDPOINT"], {"X-IDENTITY-HEADER": environ["IDENTITY_HEADER"]}
+        version = "2019-08-01"
+    elif environ.get("MSI_ENDPOINT") and environ.get("MSI_SECRET"):
+        url, headers = environ["MSI_ENDPOINT"], {"secret": environ["MSI_SECRET"]}
+        version, word = "2017-09-01", "clientid"
+    else:
+        url, headers = IMDS, {"Metadata": "true"}
+    client = environ.get("AZURE_CLIENT_ID") or environ.get("DEFAULT_IDENTITY_CLIENT_ID")
+    query = urllib.parse.urlencode({"api-version": version, "resource": resource, **({word: client} if client else {})})
+    what, how = "the token of the job's identity", "give the job an identity (azureml.identity)"
+    return _text("access_token", f"{url}?{query}", headers, what=what, how=how, direct=True)
+
+
+def _text(key: str, url: str, headers: Mapping[str, str], *, what: str, how: str, direct: bool) -> str:
+    """Return the text at ``key`` of the JSON answer. Raises `StorageError`."""
+    told = ask(lambda: urllib.request.Request(url, headers=dict(headers)), what=what, how=how, direct=direct)
+    try:
+        return str(told[key])
+    except (KeyError, TypeError):
+        raise StorageError(f"{what}: an answer without a {key.removeprefix('access_')}") from None
+
+
+# -------------------------------------------------------------------------------------------------------------- notices
+# A cluster or serverless machine of low priority gets no signal. Its only notice is Scheduled Events of the machine's
+# metadata service, and Azure may withdraw it (microsoft/ai4s-jobq, 2.5.2). Clusters of Kubernetes make a file instead
+# (azureml-examples). Cloudtrain has never seen either on a real machine.
+
+URL = "http://169.254.169.254"
+"""The metadata service of every virtual machine of Azure. It may not be asked through a proxy."""
+EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+MACHINE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+TYPES = ("Preempt", "Terminate")
+CONNECT_SECONDS = 2.0
+ANSWER_SECONDS = 120.0
+"""Longest wait for the first answer: Azure may take two minutes to turn events on for the machine."""
+FILE = "/usr/share/to-be-preempted"
+
+
+def marker(path: str = FILE) -> str:
+    """Return why the node is about to go, by the file of a Kubernetes cluster; empty when it is not."""
+    return f"{path} is there" if os.path.exists(path) else ""
+
+
+class ScheduledEvents:
+    """Events of the machine on which this process runs, asked at ``url``.
+
+    A set of machines shares its events, so only one that names this machine counts.
+    """
+
+    def __init__(self, url: str = URL) -> None:
+        self._url = urllib.parse.urlsplit(url)
+        self._name = ""
+
+    def __call__(self) -> str | None:
+        """Return why the machine is about to go, empty when it is not, None when the service gives no answer."""
+        try:
+            self._name = self._name or self._get(MACHINE_NAME).strip().lower()
+            events = json.loads(self._get(EVENTS))["Events"]
+            ours = [event for event in events if event["EventType"] in TYPES and self._named(event)]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, http.client.HTTPException):
+            return None
+        return f"Azure announced {ours[0]['EventType']} of its machine" if ours else ""
+
+    def _named(self, event: dict[str, object]) -> bool:
+        resources = event.get("Resources")
+        return isinstance(resources, list) and self._name in [str(name).lower() for name in resources]
+
+    def _get(self, path: str) -> str:
+        """Return the answer. http.client uses no proxy. Raises OSError for any status but 200."""
+        made = http.client.HTTPConnection(self._url.hostname or "", self._url.port, timeout=CONNECT_SECONDS)
+        with contextlib.closing(made) as connection:
+            connection.connect()
+            connection.sock.settimeout(ANSWER_SECONDS)
+            connection.request("GET", self._url.path + path, headers={"Metadata": "true"})
+            answer = connection.getresponse()
+            if answer.status != 200:
+                raise OSError(f"{path}: status {answer.status}")
+            return answer.read().decode()

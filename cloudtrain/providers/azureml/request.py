@@ -19,9 +19,9 @@ from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
 from ...validate import choice_of, url_scheme
 from .._cloud import check_tags, pinned_machine, processes_of, secret_references
-from .clouds import cloud_of
-from .names import LIVE, NAME, NODES, OWN_INPUTS, RESUME, TAG_BODY, TAG_CI, TAG_GPU, TAG_REVISION, TAGS
-from .urls import FSSPEC, Blob, check_url, datastore_uri, for_job, storage
+from . import NAME, Provider
+from .node import LIVE, NODES, OWN_INPUTS, RESUME
+from .urls import FSSPEC, Blob, check_url, cloud_of, datastore_uri, for_job, storage
 from .validate import check_document, check_options
 
 if TYPE_CHECKING:
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 __all__ = ["checked", "plan"]
 
 OPERATION = "az ml job create"
+TAGS = tuple(f"cloudtrain.{word}" for word in ("run", "run_id", "attempt", "name"))
+TAG_RUN = TAGS[0]
+TAG_REVISION, TAG_CI = "cloudtrain.revision", "cloudtrain.ci"
+"""Origin of the run: the commit, and the page of the CI run."""
+TAG_BODY = "cloudtrain.request"
+"""Digest of the rest of the body. A run's id may return for another job after its records are gone."""
+TAG_GPU = "cloudtrain.gpu"
+"""GPU that a job for a cluster requests. The request has no other place for it; `sdk` compares it with the cluster."""
 SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
 TAG_COUNT = 42
 """Azure allows a resource 50 tags, eight of ours among them; unverified for jobs."""
@@ -138,8 +146,6 @@ def _check_account(settings: Settings, store: str) -> None:
 
 def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: int) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
-    from . import Provider
-
     check_needs(Provider, settings, job)
     _check_account(settings, layout.store)
     check_inputs(Provider, layout.inputs)

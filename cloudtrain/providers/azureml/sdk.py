@@ -19,8 +19,9 @@ from ...errors import ConflictError, SpecError, UnsupportedError
 from ...job.job import Gpu
 from ...provider_api import catalog
 from ...provider_api.protocol import Request
-from .errors import translated
-from .names import NAME, TAG_GPU
+from . import NAME
+from .api import translated
+from .request import TAG_GPU
 from .urls import Blob
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import NotFoundError
 from ...provider_api.protocol import Status
 from .._cloud import first_match, hinted, one_line, patterns, time_of
-from .api import FINAL
-from .errors import CAPACITY, QUOTA, quota_hint
+from .api import CAPACITY, FINAL, QUOTA, quota_hint
 from .logs import FILES
 
 if TYPE_CHECKING:

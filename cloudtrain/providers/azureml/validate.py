@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import SpecError
 from ...validate import did_you_mean
-from .names import NAME
+from . import NAME
 
 __all__ = ["check_document", "check_options"]
 
