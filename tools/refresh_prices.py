@@ -24,11 +24,11 @@ from cloudtrain.errors import CloudtrainError, PlatformError, SpecError
 from cloudtrain.provider_api import catalog
 from cloudtrain.provider_api.catalog import Machine
 from cloudtrain.provider_api.registry import find_provider
+from cloudtrain.providers._cloud import decoded
 from cloudtrain.providers.azureml import api as azure
 from cloudtrain.providers.azureml.api import refusal
 from cloudtrain.providers.sagemaker import api as aws
 from cloudtrain.providers.vertex import api as google
-from cloudtrain.providers.vertex.errors import decoded
 from cloudtrain.providers.vertex.machines import priced
 
 TABLE = Path(catalog.__file__).parents[1] / "data" / "prices.csv"
@@ -328,7 +328,9 @@ def _google_pages(account: google.Account) -> Iterator[Mapping[str, Any]]:
         parameters = {"pageSize": "5000", "currencyCode": "USD", **({"pageToken": token} if token else {})}
         where = google.endpoint("CLOUDBILLING", "https://cloudbilling.googleapis.com")
         url = f"{where}/v1/{GOOGLE_SERVICE}/skus"
-        answer = decoded(account.rest("billing", "GET", url, what=GOOGLE_WHAT, params=parameters), what=GOOGLE_WHAT)
+        answer = decoded(
+            account.rest("billing", "GET", url, what=GOOGLE_WHAT, params=parameters).content, what=GOOGLE_WHAT
+        )
         yield from answer.get("skus") or ()
         token = str(answer.get("nextPageToken") or "")
         if not token:

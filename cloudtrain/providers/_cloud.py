@@ -6,13 +6,14 @@ Nothing here names a platform. Nodes import this module too, so imports that a n
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import LostContactError, SpecError, UnsupportedError
+from ..errors import LostContactError, PlatformError, SpecError, UnsupportedError
 from ..provider_api.launch_spec import LaunchSpec
 from ..provider_api.node import NodeEnvironment
 from ..provider_api.protocol import Layout, LogPage, ProviderExtras, Request, Status
@@ -27,6 +28,7 @@ __all__ = [
     "Backoff",
     "CloudProvider",
     "check_tags",
+    "decoded",
     "first_match",
     "hinted",
     "one_line",
@@ -185,6 +187,17 @@ def size_of(machine: Machine | None) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------- of answers
+
+
+def decoded(body: bytes, *, what: str) -> dict[str, Any]:
+    """Return the JSON object of an answer. Raises `PlatformError`: a proxy may answer with a page."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise PlatformError(f"{what}: the answer is not JSON")
+    return found
 
 
 def one_line(text: Any) -> str:

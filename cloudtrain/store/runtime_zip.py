@@ -33,7 +33,7 @@ from cloudtrain.runtime.__main__ import leave
 
 leave(sys.argv[1:])
 """
-_PROVIDER = ("__init__", "names", "node", "s3", "fabric", "bootstrap", "prepare")
+_PROVIDER = ("__init__", "node", "s3", "bootstrap", "prepare")
 _NODE = (
     "__init__.py",
     "_version.py",

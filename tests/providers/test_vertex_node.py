@@ -28,8 +28,7 @@ from cloudtrain.job.bundle import build_bundle
 from cloudtrain.job.job import Job, Source
 from cloudtrain.provider_api.node import PROTOCOL, NodeEnvironment, Topology
 from cloudtrain.provider_api.protocol import Layout
-from cloudtrain.providers.vertex import Provider, bootstrap, fabric, prepare
-from cloudtrain.providers.vertex import names as words
+from cloudtrain.providers.vertex import Provider, bootstrap, node, prepare
 from cloudtrain.providers.vertex.node import secret, token
 from cloudtrain.store import runtime_zip
 
@@ -160,8 +159,8 @@ TCPXO = 'export NCCL_TUNER_CONFIG_PATH="${NCCL_LIB_DIR}/a3plus_tuner_config.text
 @pytest.fixture
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """Where the machine has its scripts; neither is there yet."""
-    found = {name: tmp_path / f"{name}.sh" for name in fabric.SCRIPTS}
-    monkeypatch.setattr(fabric, "SCRIPTS", {name: str(path) for name, path in found.items()})
+    found = {name: tmp_path / f"{name}.sh" for name in node.SCRIPTS}
+    monkeypatch.setattr(node, "SCRIPTS", {name: str(path) for name, path in found.items()})
     return found
 
 
@@ -178,7 +177,7 @@ def test_ranks_get_what_the_script_for_rdma_sets(
 ) -> None:
     """What the image or an option has set stays, unless the script has extended it."""
     if not bash:
-        monkeypatch.setattr(fabric.shutil, "which", lambda name: None)
+        monkeypatch.setattr(node.shutil, "which", lambda name: None)
     scripts["GPUDirect-RDMA"].write_text(RDMA)
     site = site_of_two(LD_LIBRARY_PATH="/usr/local/cuda/lib64", NCCL_DEBUG="INFO")
     assert {name: site.export_env[name] for name in site.export_env if not name.startswith("TORCH_")} == {
@@ -209,7 +208,7 @@ def test_the_folder_of_the_plug_in_is_found_where_the_script_does_not_say(
     for path in (script.parent, folder):
         path.mkdir(parents=True)
     script.write_text("export NCCL_NET=gIB\n")
-    monkeypatch.setattr(fabric, "SCRIPTS", {"GPUDirect-RDMA": str(script)})
+    monkeypatch.setattr(node, "SCRIPTS", {"GPUDirect-RDMA": str(script)})
     found = site_of_two(LD_LIBRARY_PATH="/usr/local/cuda/lib64").export_env
     assert (found["NCCL_NET"], found["LD_LIBRARY_PATH"]) == ("gIB", f"{folder}:/usr/local/cuda/lib64")
 
@@ -247,7 +246,7 @@ def test_one_node_needs_no_fabric(scripts: dict[str, Path]) -> None:
 def test_a_script_that_fails_is_told_and_training_goes_on(
     scripts: dict[str, Path], monkeypatch: pytest.MonkeyPatch, text: str, says: str
 ) -> None:
-    monkeypatch.setattr(fabric, "TIMEOUT", 1.0)
+    monkeypatch.setattr(node, "TIMEOUT", 1.0)
     scripts["GPUDirect-RDMA"].write_text(text)
     site = site_of_two()
     assert set(site.export_env) == {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
@@ -461,7 +460,7 @@ def test_a_damaged_runtime_is_not_started(service: Any, tmp_path: Path) -> None:
 
 def test_what_keeps_a_node_from_its_start_lets_vertex_try_again(service: Any, tmp_path: Path) -> None:
     """A metadata server that is late; then an input that cannot be read."""
-    assert bootstrap.AGAIN == words.AGAIN
+    assert bootstrap.AGAIN == node.AGAIN
     service.tokens = [(503, b"")]
     process = started(tmp_path, b"", folder="x", service=service, arguments=["run"])
     _, err = process.communicate(timeout=60)
@@ -685,9 +684,9 @@ def three(tmp_path: Path) -> Iterator[Callable[[], list[subprocess.Popen[str]]]]
 
 
 def codes(nodes: list[subprocess.Popen[str]]) -> list[int]:
-    for node in nodes:
-        node.communicate(timeout=60)
-    return [node.returncode for node in nodes]
+    for process in nodes:
+        process.communicate(timeout=60)
+    return [process.returncode for process in nodes]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from cloudtrain.errors import (
 )
 from cloudtrain.provider_api.protocol import FINAL, Status
 from cloudtrain.providers.vertex import logs
-from cloudtrain.providers.vertex.errors import answered, error_of, quota_hint, refusal
+from cloudtrain.providers.vertex.api import answered, error_of, quota_hint, refusal
 from cloudtrain.providers.vertex.status import category_of, over_for, status_of
 from cloudtrain.runs.outcome import with_start
 

@@ -32,7 +32,7 @@ from ...errors import (
 from ...job.job import run_tag
 from ...provider_api.protocol import Request
 from ...storage import extras
-from .._cloud import Backoff
+from .._cloud import Backoff, decoded
 from .request import TAG_BODY, TAG_RUN
 from .urls import cloud_of
 
@@ -261,10 +261,8 @@ class Account:
             self.forget()
         if answer.status_code >= 400:
             raise self._refused(answer, what)
-        try:
-            return json.loads(answer.body() or b"null")
-        except ValueError:
-            raise PlatformError(f"{what}: the answer is not JSON") from None
+        body = answer.body()
+        return decoded(body, what=what) if body else None
 
     def fetch(self, url: str, *, what: str, headers: Mapping[str, str] | None = None, stream: bool = False) -> Any:
         """Return the answer, of any status, of an address that needs no token. No token is sent."""

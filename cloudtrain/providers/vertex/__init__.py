@@ -2,7 +2,7 @@
 
 Its Request is a CustomJob in JSON, as ``POST …/customJobs`` takes it; its ``jobSpec`` is the input of ``gcloud ai
 custom-jobs create --config``. `request` and `validate` make and check it. `api` sends it once (`claims`). `bootstrap`,
-`prepare`, `fabric` and `node` are the node half.
+`prepare` and `node` are the node half.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from ...provider_api.checks import Check
     from .api import Account
 
-__all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
+__all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
+
+NAME = "vertex"
 
 STORE = Need(
     example="gs://my-bucket/cloudtrain",
@@ -72,7 +74,7 @@ class Settings:
 class Provider(ProviderExtras):
     """Provider of Vertex AI custom jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
-    name: ClassVar[str] = "vertex"
+    name: ClassVar[str] = NAME
     Settings: ClassVar[type[Any]] = Settings
     schemes: ClassVar[frozenset[str]] = frozenset({"gs", "nfs"})
     retried_by: ClassVar[str] = "client"

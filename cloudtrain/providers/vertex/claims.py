@@ -18,8 +18,9 @@ from urllib.parse import quote, urlencode
 
 from ...errors import ConflictError, NotFoundError, PlatformError
 from ...validate import unix_seconds
-from .errors import CLAIM, decoded
+from .._cloud import decoded
 
+CLAIM = "claim the creation of the job"
 LEASE = 300.0
 """Seconds for which a claim holds. They exceed the one call that creates: `FRESH`, 60 s to connect, 60 s between two
 bytes of the answer, and both again after a rejected token."""
@@ -78,7 +79,7 @@ class Claim:
         except (KeyError, ValueError):
             raise PlatformError(f"{CLAIM}: the answer has no Date") from None
         digest = base64.b64encode(hashlib.md5(self._body, usedforsecurity=False).digest()).decode()
-        ours = decoded(told, what=CLAIM).get("md5Hash") == digest
+        ours = decoded(told.content, what=CLAIM).get("md5Hash") == digest
         return _of(told, "generation"), now - unix_seconds(_of(told, "timeCreated")), ours
 
     def _ask(self, method: str, path: str, **more: Any) -> Any:
@@ -87,6 +88,6 @@ class Claim:
 
 def _of(told: Any, key: str) -> str:
     try:
-        return str(decoded(told, what=CLAIM)[key])
+        return str(decoded(told.content, what=CLAIM)[key])
     except KeyError:
         raise PlatformError(f"{CLAIM}: the answer has no {key}") from None

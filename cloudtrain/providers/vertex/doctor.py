@@ -14,8 +14,8 @@ from urllib.parse import quote, urlsplit
 from ...errors import AuthError, CloudtrainError, NotFoundError, QuotaError, SpecError, StorageError
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
 from ...validate import url_scheme
-from .api import endpoint, name_of
-from .errors import AGENT, HELP, decoded, pull_hint, translated
+from .._cloud import decoded
+from .api import AGENT, HELP, endpoint, name_of, pull_hint, translated
 from .machines import known_machine
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _get(account: Account, service: str, path: str, *, what: str, body: Any = No
     """Return a Google API's answer to GET, or to POST of ``body``. ``service`` is the API's name in its host."""
     url = endpoint(service.upper(), f"https://{service}.googleapis.com") + path
     method = "GET" if body is None else "POST"
-    return decoded(account.rest(service, method, url, what=what, body=body, params=query), what=what)
+    return decoded(account.rest(service, method, url, what=what, body=body, params=query).content, what=what)
 
 
 def _api(account: Account) -> Check:

@@ -12,7 +12,7 @@ from ...provider_api.catalog import Machine
 from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
 from .machines import known_machine
-from .names import AGAIN, FABRIC_PATH, FORWARDED, GCS, GRACE_PATH, NFS, PORT, grace_of
+from .node import AGAIN, FABRIC_PATH, FORWARDED, GCS, GRACE_PATH, NFS, PORT, grace_of
 from .request import mounted
 
 TRANSIENT = (6, 11, AGAIN, 139)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import CloudtrainError, LostContactError, SpecError
 from ...provider_api.protocol import LogLine, LogPage
 from ...validate import unix_seconds
-from .api import job_of, logging_endpoint
-from .errors import READ, decoded
+from .._cloud import decoded
+from .api import READ, job_of, logging_endpoint
 
 if TYPE_CHECKING:
     from .api import Account
@@ -96,7 +96,7 @@ def _entries(account: Account, native_id: str, state: Mapping[str, Any], *, fina
     url, end = f"{logging_endpoint()}/v2/entries:list", time.monotonic() + HELD
     while True:
         try:
-            return decoded(account.rest("logging", "POST", url, what=READ, body=body), what=READ)
+            return decoded(account.rest("logging", "POST", url, what=READ, body=body).content, what=READ)
         except LostContactError as exc:
             held = account.held("logging")
             wait = max(held, 1.0)

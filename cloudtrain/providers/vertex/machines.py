@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
 from ...provider_api import catalog
-from .fabric import SCRIPTS, TRANSPORTS
-from .names import NAME
+from . import NAME
+from .node import SCRIPTS, TRANSPORTS
 
 if TYPE_CHECKING:
     from ...job.job import Gpu, Job

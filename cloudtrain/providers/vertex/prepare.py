@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from ...errors import CloudtrainError, StorageError
 from . import bootstrap
-from .names import AGAIN, GCS
+from .node import AGAIN, GCS
 
 PATIENCE = 120.0
 """Seconds for a bucket to show the client's files, written before the job was created."""

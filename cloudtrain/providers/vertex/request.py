@@ -19,9 +19,8 @@ from ...provider_api import catalog
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
 from ...validate import choice_of, url_scheme
-from . import machines
-from .fabric import TRANSPORTS
-from .names import FABRIC_PATH, GCS, GRACE_PATH, NAME, NFS, NODES, grace_of
+from . import NAME, Provider, machines
+from .node import FABRIC_PATH, GCS, GRACE_PATH, NFS, NODES, TRANSPORTS, grace_of
 from .validate import check_body
 
 if TYPE_CHECKING:
@@ -128,8 +127,6 @@ def _check_url(url: str, field: str) -> None:
 
 def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: int) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
-    from . import Provider
-
     check_needs(Provider, settings, job)
     _check_store(layout.store)
     check_inputs(Provider, layout.inputs)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...provider_api.protocol import Status
 from ...validate import unix_seconds
-from .errors import CAPACITY, HELP, PULL, QUOTA, pull_hint, quota_hint
+from .api import CAPACITY, HELP, PULL, QUOTA, pull_hint, quota_hint
 from .machines import known_machine, priced
 
 PENDING = {

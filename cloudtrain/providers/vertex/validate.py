@@ -15,7 +15,8 @@ from typing import Any
 
 from ...errors import SpecError
 from ...validate import did_you_mean
-from .names import NAME, NODES
+from . import NAME
+from .node import NODES
 
 ENV_COUNT = 100
 """Most variables of a container, besides the service's own: docs of ContainerSpec.env."""
