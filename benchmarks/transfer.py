@@ -89,7 +89,7 @@ from cloudtrain.storage.files import Moving
 store = Store(url, moving=Moving(mover="obstore"))
 job = Job.make(entry_point="train.py", inputs={"train": path})
 def stage():
-    _, trees = store.inputs(job, frozenset({"s3"}), cwd=Path(path))
+    _, trees = store.inputs(job, frozenset({"s3"}), run_id="r", cwd=Path(path))
     layout = Layout(store=store.url, run_id="r", code_digest="c", runtime_digest="d")
     return store.stage(layout, archive=lambda: b"code", pyz=b"pyz", trees=trees)
 stage()

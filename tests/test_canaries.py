@@ -167,7 +167,15 @@ def test_no_store_url_may_hold_one(
     word = canary("store")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    for verb in (["plan", "train.py"], ["submit", "train.py"], ["status", "r"], ["list"], ["pull", "r", "out"], ["gc"]):
+    for verb in (
+        ["plan", "train.py"],
+        ["submit", "train.py"],
+        ["status", "r"],
+        ["list"],
+        ["pull", "r", "out"],
+        ["gc"],
+        ["stage", "."],
+    ):
         assert main([*verb, "--store", text.format(word), "--json"]) == 2
         told = capsys.readouterr()
         assert word not in told.out + told.err

@@ -1,4 +1,4 @@
-"""carry.py: a run goes on from the newest checkpoint of a run of another provider, in another store."""
+"""copies.py: a run goes on from the newest checkpoint of a run of another provider, in another store."""
 
 from __future__ import annotations
 
@@ -21,20 +21,17 @@ from trials import SEED, TRIALS
 
 from cloudtrain.cli.format import plan_text
 from cloudtrain.engine.rehearse import plan_rehearsal
-from cloudtrain.errors import ConflictError, SpecError, StorageError
+from cloudtrain.errors import SpecError, StorageError
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.protocol import Layout, LayoutInput
+from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.runs.submit import load_plan, make_plan
 from cloudtrain.runtime import checkpoints
 from cloudtrain.settings.settings import Settings
 from cloudtrain.storage import remote
 from cloudtrain.storage.files import TransferOptions
-from cloudtrain.storage.lease import is_released
 from cloudtrain.storage.local_disk import local_path
-from cloudtrain.store import remote_inputs
+from cloudtrain.store.copies import PreviousPlace, copy_checkpoint, followed, resume_copy_url
 from cloudtrain.store.gc import collect
-from cloudtrain.store.remote_inputs import PreviousPlace
-from cloudtrain.store.resume_copy import carry, followed, place_for
 from cloudtrain.store.store import Store
 
 MIB = 1 << 20
@@ -52,23 +49,21 @@ class Target:
 
     def layout(self, source: str, run_id: str = "second") -> Layout:
         url = source if "/live/" in source else f"{source}/live/checkpoints"
-        resume = place_for(url, self.store, self.schemes)
+        resume = resume_copy_url(url, self.store, run_id, self.schemes)
         assert resume is not None
         return Layout(
             store=self.store.url, run_id=run_id, code_digest="c", runtime_digest="d", resume=resume, resume_source=url
         )
 
     def carry(self, source: str, run_id: str = "second", **given: Any) -> int:
-        try:
-            return carry(self.store, self.layout(source, run_id), settings=NONE, say=self.said.append, **given)
-        finally:
-            self.store.withdraw(run_id)  # as when the run is recorded, or given up
+        return copy_checkpoint(self.store, self.layout(source, run_id), settings=NONE, say=self.said.append, **given)
 
-    def restored(self, source: str, tmp_path: Path) -> dict[str, dict[str, bytes]]:
+    def restored(self, source: str, tmp_path: Path, run_id: str = "second") -> dict[str, dict[str, bytes]]:
         """What a node puts in place, by the checkpoint's name: by the runtime's own code, digests checked."""
         folder = tmp_path / "mounted"
         shutil.rmtree(folder, ignore_errors=True)
-        resume = self.layout(source).resume or ""
+        shutil.rmtree(tmp_path / "restored", ignore_errors=True)
+        resume = self.layout(source, run_id).resume or ""
         key = resume.removeprefix(f"{self.store.url}/")
         self.store.files.download_tree(key, folder)
         found = {}
@@ -90,7 +85,7 @@ def here(tmp_path: Path) -> tuple[Ran, Target]:
 
 @pytest.mark.remote
 @pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
-def test_the_newest_is_copied_once_from_store_to_store(
+def test_the_newest_is_copied_from_store_to_store(
     request: pytest.FixtureRequest, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     urls = {name: request.getfixturevalue(f"{name}_url") for name in pair if name != "local"}
@@ -109,57 +104,34 @@ def test_the_newest_is_copied_once_from_store_to_store(
     assert size < target.carry(ran.url, progress=progress) < size + 2000  # with commit.json
     assert sum(moved.values()) >= size
     assert target.restored(ran.url, tmp_path) == {"step-6": whole}
-    assert target.carry(ran.url, "third") == 0
+    assert target.layout(ran.url).resume == f"{target.store.url}/runs/second/resume/live/checkpoints"
     assert [text.rpartition("/runs/")[2] for text in target.said] == ["first/live/checkpoints/step-6/1.0-6"]
-    marks = [target.store.files.load(f"staging/{name}") for name in target.store.files.names("staging")]
-    assert all(mark is not None and is_released(mark) for mark in marks)
 
 
-def test_one_that_is_damaged_is_passed_over_aloud_and_not_copied_again(
-    here: tuple[Ran, Target], tmp_path: Path
-) -> None:
+def test_one_that_is_damaged_is_passed_over_aloud(here: tuple[Ran, Target], tmp_path: Path) -> None:
     ran, target = here
     before = ran.save(4)
-    newest = ran.save(6)
+    ran.save(6)
     ran.spoil(6)
     assert target.carry(ran.url) > 0
     assert target.restored(ran.url, tmp_path) == {"step-4": before}
     told = "step-6/0.0-6: node-1/step-6/shard-1.pt is not what was committed; the one before it is taken"
     assert [text for text in target.said if told in text]
-    record = {"layout": {"resume": target.layout(ran.url).resume}}
-    assert target.store.create_run(target.layout(ran.url, "uses-it"), record)
-    assert target.carry(ran.url, "third") == 0, "nothing has changed, whoever uses the copy"
-    assert "was not what was committed when it was copied last" in target.said[-1]
-    ran.spoil(6)  # the right bytes again
-    target.store.write_result("uses-it", {})
-    assert target.carry(ran.url, "third") > 0
-    assert target.restored(ran.url, tmp_path) == {"step-6": newest}
     ran.spoil(4)
-    ran.spoil(6)
-    target.store.files.remove("data")
     with pytest.raises(SpecError, match=r"resume_from: .*: nothing complete and undamaged to resume from"):
-        target.carry(ran.url)
-    assert checkpoints.complete(Path(str(local_path(target.layout(ran.url).resume or "")))) == []
+        target.carry(ran.url, "third")
+    assert checkpoints.complete(Path(str(local_path(target.layout(ran.url, "third").resume or "")))) == []
 
 
-def test_a_newer_one_comes_unless_a_run_has_the_older(here: tuple[Ran, Target], tmp_path: Path) -> None:
+def test_a_whole_copy_stays_and_a_later_run_has_a_newer_one(here: tuple[Ran, Target], tmp_path: Path) -> None:
     ran, target = here
-    ran.save(4)
+    older = ran.save(4)
     target.carry(ran.url)
-    record = {"layout": {"resume": target.layout(ran.url).resume}}
-    assert target.store.create_run(target.layout(ran.url, "uses-it"), record)
     newer = ran.save(6)
-    with pytest.raises(ConflictError) as caught:
-        target.carry(ran.url)
-    assert caught.value.field == "resume_from"
-    words = f"since uses-it, which is not over, .*; or name this checkpoint: --resume-from {ran.url}/live/checkpoints/"
-    assert caught.match(f"{words}step-6/0.0-6$")
-    named = f"{ran.url}/live/checkpoints/step-6/0.0-6"
-    assert target.carry(named) > 0
-    assert target.restored(named, tmp_path) == {"step-6": newer}
-    target.store.write_result("uses-it", {})
-    assert target.carry(ran.url) > 0
-    assert target.restored(ran.url, tmp_path) == {"step-6": newer}, "and no other"
+    assert target.carry(ran.url) == 0, "the client died before run.json"
+    assert target.carry(ran.url, "third") > 0
+    assert target.restored(ran.url, tmp_path) == {"step-4": older}
+    assert target.restored(ran.url, tmp_path, "third") == {"step-6": newer}
 
 
 @pytest.fixture
@@ -167,23 +139,18 @@ def moving(here: tuple[Ran, Target], tmp_path: Path) -> tuple[Ran, Target, Targe
     """A run with step 6, a place whose store has a copy of that, and the place that a run goes on to from there."""
     ran, before = here
     ran.save(6)
-    before.carry(ran.url, "old")
+    before.carry(ran.url)
     return ran, before, Target(f"file://{tmp_path}/next", {"s3"})
 
 
-def test_who_moves_takes_along_only_what_that_run_was_given(moving: tuple[Ran, Target, Target], tmp_path: Path) -> None:
-    """A copy that another run was given is of what the source was then."""
+def test_who_moves_from_where_nodes_read_the_run_itself_has_the_newest(
+    moving: tuple[Ran, Target, Target], tmp_path: Path
+) -> None:
     ran, before, after = moving
     newest = ran.save(12)
-    given = before.layout(ran.url)
-    in_place = dataclasses.replace(given, resume=given.resume_source, resume_source=None)
+    in_place = dataclasses.replace(before.layout(ran.url), resume=f"{ran.url}/live/checkpoints", resume_source=None)
     assert after.carry(ran.url, left=PreviousPlace(before.store, in_place)) > 0
     assert after.restored(ran.url, tmp_path) == {"step-12": newest}
-    data = LayoutInput(url=f"{before.store.url}/data/{remote_inputs.address_of(before.store.url, given.resume or '')}")
-    others = [LayoutInput(url="s3://elsewhere/set"), dataclasses.replace(data, url=f"{data.url}-not", source="s3://x")]
-    assert not PreviousPlace(
-        before.store, dataclasses.replace(in_place, inputs=dict(zip("ab", others, strict=True)))
-    ).gave(data.url.rpartition("/")[2])
 
 
 def test_who_moves_takes_along_what_that_run_was_given_though_there_is_a_newer_one(
@@ -195,28 +162,12 @@ def test_who_moves_takes_along_what_that_run_was_given_though_there_is_a_newer_o
     assert list(after.restored(ran.url, tmp_path)) == ["step-6"]
 
 
-def test_another_run_s_checkpoint_in_the_next_place_is_left_alone_and_called_what_it_is(
-    moving: tuple[Ran, Target, Target], tmp_path: Path
-) -> None:
-    ran, before, after = moving
-    newest = ran.save(12)
-    after.carry(ran.url, "uses-it")
-    assert after.store.create_run(after.layout(ran.url, "uses-it"), {"layout": after.layout(ran.url).resume})
-    words = rf"{before.store.url}/data/\w+ is another version than {after.store.url} has: uses-it, which is not over, "
-    with pytest.raises(ConflictError, match=rf"^resume_from: {words}was given that one; wait, or cancel it \(.*\)$"):
-        after.carry(ran.url, left=PreviousPlace(before.store, before.layout(ran.url)))
-    assert after.restored(ran.url, tmp_path) == {"step-12": newest}
-    after.store.write_result("uses-it", {})
-    assert after.carry(ran.url, left=PreviousPlace(before.store, before.layout(ran.url))) > 0
-    assert list(after.restored(ran.url, tmp_path)) == ["step-6"]
-
-
 @pytest.mark.parametrize("fault", ["gone", "short", "spoiled"])
 def test_a_copy_that_is_damaged_in_the_place_before_comes_from_the_run_itself(
     moving: tuple[Ran, Target, Target], tmp_path: Path, fault: str
 ) -> None:
     ran, before, after = moving
-    (shard,) = [key for key in before.store.files.list("data") if key.endswith("shard-1.pt")]
+    (shard,) = [key for key in before.store.files.list("runs") if key.endswith("shard-1.pt")]
     data = before.store.files.read(shard)
     if fault == "gone":
         before.store.files.remove(shard)
@@ -226,7 +177,7 @@ def test_a_copy_that_is_damaged_in_the_place_before_comes_from_the_run_itself(
     left = PreviousPlace(before.store, before.layout(ran.url))
     assert after.carry(ran.url, left=left) > 0
     assert after.restored(ran.url, tmp_path) == {"step-12": newest}
-    assert "; it is copied from where it came from" in after.said[1]
+    assert [text for text in after.said if "; it is copied from where it came from" in text]
 
 
 def test_one_that_its_run_takes_away_meanwhile_gives_way_to_the_next(here: tuple[Ran, Target], tmp_path: Path) -> None:
@@ -255,7 +206,7 @@ def test_refusals_are_one_line_and_leave_nothing(here: tuple[Ran, Target]) -> No
         target.carry(ran.url)
     with pytest.raises(SpecError, match=r"^resume_from: no run 'other' in \S+$"):
         target.carry(ran.url.replace("first", "other"))
-    assert target.store.files.list("data") == {}
+    assert target.store.files.list() == {}
 
 
 def test_one_that_is_named_is_copied_whatever_else_the_run_holds(here: tuple[Ran, Target]) -> None:
@@ -273,35 +224,35 @@ def test_one_that_is_named_is_copied_whatever_else_the_run_holds(here: tuple[Ran
     assert copied == ["best/0.0-9", "step-4/0.0-4"]
 
 
-def test_gc_keeps_what_a_run_names(here: tuple[Ran, Target]) -> None:
+def test_gc_removes_a_copy_with_its_run(here: tuple[Ran, Target]) -> None:
     ran, target = here
     ran.save(4)
-    layout = target.layout(ran.url)
     target.carry(ran.url)
-    address = remote_inputs.address_of(target.store.url, layout.resume or "")
-    assert {item.key for item in collect(target.store, older_than=0).found} == {f"data/{address}"}
-    record = {"protocol": 1, "layout": {"code_digest": "c", "resume": layout.resume}}
-    assert target.store.create_run(layout, record)
+    found = collect(target.store, older_than=0).found
+    assert [(item.kind, item.key, item.files) for item in found] == [("run", "runs/second", 4)]
+    record = {"protocol": 1, "layout": {"code_digest": "c"}}
+    assert target.store.create_run(target.layout(ran.url), record)
     assert collect(target.store, older_than=0, delete=True).found == ()
-    assert target.carry(ran.url, "third") == 0
+    target.store.files.remove("runs/second/run.json")
+    assert len(collect(target.store, older_than=0, delete=True).found) == 1
+    assert target.store.files.list("runs") == {}
 
 
 #: A client that says how many bytes it has moved, and takes its time.
 CLIENT = """
 import sys, time
 from cloudtrain.storage import files as transfer
-from cloudtrain.store import remote_inputs as relay
-from cloudtrain.store.resume_copy import carry
+from cloudtrain.store.copies import copy_checkpoint
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.settings.settings import Settings
 from cloudtrain.store.store import Store
 import json
 given = json.loads(sys.argv[1])
-relay.LEASE, transfer.PIECE = given["lease"], 4096
+transfer.PIECE = 4096
 def progress(key, count):
     print(count, flush=True)
     time.sleep(0.005)
-carry(Store(given["layout"]["store"]), Layout.from_dict(given["layout"]), settings=Settings(), progress=progress)
+copy_checkpoint(Store(given["store"]), Layout.from_dict(given), settings=Settings(), progress=progress)
 """
 
 
@@ -309,15 +260,14 @@ carry(Store(given["layout"]["store"]), Layout.from_dict(given["layout"]), settin
     "trials", [pytest.param(2), pytest.param(max(1, TRIALS // 10), marks=pytest.mark.proof)], ids=["few", "proof"]
 )
 def test_a_client_that_is_killed_leaves_right_bytes_or_nothing_and_the_next_one_goes_on(
-    here: tuple[Ran, Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials: int
+    here: tuple[Ran, Target], tmp_path: Path, trials: int
 ) -> None:
     ran, target = here
     ran.save(2)
     whole = ran.save(6, size=64 * 1024)
     layout = target.layout(ran.url)
     folder = Path(str(local_path(layout.resume or "")))
-    monkeypatch.setattr(remote_inputs, "LEASE", 1.0)
-    given = json.dumps({"lease": 1.0, "layout": {**vars(layout), "inputs": {}, "origin": {}}})
+    given = json.dumps({**vars(layout), "inputs": {}, "origin": {}})
     for trial in range(trials):
         after = random.Random(f"{SEED} {trial}").randrange(48)
         client = subprocess.Popen([sys.executable, "-c", CLIENT, given], stdout=subprocess.PIPE, text=True)
@@ -395,9 +345,8 @@ def test_a_plan_says_what_will_be_copied_and_from_where_and_is_sent_as_it_is(pro
     plan, settings = planned(tmp_path, str(tmp_path / "theirs/runs/first"), provider)
     source, layout = f"{ran.url}/live/checkpoints", plan.layout
     assert layout.resume_source == source
-    address = hashlib.sha256(f"resumed from {source}".encode()).hexdigest()
-    assert layout.resume == f"{layout.store}/data/{address}/live/checkpoints"
-    assert address in json.dumps(plan.request.body)
+    assert layout.resume == f"{layout.run}/resume/live/checkpoints"
+    assert "runs/second/resume/live/checkpoints" in json.dumps(plan.request.body)
     assert "theirs" not in json.dumps(plan.request.body)
     text = plan_text(plan.document())
     assert f"resumes from  {layout.resume} (the newest checkpoint copied from {source}, through this machine)" in text
@@ -420,7 +369,7 @@ def test_what_nodes_read_by_themselves_stays_where_it_is(tmp_path: Path) -> None
     ):
         plan, _ = planned(tmp_path, resume_from, provider)
         assert plan.layout.resume_source is None
-        assert "/data/" not in plan.layout.resume
+        assert not plan.layout.resume.startswith(plan.layout.run)
     plan, _ = planned(tmp_path, "s3://other/store/runs/earlier", "local")
     assert plan.layout.resume_source == "s3://other/store/runs/earlier/live/checkpoints"
     with pytest.raises(SpecError, match=r"resume_from: .*holds a password, key or signature") as caught:
@@ -437,12 +386,12 @@ def test_a_rehearsal_copies_into_the_folder_that_stands_for_the_store(tmp_path: 
         real, settings = planned(tmp_path, given)
         plan = plan_rehearsal(
             real.job.replace(entry_point="train.py", resume_from=given),
-            settings=settings, run_id="second", cwd=tmp_path / "code", store=str(tmp_path / "here"), maps=maps,
+            settings=settings, run_id=f"r{len(maps)}", cwd=tmp_path / "code", store=str(tmp_path / "here"), maps=maps,
         )  # fmt: skip
         assert plan.layout.resume_source == f"{ran.url}/live/checkpoints"
         mounts = [mount["url"] for mount in plan.request.body["nodes"][0]["mounts"]]
         assert plan.layout.resume in mounts
-        assert carry(plan.store, plan.layout, settings=plan.settings) > 0
+        assert copy_checkpoint(plan.store, plan.layout, settings=plan.settings) > 0
         assert [item.name for item in checkpoints.complete(Path(str(local_path(plan.layout.resume or ""))))] == [
             "step-4"
         ]

@@ -251,12 +251,12 @@ def test_an_unchanged_tree_is_staged_again_without_being_read(
     job, store = Job.make(entry_point="t.py", inputs={"x": str(tree)}), Store(str(tmp_path / "store"))
 
     def submit() -> tuple[str, int]:
-        _, (found,) = store.inputs(job, frozenset({"none"}), cwd=tree)
+        _, (found,) = store.inputs(job, frozenset({"none"}), run_id="r", cwd=tree)
         layout = Layout(store=store.url, run_id="r", code_digest="c", runtime_digest="d")
         moved = store.stage(layout, archive=lambda: b"", pyz=b"", trees=[found]).data_bytes
         return found.digest, moved
 
-    store.inputs(job, frozenset({"none"}), cwd=tree)
+    store.inputs(job, frozenset({"none"}), run_id="r", cwd=tree)
     assert not (tmp_path / "cache").exists(), "a plan writes nothing"
     first = submit()
     assert first[1] == 4

@@ -17,7 +17,7 @@ from cloudtrain import cli
 from cloudtrain.errors import NotFoundError, SpecError, StorageError
 from cloudtrain.job.job import Job
 from cloudtrain.runs import listing
-from cloudtrain.runs.listing import Wanted, list_page
+from cloudtrain.runs.listing import Wanted, list_page, recorded_runs
 from cloudtrain.runs.outcome import iso_time
 from cloudtrain.storage.files import TransferOptions, parallel
 from cloudtrain.store.store import Store
@@ -148,6 +148,7 @@ def test_what_is_no_date_is_none_and_what_is_no_run_is_told(folder: Store) -> No
     over(folder, "20239931-000000-no-such-day", T0)
     over(folder, "20230101-000000-early", T0)
     folder.files.write("runs/empty/live/x", b"")
+    folder.files.write("runs/about-to-be/inputs/train/data/x", b"")
     folder.files.write("runs/broken/run.json", b"{")
     rows = list_page(folder).rows
     assert [row["run_id"] for row in rows] == [
@@ -158,6 +159,7 @@ def test_what_is_no_date_is_none_and_what_is_no_run_is_told(folder: Store) -> No
     ]
     assert "not a JSON object" in rows[0]["reason"]
     assert (rows[3]["state"], "no run.json" in rows[3]["reason"]) == ("unknown", True)
+    assert "about-to-be" not in [row["run_id"] for row, _ in recorded_runs(folder)], "its client is still copying"
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(bucket: Store, monkeypatch: pytest.MonkeyPatch) -> None:

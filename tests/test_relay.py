@@ -1,4 +1,4 @@
-"""relay.py: inputs of one store copied into another, streamed; what changed, what was broken off, what is in use."""
+"""copies.py: inputs of one store copied into a run of another, streamed; what changed, what was broken off."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from trials import SEED, TRIALS
 from cloudtrain.errors import AuthError, ConflictError, SpecError, StorageError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout
-from cloudtrain.storage import lease, remote
-from cloudtrain.storage.files import Entry, TransferOptions, files, parallel
+from cloudtrain.storage import remote
+from cloudtrain.storage.files import TransferOptions, files, parallel
 from cloudtrain.storage.remote import RemoteFiles
-from cloudtrain.store import remote_inputs
-from cloudtrain.store.remote_inputs import LEASE, PreviousPlace, _Room, bring
+from cloudtrain.store import copies
+from cloudtrain.store.copies import PreviousPlace, copy_inputs
 from cloudtrain.store.store import Store
 from cloudtrain.validate import without_secrets
 
@@ -53,24 +53,19 @@ class Place:
 
     def layout(self, run_id: str = "run-1", url: str = "") -> Layout:
         job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": url or self.source}})
-        placed, trees = self.store.inputs(job, self.schemes, cwd=Path.cwd())
+        placed, trees = self.store.inputs(job, self.schemes, run_id=run_id, cwd=Path.cwd())
         assert trees == []
         return Layout(store=self.store.url, run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
 
     def bring(self, run_id: str = "run-1", **given: Any) -> int:
-        try:
-            return bring(self.store, self.layout(run_id), **given)
-        finally:
-            self.store.withdraw(run_id)  # as when the run is recorded, or given up
+        return copy_inputs(self.store, self.layout(run_id), **given)
 
-    def copied(self) -> dict[str, bytes]:
-        folder = self.layout().inputs["train"].url
-        tree = files(folder)
+    def copied(self, run_id: str = "run-1") -> dict[str, bytes]:
+        tree = files(self.layout(run_id).inputs["train"].url)
         return {key: tree.read(key) for key in tree.list()}
 
-    def held(self, mark: str) -> bool:
-        found = self.store.files.load(mark)
-        return found is not None and not lease.is_released(found)
+    def record(self, name: str, run_id: str = "run-1") -> Any:
+        return json.loads(self.store.files.read(f"runs/{run_id}/inputs/train/{name}.json"))["files"]
 
 
 @pytest.fixture(params=PAIRS, ids="-to-".join)
@@ -86,7 +81,7 @@ def fill(url: str) -> dict[str, bytes]:
     return data
 
 
-def test_a_tree_is_copied_once_and_then_what_changed(place: Place) -> None:
+def test_a_tree_is_copied_into_its_run_and_no_other(place: Place) -> None:
     data, tree = fill(place.source), files(place.source)
     said: list[str] = []
     moved: dict[str, int] = {}
@@ -98,31 +93,35 @@ def test_a_tree_is_copied_once_and_then_what_changed(place: Place) -> None:
     assert said == [f"copying train from {place.source}"]
     assert sorted(moved.values()) == sorted(size for size in FILES.values() if size)
     assert place.copied() == data
-    address = place.layout().inputs["train"].url.rpartition("/")[2]
-    record = json.loads(place.store.files.read(f"data/manifests/{address}.json"))
-    assert (record["source"], record["complete"]) == (place.source, True)
-    assert {name: item["sha256"] for name, item in record["files"].items()} == {
-        name: hashlib.sha256(content).hexdigest() for name, content in data.items()
-    }
-    assert place.bring("run-2", say=said.append) == 0
+    assert place.layout().inputs["train"].url == f"{place.store.url}/runs/run-1/inputs/train/data"
+    assert place.record("digests") == {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}
+    assert {name: item["size"] for name, item in place.record("listing").items()} == FILES
+    assert place.bring(say=said.append) == 0, "again, after a crash"
     assert len(said) == 1
     tree.write("sub/b.bin", b"other")
     tree.remove("empty")
-    assert place.bring() == 5
-    assert place.copied() == {**{k: v for k, v in data.items() if k != "empty"}, "sub/b.bin": b"other"}
+    with pytest.raises(
+        ConflictError, match=r"inputs.train: .*/set has changed since its copy for run run-1 began"
+    ) as no:
+        place.bring()
+    assert no.value.hint == "send the job again with another --run-id"
+    assert place.copied() == data
+    assert place.bring("run-2") == FILES["a.bin"] + 5 + 5
+    assert place.copied("run-2") == {**{k: v for k, v in data.items() if k != "empty"}, "sub/b.bin": b"other"}
 
 
 def test_one_file_of_a_web_server(s3_url: str, web: Web) -> None:
     """It knows nothing of ranges."""
-    for name, size in (("x.csv.gz", 1000), ("large.bin", 9 * MIB + 7)):
+    for run_id, name, size in (("run-1", "x.csv.gz", 1000), ("run-2", "large.bin", 9 * MIB + 7)):
         web.write(f"data/{name}", data := os.urandom(size))
         place = Place(f"{web.url}/data/{name}?signature=s%2F//3cret", s3_url)
-        item = place.layout().inputs["train"]
+        item = place.layout(run_id).inputs["train"]
         assert (item.file, item.source) == (name, place.source)
-        assert place.bring() == size
-        assert place.bring() == 0
+        assert item.url == f"{place.store.url}/runs/{run_id}/inputs/train/data/{name}"
+        assert place.bring(run_id) == size
+        assert place.bring(run_id) == 0
         assert files(item.url.rpartition("/")[0]).read(name) == data
-        assert "s3cret" not in place.store.files.read(f"data/manifests/{address(place)}.json").decode()
+        assert "s3cret" not in place.store.files.read(f"runs/{run_id}/inputs/train/listing.json").decode()
     with pytest.raises(SpecError, match="names no file"):
         Place(f"{web.url}/data", s3_url).layout()
     with pytest.raises(SpecError, match=r"inputs.train: there is no file http.*nothing.csv"):
@@ -158,35 +157,6 @@ def test_what_nodes_read_by_themselves_stays_where_it_is(s3_url: str) -> None:
     assert place.layout(url="azureml:data:1").inputs["train"].url == "azureml:data:1"  # refused, by the provider
 
 
-def test_a_copy_that_a_run_was_given_stays_as_it_is(gcs_url: str, s3_url: str) -> None:
-    place = Place(f"{gcs_url}/set", s3_url)
-    files(place.source).write("x", b"old")
-    place.bring()
-    layout = {"inputs": {"train": {"url": place.layout().inputs["train"].url}}}
-    assert place.store.create_run(place.layout("uses-it"), {"layout": layout})
-    assert place.store.create_run(place.layout("does-not"), {"layout": {"inputs": {}}})
-    assert place.bring("other") == 0
-    files(place.source).write("x", b"new!")
-    with pytest.raises(ConflictError, match=r"inputs.train: .*/set has changed since uses-it, which is not over"):
-        place.bring("other")
-    assert place.copied() == {"x": b"old"}
-    place.store.write_result("uses-it", {})
-    files(place.source).write("x", b"newest")
-    mine = Place(place.source, s3_url)
-    mine.store.announce_copy("about-to-be", address(place))
-    with pytest.raises(ConflictError, match="about-to-be, which is being submitted, or was given up"):
-        place.bring("other")
-    mine.store.withdraw("about-to-be")
-    assert place.bring("other") == 6
-    manifest = f"data/manifests/{address(place)}.json"
-    record = json.loads(place.store.files.read(manifest))
-    assert record["complete"] is True
-    place.store.files.write(manifest, json.dumps({**record, "complete": False}).encode())
-    assert place.store.create_run(place.layout("uses-it-too"), {"layout": layout})
-    assert place.bring("other") == 0  # who was about to change it was killed
-    assert json.loads(place.store.files.read(manifest)) == record
-
-
 @pytest.mark.parametrize("fault", ["gone", "short", "spoiled"])
 def test_a_copy_that_is_damaged_in_the_place_before_comes_from_its_source(
     gcs_url: str, s3_url: str, azure_url: str, fault: str
@@ -195,7 +165,7 @@ def test_a_copy_that_is_damaged_in_the_place_before_comes_from_its_source(
     files(place.source).write("x", b"first")
     files(place.source).write("y", b"other")
     place.bring()
-    left, key = PreviousPlace(place.store, place.layout()), f"data/{address(place)}/x"
+    left, key = PreviousPlace(place.store, place.layout()), "runs/run-1/inputs/train/data/x"
     if fault == "gone":
         place.store.files.remove(key)
     else:
@@ -217,18 +187,45 @@ def test_a_copy_in_the_place_before_needs_no_source(gcs_url: str, s3_url: str, a
     )
     assert after.bring(left=left) == 5
     assert after.copied() == {"x": b"first"}
-    assert after.bring(left=unlike) == 5, "another run's copy"
-    assert after.copied() == {"x": b"newer"}
+    assert after.bring("run-2", left=unlike) == 5, "it had read the source"
+    assert after.copied("run-2") == {"x": b"newer"}
 
 
-def test_any_number_at_once_copy_once(gcs_url: str, s3_url: str) -> None:
+def test_clients_with_one_run_id_make_one_copy(gcs_url: str, s3_url: str) -> None:
     place = Place(f"{s3_url}/set", gcs_url)  # whose creation is exclusive, as moto's is not quite
     data = fill(place.source)
-    runs = [f"run-{number}" for number in range(6)]
-    moved = parallel(lambda run_id: Place(place.source, gcs_url).bring(run_id), runs, jobs=6)
-    assert sorted(moved) == [0] * 5 + [sum(FILES.values())]
+    assert all(parallel(lambda _: Place(place.source, gcs_url).bring(), range(4), jobs=4))
     assert place.copied() == data
-    assert not place.held(f"staging/copying-{address(place)}")
+    assert place.record("digests").keys() == data.keys()
+
+
+def test_a_client_that_comes_late_leaves_the_copy_of_a_recorded_run_alone(
+    gcs_url: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was suspended: the other has copied everything and recorded the run, whose nodes read the copy."""
+    place, late = Place(f"{gcs_url}/set", s3_url), Place(f"{gcs_url}/set", s3_url)
+    data = fill(place.source)
+    monkeypatch.setattr(copies, "PERIOD", 0.01)
+    begun, goes_on, moved = threading.Event(), threading.Event(), list[int]()
+
+    def progress(key: str, count: int) -> None:
+        begun.set()
+        assert goes_on.wait(60)
+        time.sleep(0.5)
+
+    late.store.moving = TransferOptions(concurrency=1)
+    client = threading.Thread(target=lambda: moved.append(late.bring(progress=progress)))
+    client.start()
+    assert begun.wait(60)
+    place.bring()
+    assert place.store.create_run(place.layout(), {"protocol": 1})
+    before = place.store.files.entries("runs/run-1/inputs")
+    goes_on.set()
+    client.join(60)
+    assert moved == [0]
+    assert place.copied() == data
+    after = place.store.files.entries("runs/run-1/inputs")
+    assert sum(before.get(key) != entry for key, entry in after.items()) <= 1, "the file that was on its way"
 
 
 # ------------------------------------------------------------------------------------------------ what comes in between
@@ -269,7 +266,7 @@ def test_what_was_broken_off_goes_on(s3: FaultyS3, gcs_url: str, mover: str) -> 
         patch.setattr(RemoteFiles, "pieces", breaking)
         with pytest.raises(KeyboardInterrupt):
             place.bring()
-    assert set(place.store.files.list("data")) == {f"data/{address(place)}/a", f"data/manifests/{address(place)}.json"}
+    assert place.copied().keys() == place.record("digests").keys() == {"a"}
     s3.requests.clear()
     assert place.bring() == 2 * MIB + 1
     assert not any(path.endswith("/a") for _, path, _ in s3.requests)
@@ -300,10 +297,10 @@ def test_when_it_is_over_nothing_goes_on(s3: FaultyS3, gcs_url: str, mover: str)
             assert not thread.is_alive()
     told = len(writes)
     assert told <= 12  # of 18: each of the others has come to the end of its piece
-    there = place.store.files.list("data")
+    there = place.store.files.list("runs")
     time.sleep(1)
     assert len(writes) == told
-    assert place.store.files.list("data") == there
+    assert place.store.files.list("runs") == there
 
 
 def test_a_source_that_goes_away_is_said_to_have(s3: FaultyS3, gcs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,23 +318,6 @@ def test_a_source_that_goes_away_is_said_to_have(s3: FaultyS3, gcs_url: str, mon
         place.bring()
 
 
-def test_memory_is_shared_out() -> None:
-    room, most, inside, lock = _Room(10), 0, 0, threading.Lock()
-
-    def take(size: int) -> None:
-        nonlocal most, inside
-        with room.taken(size):
-            with lock:
-                inside += min(size, 10)
-                most = max(most, inside)
-            time.sleep(0.001)
-            with lock:
-                inside -= min(size, 10)
-
-    parallel(take, [1, 4, 99, 3, 10, 7, 2] * 5, jobs=16)
-    assert (most, inside) == (10, 0)
-
-
 @pytest.mark.parametrize("mover", ["fsspec", "obstore"])
 @pytest.mark.parametrize("target", ["gcs", "azure"])
 def test_a_source_that_fails_leaves_no_part(
@@ -350,7 +330,7 @@ def test_a_source_that_fails_leaves_no_part(
     s3.fault = lambda agent: "403 AccessDenied" if next(taken) > 8 else None  # type: ignore[method-assign]
     with pytest.raises(AuthError):
         place.bring()
-    assert list(place.store.files.list("data")) == [f"data/manifests/{address(place)}.json"]
+    assert "x.bin" not in "".join(place.store.files.list("runs/run-1/inputs/train"))
     s3.fault = lambda agent: None  # type: ignore[method-assign]
     assert place.bring() == len(data)
     assert files(place.layout().inputs["train"].url.rpartition("/")[0]).read("x.bin") == data
@@ -375,8 +355,10 @@ def test_a_source_that_changes_meanwhile_is_told(s3: FaultyS3, gcs_url: str, mov
     s3.faults = [None, None, "replace"]
     with pytest.raises(StorageError, match=r"x\.bin changed while it was copied; start again"):
         place.bring()
-    assert place.bring() == 3 * MIB
-    copied = files(place.layout().inputs["train"].url.rpartition("/")[0]).read("x.bin")
+    with pytest.raises(ConflictError, match=r"x\.bin has changed since its copy for run run-1 began"):
+        place.bring()
+    assert place.bring("run-2") == 3 * MIB
+    copied = files(place.layout("run-2").inputs["train"].url.rpartition("/")[0]).read("x.bin")
     assert copied == s3.objects["set/x.bin"].data == s3.versions["set/x.bin"][-1]
 
 
@@ -385,48 +367,33 @@ CLIENT = """
 import json, sys, time
 from cloudtrain.storage import remote
 from cloudtrain.provider_api.protocol import Layout
-from cloudtrain.store.remote_inputs import bring
+from cloudtrain.store import copies
+from cloudtrain.store.copies import copy_inputs
 from cloudtrain.store.store import Store
 from cloudtrain.storage.files import TransferOptions
-remote.PIECE = 65536
+remote.PIECE, copies.PERIOD = 65536, 0.02
 given = json.loads(sys.argv[1])
 store = Store(given["store"], moving=TransferOptions(mover=sys.argv[2], concurrency=2))
 print("begins", flush=True)
 def progress(key, count):
     print(count, flush=True)
     time.sleep(0.01)
-bring(store, Layout.from_dict(given), progress=progress)
+copy_inputs(store, Layout.from_dict(given), progress=progress)
 """
 
 
-class Clock:
-    """In the place of `lease`'s own: who sleeps has slept at once."""
-
-    def __init__(self) -> None:
-        self.slept = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        self.slept += seconds
-
-    def monotonic(self) -> float:
-        return self.slept
-
-    time = monotonic
-
-
 @pytest.mark.parametrize("trials", [2, pytest.param(max(2, TRIALS // 20), marks=pytest.mark.proof)])
-def test_the_copy_of_a_client_that_was_killed_is_taken_over_when_its_lease_has_ended(
-    s3: FaultyS3, gcs_url: str, monkeypatch: pytest.MonkeyPatch, trials: int
+def test_a_client_that_was_killed_leaves_right_bytes_or_nothing_and_the_next_one_goes_on(
+    s3: FaultyS3, gcs_url: str, trials: int
 ) -> None:
-    """kill -9 at any moment: what is there is right, nobody takes it for whole, and the next client ends it."""
+    """kill -9 at any moment: a part is never taken for a file, and what is whole is not copied again."""
     place = Place("s3://bucket/set", gcs_url)
     whole = {
         f"{name}.bin": os.urandom(size) for name, size in (("a", 5 << 16), ("b", 65537), ("c", 10), ("d", 9 << 16))
     }
     for name, content in whole.items():
         s3.put(f"set/{name}", content)
-    given, manifest = json.dumps(dataclasses.asdict(place.layout())), f"data/manifests/{address(place)}.json"
-    mark = f"staging/copying-{address(place)}"
+    given = json.dumps(dataclasses.asdict(place.layout()))
     for trial in range(trials):
         dice = random.Random(f"{SEED} {trial}")
         mover, after = ("fsspec", "auto")[trial % 2], dice.randrange(16)  # of 17 pieces
@@ -437,78 +404,11 @@ def test_the_copy_of_a_client_that_was_killed_is_taken_over_when_its_lease_has_e
             lines = [client.stdout.readline() for _ in range(1 + after)]
             client.kill()
         assert all(lines), "it was at work"
-        there = place.store.files.list("data")
-        copied = {key.rpartition("/")[2]: place.store.files.read(key) for key in there if key != manifest}
+        copied = place.copied()
         assert copied.items() <= whole.items(), "right bytes, or nothing"
-        held = place.held(mark)
-        assert held or not after, "it held the lease while bytes moved"
-        assert (place.store.record(manifest) or {"complete": False})["complete"] is False
-        clock, said = Clock(), list[str]()
-        with monkeypatch.context() as patch:
-            patch.setattr(lease, "time", clock)
-            assert place.bring("run-2", say=said.append) > 0
-        assert clock.slept >= LEASE or not held, "not before the lease has ended"
-        assert (said[0] == f"waiting: another client copies {place.source}") == held
+        there = place.store.files.exists("runs/run-1/inputs/train/digests.json")
+        known = place.record("digests").keys() if there else set()
+        assert place.bring() == sum(len(data) for name, data in whole.items() if name not in known)
         assert place.copied() == whole
-        assert not place.held(mark)
-        assert place.bring("run-3") == 0
-        place.store.files.remove("data")
-
-
-def address(place: Place) -> str:
-    return place.layout().inputs["train"].url.removeprefix(f"{place.store.url}/data/").partition("/")[0]
-
-
-class Slow:
-    """A source of one file whose second half comes when it is let."""
-
-    name = shown = "slow"
-    field, tries, instead, last, facts, given = "inputs.slow", 1, "", "", dict[str, Any](), False
-
-    def __init__(self, content: bytes, version: str) -> None:
-        self.content, self.version = content, version
-        self.begun, self.goes_on = threading.Event(), threading.Event()
-
-    def entries(self) -> dict[str, Entry]:
-        return {"x.bin": Entry(len(self.content), self.version, 0.0)}
-
-    def pieces(self, path: str, entry: Entry) -> Generator[bytes, None, None]:
-        yield self.content[:4]
-        self.begun.set()
-        self.goes_on.wait(30)
-        yield self.content[4:]
-
-    def check(self, path: str, digest: str) -> None:
-        """Nobody knows it beforehand."""
-
-
-def test_who_comes_back_after_its_lease_was_taken_over_leaves_the_other_s_copy_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_inputs, "LEASE", 0.4)
-    address, url = "a" * 64, f"file://{tmp_path}/store"
-    old, new = Slow(b"old-old-", "1"), Slow(b"NEW+NEW+", "2")
-    new.goes_on.set()
-    failed: list[Exception] = []
-
-    def suspended() -> None:
-        try:
-            remote_inputs.Copy(Store(url), "first", address, old, None, lambda _: None).run()
-        except StorageError as exc:
-            failed.append(exc)
-
-    with monkeypatch.context() as patched:  # as of a machine that sleeps: its renewing does, too
-        patched.setattr(lease.Lease, "_renew", lambda sole: sole._ended.wait())
-        thread = threading.Thread(target=suspended)
-        thread.start()
-        assert old.begun.wait(30)
-    assert remote_inputs.Copy(Store(url), "second", address, new, None, lambda _: None).run() == 8
-    old.goes_on.set()
-    thread.join(30)
-    assert len(failed) == 1
-    store = Store(url)
-    record = store.record(f"data/manifests/{address}.json")
-    assert record is not None
-    assert record["complete"]
-    assert record["files"]["x.bin"]["sha256"] == hashlib.sha256(b"NEW+NEW+").hexdigest()
-    assert store.files.read(f"data/{address}/x.bin") == b"NEW+NEW+"
+        assert place.bring() == 0
+        place.store.files.remove("runs")

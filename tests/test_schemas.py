@@ -297,6 +297,13 @@ def test_what_no_run_needs(account: Account) -> None:
     assert account.of("gc", "--older-than", "30d", "--delete")["bytes"] == 1
 
 
+def test_data_for_many_runs(account: Account) -> None:
+    (account.folder / "code/data").mkdir()
+    (account.folder / "code/data/a.csv").write_text("1,2")
+    assert [account.of("stage", "data")["copied"] for _ in range(2)] == [3, 0]
+    account.of("stage", "nothing", code=2)
+
+
 def test_plans(account: Account) -> None:
     (account.folder / "code/data.csv").write_text("1\n")
     (account.folder / "code/big.log").write_text("1\n")

@@ -33,13 +33,13 @@ from fsspec.config import conf
 from hub import Hub, served_hub
 from jobs import Done, Jobs
 
-from cloudtrain.errors import AuthError, CloudtrainError, SpecError, StorageError
+from cloudtrain.errors import AuthError, CloudtrainError, ConflictError, SpecError, StorageError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.storage.errors import Retries
 from cloudtrain.storage.files import Files, TransferOptions, files, parallel
 from cloudtrain.storage.remote import RemoteFiles
-from cloudtrain.store.remote_inputs import bring
+from cloudtrain.store.copies import copy_inputs
 from cloudtrain.store.store import Staged, Store
 
 pytestmark = pytest.mark.remote
@@ -329,7 +329,7 @@ def test_a_second_client_uploads_nothing(tree: Files, tmp_path: Path) -> None:
     for run_id in ("one", "two", "one"):
         store = Store(tree.url)
         job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": str(tmp_path / "data")}})
-        placed, trees = store.inputs(job, frozenset({"none"}), cwd=tmp_path)
+        placed, trees = store.inputs(job, frozenset({"none"}), run_id="r", cwd=tmp_path)
         layout = Layout(store=store.url, run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
         staged.append(store.stage(layout, archive=lambda: b"code", pyz=b"runtime", trees=trees))
         created.append(store.create_run(layout, {"protocol": 1}))
@@ -440,29 +440,28 @@ class Brought:
 
     def layout(self, run_id: str) -> Layout:
         job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": self.source}})
-        placed, _ = self.store.inputs(job, frozenset({self.scheme}), cwd=Path.cwd())
+        placed, _ = self.store.inputs(job, frozenset({self.scheme}), run_id=run_id, cwd=Path.cwd())
         return Layout(store=self.store.url, run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
 
     def bring(self, run_id: str = "run-1") -> int:
-        try:
-            return bring(self.store, self.layout(run_id), say=self.said.append)
-        finally:
-            self.store.withdraw(run_id)
+        return copy_inputs(self.store, self.layout(run_id), say=self.said.append)
 
-    def copied(self) -> dict[str, bytes]:
-        tree = files(self.layout("x").inputs["train"].url)
+    def copied(self, run_id: str = "run-1") -> dict[str, bytes]:
+        tree = files(self.layout(run_id).inputs["train"].url)
         return {key: tree.read(key) for key in tree.list()}
 
 
 def check_copied_once(brought: Brought, data: dict[str, bytes], change: Callable[[str, bytes], None]) -> None:
-    """All of ``data`` comes once, what is changed once more."""
+    """All of ``data`` comes once into a run, and what has changed into the next one."""
     size = sum(map(len, data.values()))
     assert brought.bring() == size
     assert brought.copied() == data
-    assert (brought.bring("run-2"), len(brought.said)) == (0, 1)
+    assert (brought.bring(), len(brought.said)) == (0, 1)
     change("sub/b.txt", b"changed")
-    assert brought.bring("run-3") == 7
-    assert brought.copied() == {**data, "sub/b.txt": b"changed"}
+    with pytest.raises(ConflictError, match="has changed since its copy for run run-1 began"):
+        brought.bring()
+    assert brought.bring("run-2") == size + 7 - len(data["sub/b.txt"])
+    assert brought.copied("run-2") == {**data, "sub/b.txt": b"changed"}
 
 
 SET = {"a.bin": os.urandom(9 * MIB + 3), "sub/b.txt": b"hello", "sub/c d+%.txt": b"x", "empty": b""}
@@ -483,7 +482,7 @@ def test_a_tree_on_an_ftp_server(ftp: tuple[Path, str], s3_url: str) -> None:
     write = _fill(ftp[0])
     check_copied_once(Brought(f"{ftp[1]}/set", s3_url), SET, write)
     one = Brought(f"{ftp[1]}/set/sub/b.txt", s3_url)
-    assert (one.bring(), one.bring("run-2")) == (7, 0)
+    assert (one.bring("run-3"), one.bring("run-3")) == (7, 0)
     for url, words in {
         f"{ftp[1]}/nothing": "inputs.train: .*/nothing holds no file",
         f"{ftp[1]}/nothing.csv": "inputs.train: there is no file .*/nothing.csv",
@@ -526,14 +525,15 @@ def test_a_data_set_of_the_hub(hub: Hub, s3_url: str) -> None:
 
     check_copied_once(Brought("hf://datasets/org/name@v1/folder", s3_url), SET, change)
     asked = hub.files_asked()
-    assert asked.count("folder/sub/b.txt") == 2  # at first, and when it had changed
-    assert asked.count("folder/sub/c d+%.txt") == 1
+    assert asked.count("folder/sub/b.txt") == 2  # once for each run
+    assert asked.count("folder/sub/c d+%.txt") == 2
     assert "README.md" not in asked
     hub.commit("org/name", {"x.csv": b"main"})
     hub.commit("org/name", {"x.csv": b"of a pull request"}, "refs/pr/1")
     for revision, size in (("", 4), ("@refs/pr/1", 17)):
         one = Brought(f"hf://datasets/org/name{revision}/x.csv", s3_url)
-        assert (one.bring(), one.bring("run-2")) == (size, 0)
+        run_id = f"of-{size}"
+        assert (one.bring(run_id), one.bring(run_id)) == (size, 0)
 
 
 def test_a_hub_that_is_busy_is_asked_again(hub: Hub, s3_url: str) -> None:
@@ -583,7 +583,7 @@ def test_what_the_hub_does_not_have_is_one_line(
         assert "\n" not in str(told.value)
     with pytest.raises(SpecError, match=r"inputs.train: (there is no file|.* holds no file)"):
         Brought(f"hf://datasets/org/name/none{below}", s3_url).bring()
-    assert not [key for key in files(s3_url).list() if key.startswith("data/")]
+    assert not [key for key in files(s3_url).list() if key.startswith("runs/")]
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(AuthError, match="Repository Not Found"):
         Brought(f"hf://datasets/org/none{below}", s3_url).bring()

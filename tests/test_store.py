@@ -101,7 +101,7 @@ def test_local_inputs_in_place(local: Store, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "val.csv").write_bytes(b"1")
     given_ = job(train="data", val=f"file://{tmp_path}/val.csv")
-    placed, trees = local.inputs(given_, frozenset({"file"}), cwd=tmp_path)
+    placed, trees = local.inputs(given_, frozenset({"file"}), run_id="r", cwd=tmp_path)
     assert (placed["train"].url, placed["train"].file) == (f"file://{tmp_path}/data", None)
     assert (placed["val"].url, placed["val"].file) == (f"file://{tmp_path}/val.csv", "val.csv")
     assert trees == []
@@ -113,7 +113,7 @@ def test_local_inputs_by_content(local: Store, tmp_path: Path) -> None:
     (tmp_path / "data" / "b").write_bytes(b"22")
     (tmp_path / "val.csv").write_bytes(b"333")
     wanted = job(train={"url": "data", "mode": "mount", "shard": True}, again="data", val="val.csv")
-    placed, trees = local.inputs(wanted, frozenset({"s3"}), cwd=tmp_path)
+    placed, trees = local.inputs(wanted, frozenset({"s3"}), run_id="r", cwd=tmp_path)
     folder, file = trees
     assert [item.path for item in folder.files] == ["b", "sub/a"]
     assert folder.bytes == 3
@@ -121,22 +121,22 @@ def test_local_inputs_by_content(local: Store, tmp_path: Path) -> None:
     assert (placed["train"].mode, placed["train"].shard, placed["train"].file) == ("mount", True, None)
     assert (placed["val"].url, placed["val"].file) == (f"{local.url}/data/{file.digest}/val.csv", "val.csv")
     (tmp_path / "data" / "b").write_bytes(b"2X")
-    assert local.inputs(wanted, frozenset({"s3"}), cwd=tmp_path)[1][0].digest != folder.digest
+    assert local.inputs(wanted, frozenset({"s3"}), run_id="r", cwd=tmp_path)[1][0].digest != folder.digest
     (tmp_path / "data" / "b").write_bytes(b"22")
     os.utime(tmp_path / "data" / "b", (1, 1))
-    assert local.inputs(wanted, frozenset({"s3"}), cwd=tmp_path)[1][0].digest == folder.digest
+    assert local.inputs(wanted, frozenset({"s3"}), run_id="r", cwd=tmp_path)[1][0].digest == folder.digest
 
 
 def test_missing_and_impossible_inputs(local: Store, tmp_path: Path) -> None:
     (tmp_path / "train-data").mkdir()
     with pytest.raises(SpecError, match=r"no .*/traindata\nhint: did you mean 'train-data'") as caught:
-        local.inputs(job(train="traindata"), frozenset({"file"}), cwd=tmp_path)
+        local.inputs(job(train="traindata"), frozenset({"file"}), run_id="r", cwd=tmp_path)
     assert caught.value.field == "inputs.train"
     with pytest.raises(SpecError, match="holds no file"):
-        local.inputs(job(train="train-data"), frozenset({"s3"}), cwd=tmp_path)
+        local.inputs(job(train="train-data"), frozenset({"s3"}), run_id="r", cwd=tmp_path)
     (tmp_path / "train-data" / "gone").symlink_to("nowhere")
     with pytest.raises(SpecError, match=r"inputs\.train: .*dangling"):
-        local.inputs(job(train="train-data"), frozenset({"s3"}), cwd=tmp_path)
+        local.inputs(job(train="train-data"), frozenset({"s3"}), run_id="r", cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_missing_and_impossible_inputs(local: Store, tmp_path: Path) -> None:
     ],
 )
 def test_remote_inputs_are_verbatim(local: Store, tmp_path: Path, url: str, file: str | None) -> None:
-    placed, trees = local.inputs(job(train=url), frozenset({"s3"}), cwd=tmp_path)
+    placed, trees = local.inputs(job(train=url), frozenset({"s3"}), run_id="r", cwd=tmp_path)
     assert (placed["train"].url, placed["train"].file) == (url, file)
     assert trees == []
 
@@ -180,7 +180,7 @@ def test_code_and_runtime_are_uploaded_once(store: Store, tmp_path: Path) -> Non
 
 
 def stage(store: Store, folder: Path) -> int:
-    _, trees = store.inputs(job(train=str(folder)), frozenset({"none"}), cwd=folder)
+    _, trees = store.inputs(job(train=str(folder)), frozenset({"none"}), run_id="r", cwd=folder)
     return store.stage(layout(store), archive=lambda: b"", pyz=b"", trees=trees).data_bytes
 
 
@@ -189,7 +189,7 @@ def test_data_is_uploaded_once_and_copied_from_earlier_trees(store: Store, tmp_p
     (data / "sub").mkdir(parents=True)
     (data / "a").write_bytes(b"aaaa")
     (data / "sub" / "manifest.json").write_bytes(b"bb")
-    _, (tree,) = store.inputs(job(train="data"), frozenset({"none"}), cwd=tmp_path)
+    _, (tree,) = store.inputs(job(train="data"), frozenset({"none"}), run_id="r", cwd=tmp_path)
     assert stage(store, data) == 6
     assert stage(store, data) == 0
     assert store.files.list(f"data/{tree.digest}") == {
@@ -198,7 +198,7 @@ def test_data_is_uploaded_once_and_copied_from_earlier_trees(store: Store, tmp_p
     }
     (data / "c").write_bytes(b"ccc")
     (data / "a").rename(data / "z")
-    _, (second,) = store.inputs(job(train="data"), frozenset({"none"}), cwd=tmp_path)
+    _, (second,) = store.inputs(job(train="data"), frozenset({"none"}), run_id="r", cwd=tmp_path)
     assert stage(store, data) == 3  # z and sub/manifest.json are copies
     assert store.files.read(f"data/{second.digest}/z") == b"aaaa"
     assert set(store.files.names("data")) == {tree.digest, second.digest, "manifests"}
@@ -225,7 +225,7 @@ def test_what_is_to_come_is_told_before_it_does(full: Store, tmp_path: Path) -> 
     watch = Watch()
     for more in (b"", b"new"):
         (data / "more").write_bytes(more)
-        _, trees = full.inputs(job(train=str(data)), frozenset({"none"}), cwd=data)
+        _, trees = full.inputs(job(train=str(data)), frozenset({"none"}), run_id="r", cwd=data)
         full.stage(layout(full), archive=lambda: b"code", pyz=b"pyz", trees=trees, progress=watch)
     assert watch.expected == [2 + 4 + 1, 4 + 3 + 3000 + 3]
     assert sum(watch.moved.values()) == watch.expected[1]
@@ -242,7 +242,7 @@ def test_an_interrupted_upload_goes_on_and_is_no_source(store: Store, tmp_path: 
     data.mkdir()
     (data / "a").write_bytes(b"aaaa")
     (data / "b").write_bytes(b"bb")
-    _, (tree,) = store.inputs(job(train="data"), frozenset({"none"}), cwd=tmp_path)
+    _, (tree,) = store.inputs(job(train="data"), frozenset({"none"}), run_id="r", cwd=tmp_path)
     store.files.write(f"data/{tree.digest}/a", b"aaaa")
     assert stage(store, data) == 2
     store.files.remove(f"data/{tree.digest}/a")  # a manifest that promises too much
@@ -253,7 +253,7 @@ def test_an_interrupted_upload_goes_on_and_is_no_source(store: Store, tmp_path: 
 def test_data_that_changes_meanwhile_is_refused(store: Store, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a").write_bytes(b"aaaa")
-    _, trees = store.inputs(job(train="data"), frozenset({"none"}), cwd=tmp_path)
+    _, trees = store.inputs(job(train="data"), frozenset({"none"}), run_id="r", cwd=tmp_path)
     (tmp_path / "data" / "a").write_bytes(b"AAAA")
     os.utime(tmp_path / "data" / "a", (1, 1))
     with pytest.raises(StorageError, match="changed while"):
@@ -267,7 +267,8 @@ from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.store.store import Store
 store, folder = Store(sys.argv[1]), Path(sys.argv[2])
-_, trees = store.inputs(Job.make(entry_point="t.py", inputs={"x": str(folder)}), frozenset({"none"}), cwd=folder)
+job = Job.make(entry_point="t.py", inputs={"x": str(folder)})
+_, trees = store.inputs(job, frozenset({"none"}), run_id="r", cwd=folder)
 layout = Layout(store=store.url, run_id="run", code_digest="c0de", runtime_digest="f00d")
 ready()
 print(json.dumps(store.stage(layout, archive=lambda: b"code", pyz=b"pyz", trees=trees).data_bytes))
@@ -279,7 +280,7 @@ def test_concurrent_stagers_are_harmless(local: Store, tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / "data" / str(number)).write_bytes(os.urandom(1000))
     race(_STAGER, local.url, str(tmp_path / "data"), count=4)
-    _, (tree,) = local.inputs(job(train="data"), frozenset({"none"}), cwd=tmp_path)
+    _, (tree,) = local.inputs(job(train="data"), frozenset({"none"}), run_id="r", cwd=tmp_path)
     for item in tree.files:
         assert digest(local.files.read(f"data/{tree.digest}/{item.path}")) == item.sha256
     assert stage(local, tmp_path / "data") == 0

@@ -352,13 +352,13 @@ def test_a_run_from_stage_to_pull(place: tuple[str, str], tmp_path: Path) -> Non
     (tmp_path / "data" / "sub").mkdir(parents=True)
     (tmp_path / "data" / "sub" / "x").write_bytes(b"1234")
     job = Job.make(entry_point="train.py", inputs={"train": "data", "val": "s3://b/val.csv"})
-    placed, trees = store.inputs(job, frozenset({"s3", "gs", "abfs"}), cwd=tmp_path)
+    placed, trees = store.inputs(job, frozenset({"s3", "gs", "abfs"}), run_id="r", cwd=tmp_path)
     assert placed["train"].url == f"{store.url}/data/{trees[0].digest}"
     staged = store.stage(layout(store), archive=lambda: b"code", pyz=b"pyz", trees=trees)
     assert staged == Staged(code_bytes=4, runtime_bytes=3, data_bytes=4)
     assert store.stage(layout(store), archive=lambda: b"no", pyz=b"no", trees=trees) == Staged()
     (tmp_path / "data" / "y").write_bytes(b"56")
-    _, grown = store.inputs(job, frozenset({"s3"}), cwd=tmp_path)
+    _, grown = store.inputs(job, frozenset({"s3"}), run_id="r", cwd=tmp_path)
     moved = store.stage(layout(store), archive=lambda: b"no", pyz=b"no", trees=grown).data_bytes
     assert moved == (2 if store.files.copies else 6)
     assert store.files.read(f"data/{grown[0].digest}/sub/x") == b"1234"

@@ -462,7 +462,7 @@ def _before(plan: Plan) -> str | None:
 
     runs = sorted(parallel(record, store.runs()), key=lambda run: run[:2], reverse=True)
     for _, name, job in runs:
-        if name == run_id:
+        if name == run_id and job:
             return job.get("resume_from")
     names = (name for _, name, job in runs if job.get("tags", {}).get(LINEAGE) == uri)
     return next((f"{store.url}/runs/{name}" for name in names if store.newest_checkpoint(name) is not None), None)

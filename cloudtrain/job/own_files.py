@@ -32,8 +32,9 @@ _PRINTED = (
     frozenset({"file", "profile", "profiles", "provider", "settings"}),
     frozenset({"store", "deleted", "older_than_s", "found"}),
     frozenset({"provider", "checks", "exit_code"}),
+    frozenset({"url", "source", "store", "digest", "copied"}),
 )
-"""Keys of ``--json`` output that is not about one run: any verb, list, config, gc, doctor."""
+"""Keys of ``--json`` output that is not about one run: any verb, list, config, gc, doctor, stage."""
 _OF_JOBS = frozenset({
     "checkpoint_paths", "entry_point", "hyperparameter_style", "instance_count", "instance_type", "keep_checkpoints",
     "launcher", "max_cost", "max_gpu_hours", "max_runtime", "max_wait", "nproc_per_node", "resources", "source",

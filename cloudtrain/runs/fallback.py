@@ -236,7 +236,7 @@ class FallbackPolicy(Retry):
         if not refusals:
             request = run.store.attempt_request(run.run_id, max(run.store.attempts(run.run_id)))
             refusals.append(handover.refusal_of(run, result, request.choice if request is not None else 0))
-        from ..store.remote_inputs import PreviousPlace
+        from ..store.copies import PreviousPlace
 
         left = PreviousPlace(run.store, Layout.from_dict(run.record["layout"]))
         (record, *rest) = handover.fallbacks_of(run)
@@ -276,10 +276,15 @@ class FallbackPolicy(Retry):
 
     def _recorded(self, record: Mapping[str, Any], rest: Sequence[Mapping[str, Any]]) -> Plan:
         """Return the plan of a place made from its record alone; ``rest`` are the places after it."""
+        from ..store.copies import with_own_copies
+
         settings = self._run._settings
         provider = settings.provider_of(record)
         layout, job = Layout.from_dict(record["layout"]), Job.from_dict(record["job"])
         store = Store(layout.store, storage=provider.storage, moving=settings.moving)
+        own = with_own_copies(layout)  # else planned by an earlier version
+        if own != layout and not store.files.exists(f"runs/{layout.run_id}/run.json"):
+            layout = own
         runtime = partial(self._held, f"runtime/{layout.runtime_digest}/cloudtrain.pyz")
         plan = Plan(
             job=job,

@@ -20,7 +20,7 @@ from ..provider_api.protocol import Provider
 from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import parallel
 from ..storage.local_disk import local_path
-from ..store.store import Store, checked_run, run_folder
+from ..store.store import COPIES, Store, checked_run, run_folder
 from .live_data import LiveRunReader
 from .metrics import merge_metrics
 from .outcome import first_line, iso_time, one_line
@@ -94,7 +94,7 @@ class _Place(NamedTuple):
 
 
 class _Gone(NotFoundError):
-    """A run's folder without files: left by `gc`, or a mount's folder marks."""
+    """A folder that is no run yet, or no more: it has no files (left by `gc`, or a mount's marks), or only copies."""
 
 
 def list_page(
@@ -275,7 +275,9 @@ def recorded_runs(store: Store | str, settings: Settings = NO_SETTINGS) -> Itera
     An unreadable run has its error in place of the Run. Runs with equal settings share one provider. A store's URL is
     opened with ``settings``, and each run with its own provider's; a `Store` is used as it is.
     """
-    yield from _records(_open(store, settings), settings, CHUNK)
+    yield from (
+        (row, run) for row, run in _records(_open(store, settings), settings, CHUNK) if not isinstance(run, _Gone)
+    )
 
 
 def _open(store: Store | str, settings: Settings) -> _Opened:
@@ -327,7 +329,8 @@ def _run_record(store: Store, run_id: str) -> dict[str, Any]:
     key = f"{run_folder(run_id)}/run.json"
     record = store.record(key)
     if record is None and not store.files.exists(key):
-        kind = NotFoundError if store.files.entries(run_folder(run_id)) else _Gone
+        found = {key.split("/")[2] for key in store.files.entries(run_folder(run_id))}
+        kind = NotFoundError if found - COPIES else _Gone
         raise kind(f"{store.url}/{run_folder(run_id)} has no run.json", field="run")
     if record is None:
         raise StorageError(f"{store.url}/{key} is not a JSON object")

@@ -15,7 +15,7 @@ from ..job.job import is_run_id
 from ..settings.settings import Settings
 from ..storage.local_disk import local_path, normalize
 from ..store.checkpoint import resumable
-from ..store.resume_copy import followed
+from ..store.copies import followed
 from ..store.store import Store, in_store
 from ..validate import did_you_mean, url_scheme
 from .pull import newest_pulled

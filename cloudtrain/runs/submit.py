@@ -43,7 +43,7 @@ from .warnings import append_cautions, cautions, gpu_memory_texts, memory_notes,
 
 if TYPE_CHECKING:
     from ..job.bundle import Bundle
-    from ..store.remote_inputs import PreviousPlace
+    from ..store.copies import PreviousPlace
 
 __all__ = [
     "Plan",
@@ -285,17 +285,18 @@ def make_plan(
     bundle = _built(job.source, store, settings, cwd)
     if job.launcher != "command" and bundle.entry_point:
         check_script(bundle.root, bundle.entry_point)
-    inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
+    chosen_id = _made_id(job.name, preview) if run_id is None else check_run_id(run_id)
+    inputs, trees = store.inputs(job, chosen.schemes, run_id=chosen_id, cwd=cwd)
     layout = Layout(
         store=store.url,
-        run_id=_made_id(job.name, preview) if run_id is None else check_run_id(run_id),
+        run_id=chosen_id,
         code_digest=bundle.digest,
         runtime_digest=runtime_zip.digest(type(chosen)),
         inputs=inputs,
         origin=origin_of(bundle.git, os.environ),
     )
     if job.resume_from is not None:
-        resumed = _resumed(job.resume_from, store, chosen, settings, cwd, ask=not preview, follows=follows)
+        resumed = _resumed(job.resume_from, layout, store, chosen, settings, cwd, ask=not preview, follows=follows)
         layout = dataclasses.replace(layout, **resumed)
     extra = tuple(str((cwd / path).resolve()) for path in job.source.dependencies)
     source = dataclasses.replace(job.source, path=str(bundle.root), entry_point=bundle.entry_point, dependencies=extra)
@@ -347,17 +348,25 @@ def later_choices(provider: Provider, job: Job, layout: Layout) -> tuple[Request
 
 
 def _resumed(
-    given: str, store: Store, provider: Provider, settings: Settings, cwd: Path, *, ask: bool, follows: bool
+    given: str,
+    layout: Layout,
+    store: Store,
+    provider: Provider,
+    settings: Settings,
+    cwd: Path,
+    *,
+    ask: bool,
+    follows: bool,
 ) -> dict[str, Any]:
     """Return the layout's URL of the folder ``given`` by ``resume_from``, and the URL that it is a copy of, if any.
 
     The folder is a run's complete checkpoints, in the run's newest place, or the user's own.
     """
-    from ..store.resume_copy import place_for
+    from ..store.copies import resume_copy_url
     from .resume import checkpoints_url
 
     url = checkpoints_url(given, store=store, settings=settings, cwd=cwd, ask=ask, follows=follows)
-    there = place_for(url, store, provider.schemes)
+    there = resume_copy_url(url, store, layout.run_id, provider.schemes)
     return {"resume": there or url, "resume_source": url if there else None}
 
 
@@ -376,7 +385,7 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
 
 def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Path) -> Plan:
     """Return one of the plans in the file at ``path``."""
-    from ..store.resume_copy import followed
+    from ..store.copies import followed
 
     try:
         job, layout = Job.from_dict(data["job"]), Layout.from_dict(data["layout"])
@@ -392,7 +401,7 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
         raise SpecError(f"the code in {source.path} has changed since it was planned; plan again", field="plan")
     if runtime_zip.digest(type(chosen)) != layout.runtime_digest:
         raise SpecError("it was made by another version of cloudtrain; plan again", field="plan")
-    inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
+    inputs, trees = store.inputs(job, chosen.schemes, run_id=layout.run_id, cwd=cwd)
     if inputs != dict(layout.inputs):
         raise SpecError("an input has changed since it was planned; plan again", field="plan")
     resumed = layout.resume_source or layout.resume
@@ -556,12 +565,11 @@ def _staged(plan: Plan, say: Callable[[str], None], moved: Progress | None) -> S
     sources = layout.resume_source or any(item.source for item in layout.inputs.values())
     if not sources or store.files.exists(f"runs/{plan.run_id}/run.json"):  # an existing run has its copies
         return staged
-    from ..store.remote_inputs import bring
-    from ..store.resume_copy import carry
+    from ..store.copies import copy_checkpoint, copy_inputs
 
     try:
-        copied = bring(store, layout, left=plan.left, progress=moved, say=say)
-        copied += carry(store, layout, settings=plan.settings, left=plan.left, progress=moved, say=say)
+        copied = copy_inputs(store, layout, left=plan.left, progress=moved, say=say)
+        copied += copy_checkpoint(store, layout, settings=plan.settings, left=plan.left, progress=moved, say=say)
     except BaseException:
         store.withdraw(plan.run_id)
         raise

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,16 @@ from ..errors import DigestError, SpecError, StorageError
 from .files import parallel
 from .local_disk import cache_home, disk_errors, scan, sha256_file, walk
 
-__all__ = ["DigestCache", "LocalTree", "TreeFile", "cache_folder", "check_unchanged", "hash_tree", "stat_key"]
+__all__ = [
+    "DigestCache",
+    "LocalTree",
+    "TreeFile",
+    "cache_folder",
+    "check_unchanged",
+    "hash_tree",
+    "stat_key",
+    "tree_digest",
+]
 
 SETTLED = 60.0
 """Seconds between a file's last change and its reading, after which a further change shows in its times. This covers
@@ -227,9 +236,14 @@ def hash_tree(path: Path, where: str) -> LocalTree:
         )
         for name, (_, status, digest) in seen.items()
     )
-    lines = json.dumps([[item.path, item.size, item.sha256] for item in hashed], separators=(",", ":"))
     root = path.parent if path.is_file() else path
-    return LocalTree(path=root, digest=hashlib.sha256(lines.encode()).hexdigest(), files=hashed, known=known)
+    return LocalTree(path=root, digest=tree_digest(hashed), files=hashed, known=known)
+
+
+def tree_digest(files: Sequence[TreeFile]) -> str:
+    """Return the digest of a tree's paths, sizes and contents; ``files`` are sorted by path."""
+    lines = json.dumps([[item.path, item.size, item.sha256] for item in files], separators=(",", ":"))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def check_unchanged(path: Path, item: TreeFile, *, read: bool = False) -> None:

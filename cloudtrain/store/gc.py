@@ -24,7 +24,7 @@ from ..storage.lease import DELETES, FOLDER, MARK, Lease
 from ..storage.lease import SECONDS as LEASE
 from ..storage.local_disk import TEMP, local_path, normalize
 from ..validate import json_loads
-from .store import Store, in_store
+from .store import SOURCES, Store, in_store
 
 __all__ = ["OLDER_THAN", "Collected", "Leftover", "collect", "collect_at"]
 
@@ -227,9 +227,10 @@ def _is_record(data: bytes) -> bool:
 
 def _leftovers(store: Store, named: _Named) -> Iterator[Leftover]:
     files, half, root = store.files, _half_written(store), local_path(store.url)
-    manifests = files.entries("data/manifests")
+    manifests, sources = files.entries("data/manifests"), _sources(store)
     folders = [(kind, name) for kind in ("code", "runtime", "data") for name in files.names(kind)]
     folders += [("data", key.split("/")[2].removesuffix(".json")) for key in manifests]
+    folders += [("data", digest) for digest in sources]
     folders = [(kind, name) for kind, name in dict.fromkeys(folders) if _DIGEST.fullmatch(name)]
     folders += [("runs", name) for name in sorted(named.without) if is_run_id(name)]
     for top, name in folders:
@@ -238,18 +239,28 @@ def _leftovers(store: Store, named: _Named) -> Iterator[Leftover]:
         folder, manifest = f"{top}/{name}", f"data/manifests/{name}.json" if top == "data" else ""
         # The manifest goes first: a tree without one is half an upload, and no client takes it for complete.
         first = (manifest,) if manifest in manifests else ()
-        whole = {key: manifests[key] for key in first} | files.entries(folder)
+        found = sources.get(name, {}) if top == "data" else {}
+        whole = found | {key: manifests[key] for key in first} | files.entries(folder)
         parts = {key: half.pop(key) for key in list(half) if key.startswith(f"{folder}/")}
         kind = "upload" if not whole or (manifest and not first) else "run" if top == "runs" else top
         if whole or parts:
             link = root is not None and (root / folder).is_symlink()
-            files_of = (*first, folder) if link else (*whole, *parts)
+            files_of = (*found, *first, folder) if link else (*whole, *parts)
             yield _leftover(kind, folder, {**whole, **parts}, files_of)
     for key, entry in files.entries(FOLDER).items():
         if key != MARK:
             yield _leftover("staging", key, {key: entry}, (key,))
     for key, entry in half.items():
         yield _leftover("upload", key, {key: entry}, (key,))
+
+
+def _sources(store: Store) -> dict[str, dict[str, Entry]]:
+    """Return the records of staged sources, by the digest of the content that they lead to."""
+    found: dict[str, dict[str, Entry]] = {}
+    entries = store.files.entries(SOURCES)
+    for key, record in zip(entries, parallel(store.record, [*entries]), strict=True):
+        found.setdefault(str((record or {}).get("digest")), {})[key] = entries[key]
+    return found
 
 
 def _leftover(kind: str, key: str, entries: Mapping[str, Entry], keys: tuple[str, ...]) -> Leftover:

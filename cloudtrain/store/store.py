@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -28,18 +27,24 @@ from ..runtime.checkpoint_names import METADATA
 from ..settings.settings import Settings
 from ..storage.digest_cache import LocalTree, TreeFile, check_unchanged, hash_tree
 from ..storage.files import Entry, Progress, ProgressWithTotal, Storage, TransferOptions, files, parallel
-from ..storage.lease import FOLDER, announce, withdraw
+from ..storage.lease import announce, withdraw
 from ..storage.local_disk import local_path, normalize, safe
 from ..validate import did_you_mean, json_loads, url_scheme
 from .checkpoint import PROTOCOL, Checkpoint, age, direct, mirrored, newest_checkpoint, numbers_of
 
 __all__ = [
+    "COPIES",
     "RELAYED",
+    "SOURCES",
     "LocalTree",
     "Staged",
     "Store",
     "TreeFile",
+    "check_listable",
+    "copied_input_url",
+    "existing_path",
     "expect",
+    "file_of_url",
     "in_store",
     "run_folder",
     "to_json",
@@ -64,10 +69,12 @@ _MEANT = (
 )
 """URLs of a cloud's web page or API, and the store that each stands for."""
 
+COPIES = frozenset({"inputs", "resume"})
+"""Folders of a run that exist before its run.json."""
+SOURCES = "data/sources"
+"""Folder of the records that lead from the listing of a staged source to the digest of its content."""
 HALF_SECONDS = 0.5
 """Seconds before an incomplete record is read again: its node may be writing it."""
-_COPIED = "copied from "
-"""Prefix of the URL in the text that makes an address, so that no list of files has the same one."""
 _STAGING = 5 * 86400.0  # seconds from an announcement to run.json: well below those for which it counts
 _TOKEN = "created_by"
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}$")
@@ -101,45 +108,45 @@ class Store:
 
     # ------------------------------------------------------------------------------------------------ plan: no network
 
-    def inputs(self, job: Job, schemes: frozenset[str], *, cwd: Path) -> tuple[dict[str, LayoutInput], list[LocalTree]]:
+    def inputs(
+        self, job: Job, schemes: frozenset[str], *, run_id: str, cwd: Path
+    ) -> tuple[dict[str, LayoutInput], list[LocalTree]]:
         """Return each channel's place for the nodes, and the local trees to stage. Reads local files only.
 
         A local path is used in place if nodes can read ``file`` URLs, else it gets a content address in this store. A
-        remote URL is passed on verbatim if nodes can read it; else `relay` copies it to an address in this store, made
-        of the URL alone. It is one file if it ends in a suffix like ``.csv.gz`` or ``.parquet``, not in ``/``. A suffix
-        is a dot, a letter, and at most eleven more letters or digits. Raises `SpecError` for a missing path, or one
-        that no store can hold.
+        remote URL is passed on verbatim if nodes can read it; else it is copied into the folder of the run. It is one
+        file if it ends in a suffix like ``.csv.gz`` or ``.parquet``, not in ``/``. A suffix is a dot, a letter, and at
+        most eleven more letters or digits. Raises `SpecError` for a missing path, or one that no store can hold.
         """
         placed: dict[str, LayoutInput] = {}
         trees: dict[str, LocalTree] = {}
         for name, item in job.inputs.items():
             path = local_path(item.url)
             if path is None:
-                placed[name] = self._placed_remote(name, item, schemes)
+                placed[name] = self._placed_remote(name, item, schemes, run_id)
                 continue
-            path = _existing(local_path(normalize(item.url, cwd=cwd)) or path, f"inputs.{name}")
+            path = existing_path(local_path(normalize(item.url, cwd=cwd)) or path, f"inputs.{name}")
             file = path.name if path.is_file() else None
             if "file" in schemes:
                 placed[name] = _placed(item, normalize(str(path), cwd=cwd), file)
                 continue
             tree = hash_tree(path, f"inputs.{name}")
             trees[tree.digest] = tree
-            placed[name] = _placed(item, self._data(tree.digest, file), file)
+            placed[name] = _placed(item, self.data_url(tree.digest, file), file)
         return placed, list(trees.values())
 
-    def _placed_remote(self, name: str, item: Input, schemes: frozenset[str]) -> LayoutInput:
-        file, scheme = _remote_file(item.url), url_scheme(item.url)
+    def _placed_remote(self, name: str, item: Input, schemes: frozenset[str], run_id: str) -> LayoutInput:
+        file, scheme = file_of_url(item.url), url_scheme(item.url)
         unread = scheme not in schemes and scheme in RELAYED
         if not unread or local_path(self.url) is not None or url_scheme(self.url) not in schemes:
             return _placed(item, item.url, file)
-        if file is None and scheme in ("http", "https"):
-            why = f"{item.url} names no file, and HTTP cannot list a folder"
-            raise SpecError(why, field=f"inputs.{name}", hint="give the URL of one file")
+        check_listable(item.url, f"inputs.{name}")
         source = item.url if file else item.url.rstrip("/")
-        url = self._data(hashlib.sha256(f"{_COPIED}{source}".encode()).hexdigest(), file)
+        url = copied_input_url(f"{self.url}/{run_folder(run_id)}", name, file)
         return dataclasses.replace(_placed(item, url, file), source=source)
 
-    def _data(self, digest: str, file: str | None) -> str:
+    def data_url(self, digest: str, file: str | None) -> str:
+        """Return the URL of a tree of this digest: its folder, or its one ``file``."""
         return f"{self.url}/data/{digest}" + (f"/{file}" if file else "")
 
     # ----------------------------------------------------------------------------------------------------------- stage
@@ -173,7 +180,7 @@ class Store:
         return Staged(
             code_bytes=0 if code in there else self._stage(code, archive, progress),
             runtime_bytes=0 if runtime in there else self._stage(runtime, zipped, progress),
-            data_bytes=sum(self._stage_tree(tree, progress) for tree in trees if _manifest(tree) not in there),
+            data_bytes=sum(self.stage_tree(tree, progress) for tree in trees if _manifest(tree) not in there),
             mover=self.files.mover,
         )
 
@@ -189,7 +196,8 @@ class Store:
             progress(key, size)
         return size
 
-    def _stage_tree(self, tree: LocalTree, progress: Progress | None) -> int:
+    def stage_tree(self, tree: LocalTree, progress: Progress | None = None) -> int:
+        """Upload the files of an announced tree that the store lacks, then its manifest; return the bytes uploaded."""
         present = self.files.list(f"data/{tree.digest}")
         known = self._known_files() if self.files.copies else {}
         here = [item for item in tree.files if present.get(f"data/{tree.digest}/{item.path}") != item.size]
@@ -199,9 +207,13 @@ class Store:
             tree.files,
             jobs=self.moving.concurrency,
         )
-        record = {item.path: {"size": item.size, "sha256": item.sha256} for item in tree.files}
-        self.files.write(_manifest(tree), to_json({"protocol": PROTOCOL, "files": record}))
+        self.write_manifest(tree.digest, tree.files)
         return sum(moved)
+
+    def write_manifest(self, digest: str, listed: Iterable[TreeFile]) -> None:
+        """Record that the tree with this digest is complete."""
+        record = {item.path: {"size": item.size, "sha256": item.sha256} for item in listed}
+        self.files.write(f"data/manifests/{digest}.json", to_json({"protocol": PROTOCOL, "files": record}))
 
     def _stage_file(
         self,
@@ -236,7 +248,7 @@ class Store:
         known: dict[tuple[int, str], str] = {}
         names = [name for name in self.files.names("data/manifests") if name.endswith(".json")]
         for name, record in zip(names, parallel(lambda n: self.record(f"data/manifests/{n}"), names), strict=True):
-            # A copy of remote data is updated in place: its address does not identify its content.
+            # With a source: an earlier version's copy of remote data, which changed in place, or half a copy.
             listed = record.get("files") if record and "source" not in record else None
             for path, item in listed.items() if isinstance(listed, dict) else ():
                 with contextlib.suppress(TypeError, KeyError):
@@ -263,12 +275,6 @@ class Store:
         `create_run`; ``say`` is called if that means to wait."""
         now = time.time()
         self._announced.setdefault(run_id, []).append((announce(self.files, run_id, named, say=say), now))
-
-    def announce_copy(self, run_id: str, digest: str) -> None:
-        """Announce that the run needs the copy ``data/<digest>`` unchanged, until run.json names it."""
-        key = f"{FOLDER}/{run_id}-{secrets.token_hex(8)}.json"
-        self.files.write(key, to_json({"for": run_id, "contents": [digest], "copied": [digest]}))
-        self._announced.setdefault(run_id, []).append((key, time.time()))
 
     def withdraw(self, run_id: str) -> None:
         """Remove the run's announcements: it is recorded, or will not be."""
@@ -445,14 +451,17 @@ class Store:
         """Return the complete checkpoints, oldest first: every file in commit.json exists with its size."""
         found: dict[tuple[str, str, int], Checkpoint] = {}
         for folder in ("live/checkpoints", "archive/checkpoints"):  # a checkpoint that moves meanwhile is in the second
-            root = f"{run_folder(run_id)}/{folder}"
-            sizes = {key[len(root) + 1 :]: size for key, size in self.files.list(root).items()}
-            matches = [match for name in sizes if (match := _COMMIT.fullmatch(name))]
-            commits = parallel(self.record, [f"{root}/{match[0]}" for match in matches])
-            for match, commit in zip(matches, commits, strict=True):
-                if item := mirrored(root, match, commit, sizes):
-                    found.setdefault((item.name, item.attempt, item.seq), item)
+            for item in self.checkpoints_in(f"{run_folder(run_id)}/{folder}"):
+                found.setdefault((item.name, item.attempt, item.seq), item)
         return sorted(found.values(), key=age)
+
+    def checkpoints_in(self, root: str) -> list[Checkpoint]:
+        """Return the complete checkpoints directly below the folder ``root``, oldest first."""
+        sizes = {key[len(root) + 1 :]: size for key, size in self.files.list(root).items()}
+        matches = [match for name in sizes if (match := _COMMIT.fullmatch(name))]
+        commits = parallel(self.record, [f"{root}/{match[0]}" for match in matches])
+        found = [mirrored(root, match, commit, sizes) for match, commit in zip(matches, commits, strict=True)]
+        return sorted(filter(None, found), key=age)
 
     def direct(self, run_id: str) -> list[Checkpoint]:
         """Return the checkpoints that a script wrote to the store itself, oldest first.
@@ -534,7 +543,20 @@ def _placed(item: Input, url: str, file: str | None) -> LayoutInput:
     return LayoutInput(url=url, file=file, mode=item.mode, shard=item.shard)
 
 
-def _remote_file(url: str) -> str | None:
+def copied_input_url(run: str, name: str, file: str | None) -> str:
+    """Return the URL of the copy of input ``name`` in the folder ``run``. No other key begins like its folder's."""
+    return f"{run}/inputs/{name}/data" + (f"/{file}" if file else "")
+
+
+def check_listable(url: str, where: str) -> None:
+    """Raise `SpecError` with the field ``where`` for a folder of a web server."""
+    if file_of_url(url) is None and url_scheme(url) in ("http", "https"):
+        why = f"{url} names no file, and HTTP cannot list a folder"
+        raise SpecError(why, field=where, hint="give the URL of one file")
+
+
+def file_of_url(url: str) -> str | None:
+    """Return the file's name if ``url`` is remote and ends in a suffix like ``.csv.gz``, not in ``/``; else None."""
     if "://" not in url or url.endswith("/") or url_scheme(url) == "":
         return None
     bucket, slash, path = url.split("://", 1)[1].partition("/")
@@ -542,7 +564,8 @@ def _remote_file(url: str) -> str | None:
     return name if slash and bucket and _FILE_SUFFIX.search(name) else None
 
 
-def _existing(path: Path, where: str) -> Path:
+def existing_path(path: Path, where: str) -> Path:
+    """Return ``path``. Raises `SpecError` with the field ``where`` if nothing is there."""
     if os.path.exists(path):  # also False for an impossible name
         return path
     siblings = os.listdir(path.parent) if os.path.isdir(path.parent) else []
