@@ -180,6 +180,20 @@ def test_a_copy_that_is_damaged_in_the_place_before_comes_from_the_run_itself(
     assert [text for text in after.said if "; it is copied from where it came from" in text]
 
 
+def test_a_file_of_another_checkpoint_of_that_name_is_not_taken_for_its_own(
+    here: tuple[Ran, Target], tmp_path: Path
+) -> None:
+    """The first client failed at a damaged file; then the run was made again, under its own name."""
+    ran, target = here
+    ran.save(6)
+    ran.spoil(6)
+    with pytest.raises(SpecError, match="nothing complete and undamaged"):
+        target.carry(ran.url)
+    again = ran.save(6)
+    assert target.carry(ran.url) > 0
+    assert target.restored(ran.url, tmp_path) == {"step-6": again}
+
+
 def test_one_that_its_run_takes_away_meanwhile_gives_way_to_the_next(here: tuple[Ran, Target], tmp_path: Path) -> None:
     """A run that goes on keeps only so many."""
     ran, target = here
@@ -229,7 +243,7 @@ def test_gc_removes_a_copy_with_its_run(here: tuple[Ran, Target]) -> None:
     ran.save(4)
     target.carry(ran.url)
     found = collect(target.store, older_than=0).found
-    assert [(item.kind, item.key, item.files) for item in found] == [("run", "runs/second", 4)]
+    assert [(item.kind, item.key, item.files) for item in found] == [("run", "runs/second", 5)]
     record = {"protocol": 1, "layout": {"code_digest": "c"}}
     assert target.store.create_run(target.layout(ran.url), record)
     assert collect(target.store, older_than=0, delete=True).found == ()

@@ -274,8 +274,8 @@ def _alike(one: Entry | None, other: Entry | None) -> bool:
     return one is not None and other is not None and (one.size, _version_of(one)) == (other.size, _version_of(other))
 
 
-def _is_recorded(store: Store, run_id: str) -> bool:
-    return store.files.exists(f"runs/{run_id}/run.json")
+def _is_unrecorded(store: Store, run_id: str) -> bool:
+    return not store.files.exists(f"runs/{run_id}/run.json")
 
 
 # --------------------------------------------------------------------------------------------------------------- inputs
@@ -383,7 +383,7 @@ def _copy_input(
         elif recorded.get("files") != files:
             why = f"{source.shown} has changed since its copy for run {run_id} began"
             raise ConflictError(why, field=source.field, hint="send the job again with another --run-id")
-    needed, journal = (lambda: not _is_recorded(store, run_id)), f"{root}/digests.json"
+    needed, journal = partial(_is_unrecorded, store, run_id), f"{root}/digests.json"
     return Copy(store, folder, source, found, journal=journal, needed=needed, progress=progress, say=say).run()
 
 
@@ -536,10 +536,13 @@ def copy_checkpoint(
 def _copy_checkpoint(
     store: Store, run_id: str, folder: str, source: CopySource, *, progress: Progress | None, say: Say
 ) -> int:
-    found = source.entries()
-    # The digest of each file is checked before the file exists, and no path is ever used again for another content.
-    known, needed = {path: entry.version for path, entry in found.items()}, lambda: not _is_recorded(store, run_id)
-    return Copy(store, folder, source, found, known=known, needed=needed, progress=progress, say=say).run()
+    found, journal = source.entries(), f"{folder.removesuffix(f'/{_BELOW}')}/digests.json"
+    # A file of the same name and size may be of another source, tried before.
+    digests = read_digests(store, journal)
+    known = {path: entry.version for path, entry in found.items() if digests.get(path) == entry.version}
+    needed = partial(_is_unrecorded, store, run_id)
+    copy = Copy(store, folder, source, found, known=known, journal=journal, needed=needed, progress=progress, say=say)
+    return copy.run()
 
 
 def _from_earlier_copy(store: Store, url: str, copy: Callable[[CopySource], int], say: Say) -> int | None:
@@ -557,7 +560,7 @@ def _from_earlier_copy(store: Store, url: str, copy: Callable[[CopySource], int]
 
 def _with_run(place: _Place, store: Store) -> Store:
     """Return ``store``. Raises `SpecError` if it has no such run."""
-    if not _is_recorded(store, place.run_id):
+    if _is_unrecorded(store, place.run_id):
         raise SpecError(f"no run {place.run_id!r} in {place.store}", field=FIELD)
     return store
 
