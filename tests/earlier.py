@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cloudtrain.storage.files import files
 
-__all__ = ["Ran", "recorded_with_lists"]
+__all__ = ["Ran", "recorded_with_lists", "recorded_with_shared_copies"]
 
 
 def recorded_with_lists(folder: Path) -> None:
@@ -25,6 +25,25 @@ def recorded_with_lists(folder: Path) -> None:
         )
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(data)
+
+
+def recorded_with_shared_copies(folder: Path) -> None:
+    """Write the store and the job of the run ``r`` as the last version left them that shared copies between runs.
+
+    It waits at ``folder``/cloud-0. Its remote input and the checkpoint of a run of another store lie below ``data/`` of
+    memory://bucket/store-0; both sources are gone. It may go on to memory://bucket/store-1.
+    """
+    for path, text in json.loads((Path(__file__).parent / "earlier_copies.json").read_text()).items():
+        data = (
+            base64.b64decode(text[7:]) if text.startswith("base64:") else text.replace("{folder}", str(folder)).encode()
+        )
+        if path.startswith("store-0/"):
+            files("memory://bucket").write(path, data)
+        else:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(data)
+    record = json.loads(files("memory://bucket").read("store-0/runs/r/run.json"))
+    files("memory://bucket").write(f"store-0/runtime/{record['runtime']}/cloudtrain.pyz", b"the runtime of then")
 
 
 class Ran:
