@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,25 +147,6 @@ def check_death(client: Client, call: str, moment: str, script: str, natives: Ca
     again = client.jobs.cli(*words)
     assert again.code == 0, again.err
     assert len(natives()) == 1
-
-
-def check_digits(client: Any, whole: dict[int, float], natives: Callable[[], int]) -> None:
-    """The digits train to the same bits as here, and a client that is killed on the way comes back. ``natives`` is how
-    many jobs the platform has of this run."""
-    process = client.jobs.start(*client.words(DDP, "digits", *TRAIN))
-    client.until("digits", "step 22 epoch 1 ")
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    done = client.jobs.cli("wait", "digits", "--store", client.store, "--json", timeout=PATIENCE)
-    assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
-    assert client.losses("digits") == whole
-    assert max(whole) == STEPS
-    assert (client.pulled("digits") / "artifacts/model.pt").is_file()
-    followed = client.jobs.cli("logs", "digits", "--store", client.store)
-    assert "accuracy 0.98" in followed.out or "accuracy 0.99" in followed.out
-    again = client.submit(DDP, "digits", *TRAIN)
-    assert (again.code, again.json["native_id"]) == (0, done.json["native_id"])
-    assert natives() == 1
 
 
 def check_cancelled(client: Any) -> None:

@@ -10,13 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from azureml_client import AzureClient
-from clients import DEATHS, PATIENCE, check_death
+from clients import PATIENCE
 from jobs import Done, Jobs
 from worlds.azureml.life import PREEMPTED, CommandJob
 from worlds.azureml.plane import SUBSCRIPTION
@@ -403,15 +403,6 @@ def test_a_quota_that_does_not_reach_names_the_one_to_ask_for(idle: AzureMLWorld
 
 
 # ----------------------------------------------------------------------------------------------------- clients that die
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("step", "moment"), DEATHS)
-def test_a_client_that_dies_leaves_no_job_without_a_record(client: AzureClient, step: str, moment: str) -> None:
-    natives: Callable[[], list[str]] = lambda: [  # noqa: E731
-        f"{client.world.plane.id}/jobs/{name}" for name in client.world.plane.jobs
-    ]
-    check_death(client, step, moment, str(client.jobs.code / "hold/train.py"), natives)
 
 
 def preempted(client: AzureClient) -> Run:

@@ -12,14 +12,13 @@ from typing import Any
 
 import clients
 import pytest
-from clients import CALLS, DDP, PATIENCE, TRAIN, at_work, check_cancelled, check_death, check_digits
+from clients import DDP, PATIENCE, TRAIN, at_work, check_cancelled
 from jobs import Done, Jobs
 from worlds.vertex.life import CustomJob
 from worlds.vertex.wire import Fault, Refusal
 from worlds.vertex.world import BUCKET, VertexWorld
 
 from cloudtrain.errors import AuthError, CloudtrainError, LostContactError
-from cloudtrain.storage.files import files
 from cloudtrain.testing.contract import ProviderContract
 from cloudtrain.testing.platform import FakePlatform
 
@@ -140,10 +139,6 @@ class TestWholeRuns:
         assert printed.count("the script begins") == 1
         assert "the script does not run a second time" in printed, "no container was started again"
         assert "cloudtrain: RuntimeError: my bug in step 5" in printed, "Vertex AI's own message shows what comes last"
-
-    @pytest.mark.proof
-    def test_digits_train_to_the_same_bits_as_here(self, client: Client, whole: dict[int, float]) -> None:
-        check_digits(client, whole, lambda: len(client.world.plane.jobs))
 
     @pytest.mark.proof
     def test_spot_machines_that_are_taken_back_resume_bit_for_bit(
@@ -367,18 +362,3 @@ class TestTrouble:
             idle.provider.logs(held(idle).name)
         idle.plane.entries.put(held(idle).id, "workerpool0-0", ["here again"])
         assert "here again" in [line.text for line in run.logs()]
-
-
-@pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.proof), "after"])
-@pytest.mark.parametrize(
-    "step", [call if call == "submit" else pytest.param(call, marks=pytest.mark.proof) for call in CALLS]
-)
-def test_a_client_that_dies_leaves_no_job_without_a_record(
-    idle: VertexWorld, tmp_path: Path, step: str, moment: str
-) -> None:
-    (tmp_path / "jobs").mkdir()
-    jobs = Jobs(tmp_path / "jobs")
-    script = jobs.write("hold/train.py", "print('hello')\n")
-    check_death(Client(idle, jobs), step, moment, str(script), lambda: list(idle.plane.jobs))
-    assert files(idle.store).list()
-    jobs.close()
