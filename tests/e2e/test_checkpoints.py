@@ -21,6 +21,7 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
     made.close()
 
 
+ALONE = ("--launcher", "python")
 BOTH = ("--nodes", "2", "--launcher", "python")
 
 #: Ten steps a second; a checkpoint of every rank each SAVE steps; rank 1 dies after step DIE of the first attempt.
@@ -108,7 +109,7 @@ def test_what_a_handler_saves_before_it_exits_counts_whatever_its_code(jobs: Job
             time.sleep(0.1)
         """,
     )
-    jobs.detach("train.py", "--run-id", "told", "--", str(code))
+    jobs.detach("train.py", *ALONE, "--run-id", "told", "--", str(code))
     jobs.wait_for(lambda: "from 0" in jobs.cli("logs", "told", "--store", str(jobs.store)).out)
     os.kill(jobs.node(0), signal.SIGTERM)
     done = jobs.cli("wait", "told", "--store", str(jobs.store), "--json")
@@ -138,7 +139,9 @@ def test_only_so_many_are_kept_and_the_best_comes_back(jobs: Jobs) -> None:
         raise ValueError("and now again")
         """,
     )
-    done = jobs.submit("train.py", "--keep-checkpoints", "1", "--retries", "1", "--pull", str(jobs.tmp / "pulled"))
+    done = jobs.submit(
+        "train.py", *ALONE, "--keep-checkpoints", "1", "--retries", "1", "--pull", str(jobs.tmp / "pulled")
+    )
     assert done.code == 0, done.err
     assert "here ['best', 'step-1', 'step-4']" in done.err
     kept = sorted(p.name for p in (jobs.store / "runs" / done.json["run_id"] / "live/checkpoints").iterdir())
@@ -174,7 +177,7 @@ raise ValueError("before its metadata")
 
 def test_a_checkpoint_in_the_store_is_resumed_from_by_its_url(jobs: Jobs) -> None:
     jobs.write("train.py", DIRECT)
-    done = jobs.submit("train.py", "--retries", "1", "--run-id", "direct", "--pull", str(jobs.tmp / "pulled"))
+    done = jobs.submit("train.py", *ALONE, "--retries", "1", "--run-id", "direct", "--pull", str(jobs.tmp / "pulled"))
     check_direct(done, jobs.tmp / "pulled")
     status = jobs.cli("status", "direct", "--store", str(jobs.store), "--json").json
     assert status["checkpoint"]["name"] == "step-2"
@@ -185,7 +188,7 @@ def test_the_same_on_s3(jobs: Jobs, s3_url: str) -> None:
     jobs.environ |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     jobs.write("train.py", DIRECT.replace(", auto_mkdir=True", ""))
     done = jobs.cli(
-        "submit", "train.py", "--store", s3_url, "--set", f"state_dir={jobs.tmp / 'state'}", "--retries", "1",
+        "submit", "train.py", *ALONE, "--store", s3_url, "--set", f"state_dir={jobs.tmp / 'state'}", "--retries", "1",
         "--pull", str(jobs.tmp / "pulled"), "--json",
     )  # fmt: skip
     check_direct(done, jobs.tmp / "pulled")
@@ -230,7 +233,7 @@ def test_the_newer_of_both_kinds_wins(jobs: Jobs) -> None:
         assert not list(pathlib.Path(os.environ["CLOUDTRAIN_CHECKPOINT_DIR"]).iterdir())
         """,
     )
-    done = jobs.submit("train.py", "--retries", "2")
+    done = jobs.submit("train.py", *ALONE, "--retries", "2")
     assert done.code == 0, done.err
     assert [a["resumed_from"] for a in done.json["attempts"]] == ["", "mirrored-2", "direct-3"]
 
@@ -257,7 +260,7 @@ def test_what_is_damaged_everywhere_is_a_fresh_start_that_says_so(jobs: Jobs) ->
         """,
     )
     live = jobs.store / "runs/damaged/live"
-    done = jobs.submit("train.py", "--retries", "1", "--run-id", "damaged", "--env", f"LIVE={live}")
+    done = jobs.submit("train.py", *ALONE, "--retries", "1", "--run-id", "damaged", "--env", f"LIVE={live}")
     assert done.code == 0, done.err
     for step in (1, 2):
         assert done.err.count(f"checkpoint step-{step}: node-0/step-{step} is not what was committed") == 1

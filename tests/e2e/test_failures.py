@@ -24,6 +24,7 @@ from cloudtrain.runtime.host_facts import handles_sigterm
 
 pytestmark = pytest.mark.slow
 #: Two nodes of one process each, without torch: the runtime, link and supervisor alone.
+ALONE = ("--launcher", "python")
 PLAIN = ("--nodes", "2", "--launcher", "python")
 TORCH = ("--nodes", "2", "--nproc-per-node", "2")
 
@@ -511,7 +512,7 @@ def test_the_same_failure_twice_without_a_new_checkpoint_ends_the_run(jobs: Jobs
 
 def test_different_failures_use_up_the_retries(jobs: Jobs) -> None:
     jobs.write("train.py", "import os\nraise ValueError('in ' + os.environ['CLOUDTRAIN_ATTEMPT'])\n")
-    result = failed(jobs.submit("train.py", "--retries", "2"))
+    result = failed(jobs.submit("train.py", *ALONE, "--retries", "2"))
     assert [a["number"] for a in result["attempts"]] == ["0.0", "1.0", "2.0"]
     assert result["failure"]["exception"] == "ValueError: in 2.0"
 
@@ -615,16 +616,16 @@ if not resume:
 print("resumed step", first - 1, flush=True)
 """,
     )
-    run = jobs.detach("train.py", "--retries", "0", "--run-id", "whole")
+    run = jobs.detach("train.py", *ALONE, "--retries", "0", "--run-id", "whole")
     assert jobs.cli("wait", run.url, "--json").code == 1
     folder = jobs.store / "runs/whole/live/checkpoints/step-2"
     (victim,) = folder.glob("*/node-0/step-2/rank-0")
     victim.write_text(victim.read_text().swapcase())  # the same size
-    done = jobs.submit("train.py", "--resume-from", "whole", "--retries", "0", "--env", "X=1")
+    done = jobs.submit("train.py", *ALONE, "--resume-from", "whole", "--retries", "0", "--env", "X=1")
     assert "falling back to the checkpoint before" in done.err
     assert "from 2 of 'step-1'" in done.err
     victim.unlink()  # not even complete now
-    done = jobs.submit("train.py", "--resume-from", "whole", "--retries", "0", "--env", "X=2")
+    done = jobs.submit("train.py", *ALONE, "--resume-from", "whole", "--retries", "0", "--env", "X=2")
     assert "is not complete" in done.err
     assert "from 2 of 'step-1'" in done.err
 
@@ -645,7 +646,7 @@ def test_checkpoints_in_the_scripts_own_place_come_back_there(jobs: Jobs) -> Non
         print("found again")
         """,
     )
-    done = jobs.submit("train.py", "--retries", "1", "--checkpoint-paths", "out/checkpoint-*")
+    done = jobs.submit("train.py", *ALONE, "--retries", "1", "--checkpoint-paths", "out/checkpoint-*")
     assert done.code == 0, done.err
     assert "found again" in done.err
 
