@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from jobs import Once
+from profiles import EXAMPLES, FEW, PROFILE, PROOF_EXAMPLES
 
 from cloudtrain.store import runtime_zip
 
@@ -20,9 +21,7 @@ pytest_plugins = ["servers", "containers", "trainings", "trials", "clients", "do
 # Every test has a store of its own, and needs the same zip in it.
 runtime_zip.build = functools.cache(runtime_zip.build)
 
-#: Examples of a property-based test that does not say how many it wants.
-EXAMPLES, PROOF_EXAMPLES = 50, 1000
-
+settings.register_profile("fast", max_examples=FEW, deadline=None, derandomize=True)
 settings.register_profile("default", max_examples=EXAMPLES, deadline=None, derandomize=True)
 settings.register_profile(
     "proof",
@@ -32,7 +31,6 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-PROFILE = os.environ.get("CLOUDTRAIN_TEST_PROFILE", "default")
 settings.load_profile(PROFILE)
 
 _REFUSED = "CLOUDTRAIN_REQUIRE_ALL=1 lets nothing be skipped: "

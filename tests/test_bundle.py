@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiles import examples
 
 from cloudtrain.errors import DigestError, SpecError, StorageError
 from cloudtrain.job.bundle import MANIFEST, Bundle, build_bundle
@@ -285,7 +286,7 @@ def random_tree(root: Path, names: list[str], ignores: dict[str, list[str]]) -> 
 
 
 @given(names=PATHS, ignores=IGNORES, exclude=st.lists(PATTERN, max_size=2))
-@settings(max_examples=int(os.environ.get("CLOUDTRAIN_EXAMPLES", "150")), deadline=None)
+@settings(max_examples=examples(int(os.environ.get("CLOUDTRAIN_EXAMPLES", "150"))), deadline=None)
 def test_in_a_checkout_git_s_own_list_ships(
     names: list[str], ignores: dict[str, list[str]], exclude: list[str]
 ) -> None:

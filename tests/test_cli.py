@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiles import examples
 
 from cloudtrain import cli
 from cloudtrain.cli import advice, flags, format, key_value
@@ -204,7 +205,7 @@ JSON = st.recursive(
 KEY = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True).map(lambda k: f"X{k}")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     env=st.dictionaries(KEY, ODD, max_size=3),
     hp=st.dictionaries(KEY, ODD, max_size=3),
@@ -225,7 +226,7 @@ def test_strange_text_reaches_the_job_unchanged(
     assert (job.env, job.hyperparameters, list(job.args)) == (env, hp, args)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(value=JSON)
 def test_any_json_value_reaches_options(value: Any) -> None:
     assert job_of("t.py", "--option", f"p.a={json.dumps(value)}").options == {"p": {"a": value}}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiles import examples
 
 from cloudtrain.provider_api.protocol import LogLine
 from cloudtrain.runs.log_order import Line, LogOrderer, MissingRange, Stream, attempt_key, parse_line
@@ -287,7 +288,7 @@ def deliveries(draw: Callable[..., object]) -> tuple[dict[Stream, int], list[lis
     return totals, pages
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(deliveries(), st.sampled_from([0.1, 2.0, 11.0, 40.0]), st.booleans(), st.sampled_from([3, 10_000]))
 def test_every_line_once_and_in_order(
     delivery: tuple[dict[Stream, int], list[list[LogLine]]], step: float, recorded: bool, max_held: int
@@ -307,7 +308,7 @@ def test_every_line_once_and_in_order(
     assert Counter(line.text for line in out if line.stream is None) == {f"own {i}": 1 for i in sent}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(deliveries(), st.sampled_from([0.1, 2.0, 11.0, 40.0]), st.integers(0, 2**32))
 def test_what_is_truly_lost_is_counted(
     delivery: tuple[dict[Stream, int], list[list[LogLine]]], step: float, seed: int

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from plans import Plans
+from profiles import examples
 from trials import TRIALS
 from worlds.azureml.strict import JOB_NAME, broken_rules, model_errors, seconds_of
 
@@ -709,7 +710,7 @@ def _planned(given: dict[str, Any], fields: dict[str, Any]) -> Request | SpecErr
         return exc
 
 
-@settings(max_examples=3 * TRIALS or 300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(3 * TRIALS or 300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SETTINGS, JOBS)
 def test_what_is_planned_is_what_the_sdk_sends(given: dict[str, Any], fields: dict[str, Any]) -> None:
     """Every field of the document, and nothing else; or it is refused by name."""

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from plans import Plans
+from profiles import examples
 from worlds.sagemaker.strict import broken_rules, model_errors
 
 from cloudtrain.cli.format import plan_text
@@ -580,7 +581,7 @@ def _planned(given: dict[str, Any], fields: dict[str, Any]) -> Request | SpecErr
         return exc
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SETTINGS, JOBS)
 def test_what_is_planned_is_what_the_service_takes(given: dict[str, Any], fields: dict[str, Any]) -> None:
     """botocore's model read strictly, and the rules that stand in none, as our own World has them."""

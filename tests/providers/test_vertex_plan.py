@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from plans import Plans
+from profiles import examples
 from trials import TRIALS
 
 from cloudtrain.errors import SpecError, UnsupportedError
@@ -568,7 +569,7 @@ def _said(value: Any) -> Any:
     return [_said(item) for item in value] if isinstance(value, list) else value
 
 
-@settings(max_examples=3 * TRIALS or 300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(3 * TRIALS or 300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(GIVEN, JOBS)
 def test_what_is_planned_is_what_the_sdk_sends(given: dict[str, Any], fields: dict[str, Any]) -> None:
     """Every field of the body, and nothing else; or it is refused by name."""

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from profiles import examples
 
 from cloudtrain.errors import DigestError, StorageError
 from cloudtrain.job.bundle import MANIFEST, Bundle, build_bundle
@@ -109,7 +110,7 @@ TREE = st.dictionaries(st.lists(NAME, min_size=1, max_size=3).map("/".join), st.
         "x" * 120 + "/y": b"3",
     }
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_names_and_contents_arrive(tree: dict[str, bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "in")
@@ -272,7 +273,7 @@ def test_a_cut_archive(tmp_path: Path, end: int) -> None:
 
 
 @given(at=st.integers(0, len(GOOD.tar) - 1), bit=st.integers(0, 7))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_a_flipped_bit_is_refused_or_harmless(at: int, bit: int) -> None:
     flipped = bytearray(GOOD.tar)
     flipped[at] ^= 1 << bit
@@ -289,7 +290,7 @@ def test_a_flipped_bit_is_refused_or_harmless(at: int, bit: int) -> None:
 
 
 @given(at=st.integers(0, len(GOOD.bytes) - 1), bit=st.integers(0, 7))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_bit_flipped_in_transit_is_refused_or_harmless(at: int, bit: int) -> None:
     flipped = bytearray(GOOD.bytes)
     flipped[at] ^= 1 << bit
