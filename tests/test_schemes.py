@@ -40,6 +40,7 @@ from cloudtrain.storage.errors import Retries
 from cloudtrain.storage.files import Files, TransferOptions, files, parallel
 from cloudtrain.storage.remote import RemoteFiles
 from cloudtrain.store.copies import copy_inputs
+from cloudtrain.store.staging import stage_input
 from cloudtrain.store.store import Staged, Store
 
 pytestmark = pytest.mark.remote
@@ -460,8 +461,12 @@ def check_copied_once(brought: Brought, data: dict[str, bytes], change: Callable
     change("sub/b.txt", b"changed")
     with pytest.raises(ConflictError, match="has changed since its copy for run run-1 began"):
         brought.bring()
-    assert brought.bring("run-2") == size + 7 - len(data["sub/b.txt"])
+    size += 7 - len(data["sub/b.txt"])
+    assert brought.bring("run-2") == size
     assert brought.copied("run-2") == {**data, "sub/b.txt": b"changed"}
+    found, again = (stage_input(brought.store, brought.source, cwd=Path.cwd()) for _ in range(2))
+    assert (found.copied, again.copied, again.url) == (size, 0, found.url)
+    assert {key: files(found.url).read(key) for key in files(found.url).list()} == brought.copied("run-2")
 
 
 SET = {"a.bin": os.urandom(9 * MIB + 3), "sub/b.txt": b"hello", "sub/c d+%.txt": b"x", "empty": b""}
@@ -525,8 +530,8 @@ def test_a_data_set_of_the_hub(hub: Hub, s3_url: str) -> None:
 
     check_copied_once(Brought("hf://datasets/org/name@v1/folder", s3_url), SET, change)
     asked = hub.files_asked()
-    assert asked.count("folder/sub/b.txt") == 2  # once for each run
-    assert asked.count("folder/sub/c d+%.txt") == 2
+    assert asked.count("folder/sub/b.txt") == 3  # once for each run, and once for all
+    assert asked.count("folder/sub/c d+%.txt") == 3
     assert "README.md" not in asked
     hub.commit("org/name", {"x.csv": b"main"})
     hub.commit("org/name", {"x.csv": b"of a pull request"}, "refs/pr/1")

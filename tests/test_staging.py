@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,12 @@ def rest(store: Store) -> set[str]:
     )
     digests = {key.split("/")[2].removesuffix(".json") for key in found if key.startswith("data/manifests/")}
     return {key for key in found if not digests & set(key.replace(".json", "").split("/"))}
+
+
+def age(store: Store, days: float) -> None:
+    """As if all of its data had been written so long ago."""
+    for path in Path(store.url.removeprefix("file://"), "data").rglob("*"):
+        os.utime(path, (time.time() - days * 86400,) * 2)
 
 
 def test_a_folder_has_the_address_of_a_run_s_input(store: Store, folder: Path) -> None:
@@ -183,7 +190,10 @@ def test_gc_keeps_what_a_run_names_and_removes_the_rest_when_it_is_told_to(s3: F
     assert collect(store, older_than=0, delete=True).found == ()
     assert staged(store, "s3://bucket/set").copied == 0
     store.files.remove("runs")
-    assert collect(store).found == (), "it is young"
+    age(store, 30)
+    assert len(collect(store).found) == 1
+    assert staged(store, "s3://bucket/set").copied == 0
+    assert collect(store).found == (), "it is young again: its next run is not recorded yet"
     (thing,) = collect(store, older_than=0, delete=True).found
     assert (thing.kind, thing.key, thing.files) == ("data", f"data/{found.digest}", 5)
     assert store.files.list("data") == {}

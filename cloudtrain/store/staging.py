@@ -109,11 +109,14 @@ def _stage_remote(
     another client has removed the first copy."""
     found = list_source(source)
     address = _address(source.shown, found)
+    record = f"{SOURCES}/{address}.json"
     with _announced(store, say, address):
-        known = (store.record(f"{SOURCES}/{address}.json") or {}).get("digest")
-        listed = _complete(store, str(known)) if known else None
-        if listed is not None:
-            return str(known), listed, 0
+        known = (store.record(record) or {}).get("digest")
+        if isinstance(known, str):
+            with _announced(store, say, known):
+                if (listed := _complete(store, known)) is not None:
+                    store.files.write(record, _source_record(source, known))  # young again: its run comes later
+                    return known, listed, 0
         first, journal = f"data/{address}", f"data/manifests/{address}.json"
         copy = Copy(store, first, source, found, journal=journal, progress=progress, say=say)
         copied = copy.run()
@@ -125,12 +128,15 @@ def _stage_remote(
             if _complete(store, digest) is None:
                 _place(store, first, f"data/{digest}", files)
                 store.write_manifest(digest, files)
-            record = {"protocol": 1, "source": source.shown, "digest": digest}
-            store.files.write(f"{SOURCES}/{address}.json", to_json(record))
+            store.files.write(record, _source_record(source, digest))
         store.files.discard([journal])
         store.files.discard([f"{first}/{item.path}" for item in files])
         store.files.prune(first)
         return digest, files, copied
+
+
+def _source_record(source: RemoteInput, digest: str) -> bytes:
+    return to_json({"protocol": 1, "source": source.shown, "digest": digest})
 
 
 def _address(shown: str, found: Mapping[str, Entry]) -> str:
