@@ -34,9 +34,9 @@ class Stored:
 class FaultyS3(http.server.ThreadingHTTPServer):
     """``faults`` are taken one a request, None for none; ``requests`` are (method, path, headers); ``objects`` by key.
 
-    One bucket, ``bucket``. ``ignores`` names the conditions of a write that it does not know. ``versions`` has every
-    content that was ever whole at a key. Lists may not go up from
-    ``only_below``; a policy denies what ``denies`` (method, path, headers) has a word against.
+    One bucket, ``bucket``, in ``region`` if that is set. ``ignores`` names the conditions of a write that it does not
+    know. ``versions`` has every content that was ever whole at a key. Lists may not go up from ``only_below``; a policy
+    denies what ``denies`` (method, path, headers) has a word against.
     """
 
     daemon_threads = True
@@ -47,8 +47,7 @@ class FaultyS3(http.server.ThreadingHTTPServer):
         self.objects: dict[str, Stored] = {}
         self.versions: dict[str, list[bytes]] = {}
         self.requests: list[tuple[str, str, dict[str, str]]] = []
-        self.only_below = ""
-        self.ignores = ""
+        self.only_below = self.region = self.ignores = ""
         self.denies: Callable[[str, str, Mapping[str, str]], str] = lambda method, path, headers: ""
         self.parts: dict[str, dict[int, bytes]] = {}
         self.lock = threading.RLock()
@@ -71,14 +70,12 @@ class FaultyS3(http.server.ThreadingHTTPServer):
         with self.still:
             assert self.still.wait_for(lambda: not self.under_way, timeout=30)
             self.faults, self.requests, self.ignores = [], [], ""
-            self.objects, self.versions, self.parts = {}, {}, {}
+            self.objects, self.versions, self.parts, self.region = {}, {}, {}, ""
 
-    def fault(self, agent: str) -> str | None:
-        """The next; ``moved`` waits for whoever cannot follow."""
+    def fault(self) -> str | None:
+        """The next."""
         with self.lock:
-            if not self.faults or (self.faults[0] == "moved" and "Botocore" in agent):
-                return None
-            return self.faults.pop(0)
+            return self.faults.pop(0) if self.faults else None
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that went away, or was sent away, is what this is about."""
@@ -106,7 +103,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         self.query = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
         self.key = urllib.parse.unquote(path).removeprefix("/bucket").lstrip("/")
-        self.fault = self.server.fault(self.headers.get("User-Agent", ""))
+        self.fault = self.server.fault()
         headers = {name.lower(): value for name, value in self.headers.items()}
         with self.server.lock:
             self.server.requests.append((self.command, self.path, headers))
@@ -118,7 +115,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._error(403, "AccessDenied", word)
         elif self.fault == "refuse":
             self._error(503, "SlowDown")
-        elif self.fault == "moved":
+        elif self.server.region and f"/{self.server.region}/s3/" not in self.headers.get("Authorization", ""):
             self._error(301, "PermanentRedirect")
         elif self.fault and self.fault[:1].isdigit():
             status, _, code = self.fault.partition(" ")
@@ -257,7 +254,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _refusal(self, status: int, code: str, word: str = "") -> tuple[int, dict[str, str], bytes]:
         text = f"<Error><Code>{code}</Code><Message>{escape(word) or f'{code} it is'}</Message></Error>"
-        return status, {"Content-Type": "application/xml"}, text.encode()
+        told = {"x-amz-bucket-region": self.server.region} if self.server.region else {}
+        return status, {"Content-Type": "application/xml", **told}, text.encode()
 
     def _error(self, status: int, code: str, word: str = "") -> None:
         self.fault = None

@@ -224,7 +224,7 @@ class Sim:
 class View(Trees):
     """The store as a client sees it. ``data`` is key to (content, Unix seconds of its last change)."""
 
-    url, mover, copies = STORE, "memory", True
+    url, copies = STORE, True
 
     def __init__(self, sim: Sim, data: dict[str, tuple[bytes, float]]) -> None:
         self.sim, self.data = sim, data

@@ -93,12 +93,11 @@ def race(code: str, *args: str, count: int) -> list[Any]:
             racer.communicate()
 
 
-#: For `race`: who creates which of the first ``argv[2]`` attempts of a run in the store ``argv[1]``, by ``argv[3]``.
+#: For `race`: who creates which of the first ``argv[2]`` attempts of a run in the store ``argv[1]``.
 ATTEMPT_RACER = """
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.store.store import Store
-from cloudtrain.storage.files import TransferOptions
-store = Store(sys.argv[1], moving=TransferOptions(mover=sys.argv[3]))
+store = Store(sys.argv[1])
 store.runs()
 request = Request(provider="p", operation="create", body={}, context={}, run="r")
 ready()

@@ -165,30 +165,26 @@ def s3_unset(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def tree(mover: str, **more: Any) -> Any:
-    return files("s3://bucket/some/store", moving=TransferOptions(mover=mover, **more))
+def tree(**more: Any) -> Any:
+    return files("s3://bucket/some/store", moving=TransferOptions(**more))
 
 
-MOVERS = ["fsspec", "obstore"]
 SSE, NO = "x-amz-server-side-encryption", "no identity-based policy allows it"
 
 
-@pytest.mark.parametrize("mover", MOVERS)
 @pytest.mark.parametrize("sse", ["", "aws:kms"])
-def test_a_store_whose_prefix_alone_is_listed(s3: FaultyS3, mover: str, sse: str) -> None:
+def test_a_store_whose_prefix_alone_is_listed(s3: FaultyS3, sse: str) -> None:
     """And one that refuses what is not encrypted as it demands."""
 
     s3.denies = lambda method, path, headers: NO if method == "PUT" and headers.get(SSE, "") != sse else ""
-    check = round_trip(tree(mover, sse=sse, sse_kms_key_id="key" if sse else ""))
+    check = round_trip(tree(sse=sse, sse_kms_key_id="key" if sse else ""))
     assert check.status == "ok", check
-    assert mover in check.detail
     assert s3.objects == {}
 
 
-@pytest.mark.parametrize("mover", MOVERS)
-def test_a_store_that_refuses_what_is_not_encrypted(s3: FaultyS3, mover: str) -> None:
+def test_a_store_that_refuses_what_is_not_encrypted(s3: FaultyS3) -> None:
     s3.denies = lambda method, path, headers: NO if method == "PUT" and SSE not in headers else ""
-    check = round_trip(tree(mover))
+    check = round_trip(tree())
     assert (check.status, check.exit_code) == ("failed", 3), check
     assert check.detail.startswith("create: ")
     assert "set sse and sse_kms_key_id" in check.fix
@@ -209,14 +205,13 @@ def removing(method: str, path: str, headers: Any) -> str:
 @pytest.mark.parametrize(("denies", "step"), [(reading, "read"), (listing, "list"), (removing, "delete")])
 def test_each_step_that_is_refused(s3: FaultyS3, denies: Callable[..., str], step: str) -> None:
     s3.denies = denies
-    check = round_trip(tree("obstore"))
+    check = round_trip(tree())
     assert (check.status, check.exit_code) == ("failed", 3), check
     assert check.detail.startswith(f"{step}: ")
     assert f"let the caller {step} below s3://bucket/some/store" in check.fix
     assert ("is left there" in check.detail) == bool(s3.objects) == (step == "delete")
 
 
-@pytest.mark.parametrize("mover", MOVERS)
 @pytest.mark.parametrize(
     ("word", "fix"),
     [
@@ -224,9 +219,9 @@ def test_each_step_that_is_refused(s3: FaultyS3, denies: Callable[..., str], ste
         ("The provided token has expired.", "sign in again"),
     ],
 )
-def test_a_refusal_that_says_why(s3: FaultyS3, mover: str, word: str, fix: str) -> None:
+def test_a_refusal_that_says_why(s3: FaultyS3, word: str, fix: str) -> None:
     s3.denies = lambda method, path, headers: word if method == "PUT" else ""
-    check = round_trip(tree(mover, sse="aws:kms"))
+    check = round_trip(tree(sse="aws:kms"))
     assert (check.status, check.exit_code) == ("failed", 3)
     assert fix in check.fix, check
 
@@ -244,13 +239,12 @@ def test_a_store_that_replaces_what_is_there(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("mover", MOVERS)
 @pytest.mark.parametrize(
     ("ignores", "lacks"), [("If-Match", "conditional writes"), ("If-None-Match", "exclusive creation")]
 )
-def test_a_server_that_ignores_a_condition_is_no_store(s3: FaultyS3, mover: str, ignores: str, lacks: str) -> None:
+def test_a_server_that_ignores_a_condition_is_no_store(s3: FaultyS3, ignores: str, lacks: str) -> None:
     s3.ignores = ignores
-    check = round_trip(tree(mover))
+    check = round_trip(tree())
     assert (check.status, check.exit_code) == ("failed", 8)
     assert f"this store does not keep {lacks}, and two clients could start one run twice" in check.detail
     assert "conditional writes" in check.fix

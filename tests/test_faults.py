@@ -29,7 +29,7 @@ from trials import SEED, TRIALS
 from cloudtrain.errors import DigestError, StorageError
 from cloudtrain.storage import fsspec_backend, obstore_backend, remote
 from cloudtrain.storage.errors import Retries
-from cloudtrain.storage.files import TransferOptions, parallel
+from cloudtrain.storage.files import parallel
 from cloudtrain.storage.remote import RemoteFiles
 
 pytestmark = [
@@ -40,9 +40,6 @@ pytestmark = [
 
 PIECE, SMALL = 1 << 18, 1 << 12
 """Bytes of a part that obstore sends or asks for, and of what is one answer."""
-PLACES = [("abfs", "fsspec"), ("abfs", "obstore"), ("gs", "fsspec")]
-"""obstore speaks another API with Cloud Storage, which no emulator knows."""
-NAMES = ["-".join(place) for place in PLACES]
 
 plans = st.lists(st.sampled_from([*PLANNED, None, None]), max_size=8)
 sizes = st.sampled_from([0, 1, 1000, SMALL, SMALL + 1, PIECE, PIECE + 1, 3 * PIECE + 7])
@@ -62,9 +59,9 @@ class Broken:
     environ: dict[str, str] = field(default_factory=dict)
 
 
-@pytest.fixture(params=PLACES, ids=NAMES)
+@pytest.fixture(params=["abfs", "gs"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Broken]:
-    scheme, mover = request.param
+    scheme = request.param
     url = request.getfixturevalue("azure_url" if scheme == "abfs" else "gcs_url")
     name = "AZURE_STORAGE_CONNECTION_STRING" if scheme == "abfs" else "STORAGE_EMULATOR_HOST"
     word = os.environ[name]
@@ -75,19 +72,19 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         (fsspec_backend, "SMALL", SMALL),
     ):
         monkeypatch.setattr(module, what, value)
-    there = reach(url, "auto")
+    there = reach(url)
     assert there.list() == {}  # it is opened now, by what the environment says until here
     proxy = Proxy(server, random.Random(SEED), 0, slow=(0.0, 0.05))
     monkeypatch.setenv(name, word.replace(server, proxy.url))
     sleep = asyncio.sleep
     # The clients of the clouds wait for seconds before they try again.
     monkeypatch.setattr(asyncio, "sleep", lambda seconds, *rest: sleep(min(seconds, 0.001), *rest))
-    yield Broken(scheme, reach(url, mover), there, proxy, {name: os.environ[name]})
+    yield Broken(scheme, reach(url), there, proxy, {name: os.environ[name]})
     proxy.close()
 
 
-def reach(url: str, mover: str) -> RemoteFiles:
-    return RemoteFiles(url=url, moving=TransferOptions(mover=mover), retries=Retries(sleep=lambda _: None))
+def reach(url: str) -> RemoteFiles:
+    return RemoteFiles(url=url, retries=Retries(sleep=lambda _: None))
 
 
 def digest(data: bytes) -> str:
@@ -209,10 +206,10 @@ KILLED = f"""
 import sys
 from pathlib import Path
 from cloudtrain.storage import obstore_backend
-from cloudtrain.storage.files import TransferOptions, files
+from cloudtrain.storage.files import files
 obstore_backend.PIECE = {PIECE}
-url, mover, folder = sys.argv[1:]
-tree = files(url, moving=TransferOptions(mover=mover))
+url, folder = sys.argv[1:]
+tree = files(url)
 tree.list()
 print("begun", flush=True)
 for number in range(1000):
@@ -230,7 +227,7 @@ def test_kill_nine_at_any_byte(place: Broken, tmp_path: Path, trials: int) -> No
     came = 0
     place.there.write("key", data)
     (tmp_path / "source").write_bytes(data)
-    command = [sys.executable, "-c", KILLED, place.there.url, place.tree._moving.mover, str(tmp_path)]
+    command = [sys.executable, "-c", KILLED, place.there.url, str(tmp_path)]
     for _ in range(trials):
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env={**os.environ, **place.environ}

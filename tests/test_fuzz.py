@@ -47,7 +47,7 @@ JOB: dict[str, Any] = {
     "launcher": "torchrun", "debug_nccl": True, "source": {"exclude": ["*.bin"]},
 }  # fmt: skip
 SETTINGS: dict[str, Any] = {
-    "provider": "local", "store": "store", "max_code_mb": 50, "mover": "auto", "concurrency": 8, "sse": "",
+    "provider": "local", "store": "store", "max_code_mb": 50, "concurrency": 8, "sse": "",
     "local": {"python": sys.executable, "state_dir": "state"},
     "docker": {"user": "0:0", "platform": "linux/amd64"},
     "sagemaker": {"region": "eu-west-1", "role": "arn:aws:iam::123456789012:role/x", "prices": {"ml.m5.xlarge": 0.25}},

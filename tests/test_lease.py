@@ -22,7 +22,7 @@ from servers import race
 from cloudtrain.errors import StorageError
 from cloudtrain.storage import lease as leases
 from cloudtrain.storage.errors import Retries
-from cloudtrain.storage.files import Entry, Files, Loaded, LocalFiles, TransferOptions, files, parallel
+from cloudtrain.storage.files import Entry, Files, Loaded, LocalFiles, files, parallel
 from cloudtrain.storage.lease import FOLDER, MARK, Lease, announce, is_released, withdraw
 from cloudtrain.storage.remote import RemoteFiles
 
@@ -173,7 +173,7 @@ def test_lost_answers_make_no_second_holder(s3: FaultyS3, monkeypatch: pytest.Mo
 
     def work(number: int) -> None:
         retries = Retries(tries=2, sleep=lambda _: None)
-        tree = RemoteFiles(url="s3://bucket/store", moving=TransferOptions(mover="obstore"), retries=retries)
+        tree = RemoteFiles(url="s3://bucket/store", retries=retries)
         for _ in range(4):
             while True:
                 try:

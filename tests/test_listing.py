@@ -19,7 +19,7 @@ from cloudtrain.job.job import Job
 from cloudtrain.runs import listing
 from cloudtrain.runs.listing import Wanted, list_page, recorded_runs
 from cloudtrain.runs.outcome import iso_time
-from cloudtrain.storage.files import TransferOptions, parallel
+from cloudtrain.storage.files import parallel
 from cloudtrain.store.store import Store
 
 T0 = 1_700_000_000.0
@@ -206,10 +206,9 @@ def test_the_command_line_goes_from_page_to_page(
 
 @pytest.mark.remote
 @pytest.mark.proof
-@pytest.mark.parametrize("mover", ["fsspec", "obstore"])
-def test_a_bucket_that_lists_in_more_than_one_answer(s3_url: str, mover: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_lists_in_more_than_one_answer(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """S3 gives 1,000 folders at a time; of all these runs the page's own are read, and no other."""
-    store = Store(s3_url, moving=TransferOptions(mover=mover))
+    store = Store(s3_url)
     names = [stamped(T0 + number) for number in range(1100)]
     texts = [json.dumps(result_of(name, T0 + number)).encode() for number, name in enumerate(names)]
     parallel(lambda n: store.files.write(f"runs/{names[n]}/result.json", texts[n]), range(len(names)))

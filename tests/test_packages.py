@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[1]
 EXTRAS = {
     "local": ["numpy", "torch"],
     "docker": ["docker"],
-    "sagemaker": ["boto3", "obstore", "s3fs"],
-    "azureml": ["adlfs", "azure-ai-ml", "azure-identity", "obstore"],
-    "vertex": ["gcsfs", "google-cloud-aiplatform", "obstore", "requests"],
+    "sagemaker": ["boto3", "obstore"],
+    "azureml": ["azure-ai-ml", "azure-identity", "obstore"],
+    "vertex": ["gcsfs", "google-cloud-aiplatform", "requests"],
 }
 FIRST = {
     "local": "submit train.py --nproc-per-node 2",
@@ -34,9 +34,9 @@ FIRST = {
 
 
 def test_a_message_names_every_package_and_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloudtrain.storage.extras.missing_packages", lambda extra: ["boto3", "obstore", "s3fs"])
+    monkeypatch.setattr("cloudtrain.storage.extras.missing_packages", lambda extra: ["boto3", "obstore", "requests"])
     error = not_installed("provider sagemaker", "sagemaker", field="")
-    assert str(error) == "provider sagemaker needs boto3, obstore and s3fs, which are not installed"
+    assert str(error) == "provider sagemaker needs boto3, obstore and requests, which are not installed"
     assert re.search(r"pip install .*\[sagemaker\]'$", error.hint)
     assert "pip install" not in str(error)
 
@@ -69,7 +69,7 @@ def test_the_command_installs_from_where_this_came(
 
 
 def test_a_package_comes_with_the_smallest_extra() -> None:
-    assert [extra_of(name) for name in ("s3fs", "adlfs", "gcsfs", "docker")] == [
+    assert [extra_of(name) for name in ("boto3", "azure-identity", "gcsfs", "docker")] == [
         "sagemaker",
         "azureml",
         "vertex",

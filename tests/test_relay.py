@@ -47,9 +47,9 @@ SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "abfs"}
 class Place:
     """Data at ``source``, which no node reads, and the store that has a copy of it."""
 
-    def __init__(self, source: str, store: str, mover: str = "auto") -> None:
+    def __init__(self, source: str, store: str) -> None:
         self.source, self.schemes = source, frozenset({store.partition(":")[0]})
-        self.store = Store(store, moving=TransferOptions(mover=mover))
+        self.store = Store(store)
 
     def layout(self, run_id: str = "run-1", url: str = "") -> Layout:
         job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": url or self.source}})
@@ -245,10 +245,9 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyS3]:
         wire.shutdown()
 
 
-@pytest.mark.parametrize("mover", ["fsspec", "obstore"])
-def test_what_was_broken_off_goes_on(s3: FaultyS3, gcs_url: str, mover: str) -> None:
+def test_what_was_broken_off_goes_on(s3: FaultyS3, gcs_url: str) -> None:
     place = Place("s3://bucket/set", gcs_url)
-    place.store.moving = TransferOptions(mover=mover, concurrency=1)
+    place.store.moving = TransferOptions(concurrency=1)
     s3.put("set/a", b"a" * MIB)
     s3.put("set/b", b"b" * (2 * MIB + 1))
     pieces, count = RemoteFiles.pieces, 0
@@ -273,11 +272,9 @@ def test_what_was_broken_off_goes_on(s3: FaultyS3, gcs_url: str, mover: str) -> 
     assert place.copied() == {key[4:]: item.data for key, item in s3.objects.items()}
 
 
-@pytest.mark.parametrize("mover", ["fsspec", "obstore"])
-def test_when_it_is_over_nothing_goes_on(s3: FaultyS3, gcs_url: str, mover: str) -> None:
+def test_when_it_is_over_nothing_goes_on(s3: FaultyS3, gcs_url: str) -> None:
     """One of several fails: the others, which are slow, are at an end when that is told, and land no more."""
     place = Place("s3://bucket/set", gcs_url)
-    place.store.moving = TransferOptions(mover=mover)
     for name in "abc":
         s3.put(f"set/{name}", os.urandom(6 * MIB))
     writes: list[str] = []
@@ -318,39 +315,31 @@ def test_a_source_that_goes_away_is_said_to_have(s3: FaultyS3, gcs_url: str, mon
         place.bring()
 
 
-@pytest.mark.parametrize("mover", ["fsspec", "obstore"])
 @pytest.mark.parametrize("target", ["gcs", "azure"])
-def test_a_source_that_fails_leaves_no_part(
-    request: pytest.FixtureRequest, s3: FaultyS3, mover: str, target: str
-) -> None:
+def test_a_source_that_fails_leaves_no_part(request: pytest.FixtureRequest, s3: FaultyS3, target: str) -> None:
     place = Place("s3://bucket/set/x.bin", request.getfixturevalue(f"{target}_url"))
-    place.store.moving = TransferOptions(mover=mover)
     s3.put("set/x.bin", data := os.urandom(12 * MIB))
     taken = iter(range(99))
-    s3.fault = lambda agent: "403 AccessDenied" if next(taken) > 8 else None  # type: ignore[method-assign]
+    s3.fault = lambda: "403 AccessDenied" if next(taken) > 8 else None  # type: ignore[method-assign]
     with pytest.raises(AuthError):
         place.bring()
     assert "x.bin" not in "".join(place.store.files.list("runs/run-1/inputs/train"))
-    s3.fault = lambda agent: None  # type: ignore[method-assign]
+    s3.fault = lambda: None  # type: ignore[method-assign]
     assert place.bring() == len(data)
     assert files(place.layout().inputs["train"].url.rpartition("/")[0]).read("x.bin") == data
 
 
 @pytest.mark.parametrize("fault", ["refuse", "reset", "truncate", "slow"])
-@pytest.mark.parametrize("mover", ["fsspec", "obstore"])
-def test_a_network_that_breaks_is_tried_again(s3: FaultyS3, gcs_url: str, mover: str, fault: str) -> None:
+def test_a_network_that_breaks_is_tried_again(s3: FaultyS3, gcs_url: str, fault: str) -> None:
     place = Place("s3://bucket/set/x.bin", gcs_url)
-    place.store.moving = TransferOptions(mover=mover)
     s3.put("set/x.bin", data := os.urandom(3 * MIB))
     s3.faults = [None, fault, None, fault]
     assert place.bring() == len(data)
     assert files(place.layout().inputs["train"].url.rpartition("/")[0]).read("x.bin") == data
 
 
-@pytest.mark.parametrize("mover", ["fsspec", "obstore"])
-def test_a_source_that_changes_meanwhile_is_told(s3: FaultyS3, gcs_url: str, mover: str) -> None:
+def test_a_source_that_changes_meanwhile_is_told(s3: FaultyS3, gcs_url: str) -> None:
     place = Place("s3://bucket/set/x.bin", gcs_url)
-    place.store.moving = TransferOptions(mover=mover)
     s3.put("set/x.bin", os.urandom(3 * MIB))
     s3.faults = [None, None, "replace"]
     with pytest.raises(StorageError, match=r"x\.bin changed while it was copied; start again"):
@@ -373,7 +362,7 @@ from cloudtrain.store.store import Store
 from cloudtrain.storage.files import TransferOptions
 remote.PIECE, copies.PERIOD = 65536, 0.02
 given = json.loads(sys.argv[1])
-store = Store(given["store"], moving=TransferOptions(mover=sys.argv[2], concurrency=2))
+store = Store(given["store"], moving=TransferOptions(concurrency=2))
 print("begins", flush=True)
 def progress(key, count):
     print(count, flush=True)
@@ -396,10 +385,8 @@ def test_a_client_that_was_killed_leaves_right_bytes_or_nothing_and_the_next_one
     given = json.dumps(dataclasses.asdict(place.layout()))
     for trial in range(trials):
         dice = random.Random(f"{SEED} {trial}")
-        mover, after = ("fsspec", "auto")[trial % 2], dice.randrange(16)  # of 17 pieces
-        with subprocess.Popen(
-            [sys.executable, "-c", CLIENT, given, mover], stdout=subprocess.PIPE, text=True
-        ) as client:
+        after = dice.randrange(16)  # of 17 pieces
+        with subprocess.Popen([sys.executable, "-c", CLIENT, given], stdout=subprocess.PIPE, text=True) as client:
             assert client.stdout is not None
             lines = [client.stdout.readline() for _ in range(1 + after)]
             client.kill()

@@ -21,7 +21,7 @@ from cloudtrain.runs import submit as submit_module
 from cloudtrain.runs.listing import list_page
 from cloudtrain.runs.submit import Plan, make_plan, send_plan
 from cloudtrain.settings.settings import Settings
-from cloudtrain.storage.files import TransferOptions, files
+from cloudtrain.storage.files import files
 from cloudtrain.storage.lease import FOLDER, MARK
 from cloudtrain.storage.local_disk import TEMP
 from cloudtrain.store.gc import ANNOUNCED, Collected, collect, collect_at
@@ -292,12 +292,9 @@ def test_of_a_link_the_link_goes(local: Store, tmp_path: Path) -> None:
 
 @pytest.mark.remote
 @pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
-@pytest.mark.parametrize(
-    ("place", "mover"),
-    [("s3", "fsspec"), ("s3", "obstore"), ("azure", "fsspec"), ("azure", "obstore"), ("gcs", "fsspec")],
-)
-def test_an_object_store(place: str, mover: str, request: pytest.FixtureRequest) -> None:
-    store = Store(request.getfixturevalue(f"{place}_url"), moving=TransferOptions(mover=mover))
+@pytest.mark.parametrize("place", ["s3", "azure", "gcs"])
+def test_an_object_store(place: str, request: pytest.FixtureRequest) -> None:
+    store = Store(request.getfixturevalue(f"{place}_url"))
     fill(store)
     before = listed(store)
     found = collect(store)
@@ -315,14 +312,13 @@ def test_an_object_store(place: str, mover: str, request: pytest.FixtureRequest)
 
 @pytest.mark.remote
 @pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
-@pytest.mark.parametrize("mover", ["fsspec", "obstore"])
 def test_a_run_that_was_collected_leaves_the_list_with_its_marks_of_folders(
-    mover: str, request: pytest.FixtureRequest
+    request: pytest.FixtureRequest,
 ) -> None:
     """Azure ML's mount makes an empty blob for each folder (seen with azureml-dataprep-rslex)."""
     from azure.storage.blob import BlobServiceClient
 
-    store = Store(request.getfixturevalue("azure_url"), moving=TransferOptions(mover=mover))
+    store = Store(request.getfixturevalue("azure_url"))
     run(store, "kept", code=CODE, runtime=RUNTIME)
     store.files.write("runs/dead/live/logs/0.0/node-0/0.log", b"line")
     container, _, path = store.url.removeprefix("abfs://").partition("/")

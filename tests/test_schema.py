@@ -111,7 +111,7 @@ def test_settings_and_their_schema_take_and_refuse_the_same(tmp_path: Path) -> N
         'profile = "p"\n[profiles.p]\nprovider = "vertex"\n[profiles.p.vertex]\nlog_drain = 3\ndebug_shell = true',
     ]  # fmt: skip
     bad = [
-        "store = 3", "nosuch = 3", "concurrency = 65", 'mover = "x"', "[nosuch]", "[sagemaker]\nnosuch = 1",
+        "store = 3", "nosuch = 3", "concurrency = 65", 'sse = "x"', "[nosuch]", "[sagemaker]\nnosuch = 1",
         "[sagemaker]\nsubnets = 3", "[sagemaker]\nprices = 3", "[profiles]\np = 3", "profile = 3",
     ]  # fmt: skip
     for text, expected in [*((t, True) for t in good), *((t, False) for t in bad)]:

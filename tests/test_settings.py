@@ -32,12 +32,12 @@ def test_without_anything_the_defaults_hold(tmp_path: Path) -> None:
 
 
 def test_how_bytes_move(tmp_path: Path) -> None:
-    assert load(tmp_path).moving == TransferOptions(mover="auto", sse="", sse_kms_key_id="", concurrency=8)
-    toml = 'mover = "fsspec"\nsse = "aws:kms"\nsse_kms_key_id = "k"\n'
-    assert load(tmp_path, toml).moving == TransferOptions(mover="fsspec", sse="aws:kms", sse_kms_key_id="k")
-    assert load(tmp_path, toml, {"CLOUDTRAIN_MOVER": "obstore"}).moving.mover == "obstore"
+    assert load(tmp_path).moving == TransferOptions(sse="", sse_kms_key_id="", concurrency=8)
+    toml = 'sse = "aws:kms"\nsse_kms_key_id = "k"\n'
+    assert load(tmp_path, toml).moving == TransferOptions(sse="aws:kms", sse_kms_key_id="k")
+    assert load(tmp_path, toml, {"CLOUDTRAIN_SSE": "aws:kms:dsse"}).moving.sse == "aws:kms:dsse"
     assert load(tmp_path, "concurrency = 64\n").moving.concurrency == 64
-    refused = (({"mover": "s3fs"}, "mover"), ({"sse": "aes"}, "sse"), ({"sse": "AES256"}, "sse_kms_key_id"))
+    refused = (({"sse": "aes"}, "sse"), ({"sse": "AES256"}, "sse_kms_key_id"))
     refused += tuple(({"concurrency": text}, "concurrency") for text in ("0", "65"))
     refused += tuple(({"max_code_mb": text}, "max_code_mb") for text in ("0", "-1", "1" + "0" * 400))
     for wrong, field in refused:
@@ -276,7 +276,7 @@ def test_config_says_each_value_and_where_it_was_found(
     assert rows["provider"] == (NAME, f"{FILE} [profiles.prod]")
     assert rows["store"] == ("s3://prod/x", f"{FILE} [profiles.prod]")
     assert rows["max_code_mb"] == (9, "CLOUDTRAIN_MAX_CODE_MB")
-    assert rows["mover"] == ("auto", "default")
+    assert rows["concurrency"] == (8, "default")
     assert rows[f"{NAME}.folder"] == ("set", "--set")
     assert main(["config", f"{NAME}.folder", "--profile", "prod"]) == 0
     assert capsys.readouterr().out == "prod\n"

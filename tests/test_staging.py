@@ -244,7 +244,7 @@ def test_what_cannot_be_staged_is_one_line_and_leaves_nothing(
 
 
 def test_a_source_without_access_is_an_error_of_access(s3: FaultyS3, store: Store) -> None:
-    s3.fault = lambda agent: "403 AccessDenied"  # type: ignore[method-assign]
+    s3.fault = lambda: "403 AccessDenied"  # type: ignore[method-assign]
     with pytest.raises(AuthError):
         staged(store, "s3://bucket/set")
 

@@ -6,7 +6,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout, Request
 from cloudtrain.runs.pull import pull
 from cloudtrain.storage.errors import Retries, classify
-from cloudtrain.storage.files import Files, TransferOptions, files, parallel
+from cloudtrain.storage.files import files, parallel
 from cloudtrain.storage.remote import RemoteFiles
 from cloudtrain.store.store import Staged, Store
 
@@ -32,44 +31,16 @@ RUN = "run-1"
 REQUEST = Request(provider="p", operation="create", body={}, context={}, run="s3://b/runs/run-1")
 
 
-Reach = Callable[[str], Files]
-FAITHFUL = [(store, mover) for store in ("s3", "azure") for mover in ("fsspec", "obstore")]
+@pytest.fixture(params=["s3", "azure", "gcs"])
+def url(request: pytest.FixtureRequest) -> str:
+    """An empty folder of each object store in turn."""
+    return str(request.getfixturevalue(f"{request.param}_url"))
 
 
-@pytest.fixture(params=[*FAITHFUL, ("gcs", "fsspec")], ids="-".join)
-def place(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """An empty folder of each object store in turn, and what moves its bytes."""
-    store, mover = request.param
-    return request.getfixturevalue(f"{store}_url"), mover
-
-
-@pytest.fixture(params=FAITHFUL, ids="-".join)
-def faithful_place(request: pytest.FixtureRequest) -> tuple[str, str]:
+@pytest.fixture(params=["s3", "azure"])
+def faithful_url(request: pytest.FixtureRequest) -> str:
     """The same, of servers that are not our own fake."""
-    store, mover = request.param
-    return request.getfixturevalue(f"{store}_url"), mover
-
-
-@pytest.fixture
-def url(place: tuple[str, str]) -> str:
-    return place[0]
-
-
-@pytest.fixture
-def faithful_url(faithful_place: tuple[str, str]) -> str:
-    return faithful_place[0]
-
-
-@pytest.fixture
-def reach(request: pytest.FixtureRequest) -> Reach:
-    """The files at a URL, moved by what the test's place names."""
-    name = "faithful_place" if "faithful_place" in request.fixturenames else "place"
-    moving = TransferOptions(mover=request.getfixturevalue(name)[1])
-
-    def opened(url: str) -> Files:
-        return files(url, moving=moving)
-
-    return opened
+    return str(request.getfixturevalue(f"{request.param}_url"))
 
 
 def layout(store: Store) -> Layout:
@@ -84,8 +55,8 @@ def elsewhere(url: str) -> str:
 # -------------------------------------------------------------------------------------------------- the tree of one URL
 
 
-def test_keys(url: str, reach: Reach) -> None:
-    tree = reach(url)
+def test_keys(url: str) -> None:
+    tree = files(url)
     assert tree.list() == {}
     assert tree.names() == []
     assert tree.list("no/folder") == {}
@@ -119,8 +90,8 @@ def test_keys(url: str, reach: Reach) -> None:
     assert tree.names() == ["empty"]
 
 
-def test_a_rewrite_has_another_version(url: str, reach: Reach) -> None:
-    tree = reach(url)
+def test_a_rewrite_has_another_version(url: str) -> None:
+    tree = files(url)
     tree.write("key", b"one")
     before = tree.entries()["key"]
     assert tree.entries()["key"] == before
@@ -130,16 +101,16 @@ def test_a_rewrite_has_another_version(url: str, reach: Reach) -> None:
     assert time.time() - 60 < before.modified <= after.modified < time.time() + 60
 
 
-def test_what_is_missing(url: str, tmp_path: Path, reach: Reach) -> None:
-    tree = reach(url)
+def test_what_is_missing(url: str, tmp_path: Path) -> None:
+    tree = files(url)
     for attempt in (tree.read, lambda key: tree.download(key, tmp_path / "x"), lambda key: tree.copy(key, "y")):
         with pytest.raises(FileNotFoundError):
             attempt("nothing")
     assert os.listdir(tmp_path) == []
 
 
-def test_a_missing_bucket_is_said_to_be_missing(url: str, tmp_path: Path, reach: Reach) -> None:
-    tree = reach(elsewhere(url))
+def test_a_missing_bucket_is_said_to_be_missing(url: str, tmp_path: Path) -> None:
+    tree = files(elsewhere(url))
     (tmp_path / "file").write_bytes(b"x")
     for attempt in (
         tree.list,
@@ -153,17 +124,17 @@ def test_a_missing_bucket_is_said_to_be_missing(url: str, tmp_path: Path, reach:
     assert tree.size("key") is None
 
 
-def test_more_than_a_thousand_files(faithful_url: str, reach: Reach) -> None:
-    tree = reach(faithful_url)
+def test_more_than_a_thousand_files(faithful_url: str) -> None:
+    tree = files(faithful_url)
     parallel(lambda i: tree.write(f"many/{i % 3}/{i}", b"x"), list(range(1100)), jobs=16)
     assert len(tree.list("many")) == 1100
     assert len(tree.names("many/0")) == 367
     assert tree.names("many") == ["0", "1", "2"]
 
 
-def test_files_there_and_back(faithful_url: str, tmp_path: Path, reach: Reach) -> None:
+def test_files_there_and_back(faithful_url: str, tmp_path: Path) -> None:
     """Above the sizes where the back ends begin to send and fetch in parts."""
-    tree = reach(faithful_url)
+    tree = files(faithful_url)
     data = os.urandom(12_000_000)
     (tmp_path / "in").write_bytes(data)
     moved: dict[str, int] = {}
@@ -183,8 +154,8 @@ def test_files_there_and_back(faithful_url: str, tmp_path: Path, reach: Reach) -
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
-def test_trees_there_and_back(url: str, tmp_path: Path, reach: Reach) -> None:
-    tree = reach(url)
+def test_trees_there_and_back(url: str, tmp_path: Path) -> None:
+    tree = files(url)
     for number in range(30):
         path = tmp_path / "in" / f"d{number % 4}" / str(number)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,9 +166,9 @@ def test_trees_there_and_back(url: str, tmp_path: Path, reach: Reach) -> None:
     assert all((tmp_path / "in" / n).read_bytes() == (tmp_path / "out" / n).read_bytes() for n in names)
 
 
-def test_another_writer_is_seen_at_once(url: str, reach: Reach) -> None:
+def test_another_writer_is_seen_at_once(url: str) -> None:
     """Nothing is remembered between calls: the nodes write to the same store."""
-    ours, theirs = reach(url), reach(url)
+    ours, theirs = files(url), files(url)
     assert ours.names("live") == []
     assert not ours.exists("live/x")
     theirs.write("live/x", b"1")
@@ -213,16 +184,16 @@ def test_another_writer_is_seen_at_once(url: str, reach: Reach) -> None:
 # --------------------------------------------------------------------------------------------------- exclusive creation
 
 
-def test_create_is_exclusive(url: str, reach: Reach) -> None:
-    tree = reach(url)
+def test_create_is_exclusive(url: str) -> None:
+    tree = files(url)
     assert tree.create("run.json", b"mine") is True
     assert tree.create("run.json", b"theirs") is False
     assert tree.read("run.json") == b"mine"
 
 
-def test_what_the_back_ends_raise(url: str, reach: Reach) -> None:
+def test_what_the_back_ends_raise(url: str) -> None:
     """Their own exclusive mode, without our look before it: the server refuses, and the table knows it."""
-    tree = reach(url)
+    tree = files(url)
     assert isinstance(tree, RemoteFiles)
     mover = tree._open().mover
     mover.create("key", b"1", "me")
@@ -232,8 +203,8 @@ def test_what_the_back_ends_raise(url: str, reach: Reach) -> None:
     assert tree.read("key") == b"1"
 
 
-def test_one_of_many_threads_creates(faithful_url: str, reach: Reach) -> None:
-    trees = [reach(faithful_url) for _ in range(6)]
+def test_one_of_many_threads_creates(faithful_url: str) -> None:
+    trees = [files(faithful_url) for _ in range(6)]
     parallel(lambda tree: tree.names(), trees)
     for number in range(5):
         barrier = threading.Barrier(len(trees))
@@ -247,14 +218,13 @@ def test_one_of_many_threads_creates(faithful_url: str, reach: Reach) -> None:
         assert trees[0].read(f"key{number}") == str(wins.index(True)).encode()
 
 
-def test_one_of_many_processes_starts_an_attempt(faithful_place: tuple[str, str]) -> None:
-    url, mover = faithful_place
-    won = race(ATTEMPT_RACER, url, "10", mover, count=3)
+def test_one_of_many_processes_starts_an_attempt(faithful_url: str) -> None:
+    won = race(ATTEMPT_RACER, faithful_url, "10", count=3)
     assert sorted(k for ks in won for k in ks) == list(range(10))
 
 
-def test_swap_replaces_one_version_once(url: str, reach: Reach) -> None:
-    tree = reach(url)
+def test_swap_replaces_one_version_once(url: str) -> None:
+    tree = files(url)
     assert tree.load("key") is None
     with pytest.raises(FileExistsError):
         tree.swap("key", '"0"' if "gs:" not in url else "1", b"0")
@@ -271,11 +241,11 @@ def test_swap_replaces_one_version_once(url: str, reach: Reach) -> None:
             tree.swap("key", version, b"3")
     assert tree.load("key")[:2] == (b"2", second)  # type: ignore[index]
     with pytest.raises(StorageError, match="does not exist"):
-        reach(elsewhere(url)).swap("key", None, b"1")
+        files(elsewhere(url)).swap("key", None, b"1")
 
 
-def test_a_swap_of_many_threads_is_one_s(url: str, reach: Reach) -> None:
-    trees = [reach(url) for _ in range(4)]
+def test_a_swap_of_many_threads_is_one_s(url: str) -> None:
+    trees = [files(url) for _ in range(4)]
     version = trees[0].swap("key", None, b"0")
     for number in range(10):
         barrier = threading.Barrier(len(trees))
@@ -310,35 +280,30 @@ def test_gcs_sends_the_precondition_and_believes_the_answer(gcs_server: Gcs, gcs
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.fixture(params=["fsspec", "obstore"])
-def moving(request: pytest.FixtureRequest) -> TransferOptions:
-    return TransferOptions(mover=request.param)
-
-
-def test_no_credentials(s3_url: str, moving: TransferOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_credentials(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    tree = files(s3_url, moving=moving)
+    tree = files(s3_url)
     for attempt in (tree.list, lambda: tree.read("key"), lambda: tree.create("key", b"")):
         with pytest.raises(AuthError, match="no access: Unable to locate credentials"):
             attempt()
 
 
-def test_refused_credentials(azure_url: str, moving: TransferOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_credentials(azure_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     good = os.environ["AZURE_STORAGE_CONNECTION_STRING"]
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", good.replace("AccountKey=Eby8", "AccountKey=Abcd"))
-    tree = files(azure_url, moving=moving)
+    tree = files(azure_url)
     for attempt in (tree.list, lambda: tree.write("key", b"")):
         with pytest.raises(AuthError, match="no access") as caught:
             attempt()
         assert "Abcd" not in str(caught.value)
 
 
-def test_a_server_that_is_gone(s3_environment: str, moving: TransferOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_gone(s3_environment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     waits: list[float] = []
-    tree = RemoteFiles(url="s3://bucket/store", moving=moving, retries=Retries(tries=2, sleep=waits.append))
+    tree = RemoteFiles(url="s3://bucket/store", retries=Retries(tries=2, sleep=waits.append))
     with pytest.raises(StorageError, match=r"cannot reach .*: connection refused"):
         tree.read("key")
     assert len(waits) == 1
@@ -347,8 +312,8 @@ def test_a_server_that_is_gone(s3_environment: str, moving: TransferOptions, mon
 # ------------------------------------------------------------------------------------------------------ the whole store
 
 
-def test_a_run_from_stage_to_pull(place: tuple[str, str], tmp_path: Path) -> None:
-    store = Store(place[0], moving=TransferOptions(mover=place[1]))
+def test_a_run_from_stage_to_pull(url: str, tmp_path: Path) -> None:
+    store = Store(url)
     (tmp_path / "data" / "sub").mkdir(parents=True)
     (tmp_path / "data" / "sub" / "x").write_bytes(b"1234")
     job = Job.make(entry_point="train.py", inputs={"train": "data", "val": "s3://b/val.csv"})

@@ -177,8 +177,8 @@ def test_swap_replaces_one_version_once(tree: LocalFiles | RemoteFiles) -> None:
 
 #: For `race`: count to ``argv[2]`` in the file ``n`` of the store ``argv[1]``, by swaps alone; how often it was first.
 COUNTER = """
-from cloudtrain.storage.files import TransferOptions, files
-tree, won = files(sys.argv[1], moving=TransferOptions(mover=sys.argv[3])), 0
+from cloudtrain.storage.files import files
+tree, won = files(sys.argv[1]), 0
 tree.load("n")
 ready()
 while True:
@@ -196,7 +196,7 @@ print(json.dumps(won))
 
 
 def test_swaps_of_many_processes_are_one_after_another(local: LocalFiles) -> None:
-    assert sum(race(COUNTER, local.url, "300", "auto", count=4)) == 300
+    assert sum(race(COUNTER, local.url, "300", count=4)) == 300
     assert local.read("n") == b"300"
     assert os.listdir(local.root) == ["n"]
 
@@ -769,13 +769,13 @@ def test_an_unknown_scheme_and_a_missing_package() -> None:
     with pytest.raises(SpecError, match="no file system is known for nosuch:"):
         files("nosuch://bucket/x").read("key")
     code = (
-        "import sys; sys.modules['s3fs'] = None\n"
-        "from cloudtrain.storage.files import TransferOptions, files\n"
+        "import sys; sys.modules['gcsfs'] = None\n"
+        "from cloudtrain.storage.files import files\n"
         "from cloudtrain.errors import SpecError\n"
-        "try: files('s3://bucket/x', moving=TransferOptions(mover='fsspec')).read('key')\n"
+        "try: files('gs://bucket/x').read('key')\n"
         "except SpecError as exc: said = f'{exc} {exc.hint}'\n"
         "else: raise SystemExit('no error')\n"
-        "assert 's3:// needs s3fs, which is not installed' in said and '[sagemaker]' in said, said\n"
+        "assert 'gs:// needs gcsfs, which is not installed' in said and '[vertex]' in said, said\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

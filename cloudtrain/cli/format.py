@@ -140,14 +140,14 @@ class Moved:
         return f", in {duration(took)}, {size_text(self._bytes / took)}/s" if took >= 1 else ""
 
 
-def sent(run_id: str, provider: str, url: str, staged: Any, *, pace: str = "", verbose: bool = False) -> str:
-    """Return the text about a submitted run and its uploads, with `Moved.pace`; ``verbose`` adds the mover."""
+def sent(run_id: str, provider: str, url: str, staged: Any, *, pace: str = "") -> str:
+    """Return the text about a submitted run and its uploads, with `Moved.pace`."""
     text = f"submitted {run_id} to {provider}: {url}"
     if staged is not None:
         counts = {"code": staged.code_bytes, "runtime": staged.runtime_bytes, "data": staged.data_bytes}
         words = [f"{size_text(count)} of {what}" for what, count in counts.items() if count]
         new = ", ".join(words) or "nothing, the store has all of it"
-        text += f"\nuploaded {new}{pace}{_by(staged.mover, verbose)}"
+        text += f"\nuploaded {new}{pace}"
     return text
 
 
@@ -220,10 +220,10 @@ def collected(found: Collected) -> dict[str, Any]:
     }
 
 
-def pulled(report: Mapping[str, Any], *, pace: str = "", verbose: bool = False) -> str:
-    """Return the text about a pull's files, with `Moved.pace`; ``verbose`` adds the mover."""
+def pulled(report: Mapping[str, Any], *, pace: str = "") -> str:
+    """Return the text about a pull's files, with `Moved.pace`."""
     files = plural(len(report["files"]), "file")
-    new = f"{size_text(report['transferred'])} of it new{pace}{_by(report['mover'], verbose)}"
+    new = f"{size_text(report['transferred'])} of it new{pace}"
     return f"pulled {files} to {report['folder']}, {new}"
 
 
@@ -231,7 +231,3 @@ def came(report: PullReport) -> str:
     """Return the progress of a pull that follows a run."""
     newest = f", {plural(len(report.checkpoints), 'checkpoint')}" if report.checkpoints else ""
     return f"pulled: {plural(len(report.files), 'file')}{newest}, {size_text(report.transferred)} so far"
-
-
-def _by(mover: str, verbose: bool) -> str:
-    return f", by {mover}" if verbose and mover else ""

@@ -56,7 +56,6 @@ OutDir = Annotated[
     str | None,
     Parameter(name=("--out", "-o"), metavar="DIR", help="instead of DIR, for several runs: a folder in it for each"),
 ]
-Verbose = Annotated[bool, switch("say what moved the bytes", "--verbose", "-v")]
 
 WaitTimeout = Annotated[
     str | None,
@@ -276,7 +275,6 @@ def pull(
     what: What = None,
     follow: Follow = False,
     at: At = HERE,
-    verbose: Verbose = False,
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
@@ -293,7 +291,7 @@ def pull(
         handle = _open(word, at, screen)
         place = Path(out or folder or handle.run_id)
         to = place / handle.run_id if len(runs) > 1 else place
-        pulled = pull_into(handle, to, screen, what=what, follow=follow, verbose=verbose)
+        pulled = pull_into(handle, to, screen, what=what, follow=follow)
         if not json:
             screen.value(pulled["folder"])
         return {**screen.about, **pulled, "exit_code": 0}
@@ -474,7 +472,6 @@ def pull_into(
     *,
     what: list[str] | None = None,
     follow: bool = False,
-    verbose: bool = False,
 ) -> dict[str, Any]:
     """Copy ``what`` (None: all) to ``folder`` and print the result. Return the report as JSON."""
     from ..runs.pull import PULL_KINDS
@@ -489,7 +486,7 @@ def pull_into(
             progress=moved,
         )
     pulled = {**dataclasses.asdict(report), "folder": str(folder)}
-    screen.talk(format.pulled(pulled, pace="" if follow else moved.pace, verbose=verbose))
+    screen.talk(format.pulled(pulled, pace="" if follow else moved.pace))
     if report.missing:
         screen.talk(f"note: no checkpoint was {' or '.join(report.missing)}")
     return pulled

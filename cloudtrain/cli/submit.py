@@ -25,7 +25,6 @@ from .flags import JobFlags, given_flags, job_of
 from .key_value import pairs
 from .output import Screen
 from .runs import EXIT_DETACHED, Json, Ours, WaitTimeout, after, left, pull_into, say_empty, seconds_of, stopped
-from .runs import Verbose as SayMover
 
 if TYPE_CHECKING:
     from ..runs.run import Run
@@ -107,7 +106,6 @@ class Following:
     pull_to: Annotated[
         str | None, Parameter(name="--pull", metavar="DIR", help="copy the results there at the end")
     ] = None
-    verbose: SayMover = False
     json: Json = False
 
 
@@ -207,7 +205,7 @@ def _send_and_follow(
         return EXIT_CODES["cancelled"]
     with stoppable():
         try:
-            run = _send(planned, following.verbose, screen)
+            run = _send(planned, screen)
         except CloudtrainError as exc:
             if exc.refusals:
                 screen.about["refusals"] = [dict(item) for item in exc.refusals]
@@ -240,7 +238,7 @@ def _is_declined(planned: Plan, above: float, screen: Screen) -> bool:
         return True
 
 
-def _send(planned: Plan, verbose: bool, screen: Screen) -> Run:
+def _send(planned: Plan, screen: Screen) -> Run:
     from ..runs.fallback import submit_with_fallbacks as send
 
     with screen.progress() as say:
@@ -250,7 +248,7 @@ def _send(planned: Plan, verbose: bool, screen: Screen) -> Run:
     if planned.further:  # it may have been sent to another place
         name = run.provider_name
         screen.about |= {"run": run.url, "provider": name}
-    screen.talk(format.sent(planned.run_id, name, run.url, run.staged, pace=moved.pace, verbose=verbose))
+    screen.talk(format.sent(planned.run_id, name, run.url, run.staged, pace=moved.pace))
     return run
 
 
@@ -462,5 +460,9 @@ def _follow(run: Run, at: Where, seconds: float | None, following: Following, sc
 
 
 def _uploaded(run: Run) -> dict[str, Any]:
-    """Return the bytes uploaded to a remote store, and their mover."""
-    return {"uploaded": dataclasses.asdict(run.staged)} if run.staged is not None and run.staged.mover else {}
+    """Return the bytes uploaded to a remote store."""
+    from ..storage.local_disk import local_path
+
+    if run.staged is None or local_path(run.store.url) is not None:
+        return {}
+    return {"uploaded": dataclasses.asdict(run.staged)}

@@ -190,8 +190,7 @@ def round_trip(tree: Files) -> Check:
         exc = caught if isinstance(caught, CloudtrainError) else StorageError(f"there is no {caught.filename or url}")
         rest = f" ({url}/{key} is left there)" if left else ""
         return failed("store", f"{step}: {exc}{rest}", fix=_store_fix(tree, step, exc), code=exc.exit_code)
-    by = f" by {tree.mover}" if tree.mover else ""
-    return ok("store", f"{url}: created, read, listed and deleted an object{by}")
+    return ok("store", f"{url}: created, read, listed and deleted an object")
 
 
 def _replace_once(tree: Files, key: str, data: bytes) -> None:

@@ -589,12 +589,11 @@ class _Mounts:
         target = self._folder / "mounts" / _short(url) / name
         whole = target.with_name(f".{name}.whole")
         if not whole.exists():
-            moving = TransferOptions(mover=self._store.moving.mover)  # inputs are never written
-            source = files(parent, moving=moving)
+            source = files(parent)
             if source.size(name) is not None:
                 source.download(name, target)
             else:
-                files(url, moving=moving).download_tree("", target)
+                files(url).download_tree("", target)
             whole.touch()
         return target
 

@@ -57,7 +57,7 @@ _BEST = re.compile(r"(?:.*[-_.])?best(?:[-_.=].*)?")
 
 @dataclass(frozen=True, kw_only=True)
 class PullReport:
-    """The outcome of a pull into ``folder``. ``files`` are relative paths; ``transferred`` is bytes moved by ``mover``.
+    """The outcome of a pull into ``folder``. ``files`` are relative paths; ``transferred`` is bytes.
 
     ``refused`` are keys whose names could lead outside the folder here; they stay in the store. ``missing`` are
     requested checkpoints that do not exist, as requested: ``best``.
@@ -68,7 +68,6 @@ class PullReport:
     transferred: int
     checkpoints: tuple[str, ...]
     refused: tuple[str, ...] = ()
-    mover: str = ""
     missing: tuple[str, ...] = ()
 
 
@@ -258,7 +257,6 @@ class _Pull:
             transferred=self.moved,
             checkpoints=tuple(self.names),
             refused=tuple(self.refused),
-            mover=self.files.mover,
             missing=tuple(self.missing),
         )
 

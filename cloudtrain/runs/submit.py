@@ -528,7 +528,7 @@ def send_plan(
 
 def _check_this_machine(plan: Plan) -> None:
     """Raise the provider's errors about sending the plan from this machine, not the plans that may follow."""
-    from ..storage.fsspec_pool import open_url
+    from ..storage.remote import check_openable
 
     extras_of(plan.provider).check(plan.request)
     if "file" not in plan.provider.schemes:
@@ -536,7 +536,7 @@ def _check_this_machine(plan: Plan) -> None:
     for name, item in plan.layout.inputs.items():  # this machine copies each to its nodes
         if item.source is None and url_scheme(item.url) != "file":
             try:
-                open_url(item.url, {}, most=1)
+                check_openable(item.url)
             except SpecError as exc:
                 raise SpecError(exc.message, field=f"inputs.{name}", hint=exc.hint) from None
 

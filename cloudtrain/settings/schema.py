@@ -64,7 +64,6 @@ def settings_schema() -> Schema:
             general[spec.name] = {**kind, "description": spec.metadata["help"], "default": spec.default}
     for name in ("provider", "store"):
         general[name] |= _LIST
-    general["mover"]["enum"] = ["auto", "fsspec", "obstore"]
     general["sse"]["enum"] = ["", *ENCRYPTIONS]
     general["concurrency"]["maximum"] = MOST_FILES
     general["max_code_mb"]["maximum"] = MOST_CODE_MB

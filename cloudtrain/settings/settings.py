@@ -46,12 +46,11 @@ PROJECT = "pyproject.toml"
 PREFIX = "CLOUDTRAIN_"
 DEFAULT = "default"
 """The source of a value that is not set."""
-_GENERAL = ("provider", "store", "max_code_mb", "mover", "concurrency", "sse", "sse_kms_key_id", "confirm_above_usd")
+_GENERAL = ("provider", "store", "max_code_mb", "concurrency", "sse", "sse_kms_key_id", "confirm_above_usd")
 _PROFILE, _PROFILES = "profile", "profiles"
 _STORE = "store"
 """A provider's own store in its table, for the jobs that it gets."""
 _LISTS = ("provider", _STORE)
-_MOVERS = ("auto", "fsspec", "obstore")
 MOST_FILES = 64
 """Files that move at a time: as many threads and connections."""
 MOST_CODE_MB = 1_000_000
@@ -72,7 +71,6 @@ class Settings:
     provider: str = field(default="local", metadata={"help": "provider when none is given"})
     store: str = field(default="./.cloudtrain", metadata={"help": "URL under which code, data and runs live"})
     max_code_mb: int = field(default=50, metadata={"help": "largest source that ships, in MiB before compression"})
-    mover: str = field(default="auto", metadata={"help": "what moves bytes to remote stores: auto, fsspec, obstore"})
     concurrency: int = field(default=8, metadata={"help": "files that move to or from a store at a time, at most 64"})
     sse: str = field(default="", metadata={"help": "how S3 encrypts what is written: AES256, aws:kms, aws:kms:dsse"})
     sse_kms_key_id: str = field(default="", metadata={"help": "the key of aws:kms; default: the bucket's"})
@@ -141,16 +139,13 @@ class Settings:
     @property
     def moving(self) -> TransferOptions:
         """The options of transfers. Raises `SpecError` for an unknown word."""
-        choice_of(self.mover, _MOVERS, "mover")
         whole_number(self.max_code_mb, "max_code_mb", least=1, most=MOST_CODE_MB)
         whole_number(self.concurrency, "concurrency", least=1, most=MOST_FILES)
         if self.sse:
             choice_of(self.sse, ENCRYPTIONS, "sse")
         if self.sse_kms_key_id and not self.sse.startswith("aws:kms"):
             raise SpecError("is the key of sse = 'aws:kms'; say that too", field="sse_kms_key_id")
-        return TransferOptions(
-            mover=self.mover, sse=self.sse, sse_kms_key_id=self.sse_kms_key_id, concurrency=self.concurrency
-        )
+        return TransferOptions(sse=self.sse, sse_kms_key_id=self.sse_kms_key_id, concurrency=self.concurrency)
 
     def provider_of(self, record: Mapping[str, Any]) -> Provider:
         """Return the provider of a run by its run.json, with the submission's settings and this machine's identity."""

@@ -193,7 +193,8 @@ def translate(exc: BaseException, where: str) -> Exception:
     if kind == "transient" and (why := _unreachable(exc)):
         hint = "check the network, then run: cloudtrain doctor"
         return UnreachableError(f"cannot reach {_host(exc) or where}: {why}", hint=hint)
-    return (TransientError if kind == "transient" else StorageError)(f"{where}: {reason}")
+    hint = getattr(exc, "hint", "")
+    return (TransientError if kind == "transient" else StorageError)(f"{where}: {reason}", hint=hint)
 
 
 def _unreachable(exc: BaseException) -> str:

@@ -58,7 +58,7 @@ __all__ = [
 
 #: Called by several threads with the key and the number of further bytes moved.
 Progress = Callable[[str, int], None]
-#: Options with which fsspec opens a URL: credentials, region. Without any, fsspec's own.
+#: Options with which a URL is opened, by fsspec's names: credentials, region. Without any, the SDK's own.
 Storage = Callable[[str], Mapping[str, Any]]
 #: Keys or paths, sorted. (`Files.list` hides the builtin name.)
 Names = list[str]
@@ -103,9 +103,8 @@ class Loaded(NamedTuple):
 
 
 class TransferOptions(NamedTuple):
-    """Transfer options: the library, the files at a time, and S3's encryption of written objects."""
+    """Transfer options: the files at a time, and S3's encryption of written objects."""
 
-    mover: str = "auto"
     sse: str = ""
     sse_kms_key_id: str = ""
     concurrency: int = 8
@@ -117,10 +116,6 @@ class Files(Protocol):
     @property
     def url(self) -> str:
         """The root, as `normalize` gives it."""
-
-    @property
-    def mover(self) -> str:
-        """The library that moves the bytes: ``fsspec`` or ``obstore``; "" for a local folder."""
 
     def read(self, key: str) -> bytes:
         """Return the content. Raises FileNotFoundError if there is none."""
@@ -229,7 +224,7 @@ def files(
 ) -> Files:
     """Return the tree at ``url``, unopened. ``gitignore``: a local root hides itself from git once written to.
 
-    ``storage`` gives fsspec's options when a remote tree is opened, and again after its credentials expired.
+    ``storage`` gives the options when a remote tree is opened, and again after its credentials expired.
     """
     path = local_path(url)
     if path is not None:
@@ -324,8 +319,6 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 class LocalFiles(Trees):
     """A local folder as `Files`; it need not exist yet."""
-
-    mover = ""
 
     def __init__(self, *, root: Path, gitignore: bool = False, link: Callable[[Path, Path], None] = os.link) -> None:
         self.root = Path(os.path.abspath(root))

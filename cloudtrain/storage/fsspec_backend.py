@@ -1,4 +1,4 @@
-"""Move a store's bytes through fsspec: any URL that it supports, and the fallback for all others."""
+"""Move a store's bytes through fsspec: every URL that obstore does not serve."""
 
 from __future__ import annotations
 
@@ -16,21 +16,7 @@ from ..errors import AuthError, StorageError
 from ..validate import unix_seconds, url_scheme
 from .errors import Retries, classify
 from .files import MOST_PIECES, PIECE, Entry, Loaded, Names, TransferOptions
-from .fsspec_pool import (
-    BUCKETS,
-    GOOGLE,
-    SFTP,
-    STREAMED,
-    WEB,
-    Clients,
-    check_store,
-    encryption,
-    fsspec_options,
-    get_range,
-    open_url,
-    streamed,
-    tree,
-)
+from .fsspec_pool import BUCKETS, GOOGLE, SFTP, STREAMED, WEB, Clients, check_store, get_range, open_url, streamed, tree
 from .local_disk import parts_of
 
 __all__ = ["FsspecMover"]
@@ -41,7 +27,7 @@ SMALL = 4 << 20
 """Largest file, in bytes, taken to come in one answer; a larger one may come in ranges of different versions."""
 _PATTERN = re.compile(r"[*?\[]")
 _MEMORY = threading.Lock()
-"""Makes `FsspecMover.swap` of ``memory:`` one step."""
+"""Makes `FsspecMover.swap` one step in this process's memory."""
 _VERSION_FIELDS = (
     "ETag", "etag", "md5Hash", "content_md5", "generation", "VersionId", "LastModified", "last_modified", "updated",
     "mtime", "created", "blob_id", "Last-Modified", "modify", "modified",
@@ -51,8 +37,6 @@ _VERSION_FIELDS = (
 class FsspecMover:
     """A `Mover` for the file systems ``clients``, below their path ``root``."""
 
-    name = "fsspec"
-
     def __init__(self, *, url: str, clients: Clients, retries: Retries) -> None:
         self.url, self.clients, self.root, self.retries = url, clients, clients.root, retries
         self._scheme = url_scheme(url)
@@ -61,9 +45,8 @@ class FsspecMover:
     @classmethod
     def open(cls, url: str, options: Mapping[str, Any], *, moving: TransferOptions, retries: Retries) -> FsspecMover:
         """Open the file systems of ``url``. Raises `SpecError` if their package is not installed."""
-        given = {**fsspec_options(options), **encryption(url, options, moving)}
         # One more than a large transfer uses: a lease must be renewed meanwhile.
-        return cls(url=url, clients=open_url(url, given, most=max(2, moving.concurrency)), retries=retries)
+        return cls(url=url, clients=open_url(url, options, most=max(2, moving.concurrency)), retries=retries)
 
     def at(self, key: str) -> str:
         """Return the file system's own path of ``key``."""
@@ -115,33 +98,42 @@ class FsspecMover:
         return False
 
     def load(self, key: str) -> Loaded:
-        if self._scheme not in BUCKETS:
+        if not self._is_google:
             data = self.read(key)
             with self._looking() as fs:
                 return Loaded(data, hashlib.sha256(data).hexdigest(), _modified(fs.info(self.at(key))))
         with self._looking() as fs:
             before = fs.info(self.at(key))
             data, after = bytes(fs.cat_file(self.at(key))), fs.info(self.at(key))
-        if _swappable(before) != _swappable(after):
+        if before["generation"] != after["generation"]:
             raise ConnectionError("another object has come to the key meanwhile")
-        return Loaded(data, _swappable(after), _modified(after))
+        return Loaded(data, str(after["generation"]), _modified(after))
 
     def swap(self, key: str, version: str | None, data: bytes) -> str:
         """Replace the content by the service's own condition; in this process's memory by a lock."""
         with self._writing() as fs:
-            if self._scheme in GOOGLE:
+            if self._is_google:
                 bucket, name, _ = fs.split_path(self.at(key))
                 where = f"{fs._location}/upload/storage/v1/b/{quote(bucket)}/o"
                 named = {"uploadType": "media", "name": name, "ifGenerationMatch": version or "0"}
                 return str(fs.call("POST", where, data=data, json_out=True, **named)["generation"])
-            if self._scheme == "memory":
+            if self._is_memory:
                 return _swapped_in_memory(fs, self.at(key), version, data)
-            if version is not None and self._scheme not in BUCKETS:
+            if version is not None:
                 why = "cannot replace a file only while it is unchanged"
                 raise StorageError(f"{self.url}/{key}: {self.clients.kind.__name__} {why}")
-            given = {"mode": "create"} if version is None else _condition(self._scheme, version)
-            made = fs.pipe_file(self.at(key), data, **given)
-        return _swappable(made) if self._scheme in BUCKETS else hashlib.sha256(data).hexdigest()
+            fs.pipe_file(self.at(key), data, mode="create")
+        return hashlib.sha256(data).hexdigest()
+
+    @property
+    def _is_memory(self) -> bool:
+        from fsspec.implementations.memory import MemoryFileSystem
+
+        return issubclass(self.clients.kind, MemoryFileSystem)
+
+    @property
+    def _is_google(self) -> bool:
+        return self._scheme in GOOGLE and not self._is_memory
 
     def entry(self, key: str) -> Entry | None:
         with self._looking() as fs:
@@ -165,7 +157,7 @@ class FsspecMover:
 
         if type(fs).find is not AbstractFileSystem.find or self.clients.shared is not None:
             found = fs.find(path, detail=True)
-            return found if isinstance(found, Mapping) else {}  # adlfs returns a list if the path is itself a file
+            return found if isinstance(found, Mapping) else {}  # some return a list if the path is itself a file
         if fs.info(path or "/")["type"] != "directory":
             return {}
         return {info["name"]: self._followed(fs, info) for info in tree(fs, path)}
@@ -296,33 +288,11 @@ class FsspecMover:
                     fs.rm_file(self.at(key))
 
     def prune(self, prefix: str) -> None:
-        """Remove the markers of folders that adlfs's stores have; other object stores have no folders."""
-        if "abfs" not in self.clients.kind.protocol:
-            return
-        at = self.at(prefix)
-        with self.clients.one() as fs:
-            for info in [*tree(fs, at), {"name": at, "type": "directory"}]:
-                if info["type"] == "directory":
-                    with contextlib.suppress(OSError):
-                        fs.rm_file(info["name"])
+        """Do nothing: these stores have no folders of their own."""
 
 
 def _entry(info: Mapping[str, Any]) -> Entry:
     return Entry(-1 if info["size"] is None else int(info["size"]), _version(info), _modified(info))
-
-
-def _swappable(info: Mapping[str, Any]) -> str:
-    """Return the version of an object by which its service makes a write conditional."""
-    return str(info.get("generation") or info.get("ETag") or info["etag"])
-
-
-def _condition(scheme: str, version: str) -> Mapping[str, Any]:
-    """Return the options of s3fs and adlfs for a write over one version."""
-    if scheme in ("s3", "s3a"):
-        return {"IfMatch": version}
-    from azure.core import MatchConditions
-
-    return {"etag": version, "match_condition": MatchConditions.IfNotModified}
 
 
 def _swapped_in_memory(fs: Any, path: str, version: str | None, data: bytes) -> str:
@@ -339,7 +309,7 @@ def _version(info: Mapping[str, Any]) -> str:
 
 
 def _modified(info: Mapping[str, Any]) -> float:
-    """Return the change time, by the names of s3fs, gcsfs, adlfs, local file systems, WebDAV and memory."""
+    """Return the change time, by the names of gcsfs, SFTP, WebDAV, memory and other file systems."""
     found = (info.get(name) for name in ("LastModified", "updated", "last_modified", "mtime", "modified", "created"))
     return next((unix_seconds(value) for value in found if value is not None), 0.0)
 

@@ -18,9 +18,7 @@ from typing import Any
 
 from ..errors import SpecError
 from ..validate import url_scheme
-from .credential import Credential
 from .errors import classify
-from .files import TransferOptions
 
 __all__ = [
     "BUCKETS",
@@ -30,8 +28,6 @@ __all__ = [
     "WEB",
     "Clients",
     "check_store",
-    "encryption",
-    "fsspec_options",
     "get_range",
     "open_url",
     "streamed",
@@ -49,7 +45,7 @@ _ALIVE = 30
 WEB = frozenset({"http", "https"})
 STREAMED = WEB | {"ftp"}
 """Schemes whose files come as one stream: some servers ignore ranges, or stop only when the connection closes."""
-#: Schemes whose servers create exclusively, as tests show; the signatures of some of these classes do not say so.
+#: Schemes that create exclusively, as tests show; the signatures of some of these classes do not say so.
 _EXCLUSIVE = BUCKETS | {"memory"}
 #: Logger by scheme, where it is not the package of fsspec's class.
 _LOGS = dict.fromkeys(SFTP, "paramiko")
@@ -113,24 +109,6 @@ def _uninstalled(scheme: str, package: str, exc: ImportError) -> SpecError:
     found = [*([cause.name] if cause.name in quoted else []), *quoted, cause.name or package]
     name = package if package != "fsspec" else found[0]
     return not_installed(f"{scheme}://", extra_of(name), field="store", named=[name], why=why)
-
-
-def fsspec_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``options`` in the form that fsspec takes."""
-    return {name: value.fsspec() if isinstance(value, Credential) else value for name, value in options.items()}
-
-
-def encryption(url: str, options: Mapping[str, Any], moving: TransferOptions) -> dict[str, Any]:
-    """Return s3fs's options for the encryption of every object that is written."""
-    if not moving.sse:
-        return {}
-    words = {"ServerSideEncryption": moving.sse}
-    if moving.sse_kms_key_id:
-        words["SSEKMSKeyId"] = moving.sse_kms_key_id
-    from fsspec.config import conf
-
-    name = "s3_additional_kwargs"  # an option replaces the value in fsspec's configuration, so both are merged
-    return {name: {**conf.get("s3", {}).get(name, {}), **options.get(name, {}), **words}}
 
 
 class Clients:

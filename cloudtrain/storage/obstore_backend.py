@@ -1,4 +1,4 @@
-"""Move a store's bytes through obstore: S3, Azure Blob and Cloud Storage, by its synchronous calls from threads.
+"""Move a store's bytes through obstore: S3 and Azure Blob Storage, by its synchronous calls from threads.
 
 Its asynchronous calls aborted at the interpreter's exit, after success. Memory is bounded for files of any size. At
 most `SLOTS` chunks of `CHUNK` come in at a time, and `LARGE` files of `PARTS` parts go out.
@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import CloudtrainError, StorageError
+from ..validate import url_scheme
 from .errors import Retries
-from .files import MOST_PIECES, PIECE, Entry, Loaded, Names, parallel
+from .extras import extra_of, not_installed
+from .files import MOST_PIECES, PIECE, Entry, Loaded, Names, TransferOptions, parallel
 from .local_disk import disk_errors, write_back
-from .obstore_config import ObstoreConfig, Unproven, authorities
+from .obstore_config import SDKS, ObstoreConfig, find_access
 
-__all__ = ["ObstoreMover", "check_usable"]
+__all__ = ["ObstoreMover", "OtherRegionError", "TooLargeError"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,19 +43,21 @@ SILENCE = timedelta(seconds=60)
 SENDING = timedelta(minutes=10)
 """Time limit to send a body of `PIECE` bytes."""
 TRIES = 7
-"""Half a minute in all: s3fs has botocore's tries within its own, obstore only ours."""
+"""Half a minute in all."""
 _WRITER = "cloudtrainwriter"  # a gateway may drop headers with underscores
 _STATUS = re.compile(r"status code: (\d{3})[^:]*:?\s*(?P<body>.*)", re.DOTALL)
 _OS_WORDS = re.compile(r'message: "([^"]+)"')
-#: Requests that fsspec can make and obstore cannot, by obstore's message.
-_BEYOND = {
-    "Received redirect": "the bucket is in another region",
-    "AuthorizationHeaderMalformed": "the bucket is in another region",
-    "copy source is larger": "an object of more than 5 GiB is copied in parts",
-    "non-partial response": "the server does not answer ranges as such",
-    "InvalidPath": "a key is not a plain path",
-    "Could not parse path": "a key is not a plain path",
-    "InvalidCertificate": "the server's certificate is not trusted",
+_ELSEWHERE = ("Received redirect", "AuthorizationHeaderMalformed")
+_TOO_LARGE = "copy source is larger"
+#: Failures that no other try can change, by obstore's message: the reason, and the way out.
+_FINAL = {
+    "non-partial response": ("the server does not answer ranges as such", ""),
+    "InvalidPath": ("a key has an empty part or a control character", "rename the object"),
+    "Could not parse path": ("a key has an empty part or a control character", "rename the file"),
+    "InvalidCertificate": (
+        "the server's certificate is not trusted",
+        "set AWS_CA_BUNDLE, REQUESTS_CA_BUNDLE or SSL_CERT_FILE to the certificate of its authority",
+    ),
 }
 #: Transient errors with status 400: the body took too long.
 _PASSING = ("RequestTimeout", "BadDigest", "IncompleteBody")
@@ -65,6 +69,22 @@ _caller = threading.local()
 
 class _Replaced(Exception):
     """A new object under the key, written during the download."""
+
+
+class _FinalError(Exception):
+    """A failure that no other try can change, with the way out."""
+
+    def __init__(self, why: str, hint: str = "") -> None:
+        self.hint = hint
+        super().__init__(why)
+
+
+class OtherRegionError(_FinalError):
+    """A bucket in another region than the configured one."""
+
+
+class TooLargeError(StorageError):
+    """An object that is too large for one copy on the server."""
 
 
 class _Refusal(Exception):
@@ -101,28 +121,56 @@ def _apart(work: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def check_usable() -> None:
-    """Raise `Unproven` if obstore is not installed, or was used before this process was forked."""
-    try:
-        import obstore  # noqa: F401
-    except ImportError as exc:
-        raise Unproven(f"it is not installed; pip install obstore ({exc})") from None
-    if _runtime and _runtime[0] != os.getpid():
-        raise Unproven("it does not survive a fork", demanded=False)
-
-
 class ObstoreMover:
-    """A `Mover` with ``access``. It does not survive a fork: see `check_usable`."""
-
-    name = "obstore"
+    """A `Mover` with ``access``. It does not survive a fork."""
 
     def __init__(self, *, url: str, access: ObstoreConfig, retries: Retries) -> None:
         self.url, self.retries, self._access = url, retries, access
-        self._keys = _Keys(access.keys)
+        self._keys = _Keys(access.keys) if access.keys is not None else None
         self._store = _client(access, self._keys, retries=0, silence=SILENCE)
         self._slots = threading.BoundedSemaphore(SLOTS)
         self._large = threading.BoundedSemaphore(LARGE)
         _runtime[:] = [os.getpid()]
+
+    @classmethod
+    def open(
+        cls, url: str, options: Mapping[str, Any], *, moving: TransferOptions, retries: Retries | None
+    ) -> ObstoreMover:
+        """Open the bucket of ``url``. Raises `SpecError` without obstore, `StorageError` in a forked process."""
+        try:
+            import obstore  # noqa: F401
+        except ImportError as exc:
+            scheme, extra = url_scheme(url), extra_of(SDKS[url_scheme(url)])
+            why = "" if isinstance(exc, ModuleNotFoundError) else str(exc)
+            raise not_installed(f"{scheme}://", extra, field="store", named=["obstore"], why=why) from None
+        if _runtime and _runtime[0] != os.getpid():
+            hint = "start child processes with the method spawn"
+            raise StorageError(f"{url}: this process is a fork of one that has used obstore", hint=hint)
+        access = find_access(url, options, os.environ, moving=moving)
+        return cls(url=url, access=access, retries=retries or Retries(tries=TRIES))
+
+    def region(self) -> str:
+        """Return the region of the bucket, as its server says it; "" if it does not, or agrees with the configured."""
+        import ssl
+        from urllib.error import HTTPError
+        from urllib.request import Request, urlopen
+
+        config = self._access.config
+        where = config["endpoint"]
+        if not config["virtual_hosted_style_request"]:
+            where += f"/{self._access.bucket}"
+        trusted = ssl.create_default_context()
+        if self._access.certificates is not None:
+            trusted.load_verify_locations(cadata=self._access.certificates.decode())
+        try:
+            with urlopen(Request(where, method="HEAD"), timeout=SILENCE.total_seconds(), context=trusted) as answer:
+                headers = answer.headers
+        except HTTPError as exc:  # a refusal, too, names the region
+            headers = exc.headers
+        except OSError:
+            return ""
+        found = str(headers.get("x-amz-bucket-region") or "")
+        return found if found != config["region"] else ""
 
     @functools.cached_property
     def _sender(self) -> Any:
@@ -149,10 +197,10 @@ class ObstoreMover:
 
         try:
             yield obstore
-        except (CloudtrainError, Unproven):
+        except CloudtrainError:
             raise
         except (obstore.exceptions.BaseError, FileNotFoundError, ValueError) as exc:
-            if (told := _refusal(exc, self._keys.failure)) is exc:
+            if (told := _refusal(exc, self._keys.failure if self._keys is not None else None)) is exc:
                 raise
             raise told from exc
 
@@ -462,17 +510,17 @@ class _Sum:
             raise ConnectionError(f"{self.total} bytes came in place of {total}")
 
 
-def _client(access: ObstoreConfig, keys: _Keys, *, retries: int, silence: timedelta) -> Any:
+def _client(access: ObstoreConfig, keys: _Keys | None, *, retries: int, silence: timedelta) -> Any:
     """Return obstore's client; ``silence`` is its read timeout, which also counts while a body is sent."""
-    from obstore.store import AzureStore, GCSStore, S3Store
+    from obstore.store import AzureStore, S3Store
 
     options: dict[str, Any] = {"timeout": timedelta(hours=1), "connect_timeout": timedelta(seconds=10)}
-    options["read_timeout"] = silence
-    if access.config.get("endpoint", "").startswith("http:"):
+    options |= {"read_timeout": silence, "allow_invalid_certificates": False}
+    if access.config["endpoint"].startswith("http:"):
         options["allow_http"] = True
-    elif (certificates := authorities(os.environ)) is not None:
-        options["root_certificate"] = certificates
-    make: Any = {"s3": S3Store, "azure": AzureStore, "gcs": GCSStore}[access.kind]
+    if access.certificates is not None:
+        options["root_certificate"] = access.certificates
+    make: Any = {"s3": S3Store, "azure": AzureStore}[access.kind]
     return make(
         access.bucket,
         client_options=options,
@@ -520,8 +568,14 @@ def _refusal(exc: Exception, unsigned: Exception | None) -> Exception:
     found = _STATUS.search(text)
     if unsigned is not None and found is None and "UnauthenticatedError" in type(exc).__name__:
         return unsigned
-    if why := next((why for words, why in _BEYOND.items() if words in (text if found else str(exc))), None):
-        return Unproven(why)
+    whole = text if found else str(exc)
+    if any(words in whole for words in _ELSEWHERE):
+        hint = "set AWS_DEFAULT_REGION, or the setting region of your provider"
+        return OtherRegionError("the bucket is in another region", hint)
+    if _TOO_LARGE in whole:
+        return TooLargeError("the object is too large for one copy on the server")
+    if final := next((final for words, final in _FINAL.items() if words in whole), None):
+        return _FinalError(*final)
     if found is not None:
         return _answered(text, int(found[1]), " ".join(found["body"].split()))
     if isinstance(exc, (FileNotFoundError, ValueError)) or type(exc).__name__ not in ("GenericError", "BaseError"):

@@ -1,12 +1,13 @@
-"""Configure obstore with the endpoint, region and credentials that fsspec would use.
+"""Configure obstore for a bucket of S3 or a container of Azure Blob Storage, as the vendor's own SDK would.
 
-Each library reads its own environment variables and configuration. If only one library knows a word, or no test has
-compared a credential, this raises `Unproven`: fsspec then moves the bytes. Only credentials are asked of the network.
+The provider's options come first, then fsspec's configuration of the scheme, then the SDK's variables and files. Raises
+`SpecError` for a word that obstore cannot honour. Only credentials are asked of the network.
 """
 
 from __future__ import annotations
 
 import base64
+import io
 import os
 import re
 import sys
@@ -15,157 +16,172 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from ..errors import AuthError
+from ..errors import AuthError, SpecError
 from ..validate import url_scheme
-from .credential import Credential
+from .extras import extra_of, not_installed
 from .files import TransferOptions
 
-__all__ = ["ObstoreConfig", "Unproven", "authorities", "find_access"]
+__all__ = ["SDKS", "ObstoreConfig", "find_access"]
 
-#: Variables that change nothing, or the same for both libraries. With any other AWS variable, fsspec moves the bytes.
-_AWS_WORDS = re.compile(
-    "AWS_("
-    "ACCESS_KEY_ID|SECRET_ACCESS_KEY|SESSION_TOKEN|(DEFAULT_)?(REGION|PROFILE|OUTPUT)|CONFIG_FILE"
-    "|SHARED_CREDENTIALS_FILE|ENDPOINT_URL(_.*)?|ROLE_ARN|ROLE_SESSION_NAME|WEB_IDENTITY_TOKEN_FILE"
-    "|CONTAINER_CREDENTIALS_(RELATIVE|FULL)_URI|CONTAINER_AUTHORIZATION_TOKEN(_FILE)?|EC2_METADATA_DISABLED"
-    "|METADATA_SERVICE_(TIMEOUT|NUM_ATTEMPTS)|MAX_ATTEMPTS|RETRY_MODE|EXECUTION_ENV|PAGER|STS_REGIONAL_ENDPOINTS"
-    "|ALLOW_HTTP|SDK_LOAD_CONFIG|CA_BUNDLE)"
+_AWS, _AZURE = "boto3", "azure-identity"
+SDKS = {"s3": _AWS, "s3a": _AWS, "abfs": _AZURE, "abfss": _AZURE, "az": _AZURE}
+"""The schemes that obstore serves, each with the package that gives credentials."""
+Keys = Callable[[], Mapping[str, Any]]
+
+#: obstore's own variables that it takes whatever it is given; AWS's SDK knows none of them.
+_AWS_ENCRYPTION = re.compile(r"AWS_(SERVER_SIDE_ENCRYPTION|SSE_\w+)")
+#: Variables and keys of an AWS profile that may change S3's endpoint in ways that only botocore knows.
+_AWS_RULES = re.compile(r"AWS_(USE_\w+_ENDPOINT|IGNORE_CONFIGURED_ENDPOINT_URLS|S3_US_EAST_1_REGIONAL_ENDPOINT)")
+_PROFILE_RULES = re.compile(r"s3|s3_.*|services|use_.*|ignore_configured_endpoint_urls")
+#: Regions whose endpoint is s3.REGION.amazonaws.com.
+_PLAIN_REGION = re.compile(r"(af|ap|ca|eu|il|me|mx|sa|us)-(?!iso)[\w-]+")
+_AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_AZURE_HOST = re.compile(
+    r"(?P<account>[^.]+)\.(dfs|blob)\.(?P<cloud>core\.(windows\.net|usgovcloudapi\.net|chinacloudapi\.cn))"
 )
-#: Keys of an AWS profile that change requests to S3, and that only botocore reads.
-_AWS_CONFIGURED = re.compile(r"s3|s3_.*|services|ca_bundle|use_.*|ignore_configured_endpoint_urls|sigv4a.*|request_.*")
-_AZURE_WORDS = frozenset(
-    f"AZURE_STORAGE_{word}" for word in ("CONNECTION_STRING", "ACCOUNT_NAME", "ACCOUNT_KEY", "SAS_TOKEN")
-)
-_AZURE_OTHERS = frozenset({"AZURE_SKIP_SIGNATURE", "AZURE_USE_FABRIC_ENDPOINT", "AZURE_ENCRYPTION_KEY"})
-_AZURE_HOST = re.compile(r"(?P<account>[^.]+)\.(dfs|blob)\.core\.windows\.net")
 _AZURE_SCOPE = "https://storage.azure.com/.default"
-#: Names of one and the same fsspec file system, which reads the configuration of each of them.
-_ALIASES = ({"s3", "s3a"}, {"abfs", "abfss", "az"}, {"gs", "gcs"})
+_PRINCIPAL = ("tenant_id", "client_id", "client_secret")
 #: Variables with the path of a CA file, in order of precedence. obstore trusts that file and the system's authorities.
-_CERTIFICATES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
-
-
-class Unproven(Exception):
-    """The reason why fsspec moves a URL's bytes. ``demanded``: a user who chose obstore gets it as an error."""
-
-    def __init__(self, why: str, *, demanded: bool = True) -> None:
-        self.demanded = demanded
-        super().__init__(why)
+_CERTIFICATES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObstoreConfig:
-    """An access to a bucket: ``kind`` is s3, azure or gcs; ``config`` has obstore's names.
+    """An access to a bucket: ``kind`` is s3 or azure; ``config`` has obstore's names.
 
-    ``keys`` returns the credentials for the next request. It raises the errors of the vendor's SDK.
+    ``keys`` returns the credentials for the next request, and raises the errors of the vendor's SDK. It is None for
+    anonymous access. ``certificates`` are further CA certificates to trust (PEM).
     """
 
     kind: str
     bucket: str
     root: str
-    config: Mapping[str, str]
-    keys: Callable[[], Mapping[str, Any]] = field(repr=False)
+    config: Mapping[str, Any]
+    keys: Keys | None = field(repr=False)
+    certificates: bytes | None = field(default=None, repr=False)
 
 
 def find_access(
     url: str, options: Mapping[str, Any], environ: Mapping[str, str], *, moving: TransferOptions
 ) -> ObstoreConfig:
-    """Return the access that fsspec has with ``options``. Raises `Unproven`, or `AuthError` without credentials."""
-    scheme = url_scheme(url)
-    find = {"s3": _s3, "abfs": _azure, "abfss": _azure, "az": _azure, "gs": _gcs}.get(scheme)
-    if find is None:
-        raise Unproven(f"it does not know {scheme}: URLs", demanded=False)
-    _check_fsspec_is_bare(scheme, environ)
-    return find(url, options, environ, moving)
+    """Return the access to ``url``. Raises `SpecError` for what cannot be honoured, `AuthError` without credentials."""
+    find = _s3 if SDKS[url_scheme(url)] == _AWS else _azure
+    return find(url, _with_configured(url_scheme(url), options, environ), environ, moving)
 
 
-def authorities(environ: Mapping[str, str]) -> bytes | None:
-    """Return the configured CA certificates (PEM). Raises `Unproven` if they are not in one readable file."""
-    path = next((environ[name] for name in _CERTIFICATES if environ.get(name)), None)
-    try:
-        return Path(path).read_bytes() if path else None
-    except OSError as exc:
-        raise Unproven(f"{path}: {exc.strerror}") from None
-
-
-def _check_fsspec_is_bare(scheme: str, environ: Mapping[str, str]) -> None:
-    """Raise `Unproven` if fsspec is configured for ``scheme``. fsspec is imported only if it may be: that is slow."""
+def _with_configured(scheme: str, options: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return ``options`` over fsspec's for the scheme. fsspec is imported only if it may be configured."""
     folder = Path(environ.get("FSSPEC_CONFIG_DIR") or os.path.expanduser("~/.config/fsspec"))
     somewhere = folder.is_dir() or any(name.startswith("FSSPEC_") for name in environ)
     if not somewhere and "fsspec.config" not in sys.modules:
-        return
+        return dict(options)
     from fsspec.config import conf
 
-    if any(conf.get(name) for names in _ALIASES if scheme in names for name in names):
-        raise Unproven(f"fsspec is configured for {scheme}: URLs")
+    found: dict[str, Any] = {}
+    for name in (name for name, sdk in SDKS.items() if sdk == SDKS[scheme]):
+        found |= conf.get(name) or {}
+    inner = {**(found.get("client_kwargs") or {}), **(options.get("client_kwargs") or {})}
+    return {**found, **options, **({"client_kwargs": inner} if inner else {})}
 
 
 def _only(options: Mapping[str, Any], known: str, what: str = "") -> None:
     for name, value in options.items():
         if name not in known.split() and value is not None:
-            raise Unproven(f"{what}{name} is fsspec's own option")
+            hint = "remove it from fsspec's configuration (~/.config/fsspec, FSSPEC_ variables)"
+            raise SpecError(f"fsspec's option {what}{name} is not supported for this URL", field="store", hint=hint)
+
+
+def _true(value: object) -> bool:
+    return str(value or "").lower() not in ("", "false", "0", "f", "no")
 
 
 def _parts(url: str) -> tuple[str, str]:
     bucket, _, root = url.partition("://")[2].partition("/")
     root = root.rstrip("/")
     if root and not {"", ".", ".."}.isdisjoint(root.split("/")):
-        raise Unproven("its path is not a plain one")
+        raise SpecError(f"{url}: its path has an empty part, '.' or '..'", field="store")
     return bucket, root
+
+
+def _certificates(path: str | None) -> bytes | None:
+    """Return the configured CA certificates (PEM). Raises `SpecError` if they are not in one readable file."""
+    try:
+        return Path(path).read_bytes() if path else None
+    except OSError as exc:
+        hint = "set AWS_CA_BUNDLE, REQUESTS_CA_BUNDLE or SSL_CERT_FILE to one file in PEM format"
+        raise SpecError(f"the CA certificates in {path}: {exc.strerror}", field="store", hint=hint) from None
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+    return next((environ[name] for name in names if environ.get(name)), None)
 
 
 # ------------------------------------------------------------------------------------------------------------------- S3
 
 
 def _s3(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving: TransferOptions) -> ObstoreConfig:
-    _only(options, "client_kwargs session endpoint_url key secret token profile")
+    _only(options, "anon client_kwargs endpoint_url key profile requester_pays secret session token")
     client = options.get("client_kwargs") or {}
     _only(client, "endpoint_url region_name", "client_kwargs.")
-    if other := sorted(name for name in environ if name.startswith("AWS_") and not _AWS_WORDS.fullmatch(name)):
-        raise Unproven(f"{other[0]} is set")
+    if word := next((name for name in sorted(environ) if _AWS_ENCRYPTION.fullmatch(name)), None):
+        hint = f"unset {word}, and set sse and sse_kms_key_id in cloudtrain.toml"
+        raise SpecError(f"{word} is set, which AWS's SDK does not know", field="sse", hint=hint)
     bucket, root = _parts(url)
     if bucket.startswith("arn:") or bucket.endswith("--x-s3"):
-        raise Unproven("access points and directory buckets are not tested")
-    keys, configured = _aws_keys(url, options, environ)
-    endpoint = (
-        options.get("endpoint_url")
-        or client.get("endpoint_url")
-        or environ.get("AWS_ENDPOINT_URL_S3")
-        or environ.get("AWS_ENDPOINT_URL")
-        or configured.get("endpoint_url")
+        raise SpecError(f"{url}: ARNs and directory buckets are not supported", field="store")
+    anonymous, keys = _true(options.get("anon")), _static_keys(options, environ)
+    session = options.get("session")
+    region = client.get("region_name") or environ.get("AWS_DEFAULT_REGION")
+    endpoint = options.get("endpoint_url") or client.get("endpoint_url")
+    rules = any(_AWS_RULES.fullmatch(name) for name in environ) or (
+        bool(region) and not endpoint and not _PLAIN_REGION.fullmatch(str(region))
     )
-    region = client.get("region_name") or environ.get("AWS_DEFAULT_REGION") or configured.get("region") or "us-east-1"
-    if not endpoint and not re.match(r"(af|ap|ca|eu|il|me|mx|sa|us)-(?!iso)", region):
-        raise Unproven(f"the endpoint of {region} is not tested")
-    config = {"region": region}
-    if endpoint:
-        config |= {"endpoint": endpoint, "aws_endpoint_url_s3": endpoint}
+    profile = options.get("profile")
+    if session is None and (profile or rules or _configured(environ) or not (anonymous or keys)):
+        session = _botocore(url, profile)
+    scoped = session.get_scoped_config() if session is not None else {}
+    if session is not None:
+        region = client.get("region_name") or session.get_config_variable("region")
+        rules = rules or any(_PROFILE_RULES.fullmatch(name) for name in scoped)
+    region = str(region or "us-east-1")
+    virtual = False
+    if session is not None and (rules or not (endpoint or _PLAIN_REGION.fullmatch(region))):
+        endpoint, virtual = _ruled_endpoint(session, bucket, region, endpoint)
+    else:
+        endpoint = endpoint or _first(environ, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
+        endpoint = endpoint or scoped.get("endpoint_url") or f"https://s3.{region}.amazonaws.com"
+    # obstore reads variables of its own for these: each is given, so that none of them counts.
+    config: dict[str, Any] = {
+        "region": region, "endpoint": endpoint, "aws_endpoint_url_s3": endpoint, "skip_signature": anonymous,
+        "virtual_hosted_style_request": virtual, "conditional_put": "etag", "s3_express": False,
+        "unsigned_payload": False, "request_payer": _true(options.get("requester_pays")),
+    }  # fmt: skip
     if moving.sse:
         config["server_side_encryption"] = moving.sse
     if moving.sse_kms_key_id:
         config["sse_kms_key_id"] = moving.sse_kms_key_id
-    return ObstoreConfig(kind="s3", bucket=bucket, root=root, config=config, keys=keys)
+    bundle = session.get_config_variable("ca_bundle") if session is not None else environ.get("AWS_CA_BUNDLE")
+    return ObstoreConfig(
+        kind="s3",
+        bucket=bucket,
+        root=root,
+        config=config,
+        keys=None if anonymous else _aws_keys(url, options, keys, session),
+        certificates=_certificates(bundle or _first(environ, _CERTIFICATES)),
+    )
 
 
-def _aws_keys(
-    url: str, options: Mapping[str, Any], environ: Mapping[str, str]
-) -> tuple[Callable[[], Mapping[str, Any]], Mapping[str, str]]:
-    """Return the function that gives credentials, and the region and endpoint_url of AWS's configuration."""
-    session, profile = options.get("session"), options.get("profile")
-    if session is not None and not isinstance(session, Credential):
-        raise Unproven("session is fsspec's own option")
-    if session is None and profile is None and not _configured(environ):
-        key, secret, token = (options.get(name) for name in ("key", "secret", "token"))
-        if not (key or secret or token):
-            words = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-            key, secret, token = (environ.get(name) for name in words)
-        if key and secret:
-            plain = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
-            return lambda: plain, {}
-    if any(options.get(name) for name in ("key", "secret", "token")):
-        raise Unproven("keys among the options, and a configuration beside them, are not tested")
-    return _botocore_keys(url, session.own if isinstance(session, Credential) else None, profile)
+def _static_keys(options: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[str, str, str | None] | None:
+    """Return the keys among the options, else those of the environment; None for no complete pair."""
+    key, secret, token = (options.get(name) for name in ("key", "secret", "token"))
+    if key or secret or token:
+        if not (key and secret):
+            raise SpecError("fsspec's options key and secret count only together", field="store")
+    else:
+        key, secret, token = (environ.get(name) for name in _AWS_KEYS)
+    return (str(key), str(secret), token) if key and secret else None
 
 
 def _configured(environ: Mapping[str, str]) -> bool:
@@ -176,19 +192,51 @@ def _configured(environ: Mapping[str, str]) -> bool:
     return any(os.path.exists(os.path.expanduser(environ.get(name) or usual)) for name, usual in files)
 
 
-def _botocore_keys(
-    url: str, session: Any, profile: str | None
-) -> tuple[Callable[[], Mapping[str, Any]], Mapping[str, str]]:
-    """Use botocore's chain: files, SSO, roles, web identity, containers, machines. It renews expired credentials."""
-    if session is None:
-        try:
-            import botocore.session
-        except ImportError:
-            raise Unproven("botocore is not installed") from None
-        session = botocore.session.Session(profile=profile)
-    scoped = session.get_scoped_config()
-    if word := next((name for name in scoped if _AWS_CONFIGURED.fullmatch(name)), None):
-        raise Unproven(f"AWS's configuration has {word}")
+def _botocore(url: str, profile: str | None) -> Any:
+    """Return botocore's session: files, SSO, roles, web identity, containers, machines."""
+    try:
+        import botocore.session
+    except ImportError:
+        raise not_installed(f"{url_scheme(url)}://", extra_of(_AWS), field="store", named=[_AWS]) from None
+    return botocore.session.Session(profile=profile)
+
+
+def _ruled_endpoint(session: Any, bucket: str, region: str, endpoint: str | None) -> tuple[str, bool]:
+    """Return the endpoint that botocore chooses, and whether the bucket is part of its host. Nothing is sent."""
+    from botocore import UNSIGNED
+    from botocore.awsrequest import AWSResponse
+    from botocore.config import Config
+
+    client = session.create_client(
+        "s3", region_name=region, endpoint_url=endpoint, config=Config(signature_version=UNSIGNED)
+    )
+    chosen: list[str] = []
+
+    def answer(request: Any, **_: Any) -> Any:
+        chosen.append(request.url)
+        return AWSResponse(request.url, 200, {}, _NoBody())
+
+    client.meta.events.register("before-send.s3.HeadBucket", answer)
+    client.head_bucket(Bucket=bucket)
+    found = chosen[0].rstrip("/")
+    if (urlsplit(found).hostname or "").startswith(f"{bucket}.".lower()):
+        return found, True
+    return found.removesuffix(f"/{bucket}"), False
+
+
+class _NoBody(io.BytesIO):
+    """The body of an answer that nobody sent."""
+
+    def stream(self, **_: Any) -> Any:
+        """Return no chunks."""
+        return iter(())
+
+
+def _aws_keys(url: str, options: Mapping[str, Any], static: tuple[str, str, str | None] | None, session: Any) -> Keys:
+    """Return the keys among the options, else botocore's, else those of the environment."""
+    if static is not None and (session is None or options.get("key")):
+        plain = {"access_key_id": static[0], "secret_access_key": static[1], "token": static[2], "expires_at": None}
+        return lambda: plain
     credentials = session.get_credentials()
     if credentials is None:
         raise AuthError(f"{url}: no access: Unable to locate credentials", hint="run: aws configure, or: aws sso login")
@@ -202,97 +250,105 @@ def _botocore_keys(
             "expires_at": datetime.now(timezone.utc),  # botocore knows the expiry, so it is asked each time
         }
 
-    region = session.get_config_variable("region")
-    return keys, {name: str(v) for name, v in (("region", region), ("endpoint_url", scoped.get("endpoint_url"))) if v}
+    return keys
 
 
-# ---------------------------------------------------------------------------------------------------------- Azure, GCS
+# ---------------------------------------------------------------------------------------------------------------- Azure
 
 
 def _azure(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving: TransferOptions) -> ObstoreConfig:
-    known = (
-        "anon account_name account_host account_key sas_token connection_string authority disable_instance_discovery"
-    )
-    _only(options, known)
-    if options.get("anon"):
-        raise Unproven("anonymous access is not tested")
-    for name in sorted(environ):
-        if (name.startswith("AZURE_STORAGE_") and name not in _AZURE_WORDS) or name in _AZURE_OTHERS:
-            raise Unproven(f"{name} is set")
+    known = "account_host account_key account_name anon client_id client_secret connection_string sas_token tenant_id"
+    _only(options, f"{known} authority disable_instance_discovery")
+    if environ.get("AZURE_ENCRYPTION_KEY"):
+        hint = "unset AZURE_ENCRYPTION_KEY"
+        raise SpecError("AZURE_ENCRYPTION_KEY is set, which Azure's SDK does not know", field="store", hint=hint)
 
     def given(name: str) -> str:
         return str(options.get(name) or environ.get(f"AZURE_STORAGE_{name.upper()}") or "")
 
     place, root = _parts(url)
     container, _, host = place.partition("@")
+    if not host and _AZURE_HOST.fullmatch(container):
+        hint = f"write abfs://CONTAINER@{container}/…"
+        raise SpecError(f"{url} names no container", field="store", hint=hint)
+    words = _words(given("connection_string"))
+    account, endpoint = _connected(words) if words else _account(url, host, given, str(options.get("account_host", "")))
+    key = words.get("AccountKey", "") if words else given("account_key")
+    sas = words.get("SharedAccessSignature", "") if words else given("sas_token")
+    principal = {} if words or key or sas else {name: given(name) for name in _PRINCIPAL}
+    anonymous = _true(given("anon")) and not (words or key or sas or any(principal.values()))
+    identity = {name: options[name] for name in ("authority", "disable_instance_discovery") if name in options}
+    # obstore reads variables of its own for these: each is given, so that none of them counts.
+    config = {
+        "account_name": account,
+        "endpoint": endpoint.rstrip("/"),
+        "skip_signature": anonymous,
+        "use_emulator": False,
+        "use_fabric_endpoint": False,
+    }
+    return ObstoreConfig(
+        kind="azure",
+        bucket=container,
+        root=root,
+        config=config,
+        keys=None if anonymous else _azure_keys(url, key, sas, principal, identity),
+        certificates=_certificates(_first(environ, _CERTIFICATES)),
+    )
+
+
+def _account(url: str, host: str, given: Callable[[str], str], own_host: str) -> tuple[str, str]:
+    """Return the account name and endpoint by the URL's host, else by the options and variables."""
     named = _AZURE_HOST.fullmatch(host)
-    if host and not named and not options.get("account_name"):
-        raise Unproven("the account of another cloud is not named")
-    if not host and _AZURE_HOST.fullmatch(place):
-        raise Unproven("a URL without its container is adlfs's own")
-    if string := given("connection_string"):
-        words = dict(part.split("=", 1) for part in string.strip().strip(";").split(";") if "=" in part)
-        account, endpoint = _azure_account(words)
-        key, sas = words.get("AccountKey", ""), words.get("SharedAccessSignature", "")
-    else:
-        account = str(options.get("account_name") or (named["account"] if named else given("account_name")))
-        endpoint = f"https://{options.get('account_host') or f'{account}.blob.core.windows.net'}"
-        key, sas = given("account_key"), given("sas_token")
+    if host and not named and not own_host:
+        hint = "set the host of its blobs: FSSPEC_ABFS_ACCOUNT_NAME=NAME FSSPEC_ABFS_ACCOUNT_HOST=NAME.blob.…"
+        raise SpecError(f"{url}: {host} is not a host of a known Azure cloud", field="store", hint=hint)
+    account = named["account"] if named else given("account_name")
     if not account:
-        raise Unproven("the account is not named")
-    config = {"account_name": account, "endpoint": endpoint.rstrip("/")}
-    keys = _azure_keys(key, sas, {k: options[k] for k in ("authority", "disable_instance_discovery") if k in options})
-    return ObstoreConfig(kind="azure", bucket=container, root=root, config=config, keys=keys)
+        hint = "set AZURE_STORAGE_ACCOUNT_NAME, or write abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/…"
+        raise SpecError(f"{url}: the storage account is not named", field="store", hint=hint)
+    cloud = named["cloud"] if named else "core.windows.net"
+    return account, f"https://{own_host or f'{account}.blob.{cloud}'}"
 
 
-def _azure_account(words: Mapping[str, str]) -> tuple[str, str]:
+def _words(string: str) -> dict[str, str]:
+    """Return the words of a connection string, {} for none."""
+    words = dict(part.split("=", 1) for part in string.strip().strip(";").split(";") if "=" in part)
+    if string and not (words.get("AccountKey") or words.get("SharedAccessSignature")):
+        raise SpecError("the connection string has neither AccountKey nor SharedAccessSignature", field="store")
+    return words
+
+
+def _connected(words: Mapping[str, str]) -> tuple[str, str]:
     """Return the account name and endpoint of a connection string."""
-    if not (words.get("AccountKey") or words.get("SharedAccessSignature")):
-        raise Unproven("a connection string without a key and signature is not tested")
     endpoint = words.get("BlobEndpoint", "")
     account = words.get("AccountName") or re.sub(r"^https?://([^./:]+)\..*", r"\1", endpoint)
     protocol, suffix = words.get("DefaultEndpointsProtocol", "https"), words.get("EndpointSuffix", "core.windows.net")
     return account, endpoint or f"{protocol}://{account}.blob.{suffix}"
 
 
-def _azure_keys(key: str, sas: str, identity: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
+def _azure_keys(url: str, key: str, sas: str, principal: Mapping[str, str], identity: Mapping[str, Any]) -> Keys:
+    """Return the account key, else the signature, else tokens of azure-identity."""
     if key:
         try:
             base64.b64decode(key, validate=True)
         except ValueError:
-            raise Unproven("the account key is not base64") from None
+            raise SpecError("the key of the storage account is not base64", field="store") from None
         return lambda: {"access_key": key, "expires_at": None}
     if sas:
-        raise Unproven("what it removes by a shared access signature is not tested")
+        return lambda: {"sas_token": sas.removeprefix("?"), "expires_at": None}
     try:
-        from azure.identity import DefaultAzureCredential
+        from azure.identity import ClientSecretCredential, DefaultAzureCredential
     except ImportError:
-        raise Unproven("azure-identity is not installed") from None
-    credential = DefaultAzureCredential(**identity)
+        raise not_installed(f"{url_scheme(url)}://", extra_of(_AZURE), field="store", named=[_AZURE]) from None
+    if any(principal.values()):
+        if lacking := [f"AZURE_STORAGE_{name.upper()}" for name, value in principal.items() if not value]:
+            raise SpecError(f"the service principal is incomplete: {', '.join(lacking)} not set", field="store")
+        credential: Any = ClientSecretCredential(**principal, **identity)
+    else:
+        credential = DefaultAzureCredential(**identity)
 
     def token() -> Mapping[str, Any]:
         found = credential.get_token(_AZURE_SCOPE)
         return {"token": found.token, "expires_at": datetime.fromtimestamp(found.expires_on, timezone.utc)}
 
     return token
-
-
-def _gcs(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving: TransferOptions) -> ObstoreConfig:
-    """Configure GCS only if the user chose obstore: it uses the XML API, and no faithful test server has that."""
-    _only(options, "token")
-    credentials: Any = options.get("token")
-    if moving.mover != "obstore":
-        raise Unproven("Cloud Storage is not tested through it")
-    if environ.get("STORAGE_EMULATOR_HOST"):
-        raise Unproven("an emulator of Cloud Storage speaks another API")
-    if not hasattr(credentials, "refresh"):
-        raise Unproven("it needs the credentials of google-auth, as a provider gives them")
-
-    def token() -> Mapping[str, Any]:
-        from google.auth.transport.requests import Request
-
-        credentials.refresh(Request())
-        return {"token": credentials.token, "expires_at": credentials.expiry.replace(tzinfo=timezone.utc)}
-
-    bucket, root = _parts(url)
-    return ObstoreConfig(kind="gcs", bucket=bucket, root=root, config={}, keys=token)

@@ -1,4 +1,4 @@
-"""Handle files of every remote URL: choose the library, retry, create exclusively, download whole files."""
+"""Handle files of every remote URL: open their mover, retry, create exclusively, download whole files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from ..errors import SpecError, StorageError
 from ..validate import url_scheme
@@ -23,12 +23,15 @@ from .errors import Retries, TransientError, classify, translate
 from .files import PIECE, Entry, Loaded, Names, Progress, Storage, TransferOptions, Trees
 from .fsspec_backend import FsspecMover
 from .local_disk import check_promise, disk_errors, make_durable, parts_of, put, temp_file, verify
-from .obstore_config import Unproven, find_access
+from .obstore_backend import ObstoreMover, OtherRegionError, TooLargeError
+from .obstore_config import SDKS
 
-__all__ = ["Mover", "RemoteFiles"]
+__all__ = ["OBSTORE", "Mover", "RemoteFiles", "check_openable"]
 
 R = TypeVar("R")
 
+OBSTORE = frozenset(SDKS)
+"""The schemes that obstore serves; fsspec serves all others."""
 RENEW_SECONDS = 30.0
 """Age in seconds from which a refused client is made again: fresh credentials are not read twice."""
 AHEAD = 3
@@ -44,7 +47,6 @@ class Mover(Protocol):
     Keys are checked. A missing file is FileNotFoundError.
     """
 
-    name: str
     retries: Retries
 
     def read(self, key: str) -> bytes:
@@ -112,7 +114,7 @@ class _Opened(NamedTuple):
 
 
 class RemoteFiles(Trees):
-    """`Files` of a remote URL. ``storage`` gives fsspec's options.
+    """`Files` of a remote URL. ``storage`` gives the options with which it is opened.
 
     It is called again if access is refused to a client of some age, because credentials expire or are replaced.
     ``given`` is never replaced.
@@ -133,16 +135,13 @@ class RemoteFiles(Trees):
         self._given = given
         self._retries = retries
         self._opened: _Opened | None = None
+        self._region = ""
         #: By process: a child may be forked while another thread holds its parent's.
         self._locks: dict[int, threading.Lock] = {}
 
     @property
     def url(self) -> str:
         return self._url
-
-    @property
-    def mover(self) -> str:
-        return self._open().mover.name
 
     def _lock(self) -> threading.Lock:
         return self._locks.setdefault(os.getpid(), threading.Lock())
@@ -161,26 +160,20 @@ class RemoteFiles(Trees):
             return self._given
         retries = self._retries or Retries()  # a file system may connect when it is made
         try:
-            return retries(self._url, lambda: self._choose(self._storage(self._url) if self._storage else {}))
+            return retries(self._url, self._connect)
         except (TypeError, AttributeError) as exc:  # `Retries` takes these for ours
             raise translate(exc, self._url) from exc
 
-    def _choose(self, options: Mapping[str, Any]) -> Mover:
-        """Return obstore if it is installed and known to use the same credentials as fsspec, else fsspec."""
-        moving, scheme = self._moving, url_scheme(self._url)
-        if moving.sse and scheme not in ("s3", "s3a"):
+    def _connect(self) -> Mover:
+        """Return the mover of the URL's scheme."""
+        options, scheme = dict(self._storage(self._url) if self._storage else {}), url_scheme(self._url)
+        if self._region:
+            options["client_kwargs"] = {**options.get("client_kwargs", {}), "region_name": self._region}
+        if self._moving.sse and scheme not in ("s3", "s3a"):
             raise SpecError(f"only a store in S3 is told how to encrypt, not {scheme}:", field="sse")
-        if moving.mover != "fsspec":
-            from .obstore_backend import TRIES, ObstoreMover, check_usable
-
-            try:
-                access = find_access(self._url, options, os.environ, moving=moving)
-                check_usable()
-                return ObstoreMover(url=self._url, access=access, retries=self._retries or Retries(tries=TRIES))
-            except Unproven as exc:
-                if moving.mover == "obstore" and exc.demanded:
-                    raise SpecError(f"obstore does not move {self._url}: {exc}", field="mover") from exc
-        return FsspecMover.open(self._url, options, moving=moving, retries=self._retries or Retries())
+        if scheme in OBSTORE:
+            return ObstoreMover.open(self._url, options, moving=self._moving, retries=self._retries)
+        return FsspecMover.open(self._url, options, moving=self._moving, retries=self._retries or Retries())
 
     def _call(self, key: str, work: Callable[[Mover], R], *, again: bool = True) -> R:
         """Call ``work(mover)`` with its `Retries`; its errors go through the table."""
@@ -190,8 +183,8 @@ class RemoteFiles(Trees):
             opened[:] = [self._open()]
             try:
                 return work(opened[0].mover)
-            except Unproven:
-                if not self._leaves(opened[0]):
+            except OtherRegionError:
+                if not self._relocates(opened[0]):
                     raise
                 opened[:] = [self._open()]
                 return work(opened[0].mover)
@@ -200,14 +193,14 @@ class RemoteFiles(Trees):
             f"{self._url}/{key}".rstrip("/"), attempt, again=again, renews=lambda exc: self._renews(opened[0], exc)
         )
 
-    def _leaves(self, opened: _Opened) -> bool:
-        """Switch to fsspec, and return True, if this mover cannot do the work."""
-        if self._given is not None or self._moving.mover == "obstore":
-            return False
+    def _relocates(self, opened: _Opened) -> bool:
+        """Open the bucket in its own region, and return True, if its server names another than the configured one."""
         with self._lock():
             if self._opened is opened:  # else another thread did this
-                self._moving = self._moving._replace(mover="fsspec")
-                self._opened = None
+                region = opened.mover.region() if isinstance(opened.mover, ObstoreMover) else ""
+                if self._region or not region:
+                    return False
+                self._region, self._opened = region, None
         return True
 
     def _renews(self, opened: _Opened, exc: Exception) -> bool:
@@ -424,7 +417,11 @@ class RemoteFiles(Trees):
         parts_of(source)
         parts_of(target)
         if self.copies:
-            self._call(source, lambda mover: mover.copy(source, target))
+            try:
+                self._call(source, lambda mover: mover.copy(source, target))
+            except TooLargeError:
+                size = self.size(source) or 0
+                self.receive(target, size, lambda: self.pieces(source, size))
             return
         with tempfile.TemporaryDirectory(prefix="cloudtrain-") as folder:
             path = Path(folder, "copy")
@@ -450,6 +447,11 @@ class RemoteFiles(Trees):
             raise StorageError(f"{self._url}: the whole store is not removed")
         with contextlib.suppress(FileNotFoundError):
             self._call(prefix, lambda mover: mover.prune(prefix))
+
+
+def check_openable(url: str) -> None:
+    """Raise `SpecError` if a package or a word is missing to open ``url``, `AuthError` without credentials."""
+    RemoteFiles(url=url)._open()
 
 
 class _Meter:

@@ -22,7 +22,7 @@ from ..job.job import is_run_id
 from ..provider_api.protocol import Layout, LayoutInput
 from ..settings.settings import Settings
 from ..storage.errors import TransientError, translate
-from ..storage.files import PIECE, Entry, Progress, TransferOptions, parallel
+from ..storage.files import PIECE, Entry, Progress, parallel
 from ..storage.fsspec_pool import STREAMED
 from ..storage.local_disk import local_path, safe
 from ..storage.remote import RemoteFiles
@@ -282,16 +282,16 @@ def _is_unrecorded(store: Store, run_id: str) -> bool:
 
 
 class RemoteInput(CopySource):
-    """The data at ``url``, read with fsspec's own credentials: the folder there, or one file, named ``file``."""
+    """The data at ``url``, read with this machine's own credentials: the folder there, or one file, named ``file``."""
 
-    def __init__(self, url: str, file: str | None, *, name: str, field: str, mover: str) -> None:
+    def __init__(self, url: str, file: str | None, *, name: str, field: str) -> None:
         self.name, self.field, self.shown = name, field, without_secrets(url)
-        self._url, self._file, self._mover = url if file else url.rstrip("/"), file, mover
+        self._url, self._file = url if file else url.rstrip("/"), file
         self.tries = TRIES if url_scheme(url) in STREAMED else 1
         self._source = self._opened()
 
     def _opened(self) -> RemoteFiles:
-        return RemoteFiles(url=self._url, moving=TransferOptions(mover=self._mover))
+        return RemoteFiles(url=self._url)
 
     def entries(self) -> dict[str, Entry]:
         try:
@@ -366,7 +366,7 @@ def copy_inputs(
             if say is not None:
                 say(f"{exc}; it is copied from where it came from")
         field = f"inputs.{name}"
-        moved += copy(RemoteInput(item.source, item.file, name=name, field=field, mover=store.moving.mover))
+        moved += copy(RemoteInput(item.source, item.file, name=name, field=field))
     return moved
 
 

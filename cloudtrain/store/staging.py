@@ -91,7 +91,7 @@ def stage_input(
         raise SpecError(f"{without_secrets(url)} has a scheme that cannot be copied", field=FIELD)
     check_listable(url, FIELD)
     file = file_of_url(url)
-    source = RemoteInput(url, file, name="data", field=FIELD, mover=store.moving.mover)
+    source = RemoteInput(url, file, name="data", field=FIELD)
     for number in range(TRIES):
         try:
             digest, listed, copied = _stage_remote(store, source, progress, say)

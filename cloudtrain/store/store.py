@@ -16,7 +16,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,12 +83,11 @@ _COMMIT = re.compile(r"([^/]+)/(\d+\.\d+)-(\d+)/commit\.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """Bytes that `Store.stage` had to upload, and the library that moved them; copies inside the store do not count."""
+    """Bytes that `Store.stage` had to upload; copies inside the store do not count."""
 
     code_bytes: int = 0
     runtime_bytes: int = 0
     data_bytes: int = 0
-    mover: str = field(default="", compare=False)
 
 
 class Store:
@@ -181,7 +180,6 @@ class Store:
             code_bytes=0 if code in there else self._stage(code, archive, progress),
             runtime_bytes=0 if runtime in there else self._stage(runtime, zipped, progress),
             data_bytes=sum(self.stage_tree(tree, progress) for tree in trees if _manifest(tree) not in there),
-            mover=self.files.mover,
         )
 
     def _stage(self, key: str, content: Callable[[], bytes | Path], progress: Progress | None) -> int:

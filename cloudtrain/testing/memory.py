@@ -21,16 +21,16 @@ SCHEMES = ("memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 
 def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, MutableMapping[str, Any]]:
     """Put an empty store in the place of each of `SCHEMES`, until the test is over. Return their contents by scheme."""
-    from fsspec.config import conf
     from fsspec.registry import _registry
 
+    from ..storage import remote
+
+    monkeypatch.setattr(remote, "OBSTORE", frozenset())  # obstore would reach the real store
     held: dict[str, MutableMapping[str, Any]] = {}
     for scheme in SCHEMES:
         kind = _kind(scheme)
         held[scheme] = kind.store
         monkeypatch.setitem(_registry, scheme, kind)
-        # With options of its own, fsspec is used (`obstore_config`): obstore would reach the real store.
-        monkeypatch.setitem(conf, scheme, {"in_memory": True})
     return held
 
 

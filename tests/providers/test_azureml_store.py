@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
+import azure.identity
 import pytest
 
 from cloudtrain.errors import SpecError
 from cloudtrain.providers.azureml import SAMPLE, Provider
 from cloudtrain.providers.azureml.urls import store_url
 from cloudtrain.storage.files import TransferOptions
-from cloudtrain.storage.remote import RemoteFiles
+from cloudtrain.storage.obstore_config import find_access
 
 WORKSPACE = ("1111-2222", "training", "vision")
 BLOB = {"datastoreType": "AzureBlob", "accountName": "acct", "containerName": "c", "endpoint": "core.windows.net"}
@@ -97,9 +99,8 @@ def provider(**given: Any) -> Provider:
 
 
 def opened(url: str, **given: Any) -> Any:
-    """adlfs's own file system for ``url``, as a store opens it."""
-    tree = RemoteFiles(url=url, storage=provider(**given).storage, moving=TransferOptions(mover="fsspec"))
-    return tree._open().mover.clients.shared  # type: ignore[attr-defined]
+    """The access to ``url``, as a store opens it."""
+    return find_access(url, provider(**given).storage(url), os.environ, moving=TransferOptions())
 
 
 @pytest.mark.parametrize(
@@ -116,23 +117,25 @@ def test_a_store_is_opened_by_who_is_signed_in(
 ) -> None:
     url = f"abfs://c@acct.dfs.{suffix}/s"
     assert provider(**given).storage(url).get("authority") == authority
+    made: list[dict[str, Any]] = []
+    signed_out.setattr(azure.identity, "DefaultAzureCredential", lambda **words: made.append(words))
     found = opened(url, **given)
-    assert (found.anon, found.account_name, found.account_url) == (False, "acct", f"https://acct.blob.{suffix}")
-    assert found.credential is not None
+    assert (found.config["account_name"], found.config["endpoint"]) == ("acct", f"https://acct.blob.{suffix}")
+    assert (found.config["skip_signature"], made[0].get("authority")) == (False, authority)
 
 
 def test_a_key_and_anonymous_access_are_the_environments(signed_out: pytest.MonkeyPatch) -> None:
     url = "abfs://c@acct.dfs.core.windows.net/s"
     signed_out.setenv("AZURE_STORAGE_ANON", "true")
     assert provider().storage(url) == {}
-    assert opened(url).credential is None
+    assert (opened(url).keys, opened(url).config["skip_signature"]) == (None, True)
     signed_out.delenv("AZURE_STORAGE_ANON")
     signed_out.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
-    assert opened(url).credential is None
+    assert opened(url).keys()["access_key"] == "a2V5"
     signed_out.delenv("AZURE_STORAGE_ACCOUNT_KEY")
     string = "DefaultEndpointsProtocol=http;AccountName=a;AccountKey=a2V5;BlobEndpoint=http://127.0.0.1:1/a;"
     signed_out.setenv("AZURE_STORAGE_CONNECTION_STRING", string)
-    assert opened(url).service_client.url.startswith("http://127.0.0.1:1/a")
+    assert opened(url).config["endpoint"] == "http://127.0.0.1:1/a"
 
 
 def test_other_schemes_are_not_azures_to_open() -> None:

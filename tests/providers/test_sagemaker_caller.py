@@ -1,6 +1,6 @@
 """As whom this machine calls: one profile, or one role, signs what goes to SageMaker and what goes to the store.
 
-At the wire: boto3, s3fs and obstore talk to loopback servers that know each request's signer.
+At the wire: boto3 and obstore talk to loopback servers that know each request's signer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from cloudtrain.runs.run import Run, open_run
 from cloudtrain.runs.submit import load_plan, make_plan, send_plan
 from cloudtrain.settings.settings import Settings
 from cloudtrain.storage import remote
-from cloudtrain.storage.files import TransferOptions
 from cloudtrain.store.store import Store
 
 pytestmark = pytest.mark.remote
@@ -116,7 +115,6 @@ class Account:
     folder: Path
     store: str
     role: str
-    mover: str
 
     def keys(self, **profiles: str) -> None:
         """The credentials file: a profile's access key."""
@@ -127,7 +125,7 @@ class Account:
     def settings(self, **caller: str) -> Settings:
         """Of somebody who has ``caller`` in their cloudtrain.toml."""
         table = {"region": "eu-west-1", "role": self.role, **caller}
-        return Settings(provider="sagemaker", store=self.store, tables={"sagemaker": table}, mover=self.mover)
+        return Settings(provider="sagemaker", store=self.store, tables={"sagemaker": table})
 
     def plan(self, settings: Settings, run_id: str = "r") -> Any:
         code = self.folder / "code"
@@ -141,10 +139,8 @@ class Account:
         return set(self.plane.wire.callers)
 
 
-@pytest.fixture(params=["fsspec", "obstore"])
-def account(
-    request: pytest.FixtureRequest, tmp_path: Path, s3_environment: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Account]:
+@pytest.fixture
+def account(tmp_path: Path, s3_environment: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Account]:
     gate, plane = Gate(s3_environment), Plane(tmp_path / "aws", moto=s3_environment, runs=False)
     plane.no_capacity.add("ml.m5.xlarge")
     plane.capacity_seconds = 600.0
@@ -157,7 +153,7 @@ def account(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setattr(remote, "RENEW_SECONDS", 0.0)
     store = plane.make_bucket(f"b-{tmp_path.name.replace('_', '-').lower()[-40:]}") + "/store"
-    made = Account(gate, plane, tmp_path, store, plane.make_role("training"), request.param)
+    made = Account(gate, plane, tmp_path, store, plane.make_role("training"))
     made.keys(ann=ANN, ben=BEN)
     yield made
     plane.close()
@@ -258,7 +254,7 @@ def test_a_refusal_that_stays_is_told_after_one_more_look(account: Account) -> N
 def recorded(account: Account, provider: str, run_id: str) -> None:
     """A run of ``provider``, as its client left it that died before it sent it."""
     made = account.settings(profile="ann").make_provider(provider)
-    store = Store(account.store, storage=made.storage, moving=TransferOptions(mover=account.mover))
+    store = Store(account.store, storage=made.storage)
     job = Job.make(entry_point="train.py", image=f"{REGISTRY}/team/trainer:1", max_runtime="1h")
     layout = Layout(store=store.url, run_id=run_id, code_digest="c", runtime_digest="d")
     own = recorded_settings(type(made).Settings, dataclasses.asdict(made.settings))
@@ -320,6 +316,6 @@ def test_what_fsspec_is_configured_with_stays(account: Account, monkeypatch: pyt
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     monkeypatch.setitem(fsspec.config.conf, "s3", {"client_kwargs": {"endpoint_url": account.gate.url}})
     found = account.settings(profile="ann").make_provider().storage(account.store)
-    assert found["client_kwargs"] == {"endpoint_url": account.gate.url, "region_name": "eu-west-1"}
+    assert found["client_kwargs"] == {"region_name": "eu-west-1"}
     assert Store(account.store, storage=lambda _: found).runs() == []
     assert account.gate.keys("s3") == {ANN}

@@ -83,13 +83,13 @@ def test_no_sdk(world: SageMakerWorld, examiner: Examiner, monkeypatch: pytest.M
     known = importlib.metadata.distribution
 
     def distribution(name: str) -> importlib.metadata.Distribution:
-        if name == "s3fs":
+        if name == "obstore":
             raise importlib.metadata.PackageNotFoundError(name)
         return known(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", distribution)
     found = examiner()
-    found.failure("sdk", "provider sagemaker needs s3fs, which is not installed", fix="[sagemaker]'", code=2)
+    found.failure("sdk", "provider sagemaker needs obstore, which is not installed", fix="[sagemaker]'", code=2)
     assert found.names == ["settings", "plan", "sdk", "store"]
     assert found.status("store") == "skipped"
 

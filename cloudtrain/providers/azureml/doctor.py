@@ -43,7 +43,7 @@ _SPOT = re.compile(r"low.?priority", re.IGNORECASE)
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
     """Yield the checks of `doctor`."""
-    yield (found := installed(("azure-ai-ml", "azure-identity", "adlfs"), extra="azureml"))
+    yield (found := installed(("azure-ai-ml", "azure-identity", "obstore"), extra="azureml"))
     if found.status != "ok":
         return
     who: dict[str, Any] = {}

@@ -49,7 +49,7 @@ METADATA = (
 )  # fmt: skip
 PUBLIC = "core.windows.net"
 FSSPEC = frozenset({"abfs", "abfss", "az"})
-"""adlfs's schemes for Azure Storage; Azure ML accepts only the second."""
+"""The schemes of Azure Storage; Azure ML accepts only the second."""
 _DATASTORE = re.compile(r"azureml://(?:subscriptions/.+/)?datastores/(?P<name>[^/]+)/paths/(?P<path>.*)")
 _WORKSPACE = re.compile(
     r"azureml://subscriptions/([^/]+)/resourcegroups/([^/]+)/(?:providers/[^/]+/)?workspaces/([^/]+)/", re.I
@@ -157,10 +157,10 @@ def store_url(
 
 
 def storage(url: str, cloud: Cloud, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return adlfs's options for a store at ``url``: the environment's key if it has one, else the signed-in user.
+    """Return the options of a store at ``url``: the environment's key if it has one, else the signed-in user.
 
-    adlfs knows the public cloud's accounts alone, so other clouds need the host and the sign-in address. Raises
-    `SpecError` for an account of another cloud than ``cloud``.
+    Other clouds than the public one need the host and the sign-in address. Raises `SpecError` for an account of
+    another cloud than ``cloud``.
     """
     if url_scheme(url) not in FSSPEC:
         return {}
@@ -172,7 +172,7 @@ def storage(url: str, cloud: Cloud, environ: Mapping[str, str]) -> dict[str, Any
         why = f"is {cloud.name}, whose accounts are in {cloud.storage}, and the store is in {host['suffix']}"
         raise SpecError(f"{why}: name the store's cloud", field="azureml.cloud")
     options |= {"account_name": host["account"], "account_host": f"{host['account']}.blob.{host['suffix']}"}
-    options["authority"] = cloud.authority  # adlfs passes unknown options to DefaultAzureCredential
+    options["authority"] = cloud.authority
     if cloud.metadata is not None:
         options["disable_instance_discovery"] = True
     return options

@@ -81,7 +81,7 @@ class Provider(CloudProvider):
     def storage(self, url: str) -> Mapping[str, Any]:
         from .api import storage
 
-        return storage(self.settings) if url_scheme(url) == "s3" else {}
+        return storage(self.settings) if url_scheme(url) in ("s3", "s3a") else {}
 
 
 DIFFERENCES = (

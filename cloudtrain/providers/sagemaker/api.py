@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import (
@@ -22,7 +21,6 @@ from ...errors import (
 )
 from ...job.job import run_tag
 from ...provider_api.protocol import Request
-from ...storage.credential import Credential
 from ...storage.extras import translated
 from .request import FIELDS, TAG_RUN
 from .validate import field_at
@@ -278,33 +276,10 @@ def sign_in(settings: Settings, region: str) -> Any:
 
 
 def storage(settings: Settings) -> Mapping[str, Any]:
-    """Return a store's options for the same caller and region. Other options of fsspec's configuration stay."""
+    """Return a store's options for the same caller and region."""
     options: dict[str, Any] = {}
     if settings.region:
-        from fsspec.config import conf
-
-        # An option replaces the configured one whole, and that may name the user's own server.
-        own = conf.get("s3", {}).get("client_kwargs")
-        options["client_kwargs"] = {**(own if isinstance(own, Mapping) else {}), "region_name": settings.region}
+        options["client_kwargs"] = {"region_name": settings.region}
     if settings.profile or settings.role_to_assume:
-        session = sign_in(settings, settings.region)
-        own = session._session  # botocore's, which boto3 does not expose
-        options["session"] = Credential(own=own, fsspec=partial(_asynchronous, session, settings.profile))
+        options["session"] = sign_in(settings, settings.region)._session  # botocore's, which boto3 does not expose
     return options
-
-
-def _asynchronous(session: Any, profile: str) -> Any:
-    """Return s3fs's kind of session, with the current credentials of ``session``."""
-    from aiobotocore.credentials import AioCredentials
-    from aiobotocore.session import AioSession
-
-    source = session.get_credentials()
-
-    class Credentials(AioCredentials):  # type: ignore[misc]
-        async def get_frozen_credentials(self) -> Any:
-            return source.get_frozen_credentials()
-
-    made = AioSession(profile=profile or None)
-    if source is not None:
-        made._credentials = Credentials("", "")
-    return made

@@ -56,7 +56,7 @@ ENCRYPTED: Sequence[tuple[str, int | None, str]] = (("udp", 500, "UDP 500"), ("5
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
     """Yield the checks of `doctor`."""
-    yield (found := installed(("boto3", "s3fs"), extra="sagemaker"))
+    yield (found := installed(("boto3", "obstore"), extra="sagemaker"))
     if found.status != "ok":
         return
     who: dict[str, Any] = {}
