@@ -279,6 +279,48 @@ def test_only_a_provider_itself_says_its_name() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# ---------------------------------------------------------------------------------------------------------- the clouds
+
+#: The files of every cloud's folder, and the names that each of them has.
+CLOUD_FILES: dict[str, str] = {
+    "__init__": "ALIASES DIFFERENCES NAME Provider SAMPLE Settings",
+    "request": "OWNED checked plan",
+    "validate": "check_body",
+    "api": "Account FINAL HELP error_of job_of",
+    "status": "HINTS PENDING category_of status status_of",
+    "logs": "page",
+    "launch_spec": "launch_spec",
+    "node": "GRACE node_environment secret",
+    "doctor": "checks",
+}
+#: Files that one cloud has in addition, for something of its own.
+CLOUD_EXTRAS = {
+    "sagemaker": {"images", "s3"},
+    "azureml": {"sdk", "urls"},
+    "vertex": {"machines", "claims", "bootstrap", "prepare"},
+}
+
+
+@pytest.mark.parametrize("cloud", sorted(CLOUD_EXTRAS))
+def test_the_clouds_have_the_same_files_and_names(cloud: str) -> None:
+    """A reader of one cloud finds the same function in the same file of the others."""
+    folder = PACKAGE / "providers" / cloud
+    assert {path.stem for path in sources(folder)} == CLOUD_FILES.keys() | CLOUD_EXTRAS[cloud]
+    for file, names in CLOUD_FILES.items():
+        body = parsed(folder / f"{file}.py").body
+        targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+        targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
+        there = {getattr(node, "name", "") for node in body} | {part.id for t in targets for part in _names(t)}
+        assert set(names.split()) <= there, file
+    account = next(node for node in parsed(folder / "api.py").body if getattr(node, "name", "") == "Account")
+    methods = {getattr(node, "name", "") for node in account.body}  # type: ignore[attr-defined]
+    assert methods >= {"__init__", "create", "find", "describe", "cancel"}
+
+
+def _names(target: ast.expr) -> list[ast.Name]:
+    return [node for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+
 # --------------------------------------------------------------------------------------------------- nothing unfinished
 
 

@@ -5,8 +5,10 @@ Nothing here names a platform. Nodes import this module too, so imports that a n
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
+import posixpath
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,15 +29,19 @@ if TYPE_CHECKING:
 __all__ = [
     "Backoff",
     "CloudProvider",
+    "check_size",
     "check_tags",
     "decoded",
+    "digest_of",
     "first_match",
     "hinted",
     "one_line",
+    "paths_of",
     "patterns",
     "pinned_machine",
     "processes_of",
     "secret_references",
+    "short_key",
     "size_of",
     "time_of",
 ]  # fmt: skip
@@ -136,25 +142,28 @@ def pinned_machine(
     """
     from ..provider_api import catalog
 
-    wanted, name = job.resources, str(job.resources.instance_type)
+    name = str(job.resources.instance_type)
     same = re.compile(re.escape(name), form.flags)
     known = next((m for m in catalog.machines(provider) if same.fullmatch(m.instance_type)), None)
     if known is None:
         catalog.check_name(provider, name, form, prefix=prefix)
         return name, None
     name = known.instance_type
-    for field, fits in (
-        ("cpus", known.has(cpus=wanted.cpus, memory_gb=None)),
-        ("memory_gb", known.has(cpus=None, memory_gb=wanted.memory_gb)),
-    ):
-        if not fits:
-            why = f"{name} has {known.vcpus} cores and {known.memory_gib or 0:g} GiB; leave one of the two out"
-            raise UnsupportedError(provider, f"resources.{field}", why)
-    gpu = wanted.gpus[choice] if wanted.gpu else None
+    check_size(provider, job, known)
+    gpu = job.resources.gpus[choice] if job.resources.gpu else None
     if gpu is not None and not (known.is_for(gpu) and known.gpu_count == gpu.count):
         why = f"{name} has {known.gpus or 'no GPU'}, not {gpu}; leave one of the two out"
         raise UnsupportedError(provider, "resources.gpu", why)
     return name, known
+
+
+def check_size(provider: str, job: Job, machine: Machine) -> None:
+    """Raise `UnsupportedError` for a job that asks for more cores or memory than its ``machine`` has."""
+    for field in ("cpus", "memory_gb"):
+        if not machine.has(**{"cpus": None, "memory_gb": None, field: getattr(job.resources, field)}):
+            has = f"{machine.vcpus} cores and {machine.memory_gib or 0:g} GiB"
+            why = f"{machine.instance_type} has {has}; leave one of the two out"
+            raise UnsupportedError(provider, f"resources.{field}", why)
 
 
 def processes_of(job: Job, choice: int, machine: Machine | None) -> int:
@@ -174,6 +183,11 @@ def check_tags(tags: Mapping[str, str], *, reserved: Sequence[str], most: int) -
         raise SpecError(f"has {len(tags)} entries, at most {most}", field="tags")
 
 
+def digest_of(body: Mapping[str, Any]) -> str:
+    """Return 16 hex digits of a request's body. A run's id may return for another job after its records are gone."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def size_of(machine: Machine | None) -> dict[str, Any]:
     """Return the fields of a `NodeSpec` that its machine decides."""
     if machine is None:
@@ -184,6 +198,17 @@ def size_of(machine: Machine | None) -> dict[str, Any]:
         "cpus": machine.vcpus,
         "memory": int(machine.memory_gib * GIB) if machine.memory_gib else None,
     }
+
+
+def paths_of(argv: Mapping[str, str]) -> dict[str, str]:
+    """Return a node's paths by name. ``file.X`` is the path of a one-file input; the runtime needs its folder."""
+    paths = {}
+    for name, path in argv.items():
+        kind, _, channel = name.partition(".")
+        if kind in ("file", "copyfile"):
+            path = posixpath.dirname(path)
+        paths[f"input.{channel}" if kind in ("file", "copy", "copyfile") else name] = path
+    return paths
 
 
 # ----------------------------------------------------------------------------------------------------------- of answers
@@ -218,6 +243,11 @@ def first_match(rows: Iterable[tuple[re.Pattern[str], str]], text: str, default:
 def hinted(reason: str, hint: str | None) -> str:
     """Return a status's reason with the hint behind it."""
     return f"{reason.rstrip('.')}; {hint}" if hint else reason
+
+
+def short_key(text: str) -> str:
+    """Return a short digest of a log event's identity, as a cursor holds many."""
+    return hashlib.blake2s(text.encode(), digest_size=8).hexdigest()
 
 
 def time_of(moment: Any) -> float | None:

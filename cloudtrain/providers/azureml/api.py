@@ -294,7 +294,7 @@ class Account:
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
-    def job(self, native_id: str) -> dict[str, Any]:
+    def describe(self, native_id: str) -> dict[str, Any]:
         """Return the job as the resource manager has it. Raises `NotFoundError`."""
         told: dict[str, Any] = self.call("GET", self.url(self.native_id(native_id)), what="get job")
         return told
@@ -316,7 +316,7 @@ class Account:
         """Return the same. Raises `ConflictError` if the job of that name belongs to another user or request."""
         name = request.body["name"]
         try:
-            told = self.job(name)
+            told = self.describe(name)
         except NotFoundError:
             return None
         tags = told["properties"].get("tags") or {}
@@ -339,7 +339,7 @@ class Account:
         except NotFoundError:
             raise
         except SpecError:
-            if self.job(native_id)["properties"]["status"] not in (*FINAL, "CancelRequested"):
+            if self.describe(native_id)["properties"]["status"] not in (*FINAL, "CancelRequested"):
                 raise
 
     def check_compute(self, name: str) -> str:

@@ -10,7 +10,6 @@ import contextlib
 import http.client
 import json
 import os
-import posixpath
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from collections.abc import Mapping
 from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
 from ...runtime.http_json import ask
+from .._cloud import paths_of
 
 __all__ = ["ScheduledEvents", "marker", "node_environment", "place", "secret", "token"]
 
@@ -49,7 +49,7 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
     """Return the facts that Azure ML gave this node."""
     return NodeEnvironment(
         topology=_topology(environ),
-        paths=_paths(argv),
+        paths=paths_of(argv),
         scratch=(os.getcwd(), "/tmp"),  # the job's own folder is on the machine's large disk
         export_env={
             **_network(environ),
@@ -62,15 +62,6 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
         hold=HOLD,
         folders={"outputs": "artifacts"},  # scripts write to ./outputs, which Azure ML keeps from its own folder alone
     )
-
-
-def _paths(argv: Mapping[str, str]) -> dict[str, str]:
-    """Return the paths by name. Azure ML gives a one-file channel as a file; the runtime needs its folder."""
-    paths = {}
-    for name, path in argv.items():
-        kind, _, channel = name.partition(".")
-        paths[f"input.{channel}" if kind == "file" else name] = posixpath.dirname(path) if kind == "file" else path
-    return paths
 
 
 def _topology(environ: Mapping[str, str]) -> Topology:

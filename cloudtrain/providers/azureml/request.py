@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import re
 import shlex
@@ -18,11 +17,11 @@ from ...provider_api import catalog
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
 from ...validate import choice_of, url_scheme
-from .._cloud import check_tags, pinned_machine, processes_of, secret_references
+from .._cloud import check_tags, digest_of, pinned_machine, processes_of, secret_references
 from . import NAME, Provider
 from .node import LIVE, NODES, OWN_INPUTS, RESUME
 from .urls import FSSPEC, Blob, check_url, cloud_of, datastore_uri, for_job, storage
-from .validate import check_document, check_options
+from .validate import check_body, check_options
 
 if TYPE_CHECKING:
     from ...job.job import Job
@@ -182,8 +181,8 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     options = job.options.get(NAME, {})
     check_options(options, body)
     body = merge_options(body, options, owned=OWNED, provider=NAME)
-    check_document(body, serverless=not settings.compute)
-    body["tags"][TAG_BODY] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+    check_body(body, serverless=not settings.compute)
+    body["tags"][TAG_BODY] = digest_of(body)
     return Request(
         provider=NAME,
         operation=OPERATION,

@@ -57,7 +57,7 @@ _CATEGORIES = (
 
 def status(account: Account, native_id: str) -> Status:
     """Return the job's status: one call while it waits or runs, one more to the history if only that has the facts."""
-    told = account.job(native_id)
+    told = account.describe(native_id)
     native = str(told["properties"].get("status") or "Unknown")
     if native == "Running":
         account.ran.add(native_id)

@@ -13,7 +13,7 @@ from ...errors import SpecError
 from ...validate import did_you_mean
 from . import NAME
 
-__all__ = ["check_document", "check_options"]
+__all__ = ["check_body", "check_options"]
 
 SERVICES = {
     "ssh": ("type", "nodes", "ssh_public_keys"),
@@ -94,7 +94,7 @@ def check_options(options: Mapping[str, Any], body: Mapping[str, Any]) -> None:
             raise SpecError(why, field=f"{where}.{key}", hint=hint)
 
 
-def check_document(body: Mapping[str, Any], *, serverless: bool) -> None:
+def check_body(body: Mapping[str, Any], *, serverless: bool) -> None:
     """Raise `SpecError` for parts of ``body`` that contradict each other."""
     resources, where = body["resources"], f"options.{NAME}.resources"
     if resources.get("locations") and not serverless:

@@ -6,7 +6,6 @@ pass reads again from the newest event less `OVERLAP`, and the cursor holds the 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import NotFoundError, SpecError
 from ...provider_api.protocol import LogLine, LogPage
 from ...validate import unix_seconds
+from .._cloud import short_key
 from .api import job_of
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def _streams(account: Account, region: str, name: str) -> list[str]:
 
 def _key(event: Mapping[str, Any]) -> str:
     """Return a short key, as a cursor holds many."""
-    own = event.get("eventId") or f"{event['logStreamName']}\0{event['timestamp']}\0{event['message']}"
-    return hashlib.blake2s(str(own).encode(), digest_size=8).hexdigest()
+    own = str(event.get("eventId") or "") or f"{event['logStreamName']}\0{event['timestamp']}\0{event['message']}"
+    return short_key(own)
 
 
 def _line(event: Mapping[str, Any], key: str) -> LogLine:

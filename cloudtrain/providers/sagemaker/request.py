@@ -22,7 +22,7 @@ from .._cloud import check_tags, pinned_machine, processes_of, secret_references
 from . import NAME, Provider
 from .images import check_image, default_image, images
 from .node import CHANNELS, CONTEXT, FAILURE, FAILURE_VARIABLE, INPUTS, LIVE, RESUME
-from .validate import check
+from .validate import check_body
 
 if TYPE_CHECKING:
     from ...job.job import Job
@@ -165,7 +165,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     if kept is None:
         kept = KEPT if job.resources.spot else 0
     notes += _restart_notes(job, kept, isolated=settings.enable_network_isolation)
-    check(body, _fields(body, job, tags), options)
+    check_body(body, _fields(body, job, tags), options)
     _check_rules(settings, job, layout, body, known)
     notes += _warnings(body)
     return Request(

@@ -18,7 +18,7 @@ from ...errors import SpecError
 from ...validate import did_you_mean
 from . import NAME
 
-__all__ = ["Broken", "broken", "check", "field_at", "limits", "translated"]
+__all__ = ["Broken", "broken", "check_body", "field_at", "limits", "translated"]
 
 #: Choices that a newer service may extend, so others are not refused.
 OPEN = frozenset({"TrainingInstanceType", "InstanceType"})
@@ -74,7 +74,7 @@ def limits() -> dict[str, Any]:
     return table
 
 
-def check(body: Mapping[str, Any], fields: Mapping[str, str], options: Mapping[str, Any]) -> None:
+def check_body(body: Mapping[str, Any], fields: Mapping[str, str], options: Mapping[str, Any]) -> None:
     """Raise `SpecError` for the first limit that ``body`` breaks.
 
     The error's field comes from the user's own ``options``, else from ``fields``, a map from parts of a request (dotted

@@ -7,19 +7,13 @@ custom-jobs create --config``. `request` and `validate` make and check it. `api`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from ...provider_api.launch_spec import LaunchSpec
-from ...provider_api.node import NodeEnvironment
-from ...provider_api.protocol import Layout, LogPage, Need, ProviderExtras, Request, Status
+from ...provider_api.protocol import Need
 from ...validate import url_scheme
-
-if TYPE_CHECKING:
-    from ...job.job import Job
-    from ...provider_api.checks import Check
-    from .api import Account
+from .._cloud import CloudProvider
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
@@ -71,7 +65,7 @@ class Settings:
     log_drain: int = 60
 
 
-class Provider(ProviderExtras):
+class Provider(CloudProvider):
     """Provider of Vertex AI custom jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = NAME
@@ -89,46 +83,6 @@ class Provider(ProviderExtras):
         *("/gcs/", "AIP_MODEL_DIR", "AIP_CHECKPOINT_DIR", "AIP_TENSORBOARD_LOG_DIR"),
     )
 
-    def __init__(self, **settings: Any) -> None:
-        from .request import checked
-
-        # Recorded with the run: every client that attaches asks the same project and location.
-        self.settings: Settings = checked(Settings(**settings))
-        self._account: Account | None = None
-
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        from .request import plan
-
-        return plan(self.settings, job, layout, attempt=attempt, choice=choice)
-
-    @property
-    def account(self) -> Account:
-        """Return the account, made when first needed."""
-        if self._account is None:
-            from .api import Account
-
-            self._account = Account(self.settings)
-        return self._account
-
-    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
-        return self.account.create(request)
-
-    def find(self, request: Request) -> str | None:
-        return self.account.find(request)
-
-    def status(self, native_id: str) -> Status:
-        from .status import status_of
-
-        return status_of(self.account.job(native_id))
-
-    def logs(self, native_id: str, cursor: Any = None) -> LogPage:
-        from .logs import page
-
-        return page(self.account, native_id, cursor)
-
-    def cancel(self, native_id: str) -> None:
-        self.account.cancel(native_id)
-
     def principal(self) -> str | None:
         """Return the calling service account, or the user if gcloud has recorded the name; else None."""
         from .api import name_of
@@ -145,23 +99,6 @@ class Provider(ProviderExtras):
 
         # gcsfs's own lookup ends with anonymous credentials, and a refusal without a reason.
         return {"token": credentials()}
-
-    def checks(self, store: str, request: Request | None) -> Iterator[Check]:
-        """Yield the checks of `doctor`."""
-        from .doctor import checks
-
-        yield from checks(self.account, store, request)
-
-    @staticmethod
-    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
-        from .node import node_environment
-
-        return node_environment(environ, argv)
-
-    def launch_spec(self, request: Request) -> LaunchSpec:
-        from .launch_spec import launch_spec
-
-        return launch_spec(request)
 
 
 DIFFERENCES = (

@@ -38,7 +38,7 @@ from ...provider_api import catalog
 from ...provider_api.protocol import Request
 from ...storage import extras
 from ...validate import unix_seconds
-from .._cloud import decoded
+from .._cloud import Backoff, decoded
 from . import NAME
 from .claims import CLAIM, LEASE, Claim
 from .machines import REGIONS, REGIONS_DATE
@@ -54,7 +54,6 @@ SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 FINAL = frozenset(
     f"JOB_STATE_{word}" for word in ("SUCCEEDED", "FAILED", "CANCELLED", "EXPIRED", "PARTIALLY_SUCCEEDED")
 )
-LONGEST_HOLD = 300.0
 FIRST_HOLD = 5.0
 """Pause in seconds if a service throttles and gives no time."""
 SETTLE = 5.0
@@ -286,7 +285,7 @@ class Account:
         self._session: Any = None
         self._own_quota = True
         self._clients: dict[str, Any] = {}
-        self._held: dict[str, float] = {}
+        self._backoff = Backoff(first=FIRST_HOLD)
         self._unsure: dict[str, float] = {}
         self._claims: dict[str, Claim] = {}
         self._places: dict[str, tuple[str, str]] = {}
@@ -331,35 +330,26 @@ class Account:
     @contextlib.contextmanager
     def _calling(self, service: str, what: str) -> Iterator[None]:
         """Guard one call: raise before it while the service is held, and translate its errors."""
-        if (left := self.held(service)) > 0:
-            raise LostContactError(f"{what}: Google Cloud asks for {left:.0f} s more before the next call")
+        self._backoff.check(service, name="Google Cloud", what=what)
         with translated(what):
             try:
                 yield
             except Exception as exc:  # recorded here, and raised unchanged
-                self._hold(service, getattr(exc, "response", None))
+                self._backoff.note(service, getattr(exc, "response", None))
                 if type(exc).__name__ == "RefreshError":  # google-auth's, which may be absent
                     self._forget()
                 raise
 
-    def _hold(self, service: str, answer: Any) -> None:
-        """Hold the service after 429, and after 503 with a time."""
-        status, headers = getattr(answer, "status_code", 0), getattr(answer, "headers", {})
-        told = re.fullmatch(r"\d+(\.\d+)?", str(headers.get("Retry-After") or ""))
-        if status == 429 or (status == 503 and told):
-            wait = float(told[0]) if told else FIRST_HOLD
-            self._held[service] = time.monotonic() + min(wait, LONGEST_HOLD)
-
     def held(self, service: str) -> float:
         """Return the seconds for which ``service`` is held; 0 or less if it is not."""
-        return self._held.get(service, 0.0) - time.monotonic()
+        return self._backoff.left(service)
 
     def rest(self, service: str, method: str, url: str, *, what: str, body: Any = None, **more: Any) -> Any:
         """Return the answer to a call over REST (requests' Response). Raises only cloudtrain's errors."""
         with self._calling(service, what):
             answer = self.session.request(method, url, json=body, timeout=TIMEOUT, **more)
         if answer.status_code >= 400:
-            self._hold(service, answer)
+            self._backoff.note(service, answer)
             message, reason, metadata = answered(answer.content)
             if self._own_quota and CONSUMER.search(f"{reason} {message}"):
                 self._own_quota = False
@@ -375,7 +365,7 @@ class Account:
         url = f"{_jobs_endpoint(name.split('/')[3])}/v1/{name}"
         return decoded(self.rest("jobs", method, url, what=what, **more).content, what=what)
 
-    def job(self, native_id: str) -> dict[str, Any]:
+    def describe(self, native_id: str) -> dict[str, Any]:
         """Return the CustomJob in JSON. Raises `NotFoundError`."""
         job_of(native_id)
         told = self._ask("GET", native_id, what="get job")
@@ -506,7 +496,7 @@ class Account:
         except NotFoundError:
             raise
         except SpecError:
-            if self.job(native_id).get("state") not in (*FINAL, "JOB_STATE_CANCELLING"):
+            if self.describe(native_id).get("state") not in (*FINAL, "JOB_STATE_CANCELLING"):
                 raise
 
     # ---------------------------------------------------------------------------------------------------- Cloud Storage

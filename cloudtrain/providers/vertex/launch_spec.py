@@ -6,14 +6,19 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...provider_api.catalog import Machine
 from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
+from .._cloud import size_of
 from .machines import known_machine
 from .node import AGAIN, FABRIC_PATH, FORWARDED, GCS, GRACE_PATH, NFS, PORT, grace_of
 from .request import mounted
+
+if TYPE_CHECKING:
+    from . import Settings
+
+__all__ = ["launch_spec"]
 
 TRANSIENT = (6, 11, AGAIN, 139)
 """Exit codes of failures that may pass (SIGABRT, SIGSEGV, each twice): Vertex AI's page on its training service."""
@@ -21,10 +26,9 @@ RESTARTS = 3
 """Restarts of a job after an exit code that may pass: Vertex AI's page on its training service."""
 PREEMPTIONS = 6
 """Restarts of a job on spot machines: Vertex AI's page on them."""
-GIB = 1 << 30
 
 
-def launch_spec(request: Request) -> LaunchSpec:
+def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
     """Return one container a replica."""
     spec = request.body["jobSpec"]
     pools = spec["workerPoolSpecs"]
@@ -55,20 +59,16 @@ def launch_spec(request: Request) -> LaunchSpec:
 def _node(
     request: Request, pool: Mapping[str, Any], hosts: Mapping[str, list[str]], number: int, index: int
 ) -> NodeSpec:
-    machine = known_machine(pool["machineSpec"]) or Machine(instance_type="")
     container, name = pool["containerSpec"], f"workerpool{number}"
     return NodeSpec(
         image=container["imageUri"],
-        platform="linux/arm64" if machine.arch == "arm64" else "linux/amd64",
         entrypoint=container["command"],
         command=container["args"],
         env={**_environment(request, hosts, name, index), **{item["name"]: item["value"] for item in container["env"]}},
         mounts=list(_mounts(request, pool)),
         hostname=hosts[name][index],
         ports=FORWARDED if len(hosts) > 1 and number == 0 else (),
-        gpus=machine.gpu_count,
-        cpus=machine.vcpus,
-        memory=int(machine.memory_gib * GIB) if machine.memory_gib else None,
+        **size_of(known_machine(pool["machineSpec"])),
     )
 
 

@@ -7,7 +7,6 @@ cursor holds the entries already given.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import time
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import CloudtrainError, LostContactError, SpecError
 from ...provider_api.protocol import LogLine, LogPage
 from ...validate import unix_seconds
-from .._cloud import decoded
+from .._cloud import decoded, short_key
 from .api import READ, job_of, logging_endpoint
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
     """Return the next page. ``cursor``: this pass's start, its token, the newest time (Unix nanoseconds), the ids given
     since then, and the number of waits for the end."""
     state: Mapping[str, Any] = cursor or {
-        "from": _nanos(account.job(native_id)["createTime"]), "token": "", "newest": 0, "given": [], "waits": 0
+        "from": _nanos(account.describe(native_id)["createTime"]), "token": "", "newest": 0, "given": [], "waits": 0
     }  # fmt: skip
     final = _over(account, native_id)
     try:
@@ -78,7 +77,7 @@ def _over(account: Account, native_id: str) -> bool:
     """Return True if the job has ended. This asks too: the run's records may hold the end, so no other call asks."""
     if native_id not in account.ended and time.monotonic() - account.alive.get(native_id, float("-inf")) >= LOOK:
         with contextlib.suppress(CloudtrainError):  # the log may still answer
-            account.job(native_id)
+            account.describe(native_id)
     return native_id in account.ended
 
 
@@ -108,7 +107,7 @@ def _entries(account: Account, native_id: str, state: Mapping[str, Any], *, fina
 def _key(entry: Mapping[str, Any]) -> str:
     """Return Logging's own identity of an entry, short: a cursor holds many."""
     own = f"{entry['timestamp']}\0{entry.get('insertId')}\0{entry.get('logName')}"
-    return hashlib.blake2s(own.encode(), digest_size=8).hexdigest()
+    return short_key(own)
 
 
 def _line(entry: Mapping[str, Any], key: str, when: int) -> LogLine:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
 from ...provider_api import catalog
+from .._cloud import check_size
 from . import NAME
 from .node import SCRIPTS, TRANSPORTS
 
@@ -82,10 +83,7 @@ def _pinned(job: Job, name: str, gpu: Gpu | None) -> Machine:
         there = ", ".join(m.gpus for m in same if m.gpu) or "no GPU"
         raise UnsupportedError(NAME, "resources.gpu", f"{name} has {there}, not {gpu}; leave one of the two out")
     found = fitting[0]
-    for field, asked in (("cpus", job.resources.cpus), ("memory_gb", job.resources.memory_gb)):
-        if not found.has(**{"cpus": None, "memory_gb": None, field: asked}):
-            why = f"{name} has {found.vcpus} cores and {found.memory_gib or 0:g} GiB; leave one of the two out"
-            raise UnsupportedError(NAME, f"resources.{field}", why)
+    check_size(NAME, job, found)
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import posixpath
 import re
 import shutil
 import subprocess
@@ -21,6 +20,7 @@ from typing import Any
 from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
 from ...runtime.http_json import ask
+from .._cloud import paths_of
 
 __all__ = ["fabric_env", "grace_of", "node_environment", "secret", "token"]
 
@@ -65,7 +65,7 @@ def grace_of(strategy: str) -> int:
 
 def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
     """Return the facts that Vertex AI gave this node."""
-    paths = _paths(argv)
+    paths = paths_of(argv)
     grace = int(paths.pop(GRACE_PATH, GRACE))
     topology = _topology(environ)
     fabric, notes = fabric_env(environ, paths.pop(FABRIC_PATH, ""))
@@ -86,17 +86,6 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
         exit_code={"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": AGAIN},
         secrets=lambda reference: secret(reference.partition(":")[2], environ),
     )
-
-
-def _paths(argv: Mapping[str, str]) -> dict[str, str]:
-    """Return the paths by name. Vertex AI gives a one-file input as a file; the runtime needs its folder."""
-    paths = {}
-    for name, path in argv.items():
-        kind, _, channel = name.partition(".")
-        if kind in ("file", "copyfile"):
-            path = posixpath.dirname(path)
-        paths[f"input.{channel}" if kind in ("file", "copy", "copyfile") else name] = path
-    return paths
 
 
 def _topology(environ: Mapping[str, str]) -> Topology:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -19,6 +17,7 @@ from ...provider_api import catalog
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
 from ...validate import choice_of, url_scheme
+from .._cloud import check_tags, digest_of, processes_of, secret_references
 from . import NAME, Provider, machines
 from .node import FABRIC_PATH, GCS, GRACE_PATH, NFS, NODES, TRANSPORTS, grace_of
 from .validate import check_body
@@ -150,12 +149,12 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     check_body(body)
     if body["jobSpec"]["scheduling"].get("disableRetries"):  # the API forces that, too
         del body["jobSpec"]["scheduling"]["restartJobOnWorkerRestart"]
-    body["labels"][LABEL_REQUEST] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+    body["labels"][LABEL_REQUEST] = digest_of(body)
     return Request(
         provider=NAME,
         operation=f"POST v1/projects/{settings.project}/locations/{settings.location}/customJobs",
         body=body,
-        context=context_of(NAME, job, layout, processes=_processes(job, choice, machine)),
+        context=context_of(NAME, job, layout, processes=processes_of(job, choice, machine)),
         run=layout.run,
         attempt=attempt,
         choice=choice,
@@ -165,25 +164,16 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
 
 
 def _check_secrets(settings: Settings, job: Job) -> None:
-    for name, reference in job.secrets.items():
-        field, (scheme, _, rest) = f"secrets.{name}", reference.partition(":")
-        if scheme == "env":
-            how = f'printf %s "${rest}" | gcloud secrets create {rest} --data-file=-'
-            raise UnsupportedError(NAME, field, f"values of this machine do not travel; create it there: {how}")
-        if scheme != "gcp":
-            raise UnsupportedError(NAME, field, "its nodes fetch gcp:projects/P/secrets/S only, of Secret Manager")
-        if not re.fullmatch(r"projects/[\w.:-]+/secrets/[\w-]{1,255}(/versions/(latest|[\w-]+))?", rest, re.ASCII):
-            raise SpecError(f"{rest!r} is not projects/P/secrets/S, or projects/P/secrets/S/versions/V", field=field)
+    def create(name: str) -> str:
+        return f'printf %s "${name}" | gcloud secrets create {name} --data-file=-'
+
+    known = "gcp:projects/P/secrets/S only, of Secret Manager"
+    for field, secret in secret_references(NAME, job, scheme="gcp", known=known, create=create):
+        if not re.fullmatch(r"projects/[\w.:-]+/secrets/[\w-]{1,255}(/versions/(latest|[\w-]+))?", secret, re.ASCII):
+            raise SpecError(f"{secret!r} is not projects/P/secrets/S, or projects/P/secrets/S/versions/V", field=field)
         if not settings.service_account:
             why = f"is not set, and {field} is read as it: Vertex's own account reads no secrets"
             raise SpecError(why, field=f"{NAME}.service_account")
-
-
-def _processes(job: Job, choice: int, machine: Machine) -> int:
-    """Return the ranks a node. The catalogue has the GPUs of a pinned machine."""
-    if job.resources.nproc_per_node or job.resources.gpu:
-        return job.resources.processes(choice)
-    return machine.gpu_count or 1
 
 
 # ------------------------------------------------------------------------------------------------------ parts of a body
@@ -356,15 +346,11 @@ def _labels(job: Job, layout: Layout, attempt: int, name: str) -> dict[str, str]
         LABEL_JOB: name,
         LABEL_NAME: job.name,
     }
+    check_tags(job.tags, reserved=("cloudtrain-", "goog"), most=LABEL_COUNT)
     for key, value in job.tags.items():
-        field = f"tags.{key}"
-        if key.startswith(("cloudtrain-", "goog")):
-            raise SpecError("labels that begin with cloudtrain- or goog are not yours to set", field=field)
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}", key) or not re.fullmatch(r"[a-z0-9_-]{0,63}", value):
             why = "a label, and its value, is lower-case letters, digits, _ and -, 63 at most; it begins with a letter"
-            raise SpecError(why, field=field)
-    if len(job.tags) > LABEL_COUNT:
-        raise SpecError(f"has {len(job.tags)} entries, at most {LABEL_COUNT}", field="tags")
+            raise SpecError(why, field=f"tags.{key}")
     return {**own, **_origin(layout.origin), **dict(sorted(job.tags.items()))}
 
 

@@ -1,16 +1,21 @@
-"""Turn Vertex AI's view of a custom job into a Status. Pure."""
+"""Turn Vertex AI's view of a custom job into a Status: `status` makes the call, the rest is pure."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...provider_api.protocol import Status
-from ...validate import unix_seconds
+from .._cloud import first_match, hinted, one_line, patterns, time_of
 from .api import CAPACITY, HELP, PULL, QUOTA, pull_hint, quota_hint
 from .machines import known_machine, priced
+
+if TYPE_CHECKING:
+    from .api import Account
+
+__all__ = ["HINTS", "PENDING", "category_of", "over_for", "status", "status_of"]
 
 PENDING = {
     "QUEUED": "QUEUED: taken in, no machine yet", "PENDING": "PENDING: waiting for machines", "PAUSED": "PAUSED",
@@ -36,10 +41,18 @@ _EXITS = {126: "image", 127: "image", 134: "infra"}
 """Exit codes of our command: a shell that found no Python, and a node that only lost a peer."""
 CODES = {3: "user_error", 4: "timeout", 7: "auth", 8: "capacity", 13: "infra", 14: "infra", 16: "auth"}
 """google.rpc.Code of a job's error, used if its message has no better cause."""
-_AUTH = re.compile(r"permission|service account|not authorized|access denied|forbidden", re.IGNORECASE)
-_TIMEOUT = re.compile(r"(exceed|reach).{0,40}(time|duration|deadline)|time(d)? ?out", re.IGNORECASE)
-_PREEMPTED = re.compile(r"pre-?empt", re.IGNORECASE)
-REASON = 1024
+_CATEGORIES = (
+    (CAPACITY, "capacity"),
+    (QUOTA, "quota"),
+    (PULL, "auth"),
+    (_IMAGE, "image"),
+    *patterns(
+        (r"pre-?empt", "preempted"),
+        (r"(exceed|reach).{0,40}(time|duration|deadline)|time(d)? ?out", "timeout"),
+        (r"permission|service account|not authorized|access denied|forbidden", "auth"),
+    ),
+)
+"""Patterns of a failure's message that is no script's end, first match."""
 WEEK = 7 * 86400.0
 """Seconds of a job without a timeout: docs of Scheduling.timeout."""
 
@@ -53,16 +66,12 @@ def category_of(code: int, message: str) -> str:
         if (why := _REASON.search(message)) is not None and _IMAGE.search(why[1]):
             return "image"
         return _EXITS.get(int(script["code"]), "user_error")
-    if CAPACITY.search(message):
-        return "capacity"
-    if QUOTA.search(message):
-        return "quota"
-    if PULL.search(message):
-        return "auth"
-    for pattern, category in ((_IMAGE, "image"), (_PREEMPTED, "preempted"), (_TIMEOUT, "timeout"), (_AUTH, "auth")):
-        if pattern.search(message):
-            return category
-    return CODES.get(code, "infra")
+    return first_match(_CATEGORIES, message, CODES.get(code, "infra"))
+
+
+def status(account: Account, native_id: str) -> Status:
+    """Return the job's status, by one call."""
+    return status_of(account.describe(native_id))
 
 
 def status_of(told: Mapping[str, Any]) -> Status:
@@ -84,7 +93,7 @@ def status_of(told: Mapping[str, Any]) -> Status:
         native=native,
         reason=reason,
         category=category,
-        finished=_time(told.get("endTime")) if final else None,
+        finished=time_of(told.get("endTime")) if final else None,
         url=_url(str(told.get("name") or "")),
         instance_type=priced(machine) if machine is not None else str(machine_spec.get("machineType") or ""),
         limit_s=_seconds((spec.get("scheduling") or {}).get("timeout"), default=WEEK) if concludes else None,
@@ -94,7 +103,7 @@ def status_of(told: Mapping[str, Any]) -> Status:
 def _state(native: str, told: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return (state, category, reason)."""
     error = told.get("error") or {}
-    code, said = int(error.get("code") or 0), " ".join(str(error.get("message") or "").split())[:REASON]
+    code, said = int(error.get("code") or 0), one_line(error.get("message"))
     if native == "SUCCEEDED":
         return "succeeded", "", ""
     if native in ("FAILED", "PARTIALLY_SUCCEEDED"):
@@ -113,15 +122,13 @@ def _state(native: str, told: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _hinted(reason: str, category: str) -> str:
-    if category == "auth" and PULL.search(reason):
-        return f"{reason.rstrip('.')}; {pull_hint(reason)}"
     hint = quota_hint(reason) if category == "quota" else HINTS.get(category)
-    return f"{reason.rstrip('.')}; {hint}" if hint else reason
+    return hinted(reason, pull_hint(reason) if category == "auth" and PULL.search(reason) else hint)
 
 
 def over_for(told: Mapping[str, Any]) -> float:
     """Return the seconds since the end of a finished job, by this machine's clock."""
-    ended = _time(told.get("endTime") or told.get("updateTime"))
+    ended = time_of(told.get("endTime") or told.get("updateTime"))
     return max(0.0, time.time() - ended) if ended is not None else 0.0
 
 
@@ -136,7 +143,3 @@ def _url(name: str) -> str:
 
 def _seconds(duration: Any, *, default: float) -> float:
     return float(str(duration)[:-1]) if re.fullmatch(r"\d+(\.\d+)?s", str(duration or "")) else default
-
-
-def _time(moment: Any) -> float | None:
-    return None if not moment else unix_seconds(moment)
