@@ -59,6 +59,12 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"did you mean {found!r}?" if found else ""
 
 
+def near_or_all(word: str, choices: Iterable[str]) -> str:
+    """Return the hint `did_you_mean`; if no choice is similar, a hint with all of them."""
+    choices = list(choices)
+    return did_you_mean(word, choices) or f"valid values: {', '.join(choices)}"
+
+
 def _is_short_for(one: str, other: str) -> bool:
     """Return whether the shorter word is the longer one with letters left out after the first three."""
     short, long = sorted((one, other), key=len)
@@ -174,7 +180,7 @@ def toml_loads(text: str, *, where: str) -> dict[str, Any]:
     except ValueError as exc:  # includes a number of thousands of digits
         raise SpecError(f"not TOML: {exc}", field=where) from None
     except RecursionError:
-        raise SpecError("not TOML that anybody wrote: nested too deeply", field=where) from None
+        raise SpecError("not TOML: nested too deeply", field=where) from None
 
 
 def json_loads(data: str | bytes) -> Any:
@@ -234,10 +240,8 @@ def whole_number(value: Any, where: str, *, least: int, most: int | None = None)
 def choice_of(value: Any, choices: tuple[str, ...], where: str) -> str:
     """Return one of ``choices``; the error for any other value names the nearest."""
     if value not in choices:
-        names = ", ".join(choices)
-        raise SpecError(
-            f"{brief(value)} is none of {names}", field=where, hint=did_you_mean(brief(value).strip("'"), choices)
-        )
+        hint = near_or_all(brief(value).strip("'"), choices)
+        raise SpecError(f"{brief(value)} is not a valid value", field=where, hint=hint)
     return str(value)
 
 
@@ -259,12 +263,12 @@ def json_value(value: Any, where: str, *, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple)):
         return [json_value(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(value)]
     if isinstance(value, int) and abs(value) > _BIGGEST:
-        raise SpecError("is a number of more than 300 digits, which has no place in JSON", field=where)
+        raise SpecError("is a number of more than 300 digits, too long for JSON", field=where)
     if isinstance(value, float) and not math.isfinite(value):
-        raise SpecError(f"{value!r} has no place in JSON", field=where)
+        raise SpecError(f"{value!r} cannot be written as JSON", field=where)
     if value is None or isinstance(value, (str, int, float, bool)):
         return text_of(value, where, empty=True) if isinstance(value, str) else value
-    raise SpecError(f"{type(value).__name__} has no place in JSON", field=where)
+    raise SpecError(f"{type(value).__name__} cannot be written as JSON", field=where)
 
 
 def is_price(value: Any) -> bool:

@@ -310,8 +310,9 @@ def test_unforeseen_errors_are_one_line_and_exit_9(
     monkeypatch.setattr(cli, "parse", explode)
     code, out, err = main_of("list", "--json", capsys=capsys)
     assert code == 9
-    assert err == f"error: {json.loads(out)['error']}\n"
+    assert err == f"error: {json.loads(out)['error']}\nhint: {json.loads(out)['hint']}\n"
     assert "RuntimeError: two lines" in err
+    assert "CLOUDTRAIN_DEBUG=1" in err
     assert "bug in cloudtrain" in err
     monkeypatch.setenv("CLOUDTRAIN_DEBUG", "1")
     assert "Traceback" in main_of("list", capsys=capsys)[2]
@@ -351,10 +352,10 @@ def test_help_has_groups_types_and_an_example_for_each_verb(capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
-        ("stop", "you may want: cloudtrain cancel"),
+        ("stop", "did you mean: cloudtrain cancel"),
         ("sumbit", "did you mean: cloudtrain submit"),
-        ("my train.py", "to send it: cloudtrain submit 'my train.py' --nodes 2"),
-        ("xyzzy", "all verbs: cloudtrain --help"),
+        ("my train.py", "to send it, run: cloudtrain submit 'my train.py' --nodes 2"),
+        ("xyzzy", "to list all verbs, run: cloudtrain --help"),
     ],
 )
 def test_a_word_that_is_no_verb_gets_a_hint(word: str, hint: str) -> None:

@@ -334,7 +334,7 @@ def test_one_rank_alone_has_no_all_reduce_to_time() -> None:
         (report({}, {"torch": "2.5"}, {}), "torch differs: 2.6 on node 0, 2, 2.5 on node 1; give all nodes one image"),
         (report({}, {"nccl": None}), "nccl differs: 2.21 on node 0, none on node 1"),
         (report({}), "1 of 2 nodes have reported"),
-        (report({}, {"gpus": 0}), "node 1 has 0 GPUs for torch, 8 are expected: see to CUDA"),
+        (report({}, {"gpus": 0}), "node 1 has 0 GPUs for torch, 8are expected: check CUDA"),
         (report({}, {}, links={("0", "1"): {"skew_s": 3.5}}), "the clock of node 1 is 3.5 s ahead of that of node 0"),
         (
             report({}, {}, links={("1", "0"): {"error": "a:1: refused"}}, allreduce=None),
@@ -463,7 +463,7 @@ def test_the_grace_is_the_last_that_a_node_says() -> None:
 
 def test_only_a_job_has_a_grace(examiner: Examiner, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "local", "--measure-grace"]) == 2
-    assert "only --job" in capsys.readouterr().err
+    assert "without --job" in capsys.readouterr().err
 
 
 def check_report(done: subprocess.CompletedProcess[str]) -> None:

@@ -60,14 +60,14 @@ def test_filters(asked: Callable[..., Told]) -> None:
     assert all(row["usd_per_hour"] <= 1 for row in found["machines"])
     code, found, err = asked("H100:8", "--max-price", "1")
     assert (code, found["machines"]) == (0, [])
-    assert "no machine of the catalogue is like that" in err
+    assert "no machine of the catalogue fits" in err
 
 
 @pytest.mark.parametrize(
     ("words", "field", "says"),
     [
         (["H10"], "pattern", "did you mean 'H100'?"),
-        (["H100:3"], "pattern", "there are H100:1, H100:2, H100:4, H100:8"),
+        (["H100:3"], "pattern", "a machine has H100:1, H100:2, H100:4, H100:8"),
         (["ml.p5.48xlrge"], "pattern", "did you mean 'ml.p5.48xlarge'?"),
         (["H100:8", "--provider", "sagemakr"], "provider", "did you mean 'sagemaker'?"),
     ],
@@ -100,11 +100,11 @@ def test_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypa
     (line,) = [line for line in out.splitlines() if "ml.p5.48xlarge" in line]
     assert line.split()[-4:] == ["55.04", "16.95", "2026", "(1)"]
     assert "EC2 on demand, us-east-1" in err
-    assert "another service's list" in err
+    assert "the price list of another service" in err
     assert cli.main(["gpus"]) == 0
     priced, err = capsys.readouterr()
     assert "unknown" not in priced
-    assert "machines without a known price are left out (--all)" in err
+    assert "machines without a known price are not listed (--all lists them)" in err
     assert cli.main(["gpus", "--all"]) == 0
     out, err = capsys.readouterr()
     assert "left out" not in err

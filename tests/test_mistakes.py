@@ -79,7 +79,7 @@ VERBS = [
     M("launch train.py", 2, "no verb 'launch'", "cloudtrain submit"),
     M("rm twin", 2, "no verb 'rm'", "cloudtrain gc"),
     M("delete twin", 2, "no verb 'delete'", "cloudtrain gc"),
-    M("ssh twin", 2, "no verb 'ssh'", "cloudtrain"),
+    M("ssh twin", 2, "no verb 'ssh'", "debug_shell"),
     M("download twin", 2, "no verb 'download'", "cloudtrain pull"),
     M("tail twin", 2, "no verb 'tail'", "cloudtrain logs"),
     M("describe twin", 2, "no verb 'describe'", "cloudtrain status"),

@@ -441,7 +441,7 @@ def test_the_command_line_says_what_it_did(place: Place, capsys: pytest.CaptureF
     place.platform.stand("r.1", state="succeeded")
     assert main(["reconcile", place.store.url]) == 0
     assert main(["reconcile", place.store.url]) == 0
-    assert "no run here that is not over" in capsys.readouterr().err
+    assert "no unfinished run here" in capsys.readouterr().err
     assert main(["reconcile", "nosuch", "--store", place.store.url]) == 2
 
 

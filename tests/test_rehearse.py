@@ -168,7 +168,7 @@ def test_whoever_nodes_run_as_may_write_where_the_platform_lets_its_own(site: Si
         ({"secrets": {"TOKEN": "gcp:projects/p/secrets/s/versions/1"}}, {}, "secrets.TOKEN", "--secret-value TOKEN="),
         ({}, {"drills": [("kill", "node=2,after=3s")]}, "kill", "0 to 1"),
         ({}, {"drills": [("preempt", "node=1")]}, "preempt", "must be node=NUMBER,after=TIME"),
-        ({}, {"provider": "local"}, "provider", "runs on this machine as it is"),
+        ({}, {"provider": "local"}, "provider", "already runs on this machine"),
     ],
 )
 def test_refusals(vertex: Site, fields: Mapping[str, Any], given: Mapping[str, Any], field: str, words: str) -> None:

@@ -253,7 +253,7 @@ def test_a_run_that_goes_on(world: World, status: Status, text: str) -> None:
         world.start("0.0").checkpoint("step-8", when=T0 + 30)
     page = page_of(world)
     assert page.facts("Summary")["state"] == text
-    assert "The run goes on" in page.text
+    assert "The run continues" in page.text
     assert "No node has written any metrics yet." in page.text
     if status is RUNNING:
         assert page.facts("Summary")["time"] == "1m so far, from 2023-11-14 22:13:20 UTC"
@@ -287,7 +287,7 @@ def test_a_page_about_a_rehearsal_names_the_platform(world: World) -> None:
     path.write_text(json.dumps(sent))
     page = page_of(world)
     assert "rehearsal of" not in page.text
-    assert page.facts("Summary")["cost"] == "the platform does not tell it"
+    assert page.facts("Summary")["cost"] == "the platform does not report it"
 
 
 def test_the_handle_has_the_metrics_and_writes_the_page(world: World, tmp_path: Path) -> None:

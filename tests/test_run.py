@@ -363,7 +363,7 @@ def test_an_attempt_about_to_be_submitted_keeps_the_run_from_being_over(world: W
     world.recorded(retries=1).attempt(0, failed("infra", "node lost")).attempt(1, submitted=False)
     result = world.run().result()
     assert (result["state"], result["category"]) == ("pending", None)
-    assert result["reason"] == "attempt 1 is recorded but not submitted yet; the last one: node lost"
+    assert result["reason"] == "attempt 1 is recorded but not submitted yet; the attempt before: node lost"
     assert world.result() is None
     world.run().cancel()
     assert world.run().result()["state"] == "failed"
@@ -550,7 +550,7 @@ def test_a_cancelled_run_has_no_failure(world: World) -> None:
 def test_a_failure_nobody_explains(world: World) -> None:
     world.recorded().attempt(0, failed(reason=""))
     result = world.run().result()
-    assert (result["category"], result["exit_code"], result["reason"]) == (None, 9, "the platform says Failed")
+    assert (result["category"], result["exit_code"], result["reason"]) == (None, 9, "the platform reports Failed")
 
 
 def test_a_node_that_was_preempted_for_good(world: World) -> None:
@@ -736,7 +736,7 @@ def test_an_earlier_attempt_that_the_platform_forgot_is_still_listed(world: Worl
         ({"process_exit_code": 42}, "", "rank 2 on node 0 exited with code 42"),
         ({"rank": None, "process_exit_code": 3}, "", "node 0 exited with code 3"),
         ({"rank": None}, "the disk is full", "node 0: the disk is full"),
-        ({}, "", "rank 2 on node 0: ended without a word"),
+        ({}, "", "rank 2 on node 0: ended without a message"),
         ({"exception": "no sign of life"}, "rank 2 on node 0: silent\nmore", "rank 2 on node 0: silent"),
     ],
 )
@@ -1081,7 +1081,7 @@ def test_between_two_attempts_a_run_is_pending_to_whoever_looks(world: World) ->
     world.platform = ClientRetried()
     world.recorded(retries=1).attempt(0, failed())
     seen = [(status.state, status.reason) for status in world.run()._statuses_until_final()]
-    told = ("pending", "attempt 0 ended: exit status 1; another one may follow")
+    told = ("pending", "attempt 0 ended: exit status 1; another attempt may follow")
     assert len(seen) > 1
     assert seen == [*[told] * (len(seen) - 1), ("failed", "exit status 1")]
 
@@ -1212,7 +1212,7 @@ def test_a_job_of_a_second_is_seen_to_end_within_moments(world: World) -> None:
 @pytest.mark.parametrize("reader", [None, lambda _: None])
 def test_wait_has_a_limit(world: World, timeout: float, reader: Callable[[Line], None] | None) -> None:
     world.recorded().attempt(0, RUNNING)
-    with pytest.raises(LostContactError, match=r"r1 .*goes on") as caught:
+    with pytest.raises(LostContactError, match=r"r1 .*continues") as caught:
         world.run().wait(timeout=timeout, on_line=reader)
     assert world.time.now == pytest.approx(T0 + timeout)
     assert caught.value.exit_code == 7

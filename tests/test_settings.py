@@ -223,7 +223,7 @@ def test_settings_in_a_pyproject(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"pyproject.toml \[tool.cloudtrain.local\] pyton: no such setting"):
         load(below).make_provider()
     (below / FILE).write_text("")
-    with pytest.raises(SpecError, match="keep one of the two"):
+    with pytest.raises(SpecError, match="holds settings too"):
         load(below)
 
 

@@ -82,7 +82,7 @@ def test_a_signal_leaves_the_run_alone_and_says_how_to_come_back(place: Place, n
         process.send_signal(number)
         code, said, err = ended(process)
     assert (code, said["exit_code"], said["run_id"]) == (7, 7, "r")
-    assert "the run goes on" in str(said["error"])
+    assert "the run continues" in str(said["error"])
     assert "next: cloudtrain wait r" in err
     assert place.platform.status("r.0").state == "pending"
 
@@ -139,7 +139,7 @@ def test_a_signal_while_the_platform_is_taking_the_job(place: Place, word: str) 
     assert (code, state) == ((5, "cancelled") if word == "cancel" else (7, "pending"))
     assert str(said["run"]).endswith("/runs/r")
     if word == "detach":
-        assert said["error"] == "interrupted; the run was submitted and goes on"
+        assert said["error"] == "interrupted; the run was submitted and continues"
         assert said["hint"] == "to stop it, run: cloudtrain cancel r"
     assert place.done("cancel", "r")[0] == 0
     assert place.platform.jobs() == ["r.0"]
@@ -157,7 +157,7 @@ def test_a_signal_while_the_platform_is_taking_the_job(place: Place, word: str) 
         ),
         (
             "foldercloud:Provider.submit",
-            "interrupted; whether the run was submitted is not known yet",
+            "interrupted; it is unknown yet if the run was submitted",
             "to look, run: cloudtrain status r",
         ),
     ],
@@ -203,7 +203,7 @@ def test_a_refused_submission_is_over_for_every_verb(place: Place, kind: str, ca
 def test_the_wait_has_a_length_of_its_own(place: Place) -> None:
     code, said, err = place.done(*SUBMIT, "--wait-timeout", "1s")
     assert (code, said["exit_code"]) == (7, 7)
-    assert "it goes on" in str(said["error"])
+    assert "it continues" in str(said["error"])
     assert "next: cloudtrain wait r" in err
     assert place.done("wait", "r", "--wait-timeout", "1s")[0] == 7
     assert place.done(*SUBMIT, "--wait-timeout", "soon")[0] == 2
@@ -214,7 +214,7 @@ def test_credentials_that_expire_while_it_waits_are_lost_contact(place: Place) -
         place.platform.stand("r.0", refused="the token has expired")
         code, said, err = ended(process)
     assert (code, said["exit_code"]) == (7, 7)
-    assert "the token has expired; the run goes on" in str(said["error"])
+    assert "the token has expired; the run continues" in str(said["error"])
     assert "next: cloudtrain wait r" in err
     code, said, _ = place.done("wait", "r")  # those were bad before: nothing was waited for
     assert (code, said["exit_code"]) == (3, 3)

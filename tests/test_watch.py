@@ -507,7 +507,7 @@ def test_a_window_that_shrinks_and_ctrl_c(cloud: tuple[World, Callable[..., Term
     terminal.process.send_signal(signal.SIGINT)
     assert terminal.end() == 7
     *_, left = terminal.text.split("\x1b[?1049l")
-    assert "no longer watching; the run goes on" in left
+    assert "no longer watching; the run continues" in left
     assert "cloudtrain wait r1" in left
     assert all(cell_len(line) <= 40 for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", left).split("\r\n")[:10])
     assert "\x1b[?25h" in terminal.text

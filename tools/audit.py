@@ -47,7 +47,7 @@ def judged(wanted: dict[str, str], out: str, err: str = "") -> tuple[int, list[s
     try:
         rows: list[dict[str, Any]] = json.loads(out)["dependencies"]
     except (ValueError, KeyError, TypeError):
-        last = (err.strip().splitlines() or ["it said nothing"])[-1]
+        last = (err.strip().splitlines() or ["it printed nothing"])[-1]
         return UNKNOWN, [f"dependencies: NOT AUDITED: {last}"]
     answered = {row["name"].lower() for row in rows if "vulns" in row}
     bad = [(row, hole) for row in rows for hole in row.get("vulns", ())]
@@ -76,7 +76,7 @@ def workflows(tool: Path, files: Sequence[Path]) -> tuple[int, list[str]]:
         found: list[dict[str, Any]] = json.loads(done.stdout)
         lines = [f"{_place(item)}: {item['ident']}: {item['desc']}" for item in found]
     except (ValueError, KeyError, TypeError):
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         return UNKNOWN, [f"workflows: NOT AUDITED: {last}"]
     if not lines and done.returncode:
         return UNKNOWN, [f"workflows: NOT AUDITED: {tool.name} ended with {done.returncode}"]

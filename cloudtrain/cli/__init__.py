@@ -47,7 +47,7 @@ VERBS: dict[str, Verb] = {
         "Put data into the store once, for many runs; print its URL for --input.",
         "stage hf://datasets/ORG/NAME@v1/train --store s3://bucket/runs"),
     "status": Verb("Look", "runs:status", "[RUN...] [OPTIONS]",
-        "Say how a run is doing.",
+        "Show the state of a run.",
         "status last"),
     "logs": Verb("Look", "runs:logs", "RUN [OPTIONS]",
         "Print a run's log lines; -f follows them.",
@@ -56,7 +56,7 @@ VERBS: dict[str, Verb] = {
         "Watch a run live: state, nodes, loss, last lines.",
         "watch last"),
     "report": Verb("Look", "report:report", "RUN... [OPTIONS]",
-        "Write one HTML page about a run, that opens offline.",
+        "Write an HTML page about a run. It opens offline.",
         "report run-1 run-2 -o reports"),
     "wait": Verb("Run", "runs:wait", "RUN [OPTIONS]",
         "Wait for a run and exit by its outcome.",
@@ -77,13 +77,13 @@ VERBS: dict[str, Verb] = {
         "Find machines with GPUs, and what they cost.",
         "gpus H100:8"),
     "gc": Verb("Tidy", "runs:gc", "[OPTIONS]",
-        "Find, and remove, what no run of a store needs.",
+        "Find data that no run of a store needs, and remove it.",
         "gc --older-than 30d --delete"),
     "init": Verb("Check", "init:init", "[SCRIPT] [OPTIONS]",
         "Write cloudtrain.toml, job.toml and .cloudtrainignore, and check them.",
         "init"),
     "doctor": Verb("Check", "doctor:doctor", "[SCRIPT|JOB|PROVIDER] [OPTIONS]",
-        "Look whether a job could be sent; --job: on every node.",
+        "Check if a job can be sent; --job checks every node.",
         "doctor --job --nodes 2"),
     "config": Verb("Check", "config:config", "[KEY] [OPTIONS]",
         "Show every setting and where it comes from.",
@@ -206,14 +206,14 @@ def _verb_first(tokens: list[str]) -> list[str]:
 
     if first.startswith("-"):
         verb = next((token for token in tokens if token in VERBS), "VERB")
-        raise SpecError(f"{first} stands before the verb", hint=f"the verb comes first: cloudtrain {verb} {first} …")
+        raise SpecError(f"{first} stands before the verb", hint=f"put the verb first: cloudtrain {verb} {first} …")
     from .advice import about_verb
 
     raise SpecError(f"no verb {first!r}", hint=about_verb(first, VERBS, tokens[1:]))
 
 
 def _help_of(verb: str) -> str:
-    return f"how it is called: cloudtrain {verb} --help"
+    return f"for its usage, run: cloudtrain {verb} --help"
 
 
 def _usage_error(exc: Exception, app: App, tokens: list[str], args: list[str] | None) -> Exception:
@@ -258,8 +258,8 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
         raise
     except KeyboardInterrupt:
         known = screen.about.get("run")
-        text = f"interrupted; how the run is doing: cloudtrain status {known}" if known else screen.interrupted
-        return _refuse(screen, text, EXIT_DETACHED, wants_json)
+        hint = f"to see the state of the run, run: cloudtrain status {known}" if known else ""
+        return _refuse(screen, "interrupted" if known else screen.interrupted, EXIT_DETACHED, wants_json, hint=hint)
     except Exception as exc:  # noqa: BLE001 - the last resort of a command line: one line instead of a traceback
         if os.environ.get("CLOUDTRAIN_DEBUG") == "1":
             import traceback
@@ -270,8 +270,8 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
         if isinstance(exc, CloudtrainError):
             field = getattr(exc, "field", "")
             return _refuse(screen, str(exc), exc.exit_code, wants_json, field=field, hint=exc.hint)
-        text = f"{type(exc).__name__}: {exc} (this is a bug in cloudtrain; CLOUDTRAIN_DEBUG=1 shows where)"
-        return _refuse(screen, text, EXIT_BUG, wants_json)
+        text = f"{type(exc).__name__}: {exc}; this is a bug in cloudtrain"
+        return _refuse(screen, text, EXIT_BUG, wants_json, hint="to see the traceback, set CLOUDTRAIN_DEBUG=1")
 
 
 def _refuse(screen: Screen, text: str, code: int, wants_json: bool, **words: str) -> int:

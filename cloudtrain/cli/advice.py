@@ -28,12 +28,12 @@ _MEANT = {
     "rehearse": "simulate emulate drill",
     "reconcile": "retry resume resubmit",
 }
-_SHELL = "the setting debug_shell opens a shell, where the platform has one: cloudtrain config; docs/providers.md"
+_SHELL = "to open a shell on a node, set debug_shell where the platform has one: docs/providers.md"
 HINTS = {
-    **{word: f"you may want: cloudtrain {verb}" for verb, words in _MEANT.items() for word in words.split()},
+    **{word: f"did you mean: cloudtrain {verb}" for verb, words in _MEANT.items() for word in words.split()},
     **dict.fromkeys(("ssh", "exec", "shell", "bash"), _SHELL),
-    **dict.fromkeys(("login", "auth"), "you may want: cloudtrain doctor"),
-    "version": "you may want: cloudtrain --version",
+    **dict.fromkeys(("login", "auth"), "did you mean: cloudtrain doctor"),
+    "version": "did you mean: cloudtrain --version",
 }
 """Word for a verb in other tools -> the hint."""
 
@@ -41,12 +41,12 @@ HINTS = {
 def about_verb(word: str, verbs: Iterable[str], rest: Sequence[str]) -> str:
     """Return the hint for ``word``, which is no verb; ``rest`` follows it on the command line."""
     if word.endswith((".py", ".sh", ".toml", ".json")):
-        return f"to send it: cloudtrain submit {shlex.join([word, *rest])}"
+        return f"to send it, run: cloudtrain submit {shlex.join([word, *rest])}"
     if found := HINTS.get(word.lower()):
         return found
     if near := similar(word.lower(), verbs):
         return f"did you mean: cloudtrain {near}"
-    return "all verbs: cloudtrain --help"
+    return "to list all verbs, run: cloudtrain --help"
 
 
 def about_flag(flag: str, verb: str, names: Iterable[str], given: Sequence[str], *, has_args: bool) -> str:
@@ -57,14 +57,14 @@ def about_flag(flag: str, verb: str, names: Iterable[str], given: Sequence[str],
     """
     if flag in ("--dry-run", "--dryrun") and verb == "submit":
         words = [word for word in given if word.partition("=")[0] != flag]
-        return f"to see what would be sent: {shlex.join(['cloudtrain', 'plan', *words])}"
+        return f"to see the plan, run: {shlex.join(['cloudtrain', 'plan', *words])}"
     near = similar(flag, names)
     parts = [f"use {near}"] if near else []
     if verb in SCRIPT_VERBS and not has_args and (not near or _ratio(flag, near) < SURE):
         at = next((i for i, word in enumerate(given) if word.partition("=")[0] == flag), len(given))
         words = ["cloudtrain", verb, *given[:at], "--", *given[at:]]
         parts.append(f"write arguments of the script after --: {shlex.join(words)}")
-    return "; or ".join(parts) or f"its flags: cloudtrain {verb} --help"
+    return "; or ".join(parts) or f"to list its flags, run: cloudtrain {verb} --help"
 
 
 SURE = 0.8

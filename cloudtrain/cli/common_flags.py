@@ -38,7 +38,7 @@ class Where:
     profile: Annotated[
         str | None,
         Parameter(
-            metavar="NAME", help="profile of the settings file that counts; default: $CLOUDTRAIN_PROFILE, its own"
+            metavar="NAME", help="profile of the settings file; default: $CLOUDTRAIN_PROFILE, else the file's own"
         ),
     ] = None
 
@@ -57,7 +57,9 @@ HERE = Where()
 At = Annotated[Where, Parameter(name="*")]
 OnSignal = Annotated[
     Literal["detach", "cancel"],
-    Parameter(show_default=False, help="what SIGTERM means: detach (default; as Ctrl-C) or cancel, then Ctrl-C too"),
+    Parameter(
+        show_default=False, help="action on SIGTERM: detach (default; as on Ctrl-C) or cancel (then on Ctrl-C too)"
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from ..errors import NotFoundError
-from ..validate import did_you_mean
+from ..validate import near_or_all
 from . import format
 from .common_flags import HERE, At
 from .output import Screen
@@ -23,7 +23,7 @@ FILES = "complete -o default -F _cloudtrain cloudtrain"
 
 
 def config(
-    key: Annotated[str | None, Parameter(help="one setting alone: its value")] = None,
+    key: Annotated[str | None, Parameter(help="print this setting's value alone")] = None,
     /,
     *,
     provider: Provider = None,
@@ -38,8 +38,7 @@ def config(
     if key is not None:
         known = {row["key"]: row for row in rows}
         if key not in known:
-            near = did_you_mean(key, known)
-            raise NotFoundError(f"no such setting; there are {', '.join(known)}", field=key, hint=near)
+            raise NotFoundError("no such setting", field=key, hint=near_or_all(key, known))
         rows = [known[key]]
     if json:
         about = {"file": found.file or None, "profile": found.profile or None, "profiles": list(found.profiles)}
@@ -51,7 +50,7 @@ def config(
     screen.data(format.table([{**row, "value": _text(row["value"])} for row in rows], ("key", "value", "source")))
     of = f", profile {found.profile}" if found.profile else ""
     others = [name for name in found.profiles if name != found.profile]
-    screen.talk(f"read {found.file}{of}" if found.file else "no file of settings here or above")
+    screen.talk(f"read {found.file}{of}" if found.file else "no settings file in this folder or above")
     if others:
         screen.talk(f"other profiles: {', '.join(others)}")
     return 0

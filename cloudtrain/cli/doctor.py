@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["doctor", "looked"]
 
 Which = Annotated[str | None, Parameter(help="your script or job file, or the name of a provider")]
-OnNodes = Annotated[bool, switch("send a job that looks at every node", "--job")]
-Measure = Annotated[bool, switch("with --job: then cancel it, and measure SIGTERM to SIGKILL")]
+OnNodes = Annotated[bool, switch("send a job that checks every node", "--job")]
+Measure = Annotated[bool, switch("with --job: cancel it, and measure the time from SIGTERM to SIGKILL")]
 
 EXIT_UNLIKE = 1
 WIDTH = max(map(len, ("ok", "failed", "skipped", "unknown")))
@@ -61,10 +61,10 @@ def doctor(
     provider, script = _meant(what, provider, cwd)
     job = job_of(script, None, flags, None, cwd=cwd) if script is not None else None
     if job is not None and on_nodes:
-        raise SpecError(f"--job sends a script of its own; leave out {script}", field="job")
+        raise SpecError("--job sends its own script", field="job", hint=f"leave out {script}")
     for name in OURS if job is None else ():
         if name in fields:
-            raise SpecError("the doctor has a script of its own; leave it out", field=name)
+            raise SpecError("doctor runs its own script", field=name, hint=f"leave out {name}")
     if on_nodes:
         from ..runs.fallback import only_first
 
@@ -73,9 +73,9 @@ def doctor(
             screen.talk(others)
         return _on_nodes(chosen, fields, run_id, measure_grace, at, cwd, json, screen)
     if measure_grace:
-        raise SpecError("only --job has nodes whose grace could be measured", field="measure_grace")
+        raise SpecError("without --job no node starts", field="measure_grace", hint="add --job")
     if run_id is not None:
-        raise SpecError("only --job starts a run", field="run_id")
+        raise SpecError("without --job no run starts", field="run_id", hint="add --job")
     from ..doctor.doctor import checked_places
 
     where: dict[str, Any] = {"provider": provider, "store": at.store, "profile": at.profile, "settings": given}
@@ -100,7 +100,7 @@ def _meant(what: str | None, provider: str | None, cwd: Path) -> tuple[str | Non
     names = provider_names()
     if set(what.split(",")) <= set(names):
         if provider not in (None, what):
-            raise SpecError(f"{what!r} and {provider!r} are two providers; name one", field="provider")
+            raise SpecError(f"{what!r} and {provider!r} are two providers", field="provider", hint="name one of them")
         return what, None
     if (cwd / what).exists() or os.path.splitext(what)[1] or "/" in what:
         return provider, what
@@ -204,7 +204,7 @@ def _found(planned: Plan, run: Run, grace: Grace | None, *, must: bool) -> tuple
                 raise
             return None, []
     if grace is not None and not grace.asked:
-        wrong.append("the grace was not measured: the job's line that it is ready was not seen in time; see its logs")
+        wrong.append("the grace was not measured: the job did not report in time that it was ready; see its logs")
     elif grace is not None:
         found["grace"], late = grace.judged(nodes, planned.provider.launch_spec(request).rules.stop_grace)
         wrong += late

@@ -101,7 +101,9 @@ def job_of(script: str | None, module: str | None, flags: JobFlags, args: list[s
     if module is not None:
         entries.append(f"-m {module}")
     if len(entries) > 1:
-        raise SpecError(f"two scripts: {entries[0]!r} and {entries[1]!r}", field="source.entry_point")
+        raise SpecError(
+            f"two scripts: {entries[0]!r} and {entries[1]!r}", field="source.entry_point", hint="name one of them"
+        )
     if entries:
         given["entry_point"] = entries[0]
     for flat, value in given.items():

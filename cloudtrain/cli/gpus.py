@@ -33,13 +33,13 @@ Pattern = Annotated[
 Provider = Annotated[
     str | None, Parameter(name=("--provider", "-p"), metavar="NAME", help="machines of this provider only")
 ]
-Memory = Annotated[float | None, Parameter(metavar="GIB", help="GiB of memory that each GPU has at least")]
+Memory = Annotated[float | None, Parameter(metavar="GIB", help="least memory of each GPU, in GiB")]
 Network = Annotated[str | None, Parameter(metavar="TEXT", help="text in the machine's network: EFA, InfiniBand")]
 SpotOnly = Annotated[
-    bool | None, Parameter(help="machines that are never had on demand; with no-: those that are", show_default=False)
+    bool | None, Parameter(help="machines that are sold as spot only; with no-: the others", show_default=False)
 ]
 MaxPrice = Annotated[
-    float | None, Parameter(metavar="USD", help="US dollars an hour at most; leaves out what has no known price")
+    float | None, Parameter(metavar="USD", help="most US dollars an hour; omits machines without a known price")
 ]
 Region = Annotated[
     str | None, Parameter(metavar="REGION", help="region of the prices; default: the provider's own setting")
@@ -71,7 +71,7 @@ def gpus(
         raise NotFoundError(f"no provider {provider!r}", field="provider", hint=near)
     chosen = at.settings(overrides=settings_pairs(settings), provider=provider)
     if settings and chosen.provider not in catalog.providers():
-        raise SpecError("is one provider's word: give --provider too", field="set")
+        raise SpecError("belongs to one provider", field="set", hint="add --provider NAME")
     made = {name: _made(chosen, name).settings for name in catalog.providers() if provider in (None, name)}
     rows = [
         _row(name, machine, _price(made[name], name, machine, region))
@@ -87,7 +87,7 @@ def gpus(
         priced = [row for row in rows if row["usd_per_hour"] is not None]
         if pattern is None and priced and not everything:  # who names a machine wants to see it
             if more := len(rows) - len(priced):
-                screen.talk(f"{more} machines without a known price are left out (--all)")
+                screen.talk(f"{more} machines without a known price are not listed (--all lists them)")
             rows = priced
         if rows:
             screen.data(format.table([_shown(row) for row in rows], COLUMNS))
@@ -125,8 +125,7 @@ def _matching(pattern: str | None, known: Sequence[tuple[str, Machine]]) -> Sequ
         return found
     if gpu is not None and same:
         there = [machine for _, machine in same]
-        why = f"no known machine has {gpu}; there are {', '.join(catalog.gpu_names(there))}"
-        raise NotFoundError(why, field="pattern", hint=catalog.suggested_gpu(gpu, there))
+        raise NotFoundError(f"no known machine has {gpu}", field="pattern", hint=catalog.suggested_gpu(gpu, there))
     names = {machine.gpu for _, machine in known} | {machine.instance_type for _, machine in known}
     near = did_you_mean(text, sorted(names))
     raise NotFoundError(f"no known GPU or machine is called {text!r}", field="pattern", hint=near)
@@ -178,10 +177,10 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 def _say(rows: Sequence[dict[str, Any]], screen: Screen) -> None:
     if not rows:
-        screen.talk("no machine of the catalogue is like that")
+        screen.talk("no machine of the catalogue fits")
     for source in sorted({row["price"]["source"] for row in rows if row["price"]}):
         screen.talk(f"prices: {source}")
     if any(row["price"] and not row["price"]["of_service"] for row in rows):
-        screen.talk("(1): another service's list with the same machines; the platform itself may ask for more")
+        screen.talk("(1): the price list of another service with the same machines; the platform may charge more")
     if any(row["price"] is None for row in rows):
-        screen.talk("unknown: --provider NAME --set prices.MACHINE=USD says your own")
+        screen.talk("unknown: to set your own price, add --provider NAME --set prices.MACHINE=USD")

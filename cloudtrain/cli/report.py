@@ -71,10 +71,10 @@ def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen
             else:
                 last = follow(lambda draw: Watch(handle, on_picture=draw), screen.talk if json else screen.data)
         except KeyboardInterrupt:
-            screen.talk("\nno longer watching; the run goes on")
+            screen.talk("\nno longer watching; the run continues")
             screen.next(["watch", run], ["wait", run], ["cancel", run], where=at.flags)
             if json:
-                screen.emit({**screen.about, "error": "interrupted; the run goes on", "exit_code": EXIT_DETACHED})
+                screen.emit({**screen.about, "error": "interrupted; the run continues", "exit_code": EXIT_DETACHED})
             return EXIT_DETACHED
     if last.result and last.result["state"] != "succeeded":
         screen.talk("\n".join(tame(line) for line in format.outcome(last.result).split("\n")))

@@ -40,9 +40,9 @@ Ref = Annotated[
     str, Parameter(name="RUN", help="run id, its beginning, `last` for the newest run, or the URL of a run folder")
 ]
 More = Annotated[str, Parameter(show=False)]
-Json = Annotated[bool, switch("one JSON object on stdout, all talk on stderr")]
+Json = Annotated[bool, switch("one JSON object on stdout, messages on stderr")]
 JsonLines = Annotated[bool, switch("a JSON object for each line")]
-Follow = Annotated[bool, switch("go on until the run ends", "--follow", "-f")]
+Follow = Annotated[bool, switch("continue until the run ends", "--follow", "-f")]
 What = Annotated[
     list[str] | None,
     Parameter(
@@ -54,12 +54,14 @@ What = Annotated[
 ]
 OutDir = Annotated[
     str | None,
-    Parameter(name=("--out", "-o"), metavar="DIR", help="instead of DIR, for several runs: a folder in it for each"),
+    Parameter(
+        name=("--out", "-o"), metavar="DIR", help="for several runs, instead of DIR: it gets a folder for each run"
+    ),
 ]
 
 WaitTimeout = Annotated[
     str | None,
-    Parameter(name="--wait-timeout", metavar="DURATION", help="wait no longer than that, then exit code 7: '2h'"),
+    Parameter(name="--wait-timeout", metavar="DURATION", help="longest wait, then exit code 7: '2h'"),
 ]
 
 LAST = "last"
@@ -162,10 +164,10 @@ def logs(
     *,
     follow: Follow = False,
     newest: Annotated[
-        int | None, Parameter(name=("--tail", "-n"), help="the last N lines only; with --follow, N of those so far")
+        int | None, Parameter(name=("--tail", "-n"), help="the last N lines only; with --follow, of the lines so far")
     ] = None,
     since: Annotated[
-        str | None, Parameter(help="lines of so long ago at most, '10m', or since a time, '2026-11-24T03:00:00Z'")
+        str | None, Parameter(help="lines of the last '10m', or since a time, '2026-11-24T03:00:00Z'")
     ] = None,
     timestamps: Annotated[bool, switch("begin each line with its time, in UTC")] = False,
     node: Annotated[int | None, Parameter(help="lines of this node only")] = None,
@@ -250,9 +252,9 @@ def stopped(run: Run, name: str, at: Where, on_signal: str, json: bool, screen: 
             screen.emit({**result, "exit_code": code})
         screen.next(["status", name], ["pull", name], where=at.flags)
         return code
-    screen.talk("\nno longer waiting; the run goes on")
+    screen.talk("\nno longer waiting; the run continues")
     if json:
-        screen.emit({**screen.about, "error": "interrupted; the run goes on", "exit_code": EXIT_DETACHED})
+        screen.emit({**screen.about, "error": "interrupted; the run continues", "exit_code": EXIT_DETACHED})
     screen.next(["wait", name], ["logs", "-f", name], ["cancel", name], where=at.flags)
     return EXIT_DETACHED
 
@@ -263,12 +265,12 @@ def left(exc: AuthError | LostContactError, run: Run, name: str, at: Where, scre
     Credentials that expire meanwhile are no failure of the run: it goes on.
     """
     screen.next(["wait", name], ["logs", "-f", name], ["status", name], where=at.flags)
-    return exc if isinstance(exc, LostContactError) else LostContactError(f"{exc}; the run goes on: {run.url}")
+    return exc if isinstance(exc, LostContactError) else LostContactError(f"{exc}; the run continues: {run.url}")
 
 
 def pull(
     run: Ref,
-    folder: Annotated[str | None, Parameter(name="DIR", help="where to; default: ./<run id>")] = None,
+    folder: Annotated[str | None, Parameter(name="DIR", help="folder for the results; default: ./<run id>")] = None,
     /,
     *more: More,
     out: OutDir = None,
@@ -330,7 +332,7 @@ Limit = Annotated[
     int, Parameter(name=("--limit", "-n"), metavar="INT", show_default=False, help="runs on a page; default: 50")
 ]
 States = Annotated[list[str] | None, many("runs in this state only, however many are read; repeatable", "STATE")]
-Since = Annotated[str | None, Parameter(metavar="DURATION", help="runs of so long ago at most: '7d'")]
+Since = Annotated[str | None, Parameter(metavar="DURATION", help="runs of the last '7d' only")]
 Tags = Annotated[list[str] | None, many("runs with this tag only; repeatable: with all", "NAME=VALUE", "--tag")]
 Columns = Annotated[
     list[str] | None, many("further columns: hp.NAME, tag.NAME, cost, or a metric's name for its last value", "NAME,…")
@@ -342,7 +344,7 @@ def list_runs(
     limit: Limit = 50,
     everything: Annotated[bool, switch("every run, on one page", "--all")] = False,
     before: Annotated[
-        str | None, Parameter(metavar="RUN", help="the page after this run, the last one of the page before")
+        str | None, Parameter(metavar="RUN", help="list the runs after this one, the last of the page before")
     ] = None,
     state: States = None,
     since: Since = None,
@@ -427,7 +429,7 @@ def reconcile(
     elif rows:
         screen.show(format.table(rows, ("run_id", "state", "category", "provider", "reason")))
     else:
-        screen.talk("no run here that is not over")
+        screen.talk("no unfinished run here")
     return code
 
 
@@ -436,9 +438,12 @@ def gc(
     /,
     *,
     older_than: Annotated[
-        str, Parameter(metavar="DURATION", show_default=False, help="last written so long ago; default: 7d")
+        str,
+        Parameter(
+            metavar="DURATION", show_default=False, help="only data only data last written so long ago; default: 7d"
+        ),
     ] = "7d",
-    delete: Annotated[bool, switch("remove it; else nothing is written")] = False,
+    delete: Annotated[bool, switch("remove the data; without this flag nothing is written")] = False,
     at: At = HERE,
     json: Json = False,
     screen: Ours[Screen],
@@ -448,7 +453,7 @@ def gc(
 
     seconds = parse_duration(older_than, field="older_than")
     if target is not None and at.store is not None:
-        raise SpecError(f"two stores: {at.store!r} and {target!r}", field="store")
+        raise SpecError(f"two stores: {at.store!r} and {target!r}", field="store", hint="name one of them")
     settings = at.settings()
     found = collect_at(
         target or settings.store, older_than=seconds, delete=delete, settings=settings, cwd=Path.cwd(), say=screen.talk

@@ -52,23 +52,23 @@ RunId = Annotated[str | None, Parameter(metavar="ID", help="id of the run; defau
 Set = Annotated[list[str] | None, many("a setting; repeatable", "KEY=VALUE", "--set")]
 PlanFile = Annotated[str | None, Parameter(name="--plan", metavar="PATH", help="send this saved `plan --json`")]
 Request = Annotated[bool, switch("on a terminal: the exact request, before the summary")]
-Yes = Annotated[bool, switch("send without a question, whatever it may cost", "--yes", "-y")]
+Yes = Annotated[bool, switch("send without asking, whatever it may cost", "--yes", "-y")]
 Verbose = Annotated[bool, switch("list every file")]
 LocalStore = Annotated[
     str,
     Parameter(
         metavar="DIR",
         show_default=False,
-        help="folder of this machine in which rehearsals live; default: ./.cloudtrain",
+        help="local folder for rehearsals; default: ./.cloudtrain",
     ),
 ]
-Maps = Annotated[list[str] | None, many("what stands for remote data; repeatable", "URL=PATH", "--map")]
-Image = Annotated[
-    str, Parameter(metavar="IMAGE", help="image of this machine in place of the job's", show_default=False)
+Maps = Annotated[list[str] | None, many("a local path for a remote URL; repeatable", "URL=PATH", "--map")]
+Image = Annotated[str, Parameter(metavar="IMAGE", help="local image to use instead of the job's", show_default=False)]
+Values = Annotated[
+    list[str] | None, many("a secret's value for the rehearsal; repeatable", "NAME=env:VARIABLE", "--secret-value")
 ]
-Values = Annotated[list[str] | None, many("a secret's value here; repeatable", "NAME=env:VARIABLE", "--secret-value")]
 Preempt = Annotated[list[str] | None, many("drill: the platform takes a machine back; repeatable", "node=N,after=WHEN")]
-Kill = Annotated[list[str] | None, many("drill: a machine is gone without a word; repeatable", "node=N,after=WHEN")]
+Kill = Annotated[list[str] | None, many("drill: a machine is lost without notice; repeatable", "node=N,after=WHEN")]
 
 NO_FLAGS = JobFlags()
 NO_RUN = "interrupted before anything was sent; there is no run"
@@ -179,7 +179,7 @@ def rehearse(
         drills=[*(("preempt", text) for text in preempt or ()), *(("kill", text) for text in kill or ())],
     )
     body = planned.request.body
-    screen.talk(f"rehearsing what {body['target']} would start for this request; other than there:")
+    screen.talk(f"rehearsing what {body['target']} would start for this request; differences:")
     for line in body["differences"]:
         screen.talk(f"  {line}")
     return _send_and_follow(planned, Where(store=local_store, profile=description.at.profile), following, screen)
@@ -277,15 +277,15 @@ def _interrupted(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
         return _stop(NO_RUN, "", EXIT_DETACHED, json, screen)
     except CloudtrainError as exc:
         known = shlex.join(["cloudtrain", "status", run.run_id, *at.flags])
-        why = f"interrupted; whether the run was submitted is not known: {exc}"
+        why = f"interrupted; it is unknown if the run was submitted: {exc}"
         return _stop(why, f"to look, run: {known}", EXIT_DETACHED, json, screen)
     if sent:
-        text, hint = "interrupted; the run was submitted and goes on", f"to stop it, run: {cancel}"
+        text, hint = "interrupted; the run was submitted and continues", f"to stop it, run: {cancel}"
     elif result["state"] in FINAL:
         text, hint = f"interrupted; {format.state_line(result)}", ""
     elif not is_known:
         look = shlex.join(["cloudtrain", "status", run.run_id, *at.flags])
-        text, hint = "interrupted; whether the run was submitted is not known yet", f"to look, run: {look}"
+        text, hint = "interrupted; it is unknown yet if the run was submitted", f"to look, run: {look}"
     else:
         again = f"to send it, run the same command with --run-id {run.run_id}"
         text, hint = "interrupted; the run is recorded and was not sent", f"{again}\nto drop it, run: {cancel}"
@@ -338,7 +338,7 @@ def plan(
     else:
         screen.data(format.plan_text(document, verbose=verbose, terminal=terminal))
     if description.run_id is None:
-        screen.talk(f"run id {planned.run_id} stands in for the one that submit makes (--run-id)")
+        screen.talk(f"run id {planned.run_id} is a stand-in; submit makes a new one (--run-id)")
     if not terminal:
         say_limits(planned.job, screen)
     for text in (text for item in (planned, *planned.further) for text in item.warnings):
@@ -373,7 +373,7 @@ def _nothing_but_a_plan(script: str | None, description: Description, args: list
     rest |= {"provider": description.provider, "run_id": description.run_id}
     given = [*given_flags(description.flags), *(name for name, value in rest.items() if value is not None)]
     if given:
-        raise SpecError(f"a saved plan is sent as it is; leave out {', '.join(given)}", field="plan")
+        raise SpecError("a saved plan is sent unchanged", field="plan", hint=f"leave out {', '.join(given)}")
 
 
 def say_limits(job: Job, screen: Screen) -> None:

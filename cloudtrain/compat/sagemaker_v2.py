@@ -44,7 +44,7 @@ _JOB_NAME = re.compile(r"(?:arn:[^/]*:training-job/)?(?P<run>.+?)(?:-(?P<tag>[0-
 
 _INSTEAD = {
     "prepare_workflow_for_training": "a pipeline calls fit, or `cloudtrain submit`, and reads its exit code",
-    "training_job_analytics": "`cloudtrain pull --only metrics` brings what the script told CLOUDTRAIN_METRICS_FILE",
+    "training_job_analytics": "`cloudtrain pull --what metrics` pulls the rows of CLOUDTRAIN_METRICS_FILE",
     "set_hyperparameters": "give hyperparameters to PyTorch",
     "get_app_url": "the console has the job by latest_training_job.name",
     "enable_remote_debug": "give enable_remote_debug=True to PyTorch",
@@ -271,7 +271,7 @@ class PyTorch(_Refusing):
         kind, self.provider = str(self._keywords.get("instance_type", "")), NAME
         if kind == "local_gpu":
             how = "cloudtrain.Estimator(provider='local', gpu='A10G:1')"
-            raise SpecError(f"which GPUs this machine has is yours to say: {how}", field="instance_type")
+            raise SpecError(f"the GPUs of this machine are not known; name them: {how}", field="instance_type")
         if kind == "local":
             self.provider = "docker" if "image_uri" in self._keywords else "local"
         elif not kind:

@@ -43,7 +43,7 @@ PREFLIGHT = "preflight.json"
 """File that the job leaves among its artifacts."""
 SCRIPT = "doctor.py"
 MAX_RUNTIME = 900
-_NO_IMAGE = skipped("plan", "no image is named; with --image it is planned and looked for")
+_NO_IMAGE = skipped("plan", "no image is set; with --image the doctor checks it")
 _KMS = re.compile(r"kms|encrypt", re.IGNORECASE)
 _UNKNOWN_CALLER = re.compile(r"expired|(no|locate|find).{0,20} credentials", re.IGNORECASE)
 _ABSENT = re.compile(r"no ?such ?bucket|bucket( or container)? does not exist|container ?not ?found|there is no ", re.I)
@@ -114,7 +114,7 @@ def _checks(settings: Settings, fields: Mapping[str, Any], job: Job | None, cwd:
         yield check
         stopped = stopped or (check.status == "failed" and check.name in ("sdk", "credentials"))
     if store and stopped and local_path(store) is None:
-        yield skipped("store", "neither SDK nor credentials to reach it with")
+        yield skipped("store", "no SDK and no credentials to reach it")
     elif store:
         yield round_trip(files(store, storage=made.storage, moving=moving))
 
@@ -169,14 +169,14 @@ def round_trip(tree: Files) -> Check:
                 tree.create(key, data)  # False too may mean success: the first answer may have been lost
                 step, left = "read", True
                 if tree.read(key) != data:
-                    raise StorageError("what was read is not what was written")
+                    raise StorageError("the content that was read is not the content that was written")
                 step = "replace"
                 if tree.create(key, data + b"2") or tree.read(key) != data:
-                    raise StorageError("a second creation was not refused: this store does not keep exclusive creation")
+                    raise StorageError("a second creation was not refused: this store has no exclusive creation")
                 _replace_once(tree, key, data)
                 step = "list"
                 if key not in tree.names(""):
-                    raise StorageError("what was written is not in the list")
+                    raise StorageError("the written object is not in the list")
                 step = "delete"
                 tree.discard([key])  # does not list
                 if tree.exists(key):
@@ -214,7 +214,7 @@ def _store_fix(tree: Files, step: str, exc: CloudtrainError) -> str:
         ),
         (
             local_path(tree.url) is not None,
-            "free space there or let this user write to it, or set store to another place",
+            "free space there, let this user write to it, or set store to another URL",
         ),
         (_ABSENT.search(text), "make the bucket or container, or set store to one that is there"),
         (isinstance(exc, SpecError), failure("store", exc).fix),
@@ -225,11 +225,11 @@ def _store_fix(tree: Files, step: str, exc: CloudtrainError) -> str:
         (refused and _UNKNOWN_CALLER.search(text), "sign in again, or give this machine credentials for it"),
         (
             refused and step.startswith(("create", "replace")),
-            f"let the caller write below {url} {page}; where what is not encrypted is refused, set sse and"
+            f"let the caller write below {url} {page}; if the store refuses unencrypted objects, set sse and"
             " sse_kms_key_id",
         ),
         (refused, f"let the caller {step} below {url} {page}"),
-        (True, f"see that {url} can be reached from here, and try again"),
+        (True, f"check that this machine can reach {url}, and try again"),
     ]
     return next(fix for holds, fix in fixes if holds)
 
@@ -283,9 +283,9 @@ def judged(folder: Path, *, nodes: int, gpus: int | None) -> tuple[dict[str, Any
         node_check.table(found)
         return found, node_check.problems(found, nodes=nodes, gpus=gpus)
     except OSError as exc:
-        raise NotFoundError(f"the job has left no {PREFLIGHT} ({exc}); its logs say why") from None
+        raise NotFoundError(f"the job has left no {PREFLIGHT} ({exc}); see its logs") from None
     except (KeyError, TypeError, AttributeError, ValueError) as exc:
-        what = f"the job's {PREFLIGHT} is damaged ({type(exc).__name__}: {exc}); its logs say why"
+        what = f"the job's {PREFLIGHT} is damaged ({type(exc).__name__}: {exc}); see its logs"
         raise NotFoundError(what) from None
 
 
@@ -320,9 +320,9 @@ class Grace:
             seconds = self.seconds.get(node)
             rows[str(node)] = {"seconds": seconds, "recorded": node in recorded}
             if seconds is None:
-                wrong.append(f"node {node} has not said that it got a stop signal; see its log")
+                wrong.append(f"node {node} did not report a stop signal; see its log")
             elif node not in recorded:
-                lost = "what it saved last, and the record of its end, are lost"
+                lost = "its last checkpoint and the record of its end are lost"
                 wrong.append(
                     f"node {node} was killed {seconds:.1f} s after SIGTERM, of {reckoned:g} s reckoned: {lost}"
                 )

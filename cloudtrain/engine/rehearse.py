@@ -54,7 +54,9 @@ def plan_rehearsal(
     real = make_plan(job, settings=only_first(settings)[0], provider=provider, run_id=run_id, cwd=cwd)
     target = real.provider
     if isinstance(target, SupervisedProvider):
-        raise SpecError(f"{target.name} runs on this machine as it is: submit; name a cloud's", field="provider")
+        raise SpecError(
+            f"{target.name} already runs on this machine", field="provider", hint="name a cloud, or use submit"
+        )
     here = Store(store, cwd=cwd)
     if local_path(here.url) is None:
         raise SpecError(f"must be a folder of this machine, not {store}", field="local_store")
@@ -122,7 +124,9 @@ def _check_there(url: str, places: Mapping[str, str], field: str) -> None:
     except SpecError as exc:
         raise SpecError(exc.message, field=field, hint=exc.hint) from None
     if path is None or not path.exists():
-        raise SpecError(f"there is no {path}, which stands for {url}; or name what does: --map {url}=PATH", field=field)
+        raise SpecError(
+            f"there is no {path}, which stands for {url}", field=field, hint=f"name another folder: --map {url}=PATH"
+        )
 
 
 def _substitutes(job: Job, given: Mapping[str, str]) -> dict[str, str]:
@@ -135,8 +139,6 @@ def _substitutes(job: Job, given: Mapping[str, str]) -> dict[str, str]:
             raise SpecError(f"must be env:VARIABLE, not {reference!r}", field=f"secret_value.{name}")
     for name in job.secrets:
         if name not in given:
-            why = (
-                f"the cloud's own credentials are not here; say whose value it has: --secret-value {name}=env:VARIABLE"
-            )
-            raise SpecError(why, field=f"secrets.{name}")
+            how = f"give a value: --secret-value {name}=env:VARIABLE"
+            raise SpecError("has no value in a rehearsal", field=f"secrets.{name}", hint=how)
     return {name: given[name] for name in job.secrets}

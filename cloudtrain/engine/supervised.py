@@ -234,7 +234,7 @@ class SupervisedProvider(ProviderExtras):
             if process.poll() is not None and not (folder / "status.json").exists():
                 _raise_refusal(folder / "refused.json")
                 raise PlatformError(
-                    f"the supervisor did not start: {last_line(folder / 'supervisor.log') or 'it said nothing'}"
+                    f"the supervisor did not start: {last_line(folder / 'supervisor.log') or 'it printed nothing'}"
                 )
             if time.monotonic() > deadline:
                 with contextlib.suppress(ProcessLookupError):  # it must not start the job after this error
@@ -354,7 +354,7 @@ class SupervisedProvider(ProviderExtras):
             return replace(status, state="succeeded", native="abandoned", attempts=attempts, finished=ended)
         cancelled = (folder / "cancel").exists()
         rebooted = data["boot"] and data["boot"] != boot_id()
-        reason = "this machine was restarted while the run went on" if rebooted else "the run's supervisor was killed"
+        reason = "this machine was restarted during the run" if rebooted else "the run's supervisor was killed"
         return Status(
             state="cancelled" if cancelled else "failed",
             native="abandoned",

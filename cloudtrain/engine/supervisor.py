@@ -169,7 +169,7 @@ class Supervisor:
         try:
             mounts.stop_syncing(self._patiently)
         except CloudtrainError as exc:
-            kept = f"what it left is still in {mounts.live} on {socket.gethostname()}: {exc}"
+            kept = f"its files are still in {mounts.live} on {socket.gethostname()}: {exc}"
             reason = f"{reason}; {kept}" if reason else kept
         self.state.update(state=state, category=category, reason=reason, finished=time.time())
         try:
@@ -291,7 +291,7 @@ class Supervisor:
         if not self.store.create_attempt(self.run_id, number, following) and following != self.store.attempt_request(
             self.run_id, number
         ):
-            raise CloudtrainError(f"attempt {number} was started by someone else")
+            raise CloudtrainError(f"attempt {number} was started by another client")
         self.store.write_submitted(self.run_id, number, self.native_id)
         return following
 
@@ -521,7 +521,7 @@ class Supervisor:
             category = record["category"] if record["category"] in EXIT_CODES else "infra"
             return "failed", category, record["reason"]
         # Its peers report that it was lost; its own end is known here.
-        category, reason = silent or ("infra", "the nodes ended without a word")
+        category, reason = silent or ("infra", "the nodes ended without a message")
         return "failed", category, reason
 
     def _silent(self, nodes: Sequence[NodeHandle], exits: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:

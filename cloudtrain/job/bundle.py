@@ -349,8 +349,9 @@ def _check_ships(
                 for e in excluded
                 if e.path in places or (e.path.endswith("/") and any(place.startswith(e.path) for place in places))
             ]
-            why = f"is excluded by {rules[0]}; '!/{names[0]}' in {IGNORE} brings it back" if rules else "is not there"
-            raise SpecError(f"{names[0]!r} does not ship: it {why}", field=where)
+            why = f"is excluded by {rules[0]}" if rules else "does not exist"
+            hint = f"to ship it, add this line to {IGNORE}: !/{names[0]}" if rules else ""
+            raise SpecError(f"{names[0]!r} does not ship: it {why}", field=where, hint=hint)
 
 
 def _check_links(entries: list[ShippedFile], parts: list[tuple[str, Path]]) -> None:
@@ -363,8 +364,9 @@ def _check_links(entries: list[ShippedFile], parts: list[tuple[str, Path]]) -> N
         outside = inner.split(os.sep)[0] == ".." or (real != str(folder) and not relative_below(real, str(folder)))
         if os.path.isabs(entry.link) or outside:
             raise SpecError(
-                f"the link {entry.path!r} leads out of the code to {entry.link!r}; make it a copy, or exclude it",
+                f"the link {entry.path!r} leads out of the code to {entry.link!r}",
                 field="source",
+                hint=f"copy the file into the code, or exclude the link in {IGNORE}",
             )
 
 
@@ -380,7 +382,7 @@ def _check_size(entries: list[ShippedFile], max_bytes: int) -> None:
     text = f"the code is {_mib(total)}, above the limit of {_mib(max_bytes)}; largest files: "
     text += _largest({entry.path: entry.size for entry in entries}, 5)
     text += f"; largest folders: {_largest(folders, 3)}" if folders else ""
-    raise SpecError(f"{text}; leave files out in {IGNORE}, or raise the setting max_code_mb", field="source")
+    raise SpecError(text, field="source", hint=f"exclude files in {IGNORE}, or raise the setting max_code_mb")
 
 
 def _largest(sizes: dict[str, int], count: int) -> str:
@@ -396,9 +398,9 @@ def _check_secrets(entries: list[ShippedFile], named: set[str]) -> None:
     if found:
         listed = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
         raise SpecError(
-            f"would ship what looks like secrets: {listed}; exclude them in {IGNORE}, or name each there to ship it"
-            f" on purpose ('!/{found[0]}')",
+            f"these files look like secrets: {listed}",
             field="source",
+            hint=f"exclude them in {IGNORE}; to ship a file on purpose, add a line: !/{found[0]}",
         )
 
 

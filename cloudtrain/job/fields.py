@@ -192,20 +192,22 @@ def _env_name(name: str, where: str) -> None:
     if not _ENV_NAME.fullmatch(name):
         raise SpecError(f"{name!r} is not a name for an environment variable", field=where)
     if _RESERVED.fullmatch(name):
-        raise SpecError(f"{name} is set by torchrun or cloudtrain for every rank; choose another name", field=where)
+        raise SpecError(
+            f"{name} is set by torchrun or cloudtrain for every rank", field=where, hint="choose another name"
+        )
 
 
 def _reference(value: Any, where: str) -> str:
     scheme, _, rest = text_of(value, where).partition(":")
     if scheme not in SECRET_SCHEMES or not rest:
-        why = f"{value!r} is no reference; write one of env:NAME, aws:ARN, azure:VAULT/NAME, gcp:RESOURCE"
-        raise SpecError(why, field=where)
+        how = "write env:NAME, aws:ARN, azure:VAULT/NAME or gcp:RESOURCE"
+        raise SpecError(f"{value!r} is not a reference to a secret", field=where, hint=how)
     return str(value)
 
 
 def _hyperparameter(value: Any, where: str) -> Any:
     if value is None:
-        raise SpecError("has no value (None); leave it out", field=where)
+        raise SpecError("has no value (None)", field=where, hint="leave it out")
     return json_value(value, where)
 
 
@@ -227,7 +229,7 @@ def _metric(value: Any, where: str) -> str:
     if groups == 0:
         raise SpecError(f"{pattern!r} has no group, not one", field=where, hint=f"write it like {_EXAMPLE!r}")
     if groups > 1:
-        how = "write (?:...) for every group but that of the number"
+        how = "write (?:...) for every group except the group of the number"
         raise SpecError(f"{pattern!r} has {groups} groups, not one", field=where, hint=how)
     return pattern
 

@@ -160,7 +160,7 @@ class Source:
         PATH, "folder to ship; default: the current one if the script lies in it, else the script's"
     )
     entry_point: str = item(fields.Kind(_entry_point, TEXT.schema), "train.py, '-m pkg.mod' or x.sh", "")
-    dependencies: tuple[str, ...] = item(fields.PATHS, "further local folders put beside the source", ())
+    dependencies: tuple[str, ...] = item(fields.PATHS, "further local folders to ship next to the source", ())
     requirements: str | None = item(TEXT, "requirements file in the source, installed into scratch on each node")
     exclude: tuple[str, ...] = item(fields.PATTERNS, "patterns (gitignore syntax) of files not to ship", ())
 
@@ -271,16 +271,16 @@ class Job:
     max_gpu_hours: float | None = item(fields.GPU_HOURS, "most hours of GPUs, times their number, over attempts")
     retries: int = item(whole(0, 100), "further attempts after one that failed", 0)
     stall_timeout: int = item(
-        fields.DURATION_OR_ZERO, "no sign of life for so long is a failure; 0: never", DEFAULT_STALL_TIMEOUT
+        fields.DURATION_OR_ZERO, "longest silence before a run counts as failed; 0: never", DEFAULT_STALL_TIMEOUT
     )
-    debug_nccl: bool = item(SWITCH, "NCCL and torch.distributed tell what they do, in many lines", False)
+    debug_nccl: bool = item(SWITCH, "log the steps of NCCL and torch.distributed, in many lines", False)
     resume_from: str | None = item(TEXT, "run, or checkpoint folder, to start from")
     checkpoint_paths: tuple[str, ...] = item(
-        fields.CHECKPOINT_GLOBS, "further checkpoints a script writes: globs below its working folder", ()
+        fields.CHECKPOINT_GLOBS, "globs of further checkpoints below the working folder", ()
     )
     keep_checkpoints: int | None = item(
         whole(0, 10**6),
-        "newest complete checkpoints kept, and what a pointer names; 0: all of them; "
+        "number of newest complete checkpoints to keep; one with a pointer stays too; 0: all; "
         "default: 0, or 3 where each restart downloads them all",
     )
     metrics: dict[str, str] = item(
@@ -288,7 +288,7 @@ class Job:
     )
     outputs: bool = item(SWITCH, "bring back the files that the script writes below its working folder", True)
     max_outputs: int = item(
-        fields.SIZE, "most of these files a node, the largest are left out: '10GB'", DEFAULT_MAX_OUTPUTS
+        fields.SIZE, "most bytes of these files a node; the largest files are skipped: '10GB'", DEFAULT_MAX_OUTPUTS
     )
     tags: dict[str, str] = item(fields.TAGS, "labels of the job on the platform", {})
     options: dict[str, dict[str, Any]] = item(
@@ -398,7 +398,7 @@ class Job:
         try:
             return tomli_w.dumps(self.to_dict())
         except TypeError:
-            raise SpecError("holds a null, which TOML cannot say; use JSON", field="options") from None
+            raise SpecError("holds a null, which TOML does not have", field="options", hint="use JSON") from None
 
     @classmethod
     def from_toml(cls, text: str, *, folder: Path | None = None) -> Job:

@@ -180,11 +180,11 @@ class Walk:
             try:
                 listed, commit = _ask_git(here.disk, top, here.path)
             except _GitError as exc:
-                self.warnings.append(f"git did not answer for {here.disk} ({exc}); went by its ignore files alone")
+                self.warnings.append(f"git did not answer for {here.disk} ({exc}); used its ignore files alone")
             else:
                 self.commit = commit if here.path == "" else self.commit
                 if not listed:
-                    self.warnings.append(f"git ignores {here.disk} itself; went by the ignore files below it alone")
+                    self.warnings.append(f"git ignores {here.disk} itself; used the ignore files below it alone")
                 return here._replace(listed=listed)
         return here._replace(ignored=_above(here, top)) if top else here
 
@@ -272,7 +272,7 @@ def _ask_git(folder: str, top: str, at: str) -> tuple[_Listed | None, dict[str, 
     if any(base.startswith(path) for path in ignored):
         return None, None
     if not all(path.startswith(base) for path in (*untracked, *ignored)):
-        raise _GitError(f"it takes another folder than {top} for the top of the repository")
+        raise _GitError(f"it reports another top folder of the repository than {top}")
     files = frozenset([*tracked, *(path[len(base) :] for path in untracked)])
     rules = _git_rules(folder, [path[len(base) :] for path in ignored])
     return _Listed(at, files, rules), commit

@@ -234,11 +234,10 @@ def _none(provider: str, gpu: Gpu, same: Sequence[Machine], exact: Sequence[Mach
         why, hint = f"{gone.instance_type}, which had {gpu}, was retired on {gone.retired}", "choose another GPU"
     elif exact:
         largest = max(exact, key=_size)
-        why = f"no machine with {gpu} has the cpus and memory_gb asked for; the largest, {_describe(largest)}"
+        why = f"no machine with {gpu} has the requested cpus and memory_gb; the largest, {_describe(largest)}"
     else:
         there = [m for m in same or machines(provider) if m.gpu and not m.retired]
-        names = gpu_names(there) if same else sorted({_MEMORY.sub("", m.gpu) for m in there})
-        why, hint = f"no known machine has {gpu}; there are {', '.join(names)}", suggested_gpu(gpu, there)
+        why, hint = f"no known machine has {gpu}", suggested_gpu(gpu, there)
     return UnsupportedError(provider, "resources.gpu", why, hint=hint)
 
 
@@ -253,10 +252,13 @@ def suggested_gpu(gpu: Gpu, known: Iterable[Machine]) -> str:
     counts = sorted({m.gpu_count for m in known if m.is_for(gpu)}, reverse=True)
     count = next((count for count in counts if gpu.count % count == 0), 0)
     if count:
-        return f"--nodes {gpu.count // count} --gpu {replace(gpu, count=count)} has {gpu.count} GPUs"
+        ours = ", ".join(gpu_names(m for m in known if m.is_for(gpu)))
+        found = f"--nodes {gpu.count // count} --gpu {replace(gpu, count=count)} has {gpu.count} GPUs"
+        return f"{found}; a machine has {ours}"
     near = similar(gpu.name, {_MEMORY.sub("", m.gpu) for m in known if m.gpu})
     if counts or not near or near == gpu.name:
-        return "to list the machines, run: cloudtrain gpus"
+        names = gpu_names(known) if counts else sorted({_MEMORY.sub("", m.gpu) for m in known if m.gpu})
+        return f"choose from {', '.join(names)}; cloudtrain gpus lists the machines"
     return f"did you mean --gpu {replace(gpu, name=near)}?"
 
 

@@ -80,7 +80,7 @@ def tried(name: str, look: Callable[[], Iterable[Check] | Check], *, extra: bool
         else:
             yield failure(name, exc)
     except (LookupError, TypeError, ValueError, AttributeError) as exc:  # an answer without its documented form
-        said = f"an answer that nobody documents: {type(exc).__name__}: {exc}"
+        said = f"an undocumented answer: {type(exc).__name__}: {exc}"
         yield unknown(name, said) if extra else failure(name, PlatformError(said))
 
 

@@ -111,8 +111,8 @@ def _dearest(provider: str, names: Sequence[str], own: Mapping[str, float]) -> t
         if name not in own:
             known = catalog.price(provider, name)
             near = f" ({known.usd_per_hour:g} is {known.source.partition(' (')[0]}, not your own)" if known else ""
-            how = f'set it: [{provider}.prices] "{name}" = US dollars an hour, or --set prices.{name}=USD'
-            raise UnsupportedError(provider, "max_cost", f"no price of {name} is known{near}; {how}")
+            how = f'to set it, add --set prices.{name}=USD, or [{provider}.prices] "{name}" = USD an hour'
+            raise UnsupportedError(provider, "max_cost", f"no price of {name} is known{near}", hint=how)
     name = max(names, key=lambda name: own[name])
     return name, float(own[name])
 
@@ -120,9 +120,9 @@ def _dearest(provider: str, names: Sequence[str], own: Mapping[str, float]) -> t
 def _known(provider: str, name: str, job: Job, choice: int) -> int:
     gpus = gpus_per_node(provider, name, job, choice)
     if gpus is None:
-        why = f"how many GPUs {name} has is not known here; say gpu (NAME:COUNT), or use max_runtime"
-        raise UnsupportedError(provider, "max_gpu_hours", why)
+        why, how = f"the number of GPUs of {name} is unknown", "set gpu (NAME:COUNT), or use max_runtime"
+        raise UnsupportedError(provider, "max_gpu_hours", why, hint=how)
     if not gpus:
         what = "the job asks for no GPU" if name == THIS_MACHINE else f"{name} has no GPU"
-        raise UnsupportedError(provider, "max_gpu_hours", f"{what}; ask for one with gpu, or use max_runtime")
+        raise UnsupportedError(provider, "max_gpu_hours", what, hint="ask for GPUs with gpu, or use max_runtime")
     return gpus

@@ -32,8 +32,8 @@ def find_provider(name: str) -> type[Provider]:
     """Return the provider class called ``name``. Raises `NotFoundError` with the nearest name."""
     known = provider_names() if not name.replace("-", "_").isidentifier() else ()
     if known:
-        why = f"{name!r} is not the name of a provider; there are {', '.join(known)}"
-        raise NotFoundError(why, field="provider", hint=suggested_provider(name))
+        why = f"{name!r} is not the name of a provider"
+        raise NotFoundError(why, field="provider", hint=suggested_provider(name) or _all(known))
     for module in (f"{ENTRY_POINTS}.{name}", f"{ENTRY_POINTS}._{name}"):  # _: not for users
         try:
             return importlib.import_module(module).Provider  # type: ignore[no-any-return]
@@ -46,7 +46,11 @@ def find_provider(name: str) -> type[Provider]:
         if entry.name == name:
             return entry.load()  # type: ignore[no-any-return]
     known, hint = provider_names(), suggested_provider(name)
-    raise NotFoundError(f"no provider {name!r}; there are {', '.join(known)}", field="provider", hint=hint)
+    raise NotFoundError(f"no provider {name!r}", field="provider", hint=hint or _all(known))
+
+
+def _all(names: tuple[str, ...]) -> str:
+    return f"choose from {', '.join(names)}"
 
 
 def suggested_provider(name: str) -> str:

@@ -138,7 +138,7 @@ def _head(result: Result, record: Mapping[str, Any], rehearsal: str, now: float)
         tag("h1", tag("span", named, class_=f"state {known}"), " ", str(result["run_id"])),
         tag("p", printable(str(result["reason"])), class_="reason") if result.get("reason") else None,
         _faint(f"{where}, {when}this page written {_when(now)}"),
-        None if state in FINAL else _faint("The run goes on: this page shows it as it was then."),
+        None if state in FINAL else _faint("The run continues: this page shows its state at that time."),
     )
 
 
@@ -170,7 +170,7 @@ def _summary(result: Result, drawn: Sequence[Curve], free: bool, now: float) -> 
         limit_usd="limit {:.2f} USD",
         limit_gpu_hours="limit {:g} GPU hours",
     )
-    return [*rows, ("cost", cost or ("free, this machine" if free else "the platform does not tell it"))]
+    return [*rows, ("cost", cost or ("free, this machine" if free else "the platform does not report it"))]
 
 
 def _took(attempts: Sequence[Mapping[str, Any]], result: Result, now: float) -> str:
@@ -279,7 +279,7 @@ def _checkpoints(found: Sequence[Checkpoint], newest: str | None, now: float) ->
         for item in sorted(found, key=lambda item: item.saved, reverse=True)
     ]
     head, numbers = ("name", "step", "attempt", "files", "size", "saved", "age"), (1, 3, 4, 6)
-    words = f"Complete ones, the newest first; a training would go on from {printable(newest)}." if newest else ""
+    words = f"Complete ones, the newest first; a training would resume from {printable(newest)}." if newest else ""
     parts = [html_table(words or "Complete ones.", head, rows[:OPEN], numeric=numbers)]
     if len(rows) > OPEN:
         older = f"{len(rows) - OPEN} older ones"

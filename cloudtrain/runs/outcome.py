@@ -82,7 +82,7 @@ def verdict_of(status: Status, records: Sequence[Record]) -> Verdict:
     only_preempted = nodes is not None and nodes.category == "preempted" and status.category not in ("", "preempted")
     if not status.final or status.category in PLATFORM_DECIDES or nodes is None or only_preempted:
         blank = status.final and not platform.reason
-        return replace(platform, reason=f"the platform says {status.native or 'it failed'}") if blank else platform
+        return replace(platform, reason=f"the platform reports {status.native or 'it failed'}") if blank else platform
     # For user errors a platform only has an exit code.
     vague = nodes.category == "" or (nodes.category == "infra" and status.category not in ("", "user_error"))
     reason = platform.reason if nodes.reason in platform.reason else nodes.reason
@@ -201,7 +201,7 @@ def _reason(record: Record, failure: Record | None) -> str:
         place = f" ({name}:{failure['line']})" if name else ""
         return f"{subject} raised {first_line(str(failure['exception']))}{place}"
     if own or code is None:
-        return f"{subject}: {own or 'ended without a word'}"
+        return f"{subject}: {own or 'ended without a message'}"
     if code >= 0:
         return f"{subject} exited with code {code}"
     known = -code in [*signal.Signals]

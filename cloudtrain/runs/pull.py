@@ -27,7 +27,7 @@ from ..storage.local_disk import inside, local_path, safe
 from ..storage.replace_folder import aside, discard, files_below, prune, swap, take, tidy
 from ..store.checkpoint import Checkpoint, newest_checkpoint, numbers_of, resumable
 from ..store.store import Store, expect, run_folder, to_json
-from ..validate import did_you_mean, json_loads
+from ..validate import json_loads, near_or_all
 from .log_sources import index_segments
 from .metrics import json_rows, merge_metrics
 
@@ -79,11 +79,11 @@ def parse_selection(what: str | Iterable[str]) -> dict[str, list[str]]:
             word, colon, choice = part.strip().partition(":")
             if _CHOICE.fullmatch(part.strip()):
                 raise SpecError(
-                    f"{part.strip()!r} does not say of what", field="what", hint=f"write checkpoints:{part}"
+                    f"{part.strip()!r} names no kind of result", field="what", hint=f"write checkpoints:{part}"
                 )
             if word not in PULL_KINDS:
-                near = did_you_mean(word, PULL_KINDS)
-                raise SpecError(f"{word!r} is none of {', '.join(PULL_KINDS)}", field="what", hint=near)
+                hint = near_or_all(word, PULL_KINDS)
+                raise SpecError(f"{word!r} is not a kind of result", field="what", hint=hint)
             if colon and (word != "checkpoints" or not _CHOICE.fullmatch(choice)):
                 hint = "write checkpoints:latest, :best, :step=N or :all"
                 raise SpecError(f"{part.strip()!r} names no checkpoints", field="what", hint=hint)
@@ -297,7 +297,7 @@ class _Pull:
             if self._direct(name):
                 self.names.append(name)
             elif strict:
-                raise StorageError(f"checkpoint {name} is written over while it is pulled, {TRIES} times; pull again")
+                raise StorageError(f"checkpoint {name} was overwritten while it was pulled, {TRIES} times; pull again")
         for name, target in pointers.items():
             if target in self.names and name not in self.names and safe(name):
                 text = f"{target}\n".encode()
@@ -624,7 +624,7 @@ class _Pull:
             foreign = [name for name in _PLACES if (self.folder / name).exists()]
             if foreign and not self._ours():
                 raise SpecError(
-                    f"{self.folder} has a {foreign[0]} that no pull has put there; name another folder", field="folder"
+                    f"{self.folder} has a {foreign[0]} that no pull wrote; name another folder", field="folder"
                 ) from None
             known, states, same = {}, [], True
         if known or not self.folder.exists() or not any(self.folder.iterdir()):

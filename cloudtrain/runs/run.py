@@ -265,7 +265,7 @@ class Run:
                 finished = status.finished if refused.final else None
                 return replace(refused, finished=finished, reason=f"attempt {last} was {refused.reason}"), natives
             self._known.unsent = last
-            reason = f"attempt {last} is recorded but not submitted yet; the last one: {status.reason or 'ended'}"
+            reason = f"attempt {last} is recorded but not submitted yet; the attempt before: {status.reason or 'ended'}"
             status = replace(status, state="pending", reason=reason, category="", finished=None)
         return status, natives
 
@@ -740,9 +740,9 @@ class Run:
                 with contextlib.suppress(StorageError):  # the store itself may not answer
                     yield from tail.rest() if tail is not None else ()
                 kind = LostContactError if isinstance(contact.error, LostContactError) else StorageError
-                raise kind(f"{contact.error} (for {patience:.0f} s now; what was submitted goes on: {self.url})")
+                raise kind(f"{contact.error} (for {patience:.0f} s now; the submitted run continues: {self.url})")
             if deadline is not None and self._ticks() >= deadline:
-                raise LostContactError(f"run {self.run_id} has not ended in the time given; it goes on: {self.url}")
+                raise LostContactError(f"run {self.run_id} has not ended within the timeout; it continues: {self.url}")
             pause = first if tail is not None and tail.flowing else min(longest, pause * 2)
             wait = 0.0 if tail is not None and tail.more else pause if tail is not None else longest
             until = min(self._ticks() + wait, due, due if deadline is None else deadline)
@@ -760,7 +760,7 @@ class Run:
         since = min(since, status.finished or now) if newest in natives else since  # else it is of the one before
         if now - since >= NEXT_SECONDS or not self._may_be_followed(newest, status, natives):
             return status
-        reason = f"attempt {newest} ended: {status.reason or status.native}; another one may follow"
+        reason = f"attempt {newest} ended: {status.reason or status.native}; another attempt may follow"
         return replace(status, state="pending", reason=reason, category="", finished=None)
 
     def _may_be_followed(self, newest: int, status: Status, natives: Mapping[int, str]) -> bool:

@@ -134,7 +134,7 @@ class Plan:
             found += append_cautions([item for item in scripts if item[0].endswith(".py")], places)
         machines = self.request.instance_types
         if machines and total_gpus(self.job, self.request) != 0 and self.price() is None:
-            found.append(f"no price of {machines[0]} is known, so nothing says what this run may cost")
+            found.append(f"no price of {machines[0]} is known, so the cost of this run is unknown")
         return tuple(found)
 
     @property
@@ -325,7 +325,9 @@ def with_resume_warning(request: Request, layout: Layout) -> Request:
     given = layout.resume_source or layout.resume
     if given is None or given.startswith(f"{layout.store}/runs/"):
         return request
-    why = "is outside this store: who can write there can run code in this job, as torch.load unpickles what it loads"
+    why = (
+        "is outside this store: with write access there, anyone can run code in this job, because torch.load unpickles"
+    )
     notes = [f"resume_from {scrubbed(given)} {why}"]
     if layout.resume_source:
         notes += [f"its newest complete checkpoint is copied to {layout.resume}, through this machine, when it is sent"]

@@ -128,7 +128,7 @@ def _plan_instance(resources: Mapping[str, Any]) -> str:
 def price_text(price: Mapping[str, Any] | None, machines: Sequence[str] = ()) -> str:
     """Return a price as an estimate, with its basis and source, so that it is not taken for a bill."""
     if price is None:
-        how = f" (--set prices.{machines[0]}=USD says it)" if machines else ""
+        how = f" (--set prices.{machines[0]}=USD sets it)" if machines else ""
         return f"price unknown{how}"
     count, name = price["machines"], price["instance_type"]
     hourly = f"about {price['usd_per_hour']:.2f} USD an hour for {count} x {name}"

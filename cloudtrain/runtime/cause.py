@@ -173,7 +173,7 @@ def failure_line(failure: Failure) -> str:
     if failure.kind == "lost":
         return f"{who} {failure.exception}"
     if failure.kind == "setup":
-        return f"{who} could not go on: {failure.exception}"
+        return f"{who} could not continue: {failure.exception}"
     if failure.kind == "stalled":
         return failure.exception + (f" (seen by {who})" if failure.rank is None else "")
     last = f"; last line: {_short(failure.last_line)}" if failure.last_line and (failure.code or 0) > 0 else ""
@@ -195,7 +195,7 @@ def _short(text: str) -> str:
 
 def _ending(code: int | None) -> str:
     if code is None:
-        return "died without a word"
+        return "died without a message"
     if code < 0:
         try:
             name = signal.Signals(-code).name

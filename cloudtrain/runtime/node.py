@@ -730,7 +730,7 @@ class Node:
             outcome = "preempted"
         cause = root_cause(self.failures, stopped_ns=self.stopped_ns) if outcome == "failed" else None
         if cause is not None and cause.consequence and mute:
-            cause = self._lost("was lost: it has not said how it ended", min(mute))
+            cause = self._lost("was lost: it has not reported how it ended", min(mute))
         self.lost = cause is not None and cause.kind == "lost"
         self.log.say(f"failed: {failure_line(cause)}" if cause is not None else outcome)
         if self.go is None and self.preempted is not None:

@@ -157,7 +157,7 @@ def describe_positions(places: Sequence[StackPosition]) -> str:
     named, rest = (groups, []) if len(groups) <= NAMED + 1 else (groups[:NAMED], groups[NAMED:])
     parts = [_group(group, others=i > 0, last=not rest and i == len(named) - 1) for i, group in enumerate(named)]
     if rest:
-        parts.append(f"the other {sum(map(len, rest))} are at {len(rest)} other places")
+        parts.append(f"the other {sum(map(len, rest))} are at {len(rest)} other lines")
     return ", ".join(parts)
 
 

@@ -18,7 +18,7 @@ from .. import schemas
 from ..errors import NotFoundError, SpecError
 from ..job.job import FIELDS, FLAT_FIELDS
 from ..provider_api.registry import find_provider, provider_names
-from ..validate import did_you_mean
+from ..validate import near_or_all
 from .settings import ENCRYPTIONS, MOST_CODE_MB, MOST_FILES, Settings
 
 __all__ = ["described", "job_schema", "schema", "schema_names", "settings_schema"]
@@ -95,8 +95,7 @@ def schema(name: str) -> Schema:
     if made is not None:
         return made()
     if name not in schema_names():
-        near = did_you_mean(name, schema_names())
-        raise NotFoundError(f"no schema {name!r}; there are {', '.join(schema_names())}", field="name", hint=near)
+        raise NotFoundError(f"no schema {name!r}", field="name", hint=near_or_all(name, schema_names()))
     return schemas.load(name)
 
 

@@ -30,6 +30,7 @@ from ..validate import (
     choice_of,
     did_you_mean,
     json_or_text,
+    near_or_all,
     similar,
     table_of,
     toml_loads,
@@ -144,7 +145,7 @@ class Settings:
         if self.sse:
             choice_of(self.sse, ENCRYPTIONS, "sse")
         if self.sse_kms_key_id and not self.sse.startswith("aws:kms"):
-            raise SpecError("is the key of sse = 'aws:kms'; say that too", field="sse_kms_key_id")
+            raise SpecError("needs sse = 'aws:kms'", field="sse_kms_key_id", hint="set sse to aws:kms too")
         return TransferOptions(sse=self.sse, sse_kms_key_id=self.sse_kms_key_id, concurrency=self.concurrency)
 
     def provider_of(self, record: Mapping[str, Any]) -> Provider:
@@ -317,7 +318,7 @@ class Settings:
                 raise SpecError(f"no such setting of {name}", field=source, hint=did_you_mean(source, known))
             _known(key, kinds, where, [*kinds, *(_GENERAL if source == "--set" else [_STORE])])
             if entry and not is_table(kinds[key]):
-                raise SpecError("is no table, so it has no entries", field=where)
+                raise SpecError("is not a table, so it has no entries", field=where)
             if entry:
                 value = over(found.get(key), {entry: json_or_text(given)})
             else:
@@ -429,7 +430,8 @@ def _read_file(folder: Path) -> _Read:
         tool = project.get("tool") if project is not None else None
         ours = tool.get("cloudtrain") if isinstance(tool, Mapping) else None
         if own is not None and ours is not None:
-            raise SpecError(f"{FILE} beside it holds settings too; keep one of the two", field=str(place / PROJECT))
+            why = f"{FILE} in the same folder holds settings too"
+            raise SpecError(why, field=str(place / PROJECT), hint="keep one of the two")
         if own is not None:
             return _split(own, place / FILE, "")
         if ours is not None:
@@ -474,10 +476,11 @@ def _profile(read: _Read, name: str) -> _Layer:
     if name not in read.profiles:
         if not read.profiles:
             where = f"{read.path} has no [{read.base.table and read.base.table + '.'}profiles.{name}]"
-            raise SpecError(where if read.path else f"there is no {FILE} here or above", field=f"profile {name}")
-        known = ", ".join(sorted(read.profiles))
-        near = did_you_mean(name, read.profiles)
-        raise SpecError(f"no such profile; {read.path} has {known}", field=f"profile {name}", hint=near)
+            raise SpecError(
+                where if read.path else f"there is no {FILE} in this folder or above", field=f"profile {name}"
+            )
+        hint = near_or_all(name, sorted(read.profiles))
+        raise SpecError(f"no such profile in {read.path}", field=f"profile {name}", hint=hint)
     table = ".".join(filter(None, [read.base.table, _PROFILES, name]))
     return _Layer(read.profiles[name], read.base.file, table)
 
@@ -527,7 +530,7 @@ def _known(key: str, names: Mapping[str, Any], where: str, shown: Iterable[str] 
     if key not in names:
         shown = list(shown or names)
         near = did_you_mean(key, shown) or (_owner_hint(key) if where.startswith("--set ") else "")
-        raise SpecError(f"no such setting; there are {', '.join(shown)}", field=where, hint=near)
+        raise SpecError("no such setting", field=where, hint=near or near_or_all(key, shown))
 
 
 def _owners() -> dict[str, list[str]]:

@@ -432,7 +432,7 @@ def test_a_machine_that_was_restarted_leaves_a_run_that_says_so(jobs: Jobs) -> N
     path.write_text(json.dumps({**json.loads(path.read_text()), "boot": "another-boot"}))
     done = jobs.cli("wait", run.url, "--json")
     result = failed(done, "infra")
-    assert result["reason"] == "this machine was restarted while the run went on"
+    assert result["reason"] == "this machine was restarted during the run"
     assert [a["number"] for a in result["attempts"]] == ["0.0"]
 
 
@@ -652,7 +652,7 @@ def test_checkpoints_in_the_scripts_own_place_come_back_there(jobs: Jobs) -> Non
 
 
 def test_a_notice_that_comes_before_the_nodes_have_met_reaches_both(jobs: Jobs) -> None:
-    """Node 1, held up, finds a node 0 that has waited for it, and the run goes on with the next attempt."""
+    """Node 1, held up, finds a node 0 that has waited for it, and the run continues with the next attempt."""
     jobs.write("train.py", "print('trained')\n")
     run = jobs.detach("train.py", "--nodes", "2", "--launcher", "python")
     late = jobs.node(1)

@@ -1,4 +1,4 @@
-"""One of two nodes is told to stop: all ranks save at one step, and the run goes on with the next, no step lost.
+"""One of two nodes is told to stop: all ranks save at one step, and the run continues with the next, no step lost.
 
 The notice is SIGTERM to a node's first process, as platforms give it 30 s before they take the machine away. A run
 takes several, one after another; each is a trial of its own.

@@ -307,7 +307,7 @@ def test_what_the_sdk_itself_will_not_send_is_one_line(plane: Plane) -> None:
         (
             Refusal(401, "Odd", "who"),
             AuthError,
-            "get job: who (Odd): sign in again (az login); what was submitted goes on",
+            "get job: who (Odd): sign in again (az login); the submitted run continues",
         ),
         (Refusal(403, "Odd", "no"), AuthError, "get job: no (Odd): give the caller the role 'AzureML Data Scientist'"),
         (Refusal(403, "Odd", "over quota"), QuotaError, "get job: over quota (Odd): ask for more in Azure ML's Studio"),

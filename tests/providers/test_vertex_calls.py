@@ -355,7 +355,7 @@ def lines_of(run: Run) -> list[str]:
 
 
 def test_a_throttled_log_is_waited_for_at_the_end(idle: VertexWorld) -> None:
-    """There is no later time to ask: what the platform says is in no segment."""
+    """There is no later time to ask: what the platform reports is in no segment."""
     run = idle.send(idle.plan(run_id="throttled"))
     job = only(idle)
     idle.plane.entries.put(job.id, "service", ["the platform's own line"])

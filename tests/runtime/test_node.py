@@ -153,7 +153,7 @@ def test_a_consequence_of_a_node_that_says_nothing_more_is_that_node_lost(
     assert head._conclude() == "failed"
     record = json.loads(Path(head.live, "exit", "0.0-node-0.json").read_text())
     assert (record["category"], record["failure"]["node"], record["failure"]["rank"]) == ("infra", 1, None)
-    assert record["reason"] == "node 1 was lost: it has not said how it ended"
+    assert record["reason"] == "node 1 was lost: it has not reported how it ended"
     assert told[-1] == {"t": "exit", "outcome": "failed", "lost": True}
 
 

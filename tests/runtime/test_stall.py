@@ -68,7 +68,7 @@ THREE = f"{ONE}, {TWO}, rank 2 on node 1 is at train.py:3 (f)"
         (at(REDUCING, REDUCING), None, f"all 2 ranks are {R}"),
         (at(LOADING), 0, f"rank 0 on node 0 is {L}"),
         (at("did not answer"), 0, "rank 0 on node 0 did not answer"),
-        (at(*OTHERS[:4], REDUCING, REDUCING), None, f"{THREE}, the other 3 are at 2 other places"),
+        (at(*OTHERS[:4], REDUCING, REDUCING), None, f"{THREE}, the other 3 are at 2 other lines"),
         (at(*OTHERS[:4]), None, f"{THREE}, rank 3 on node 1 is at train.py:4 (f)"),
         ([], None, ""),
     ],
@@ -109,9 +109,9 @@ def test_every_rank_is_counted_once_and_the_rarest_places_are_named(places: list
     assert counted == len(places), text
     sizes = sorted(Counter(place.where for place in places).items(), key=lambda item: item[1])
     if len(sizes) > NAMED + 1:
-        assert f"are at {len(sizes) - NAMED} other places" in text
+        assert f"are at {len(sizes) - NAMED} other lines" in text
         rarest = [size for _, size in sizes[:NAMED]]
-        assert text.endswith(f"the other {len(places) - sum(rarest)} are at {len(sizes) - NAMED} other places")
+        assert text.endswith(f"the other {len(places) - sum(rarest)} are at {len(sizes) - NAMED} other lines")
 
 
 # ------------------------------------------------------------------------------------------------------ where a rank is

@@ -92,7 +92,7 @@ _PLACES: Mapping[str, str] = {
 }
 HELP: Mapping[str, str] = {
     "none": "sign in (az login), or set AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET",
-    "expired": "sign in again (az login); what was submitted goes on",
+    "expired": "sign in again (az login); the submitted run continues",
     "role": "give the caller the role 'AzureML Data Scientist' on the workspace; docs/azureml.md has the command",
     "quota": "ask for more in Azure ML's Studio (Quota), or choose another size",
 }

@@ -68,7 +68,7 @@ _QUOTA = re.compile(r"service limit '([^']+)'")
 HELP: Mapping[str, str] = {
     "region": "choose another region or type: aws ec2 describe-instance-type-offerings lists those of a region",
     "quota": "ask for more: aws service-quotas list-service-quotas --service-code sagemaker",
-    "expired": "sign in again (aws sso login, or new keys); what was submitted goes on",
+    "expired": "sign in again (aws sso login, or new keys); the submitted run continues",
     "none": "sign in (aws configure, aws sso login), or set profile",
     "policy": "let the caller's policy allow that; docs/sagemaker.md has one",
     "role": "let the caller pass it (iam:PassRole) and SageMaker assume it (its trust policy); see docs/sagemaker.md",

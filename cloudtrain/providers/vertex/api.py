@@ -108,7 +108,7 @@ _NO_IMAGE = re.compile(r"(?<![\w/.-])image(?![\w/.-]).{0,300}\b(not found|does n
 _LOCATION = re.compile(r"(region|location)\b.{0,80}(not supported|unsupported|invalid|not available)", re.IGNORECASE)
 HELP: Mapping[str, str] = {
     "none": "sign in (gcloud auth application-default login), or set GOOGLE_APPLICATION_CREDENTIALS",
-    "expired": "sign in again (gcloud auth application-default login); what was submitted goes on",
+    "expired": "sign in again (gcloud auth application-default login); the submitted run continues",
     "role": "check vertex.project, and give the caller the role Vertex AI User in it (docs/vertex.md)",
     "log": "give the caller the role Logs Viewer (roles/logging.viewer) in the project (docs/vertex.md)",
     "store": "give the caller the role Storage Object Admin (roles/storage.objectAdmin) on the bucket (docs/vertex.md)",
