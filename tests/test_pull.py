@@ -51,7 +51,7 @@ def test_words() -> None:
         ("checkpoints:newest", ":step=N"),
         ("checkpoints:step=x", ":step=N"),
         ("logs:latest", "logs:latest"),
-        ("", "none of"),
+        ("", "not a kind of result"),
     ):
         with pytest.raises(SpecError, match=says):
             parse_selection(bad)
@@ -457,7 +457,7 @@ def test_one_that_is_asked_for_and_written_over_all_the_time_is_an_error(
             direct(world, {"a": f"version {wrote[0]}", "b": "v"}, 10.0 * wrote[0])
 
     direct(world, {"a": "version 0", "b": "v"}, 0)
-    with pytest.raises(StorageError, match="checkpoint last is written over while it is pulled"):
+    with pytest.raises(StorageError, match="checkpoint last was overwritten while it was pulled"):
         pull(world.store, "r1", tmp_path / "out", what="checkpoints:latest", progress=writes)
     assert wrote[0] >= pull_module.TRIES
     assert content(tmp_path / "out" / "checkpoints") == {}
