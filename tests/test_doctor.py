@@ -234,7 +234,7 @@ def test_a_store_that_replaces_what_is_there(tmp_path: Path) -> None:
 
     check = round_trip(Loose(root=tmp_path))
     assert (check.status, check.exit_code) == ("failed", 8)
-    assert "does not keep exclusive creation" in check.detail
+    assert "has no exclusive creation" in check.detail
     assert "conditional writes" in check.fix
     assert os.listdir(tmp_path) == []
 
