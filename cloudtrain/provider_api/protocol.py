@@ -243,6 +243,8 @@ class ProviderExtras:
     * ``sync_marks``: name endings of the files that the platform's agent puts into a run's folder (`SyncAgent.marks`).
       `pull` skips such files.
     * ``probe_ports``: ports of node 0 that ``doctor --job`` tries from the other nodes.
+    * ``arrival_s``: seconds after which a request is a job that `find` finds, or will never be one, if its client was
+      killed. Another client on that client's machine sends it then.
     * ``object_mounts``: the folder below which nodes see an object store as files, and variables that name places in
       it. A plan warns of appends there.
     """
@@ -251,6 +253,7 @@ class ProviderExtras:
     sync_marks: ClassVar[tuple[str, ...]] = ()
     probe_ports: ClassVar[tuple[int, ...]] = ()
     object_mounts: ClassVar[tuple[str, ...]] = ()
+    arrival_s: ClassVar[float] = 1.0
 
     def check(self, request: Request) -> None:
         """Raise an error if this machine can see that the request cannot be sent; then nothing is recorded."""

@@ -5,24 +5,21 @@ Each place has a run of its own, with the same id, in its own store. Its run.jso
 exclusively in the folder of the run that is left. By then nothing of that run lives or can come to life:
 
 * the run ended for lack of machines and never ran, by the platform's word; or
-* the platform refused it. A client that sends an attempt first notes that it does, and then looks whether the attempt
-  was refused. A client that is refused first notes the refusal, then waits for the clients that are sending, and then
-  asks the platform. So the second client always sees the first client's record. A refused run is ended the same way.
+* the platform refused it. One client at a time sends an attempt, by a lease. It records a refusal before it gives the
+  lease back, so the next client sees that and does not send. A refused run is ended the same way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AuthError, CapacityError, NotFoundError, PlatformError, QuotaError, SpecError, StorageError
 from ..provider_api.protocol import Layout, Provider, Request, extras_of
+from ..storage.lease import Lease, is_released
 from ..store.store import Store, next_of, run_folder, to_json
 
 if TYPE_CHECKING:
@@ -37,9 +34,7 @@ __all__ = [
     "cut_off",
     "decide",
     "fallbacks_of",
-    "forget",
     "has_another",
-    "in_flight",
     "may_continue",
     "may_move",
     "may_retry",
@@ -48,8 +43,8 @@ __all__ = [
     "refusals_of",
     "region_of_provider",
     "sending",
-    "settle_refusal",
     "unsent_attempt",
+    "wait_for_earlier_version",
 ]
 
 REFUSALS = (CapacityError, PlatformError, QuotaError, SpecError)
@@ -57,137 +52,61 @@ REFUSALS = (CapacityError, PlatformError, QuotaError, SpecError)
 NO_MACHINES = frozenset({"capacity", "quota"})
 """Categories that another GPU of the list, or another place, may cure."""
 LEASE = 300.0
-"""Seconds to wait for a client that may be sending: `patiently` asks for 60 s, and one call takes at most minutes."""
-IN_FLIGHT = 1.0
-"""Seconds in which a dead client's request may still arrive."""
-_PAUSE = 0.2
+"""Seconds to wait for a silent client that may be sending: `patiently` asks for 60 s, and one call takes minutes."""
 #: Categories that no further attempt would cure.
 NOT_RETRIED = frozenset({"cancelled", "timeout", "quota", "auth", "spec", "image"})
 
 Record = Mapping[str, Any]
-_MINE: set[str] = set()
-"""Keys of the attempts that this process is sending."""
 
 
 # --------------------------------------------------------------------------------------------- clients that are sending
 
 
 @contextlib.contextmanager
-def sending(store: Store, run_id: str, attempt: int) -> Iterator[None]:
-    """Note that this client is sending the attempt. An answer removes the note; after any other end it stays."""
-    key = f"{_folder(run_id, attempt)}/{secrets.token_hex(8)}.json"
-    store.files.write(key, to_json({**_self(), "time": time.time()}))
-    _MINE.add(key)
-    try:
-        yield
-    except (AuthError, *REFUSALS):
-        store.files.discard([key])
-        raise
-    else:
-        store.files.discard([key])
-    finally:
-        _MINE.discard(key)
+def sending(
+    store: Store, run_id: str, request: Request, *, arrival: float, say: Callable[[str], None]
+) -> Iterator[Lease]:
+    """Hold the lease of the request's attempt: one client at a time sends it, or records that it was refused.
+
+    An answer of the platform releases the lease. After any other end it stays, because the request may still arrive.
+    ``arrival`` is the time in seconds that it may take, if this machine sees that its sender has ended.
+    """
+    waits = f"waiting: another client may be sending attempt {request.attempt} of {store.url}/{run_folder(run_id)}"
+    with Lease(store.files, _lease_key(run_id, request), seconds=LEASE, after=arrival, say=say, waits=waits) as lease:
+        try:
+            yield lease
+        except (AuthError, *REFUSALS):
+            raise
+        except BaseException:
+            lease.kept = True
+            raise
 
 
-def settle_refusal(
+def wait_for_earlier_version(
     store: Store,
     run_id: str,
     attempt: int,
     *,
-    say: Callable[[str], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until no other client can be sending the attempt; clients that come later see that it was refused.
-
-    A dead client of this machine is waited for until its request must have arrived; any other silent client for `LEASE`
-    seconds.
-    """
-    since, reported = clock(), False
-    while notes := _notes(store, run_id, attempt):
-        waited, gone = clock() - since, {key: _is_gone(key, record) for key, record in notes.items()}
-        if late := [key for key in notes if waited >= (IN_FLIGHT if gone[key] else LEASE)]:
-            store.files.discard(late)
-        if not all(gone.values()) and not reported:
-            say(f"waiting: another client may be sending attempt {attempt} of {store.url}/{run_folder(run_id)}")
-            reported = True
-        sleep(_PAUSE)
-
-
-def in_flight(
-    store: Store,
-    run_id: str,
-    attempt: int,
-    *,
-    clock: Callable[[], float] = time.time,
-    sleep: Callable[[float], None] = time.sleep,
-) -> bool:
-    """Return whether a possibly live client has noted, less than `LEASE` seconds ago, that it sends the attempt.
-
-    ``clock`` gives Unix seconds. Unlike `settle_refusal` it writes nothing, so read-only verbs may call it. It
-    waits only for the requests of dead clients, until they must have arrived.
-    """
-    noted = {key: record for key, record in _notes(store, run_id, attempt).items() if record is not None}
-    for key, record in noted.items():
-        if abs(clock() - float(record.get("time") or 0.0)) < LEASE and not _is_gone(key, record):
-            return True
-    if noted:
-        sleep(IN_FLIGHT)
-    return False
+    """Wait for clients of cloudtrain 0.1 that may be sending a refused attempt: each has noted that in a file."""
+    folder, since = f"{run_folder(run_id)}/attempts/{int(attempt)}/sending", clock()
+    while (names := store.files.names(folder)) and clock() - since < LEASE:
+        sleep(1.0)
+    store.files.discard([f"{folder}/{name}" for name in names])
 
 
 def cut_off(store: Store, run_id: str, attempt: int) -> bool:
     """Return whether a client has begun to send the attempt without an answer: the platform may have it."""
-    return bool(store.files.names(_folder(run_id, attempt)))
+    request = store.attempt_request(run_id, attempt)
+    found = store.files.load(_lease_key(run_id, request)) if request is not None else None
+    return found is not None and not is_released(found)
 
 
-def forget(store: Store, run_id: str) -> None:
-    """Remove the notes of dead clients about sending attempts of a finished run."""
-    store.files.discard([key for key in store.files.list(f"{run_folder(run_id)}/attempts") if "/sending/" in key])
-
-
-def _folder(run_id: str, attempt: int) -> str:
-    return f"{run_folder(run_id)}/attempts/{int(attempt)}/sending"
-
-
-def _notes(store: Store, run_id: str, attempt: int) -> dict[str, dict[str, Any] | None]:
-    """Return the notes of the clients that are sending the attempt, by key; None for one that cannot be read."""
-    keys = [f"{_folder(run_id, attempt)}/{name}" for name in store.files.names(_folder(run_id, attempt))]
-    return {key: store.record(key) for key in keys}
-
-
-def _is_gone(key: str, record: Record | None) -> bool:
-    """Return whether the client that wrote the record is known to have ended, or to have stopped sending."""
-    own = _self()
-    if record is None or not own.get("machine") or record.get("machine") != own["machine"]:
-        return False
-    if record.get("process") == own["process"]:
-        return key not in _MINE
-    return _process(str(record.get("process")).partition(" ")[0]) != record.get("process")
-
-
-@cache
-def _machine() -> str:
-    """Return an id of this machine's boot and process namespace; empty if unknown."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
-            return f"{stream.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except (OSError, AttributeError, ValueError):
-        return ""
-
-
-def _process(pid: str) -> str:
-    """Return a process id with its start time, which tells reused ids apart; empty if there is no such process."""
-    try:
-        with open(f"/proc/{int(pid)}/stat", encoding="utf-8", errors="replace") as stream:
-            fields = stream.read().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return ""
-    return "" if fields[0] in "ZX" else f"{pid} {fields[19]}"
-
-
-def _self() -> dict[str, str]:
-    return {"machine": _machine(), "process": _process(str(os.getpid()))}
+def _lease_key(run_id: str, request: Request) -> str:
+    # Vertex AI's claims had this name, so an earlier version's claim counts too.
+    return f"{run_folder(run_id)}/attempts/{request.attempt}/sending-{request.choice}.json"
 
 
 # ------------------------------------------------------------------------------------------------------------ decisions

@@ -25,7 +25,7 @@ from ..errors import (
     SpecError,
 )
 from ..job.job import Job
-from ..provider_api.protocol import Layout, Request
+from ..provider_api.protocol import Layout, Request, extras_of
 from ..storage.local_disk import local_path
 from ..store.store import Store, next_of
 from ..validate import did_you_mean
@@ -69,10 +69,18 @@ def write_context(store: Store, layout: Layout, run_id: str) -> None:
             return
 
 
-def deliver(run: Run, request: Request, values: Mapping[str, str]) -> str | None:
-    """Send the request of an attempt, and record its native id.
+def deliver(
+    run: Run,
+    request: Request,
+    values: Mapping[str, str],
+    *,
+    refusals: tuple[type[CloudtrainError], ...] = handover.REFUSALS,
+    say: Callable[[str], None] = lambda _: None,
+) -> str | None:
+    """Send the request of an attempt, unless another client has, and record its native id.
 
-    Return None if it was refused before, or cancelled before it was sent. Raises the errors of sending.
+    Return None if it was refused before, or cancelled before it was sent. Raises the errors of sending. ``refusals``
+    are recorded, so that no other client sends it. ``say`` is called if that means to wait for another client.
     """
     store, attempt = run.store, request.attempt
 
@@ -81,15 +89,24 @@ def deliver(run: Run, request: Request, values: Mapping[str, str]) -> str | None
         over = store.refused(run.run_id, attempt) is not None or store.result(run.run_id) is not None
         if over or store.cancelled(run.run_id):
             return run.provider.find(request)  # it may have been sent before
+        lease.check()
         return run.provider.submit(request, values)
 
-    with handover.sending(store, run.run_id, attempt):
-        if store.refused(run.run_id, attempt) is not None:
+    with handover.sending(store, run.run_id, request, arrival=extras_of(run.provider).arrival_s, say=say) as lease:
+        noted = store.submitted(run.run_id, attempt)
+        if noted is None and store.refused(run.run_id, attempt) is not None:
             return None
-        native = patiently(send)
+        try:
+            native = patiently(send) if noted is None else str(noted["native_id"])
+        except refusals as exc:
+            with contextlib.suppress(CloudtrainError):
+                store.write_refused(run.run_id, attempt, category=category_of(exc), reason=str(exc))
+                handover.wait_for_earlier_version(store, run.run_id, attempt)
+            raise
         if native is None:
             return None
-        store.write_submitted(run.run_id, attempt, native)
+        if noted is None:
+            store.write_submitted(run.run_id, attempt, native)
     machines = handover.NO_MACHINES
     more = handover.fallbacks_of(run) or any(handover.has_another(run, request, category) for category in machines)
     left = more and (next_of(store, run.run_id) is not None or max(store.attempts(run.run_id)) > attempt)
@@ -209,7 +226,6 @@ class Retry:
         noted = store.submitted(run.run_id, attempt)
         if store.refused(run.run_id, attempt) is None or (noted and noted["native_id"] == result["native_id"]):
             return False
-        handover.settle_refusal(store, run.run_id, attempt, say=self._say)
         request = store.attempt_request(run.run_id, attempt)
         if store.submitted(run.run_id, attempt) is None and request is not None:
             native = patiently(partial(run.provider.find, request))
@@ -237,9 +253,8 @@ class Retry:
         if max(run.store.attempts(run.run_id)) > request.attempt:
             return  # another client sent it, saw it fail and has continued
         try:
-            deliver(run, request, values)
+            deliver(run, request, values, say=self._say)
         except handover.REFUSALS as exc:
-            run.store.write_refused(run.run_id, request.attempt, category=category_of(exc), reason=str(exc))
             self._say(f"attempt {request.attempt} was refused: {exc}")
 
 

@@ -294,15 +294,12 @@ class Run:
         return patiently(call, clock=self._ticks, sleep=self._sleep)
 
     def _refused_status(self, attempt: int) -> Status | None:
-        """Return the status of a refused attempt, else None: it is over, unless a client may still be sending it. The
+        """Return the status of a refused attempt, else None: it is over, because no client sends it any more. The
         platform must be asked afterwards: a job found then was accepted nevertheless."""
         refused = self.store.refused(self.run_id, attempt)
         if refused is None:
             return None
-        reason = f"refused: {refused['reason']}"
-        if handover.in_flight(self.store, self.run_id, attempt, clock=self._clock, sleep=self._sleep):
-            return Status(state="pending", reason=f"{reason}; another client may be sending it")
-        return Status(state="failed", category=refused["category"], reason=reason)
+        return Status(state="failed", category=refused["category"], reason=f"refused: {refused['reason']}")
 
     def _unsubmitted(self, last: int, refused: Status | None) -> Status:
         self._check()
@@ -474,8 +471,6 @@ class Run:
 
     def _keep(self, result: Result) -> Result:
         stored = self.store.write_result(self.run_id, self._kept(result))
-        with contextlib.suppress(AuthError, StorageError):
-            handover.forget(self.store, self.run_id)
         return public_result(stored)
 
     # ------------------------------------------------------------------------------------------ logs, metrics, waiting

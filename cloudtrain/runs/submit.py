@@ -35,8 +35,8 @@ from ..storage.local_disk import local_path
 from ..store import runtime_zip
 from ..store.store import LocalTree, Staged, Store
 from ..validate import json_loads, url_scheme, without_secrets
-from .handover import REFUSALS, settle_refusal, unsent_attempt
-from .retry import category_of, deliver, error_of, secret_values, write_context
+from .handover import REFUSALS, unsent_attempt
+from .retry import deliver, error_of, secret_values, write_context
 from .run import Run
 from .summary import columns, plan_rows, table_html
 from .warnings import append_cautions, cautions, gpu_memory_texts, memory_notes, total_gpus
@@ -489,7 +489,7 @@ def send_plan(
     say = progress or (lambda _: None)
     known = with_recorded_origin(plan)
     if known is not None:
-        _check_not_refused(run_of_plan(known), say)
+        _check_not_refused(run_of_plan(known))
     elif not plan.first:  # a run that continues from other places records its refusals
         _check_this_machine(plan)
     origin = _origin(plan) if known is None else dict[str, Any]
@@ -514,17 +514,15 @@ def send_plan(
         return run
     say(f"submitting to {plan.provider_name}")
     try:
-        native = deliver(run, plan.request, values)
-    except (AuthError, *REFUSALS) as exc:
         # The submitter gets an error, so no other client may send it later.
+        native = deliver(run, plan.request, values, refusals=(AuthError, *REFUSALS), say=say)
+    except (AuthError, *REFUSALS):
         with contextlib.suppress(CloudtrainError):
-            plan.store.write_refused(plan.run_id, 0, category=category_of(exc), reason=str(exc))
-            settle_refusal(plan.store, plan.run_id, 0, say=say)
             if run.result()["native_id"] is not None:  # else the result is kept, if nothing follows
                 return run  # it was accepted nevertheless
         raise
     if native is None:
-        _check_not_refused(run, say)
+        _check_not_refused(run)
     return run
 
 
@@ -543,14 +541,13 @@ def _check_this_machine(plan: Plan) -> None:
                 raise SpecError(exc.message, field=f"inputs.{name}", hint=exc.hint) from None
 
 
-def _check_not_refused(run: Run, say: Callable[[str], None]) -> None:
+def _check_not_refused(run: Run) -> None:
     """Raise the error of a refused run that is over: its id is used up. Keep its result if there is none yet."""
     store, run_id = run.store, run.run_id
     newest = max(store.attempts(run_id), default=0)
     if store.refused(run_id, newest) is None:
         return
     if store.result(run_id) is None:
-        settle_refusal(store, run_id, newest, say=say)
         run.result()
     ended = store.result(run_id)
     if ended is not None and ended["state"] == "failed" and ended["native_id"] is None:
