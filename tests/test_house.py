@@ -297,7 +297,7 @@ CLOUD_FILES: dict[str, str] = {
 CLOUD_EXTRAS = {
     "sagemaker": {"images", "s3"},
     "azureml": {"sdk", "urls"},
-    "vertex": {"machines", "claims", "bootstrap", "prepare"},
+    "vertex": {"machines", "bootstrap", "prepare"},
 }
 
 

@@ -32,8 +32,8 @@ from cloudtrain.errors import (
 from cloudtrain.provider_api.protocol import LayoutInput, LogLine, Request
 from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.providers.vertex import api as own
-from cloudtrain.providers.vertex import claims
 from cloudtrain.providers.vertex import status as states
+from cloudtrain.runs import handover
 from cloudtrain.runs.run import Run
 from cloudtrain.testing.platform import FakePlatform
 
@@ -129,7 +129,6 @@ def test_an_answer_to_a_creation_that_is_not_one_is_no_second_job(
     idle.plane.list_lag, idle.plane.quotas["custom_model_training_cpus"] = 1e9, 0
     with pytest.raises(LostContactError, match="custom_model_training_cpus"):  # the first job uses what there is
         idle.provider.submit(request)
-    assert not again(idle).account._claim(request).take(), "the claim is kept"
     idle.plane.list_lag = 0.0
     assert idle.provider.submit(request) == only(idle).name
 
@@ -142,44 +141,8 @@ def test_contention_is_no_conflict_of_ids(idle: VertexWorld) -> None:
     assert idle.provider.submit(request) == only(idle).name
 
 
-def test_what_takes_long_is_done_before_the_claim(idle: VertexWorld) -> None:
-    """And a client that slept behind its claim gives way to whoever came first."""
-    request = idle.plan(run_id="slow").request
-    provider, order = again(idle), list[str]()
-    claim, prepared = provider.account._claim(request), provider.account._prepared
-
-    def late(request: Request) -> Callable[[], str]:
-        order.append("prepared" if not claim._generation else "too late")
-        send = prepared(request)
-
-        def asleep() -> str:
-            idle.plane.list_lag = 0.0
-            order.append(other._prepared(request)())
-            return str(send())
-
-        return asleep
-
-    other = again(idle).account
-    provider.account._prepared = late
-    first = provider.submit(request)
-    assert order == ["prepared", first]
-    assert claims.LEASE >= 300
-    states = {job.name: job.wait() for job in idle.plane.jobs.values() if job.name != first}
-    assert list(states.values()) == ["JOB_STATE_CANCELLED"]
-
-
-def test_a_claim_whose_answer_was_lost_is_ours(idle: VertexWorld) -> None:
-    request = idle.plan(run_id="ours").request
-    claim, other = (again(idle).account._claim(request) for _ in range(2))
-    idle.plane.wire.faults.append(Fault("POST object", done=True))
-    with pytest.raises(LostContactError):
-        claim.take()
-    assert not other.take()
-    assert claim.take()
-
-
 def test_a_store_that_answers_with_a_page_is_one_line(idle: VertexWorld) -> None:
-    for number, operation in enumerate(("GET bucket", "POST object", "POST entries")):
+    for number, operation in enumerate(("GET bucket", "POST entries")):
         request = idle.plan(run_id=f"proxied-{number}").request
         page_of_a_proxy(idle, operation)
         provider = again(idle)
@@ -187,69 +150,52 @@ def test_a_store_that_answers_with_a_page_is_one_line(idle: VertexWorld) -> None
             provider.logs(provider.submit(request))
 
 
-def test_a_claim_of_an_answer_without_a_date_is_one_line(idle: VertexWorld) -> None:
-    request, wire = idle.plan(run_id="undated").request, idle.plane.wire
-    assert again(idle).account._claim(request).take()
-    claim = again(idle).account._claim(request)
-    called = claim._call
+def test_a_client_that_slept_in_its_call_gives_way_to_the_first_job(idle: VertexWorld) -> None:
+    request = idle.plan(run_id="slow").request
+    provider, other, first = again(idle), again(idle).account, list[str]()
+    prepared = provider.account._prepared
 
-    def undated(method: str, url: str, **more: Any) -> Any:
-        answer = called(method, url, **more)
-        answer.headers.pop("Date")
-        return answer
+    def late(request: Request) -> Callable[[], str]:
+        send = prepared(request)
 
-    claim._call = undated
-    with pytest.raises(PlatformError, match="no Date"):
-        claim.take()
-    assert wire.count("GET object") == 1
+        def asleep() -> str:
+            idle.plane.list_lag = 0.0
+            first.append(other._prepared(request)())
+            return str(send())
+
+        return asleep
+
+    provider.account._prepared = late
+    assert [provider.submit(request)] == first
+    states = {job.name: job.wait() for job in idle.plane.jobs.values() if job.name not in first}
+    assert list(states.values()) == ["JOB_STATE_CANCELLED"]
 
 
 def test_many_clients_at_once_create_one_job(idle: VertexWorld) -> None:
-    """The API takes no id of ours: the store decides who creates."""
-    request = idle.plan(run_id="race").request
-    providers = [again(idle) for _ in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        natives = set(pool.map(lambda provider: provider.submit(request), providers))
-    assert natives == set(idle.plane.jobs)
-    assert len(natives) == 1
+    """The API takes no id of ours: the lease in the store decides which client creates."""
+    plans = [idle.plan(run_id="race") for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        runs = list(pool.map(lambda plan: idle.send(dataclasses.replace(plan, provider=again(idle))), plans))
+    assert {run.result()["native_id"] for run in runs} == {only(idle).name}
 
 
-def test_a_client_that_died_with_the_claim_is_followed(idle: VertexWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = idle.plan(run_id="dead").request
-    dead = again(idle)
-    assert dead.account._claim(request).take()
-    monkeypatch.setattr(claims, "LEASE", 2.0)
-    began = time.monotonic()
-    assert idle.provider.submit(request) == only(idle).name
-    assert time.monotonic() - began >= 1, "not before the lease is over"
-
-
-def test_a_claim_that_somebody_has_taken_over_is_nobody_elses(
-    idle: VertexWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client that was asleep for longer than its lease."""
-    request = idle.plan(run_id="asleep").request
-    monkeypatch.setattr(claims, "LEASE", -5.0)  # a Date has whole seconds
-    monkeypatch.setattr(claims, "FRESH", 0.0)
-    first, second = (again(idle).account._claim(request) for _ in range(2))
-    assert first.take()
-    assert first.take(), "renewed"
-    assert second.take()
-    monkeypatch.setattr(claims, "LEASE", 60.0)
-    assert not first.take()
-    assert second.take()
-
-
-def test_a_refusal_gives_the_claim_back(idle: VertexWorld) -> None:
-    request = idle.plan(run_id="refused").request
-    idle.plane.quotas["custom_model_training_cpus"] = 0
-    with pytest.raises(QuotaError):
-        idle.provider.submit(request)
-    idle.plane.quotas.clear()
-    began = time.monotonic()
-    again(idle).submit(request)
-    assert time.monotonic() - began < claims.LEASE / 4
-    assert len(idle.plane.jobs) == 1
+def test_a_client_that_died_with_the_lease_is_followed(idle: VertexWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is the claim of an earlier version, which has the same name."""
+    assert find_provider("vertex").arrival_s == handover.LEASE == 300
+    monkeypatch.setattr(handover, "LEASE", 2.0)
+    monkeypatch.setattr(find_provider("vertex"), "arrival_s", 2.0)
+    for number, mark in enumerate([b'{"client": "0123456789abcdef"}', None]):
+        plan = idle.plan(run_id=f"dead-{number}")
+        if mark is None:
+            with handover.sending(plan.store, plan.run_id, plan.request, arrival=2.0, say=print) as lease:
+                lease.kept = True
+        else:
+            plan.store.files.write(f"runs/{plan.run_id}/attempts/0/sending-0.json", mark)
+        began = time.monotonic()
+        run = idle.send(plan)
+        assert run.result()["native_id"] in idle.plane.jobs
+        assert time.monotonic() - began >= 0.6, "not before the lease is over"
+    assert len(idle.plane.jobs) == 2
 
 
 def test_a_job_of_an_earlier_run_of_that_id_is_not_taken_for_this_one(idle: VertexWorld) -> None:

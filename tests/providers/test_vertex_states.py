@@ -343,7 +343,6 @@ def test_refusals(status: int, message: str, reason: str, kind: type[CloudtrainE
     ("what", "role"),
     [
         ("read the log", "roles/logging.viewer"),
-        ("claim the creation of the job", "roles/storage.objectAdmin"),
         ("look at gs://my-training", "roles/storage.objectAdmin"),
         ("list jobs", "Vertex AI User"),
     ],

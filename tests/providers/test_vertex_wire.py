@@ -38,7 +38,7 @@ from cloudtrain.errors import (
 from cloudtrain.estimator import Estimator
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import LayoutInput, Request
-from cloudtrain.providers.vertex import Provider, claims
+from cloudtrain.providers.vertex import Provider
 from cloudtrain.providers.vertex import api as own
 
 PARENT = "projects/contract/locations/europe-west4"
@@ -104,14 +104,14 @@ def after(plane: Plane, operation: str, then: Callable[[], object]) -> None:
 # ------------------------------------------------------------------------------------------------------------- creation
 
 
-def test_a_creation_is_claimed_looked_for_and_made_once(plane: Plane) -> None:
+def test_a_creation_is_looked_for_and_made_once(plane: Plane) -> None:
     request = PLANS.planned()
     native = client().submit(request)
     job, name = only(plane), request.body["displayName"]
     assert native == job.name
-    looked, claimed = "GET customJobs", "POST object"
-    assert operations(plane) == ["GET bucket", looked, claimed, "POST customJobs", looked]
-    bucket, before, claim, made, first = [call for call in plane.wire.calls if call.operation != "POST token"]
+    looked = "GET customJobs"
+    assert operations(plane) == ["GET bucket", looked, "POST customJobs", looked]
+    bucket, before, made, first = [call for call in plane.wire.calls if call.operation != "POST token"]
     assert (bucket.path, bucket.query) == (f"/storage/v1/b/{BUCKET}", {"fields": "location,locationType"})
     assert before.path == first.path == made.path == JOBS
     assert before.query["filter"] == f'labels.cloudtrain-job="{name}"'
@@ -119,13 +119,8 @@ def test_a_creation_is_claimed_looked_for_and_made_once(plane: Plane) -> None:
     assert json.loads(made.body)["displayName"] == name
     told = job.described(numbers=False)
     assert {key: told[key] for key in request.body} == request.body
-    sending = "store/runs/r/attempts/0/sending-0.json"
-    assert claim.path == f"/upload/storage/v1/b/{BUCKET}/o"
-    assert claim.query == {"uploadType": "media", "name": sending, "ifGenerationMatch": "0"}
-    assert re.fullmatch(r"[0-9a-f]{32}", json.loads(claim.body)["client"])
-    assert plane.gcs.read(BUCKET, sending) == claim.body
     assert {call.account for call in plane.wire.calls} == {""}, "who called is told to handlers alone"
-    assert all(call.token for call in (bucket, before, claim, made, first))
+    assert all(call.token for call in (bucket, before, made, first))
 
 
 def test_whoever_submits_again_finds_the_job(plane: Plane) -> None:
@@ -140,15 +135,6 @@ def test_whoever_submits_again_finds_the_job(plane: Plane) -> None:
     assert first.find(PLANS.planned(attempt=1)) is None
     assert client(location="us-central1").find(request) == native, "where it was planned for, not where we are now"
     assert len(plane.jobs) == 1
-
-
-def test_the_claims_of_attempts_and_choices_differ(plane: Plane) -> None:
-    provider = client()
-    for attempt, choice in ((0, 0), (1, 0), (1, 2)):
-        request = PLANS.planned(attempt=attempt, choice=choice, gpu=["T4:1", "L4:1", "V100:1"])
-        provider.submit(request)
-        assert plane.gcs.names(BUCKET)[-1] == f"store/runs/r/attempts/{attempt}/sending-{choice}.json"
-    assert len(plane.jobs) == 3
 
 
 def test_of_all_jobs_of_that_label_the_first_counts(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,44 +188,21 @@ def test_a_job_that_was_made_is_ours_whatever_becomes_of_the_last_look(plane: Pl
     assert broken.times == 0
 
 
-def test_another_clients_claim_is_waited_for(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    request, other = PLANS.planned(), client().account
-    claim = other._claim(request)
-    assert claim.take()
-    after(plane, "GET object", claim.drop)
-    assert client().submit(request) == only(plane).name
-    assert plane.wire.count("POST object") == 3
-    assert plane.wire.count("GET customJobs") == 3
-    late = PLANS.planned(attempt=1)
-    assert other._claim(late).take()
-    monkeypatch.setattr(own, "LEASE", 0.0)
-    with pytest.raises(LostContactError, match=r"^another client has been creating r-[0-9a-f]+-1 for too long$"):
-        client().submit(late)
-
-
 # ------------------------------------------------------------------------------------- refusals, and answers that lack
 
 
-def test_a_refusal_gives_the_claim_back_and_a_lost_answer_keeps_it(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_refusal_or_a_lost_answer_one_job_is_made(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "FIRST_HOLD", 0.0)
     provider = client()
     plane.quotas["custom_model_training_cpus"] = 0
     with pytest.raises(QuotaError, match=r"^create job: .*ask for more of custom_model_training_cpus"):
         provider.submit(PLANS.planned())
-    assert operations(plane)[-2:] == ["POST customJobs", "DELETE object"]
-    (back,) = [call for call in plane.wire.calls if call.operation == "DELETE object"]
-    assert back.path == f"/storage/v1/b/{BUCKET}/o/store%2Fruns%2Fr%2Fattempts%2F0%2Fsending-0.json"
-    assert int(back.query["ifGenerationMatch"]) > 0
-    assert plane.gcs.names(BUCKET) == []
     plane.quotas.clear()
     assert provider.submit(PLANS.planned()) == only(plane).name
     lost = PLANS.planned(attempt=1)
     plane.wire.faults.append(Fault("POST customJobs", done=True))
     with pytest.raises(LostContactError, match=r"^Google Cloud does not answer: create job: "):
         provider.submit(lost)
-    assert plane.gcs.names(BUCKET)[-1] == "store/runs/r/attempts/1/sending-0.json"
     assert provider.submit(lost) == max(plane.jobs.values(), key=lambda job: job.created).name
     assert len(plane.jobs) == 2
 
@@ -271,7 +234,6 @@ def test_only_an_answer_that_leaves_it_open_is_followed_by_doubt(
         provider.submit(request)
     assert str(caught.value).endswith(f"; {AGAIN}: look in {PARENT}") == unsure
     assert plane.jobs == {}
-    assert (plane.gcs.names(BUCKET) != []) == unsure
 
 
 def test_an_answer_that_tells_of_no_job_is_a_lost_one(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +299,7 @@ def test_a_service_that_never_answers_is_given_up(plane: Plane, monkeypatch: pyt
     provider, gone = client(), threading.Event()
     native = provider.submit(PLANS.planned())
     assert own.TIMEOUT == 60
-    after(plane, "POST object", lambda: monkeypatch.setattr(own, "TIMEOUT", 0.2))
+    after(plane, "GET customJobs", lambda: monkeypatch.setattr(own, "TIMEOUT", 0.2))
     for operation in ("POST customJobs", "GET customJob"):
         after(plane, operation, lambda: gone.wait(20))
     for call, what in (
@@ -359,7 +321,6 @@ def test_each_call_says_what_it_was_for(plane: Plane) -> None:
         ("POST cancel", lambda: provider.cancel(native), "cancel job"),
         ("POST entries", lambda: provider.logs(native), "read the log"),
         ("GET bucket", lambda: client().account.place("other"), "look at gs://other"),
-        ("POST object", lambda: client().account._claim(request).take(), "claim the creation of the job"),
         ("POST customJobs", lambda: client().submit(PLANS.planned(attempt=1)), "create job"),
     ):
         plane.wire.faults[:] = [Fault(operation, refused)]
@@ -651,7 +612,6 @@ def test_a_page_of_a_proxys_in_place_of_an_answer_is_one_line(plane: Plane) -> N
         (lambda: provider.status(native), "get job"),
         (lambda: provider.account.claimed(request), "list jobs"),
         (lambda: client().account.place(BUCKET), f"look at gs://{BUCKET}"),
-        (lambda: provider.account._claim(PLANS.planned(attempt=1)).take(), "claim the creation of the job"),
     ):
         with pytest.raises(PlatformError, match=rf"^{what}: the answer is not JSON$"):
             call()
@@ -723,72 +683,6 @@ def test_a_bucket_that_one_may_not_look_at_is_taken_on_trust(plane: Plane) -> No
     provider.submit(PLANS.planned())
     assert len(plane.jobs) == 1
     assert provider.account.place(BUCKET) == ("eu", "multi-region"), "and looked at again"
-
-
-# --------------------------------------------------------------------------------------------------------------- claims
-
-
-def test_a_claim_is_one_clients_until_it_is_given_back_or_old(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    request, wire = PLANS.planned(), plane.wire
-    ours, other = (client().account._claim(request) for _ in range(2))
-    ours.drop()
-    assert operations(plane) == [], "there is nothing to give back"
-    assert ours.take()
-    assert ours.take(), "it is fresh"
-    assert operations(plane) == ["POST object"]
-    assert not other.take()
-    assert operations(plane) == ["POST object", "POST object", "GET object"]
-    read = [call for call in wire.calls if call.operation == "GET object"][-1]
-    assert (read.method, read.path.rpartition("%2F")[2]) == ("GET", "sending-0.json")
-    monkeypatch.setattr(claims, "FRESH", 0.0)
-    generation = ours._generation
-    assert ours.take(), "renewed"
-    assert wire.calls[-1].query["ifGenerationMatch"] == generation != ours._generation
-    ours.drop()
-    ours.drop()
-    assert wire.count("DELETE object") == 1
-    assert other.take()
-    assert not ours.take()
-    monkeypatch.setattr(claims, "LEASE", -5.0)  # a Date has whole seconds
-    assert ours.take(), "the other's is too old to count"
-    monkeypatch.setattr(claims, "LEASE", 300.0)
-    assert not other.take()
-
-
-def test_a_claim_whose_answer_was_lost_is_known_by_what_it_says(plane: Plane) -> None:
-    request = PLANS.planned()
-    ours, other = (client().account._claim(request) for _ in range(2))
-    plane.wire.faults.append(Fault("POST object", done=True))
-    with pytest.raises(LostContactError, match=r"^Google Cloud does not answer: claim the creation of the job: "):
-        ours.take()
-    assert not other.take()
-    assert ours.take()
-    assert [call.query["ifGenerationMatch"] for call in plane.wire.calls if call.operation == "POST object"][-1] != "0"
-
-
-def test_what_a_claim_cannot_read_is_one_line(plane: Plane) -> None:
-    account, url = client().account, "gs://bucket/a/b.json"
-    answers: list[Any] = []
-
-    def call(method: str, asked: str, **more: Any) -> Any:
-        """A proxy between us and the store."""
-        answer = account.rest("storage", method, asked.replace("/bucket/", f"/{BUCKET}/"), **more)
-        answers.append(method)
-        if method == "POST":
-            answer._content = b"{}"
-        else:
-            answer.headers.pop("Date", None)
-        return answer
-
-    claim = claims.Claim(url, call, endpoint=own.storage_endpoint())
-    what = "claim the creation of the job: the answer has no"
-    with pytest.raises(PlatformError, match=f"^{what} generation$"):
-        claim.take()
-    assert plane.gcs.names(BUCKET) == ["a/b.json"]
-    other = claims.Claim(url, call, endpoint=own.storage_endpoint())
-    with pytest.raises(PlatformError, match=f"^{what} Date$"):
-        other.take()
-    assert answers == ["POST", "GET"]
 
 
 # ----------------------------------------------------------------------------------------------- who calls, and where

@@ -1,7 +1,7 @@
 """Provider ``vertex``: custom jobs of Vertex AI.
 
 Its Request is a CustomJob in JSON, as ``POST …/customJobs`` takes it; its ``jobSpec`` is the input of ``gcloud ai
-custom-jobs create --config``. `request` and `validate` make and check it. `api` sends it once (`claims`). `bootstrap`,
+custom-jobs create --config``. `request` and `validate` make and check it. `api` sends it. `bootstrap`,
 `prepare` and `node` are the node half.
 """
 
@@ -73,6 +73,7 @@ class Provider(CloudProvider):
     schemes: ClassVar[frozenset[str]] = frozenset({"gs", "nfs"})
     retried_by: ClassVar[str] = "client"
     max_wait_by: ClassVar[str] = "client"
+    arrival_s: ClassVar[float] = 300.0  # no name tells two creations apart
     min_poll_s: ClassVar[float] = 2.0
     max_poll_s: ClassVar[float] = 10.0
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE, "image": IMAGE}

@@ -40,7 +40,6 @@ from ...storage import extras
 from ...validate import unix_seconds
 from .._cloud import Backoff, decoded
 from . import NAME
-from .claims import CLAIM, LEASE, Claim
 from .machines import REGIONS, REGIONS_DATE
 from .node import GCS
 from .request import LABEL_JOB, LABEL_REQUEST, LABEL_RUN
@@ -210,7 +209,7 @@ def _allow(told: str, what: str, metadata: Mapping[str, Any]) -> str:
         return f"{HELP['act']} {account[0]}" if account else HELP["act"]
     if what == READ:
         return HELP["log"]
-    return HELP["store" if what == CLAIM or what.startswith(LOOK) else "role"]
+    return HELP["store" if what.startswith(LOOK) else "role"]
 
 
 def answered(body: bytes) -> tuple[str, str, Mapping[str, Any]]:
@@ -287,7 +286,6 @@ class Account:
         self._clients: dict[str, Any] = {}
         self._backoff = Backoff(first=FIRST_HOLD)
         self._unsure: dict[str, float] = {}
-        self._claims: dict[str, Claim] = {}
         self._places: dict[str, tuple[str, str]] = {}
         self.ended: dict[str, float] = {}
         """Time at which a finished job ended, on the clock of `time.monotonic`."""
@@ -412,21 +410,14 @@ class Account:
     def create(self, request: Request) -> str:
         """Return the resource name of the one job of this request.
 
-        The API takes no id from its caller. So a client first claims the creation in the store and looks for the job.
-        All slow steps come before the claim.
+        The API takes no id from its caller. One client at a time calls this (`handover.sending`), and looks for the job
+        first.
         """
         name, parent = request.body["displayName"], _parent(request)
         self._check_buckets(request)
-        send, claim = self._prepared(request), self._claim(request)
-        deadline = time.monotonic() + 2 * LEASE
-        while True:
-            if (found := self._found(request)) is not None:
-                return found
-            if claim.take():
-                break
-            if time.monotonic() > deadline:
-                raise LostContactError(f"another client has been creating {name} for too long")
-            time.sleep(1.0)
+        send = self._prepared(request)
+        if (found := self._found(request)) is not None:
+            return found
         try:
             ours = send()
         except LostContactError:
@@ -435,8 +426,6 @@ class Account:
             if name in self._unsure:  # it may be our own first job that uses the quota
                 why = f"{exc}; whether an earlier call has created the job is not known: look in {parent}"
                 raise LostContactError(why) from None
-            with contextlib.suppress(CloudtrainError):
-                claim.drop()
             raise
         return self._first(request, ours)
 
@@ -500,10 +489,6 @@ class Account:
                 raise
 
     # ---------------------------------------------------------------------------------------------------- Cloud Storage
-
-    def _claim(self, request: Request) -> Claim:
-        name = f"{request.run}/attempts/{request.attempt}/sending-{request.choice}.json"
-        return self._claims.setdefault(name, Claim(name, partial(self.rest, "storage"), endpoint=storage_endpoint()))
 
     def _check_buckets(self, request: Request) -> None:
         """Raise `SpecError` for a bucket that the jobs cannot use. Jobs mount buckets of one region.
