@@ -16,14 +16,18 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import foldercloud
 import pytest
 from faulty import FaultyS3
+from fsspec.implementations.memory import MemoryFileSystem
 from servers import Web
 from trials import SEED, TRIALS
 
+from cloudtrain import Estimator
 from cloudtrain.errors import AuthError, ConflictError, SpecError, StorageError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout
+from cloudtrain.runs.listing import list_page
 from cloudtrain.storage import remote
 from cloudtrain.storage.files import TransferOptions, files, parallel
 from cloudtrain.storage.remote import RemoteFiles
@@ -354,6 +358,7 @@ def test_a_source_that_changes_meanwhile_is_told(s3: FaultyS3, gcs_url: str) -> 
 #: A client that copies, says how many bytes have moved, and takes its time.
 CLIENT = """
 import json, sys, time
+from cloudtrain.runs.listing import list_page
 from cloudtrain.storage import remote
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.store import copies
@@ -399,3 +404,46 @@ def test_a_client_that_was_killed_leaves_right_bytes_or_nothing_and_the_next_one
         assert place.copied() == whole
         assert place.bring() == 0
         place.store.files.remove("runs")
+
+
+def test_a_submit_that_was_broken_off_continues_under_its_run_id(
+    s3: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foldercloud.install(tmp_path / "site")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(foldercloud.Provider, "schemes", frozenset({"memory"}))
+    for name in ("code", "cloud"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "code/train.py").write_text("")
+    for name in "abc":
+        s3.put(f"set/{name}", os.urandom(1000))
+    estimator = Estimator(
+        entry_point="train.py", source_dir=tmp_path / "code", provider=foldercloud.NAME, store="memory://bucket/store",
+        settings={"folder": str(tmp_path / "cloud")}, max_runtime=600, inputs={"train": "s3://bucket/set"},
+    )  # fmt: skip
+    store, pieces, copied = Store("memory://bucket/store"), RemoteFiles.pieces, list[str]()
+
+    def breaking(self: RemoteFiles, key: str, size: int) -> Generator[bytes, None, None]:
+        if key in "abc":
+            copied.append(key)
+            if len(copied) == 3:
+                raise KeyboardInterrupt
+        return pieces(self, key, size)
+
+    monkeypatch.setattr(RemoteFiles, "pieces", breaking)
+    with pytest.raises(KeyboardInterrupt):
+        estimator.fit(wait=False, run_id="r")
+    assert not store.files.exists("runs/r/run.json")
+    assert list_page(store).rows == []
+    assert store.files.names("staging") == []
+    run = estimator.fit(wait=False, run_id="r")
+    assert len(copied) == 4, "the one that was on its way, again"
+    url = run.record["layout"]["inputs"]["train"]["url"]
+    assert url == "memory://bucket/store/runs/r/inputs/train/data"
+    assert {key: files(url).read(key) for key in files(url).list()} == {
+        name: s3.objects[f"set/{name}"].data for name in "abc"
+    }
+    s3.put("set/a", b"changed")
+    assert estimator.fit(wait=False, run_id="r").url == run.url, "a recorded run keeps its copy"
+    assert len(copied) == 4
+    MemoryFileSystem.store.clear()
