@@ -21,7 +21,7 @@ from trials import SEED, TRIALS
 
 from cloudtrain.cli.format import plan_text
 from cloudtrain.engine.rehearse import plan_rehearsal
-from cloudtrain.errors import SpecError, StorageError
+from cloudtrain.errors import ConflictError, SpecError, StorageError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.runs.submit import load_plan, make_plan
@@ -194,6 +194,21 @@ def test_a_file_of_another_checkpoint_of_that_name_is_not_taken_for_its_own(
     assert target.restored(ran.url, tmp_path) == {"step-6": again}
 
 
+def test_an_id_that_began_with_another_run_s_checkpoint_is_not_used_for_this_one(here: tuple[Ran, Target]) -> None:
+    """The first client was broken off before run.json, and then the user named the right run."""
+    ran, target = here
+    ran.save(6)
+    Ran(ran.url.removesuffix("/runs/first"), "right").save(8)
+    target.carry(ran.url)
+    right = ran.url.replace("first", "right")
+    words = (
+        "resume_from: run second has begun with a copy of .*/first/live/checkpoints, not of .*/right/live/checkpoints"
+    )
+    with pytest.raises(ConflictError, match=words):
+        target.carry(right)
+    assert target.carry(right, "third") > 0
+
+
 def test_one_that_its_run_takes_away_meanwhile_gives_way_to_the_next(here: tuple[Ran, Target], tmp_path: Path) -> None:
     """A run that goes on keeps only so many."""
     ran, target = here
@@ -243,7 +258,7 @@ def test_gc_removes_a_copy_with_its_run(here: tuple[Ran, Target]) -> None:
     ran.save(4)
     target.carry(ran.url)
     found = collect(target.store, older_than=0).found
-    assert [(item.kind, item.key, item.files) for item in found] == [("run", "runs/second", 5)]
+    assert [(item.kind, item.key, item.files) for item in found] == [("run", "runs/second", 6)]
     record = {"protocol": 1, "layout": {"code_digest": "c"}}
     assert target.store.create_run(target.layout(ran.url), record)
     assert collect(target.store, older_than=0, delete=True).found == ()

@@ -15,7 +15,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Generator, Mapping
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import AuthError, CloudtrainError, ConflictError, DigestError, SpecError, StorageError, scrubbed
 from ..job.job import is_run_id
@@ -274,6 +274,21 @@ def _alike(one: Entry | None, other: Entry | None) -> bool:
     return one is not None and other is not None and (one.size, _version_of(one)) == (other.size, _version_of(other))
 
 
+def _decide(store: Store, key: str, record: Mapping[str, Any], part: str, *, run_id: str, field: str) -> None:
+    """Create the record of what a run's copy is of. Raises `ConflictError` if another one was first, unless its
+    ``part`` is the same."""
+    if store.files.create(key, to_json(record)):
+        return
+    first = store.record(key)
+    if first is None:  # a killed client left a part of it
+        store.files.write(key, to_json(record))
+    elif first.get(part) != record[part]:
+        source, before = record["source"], first.get("source")
+        changed = f"{source} has changed since its copy for run {run_id} began"
+        why = changed if before == source else f"run {run_id} has begun with a copy of {before}, not of {source}"
+        raise ConflictError(why, field=field, hint="send the job again with another --run-id")
+
+
 def _is_unrecorded(store: Store, run_id: str) -> bool:
     return not store.files.exists(f"runs/{run_id}/run.json")
 
@@ -375,14 +390,8 @@ def _copy_input(
 ) -> int:
     found, root = list_source(source), folder.rpartition("/")[0]
     files = {path: {"size": entry.size, "version": _version_of(entry)} for path, entry in found.items()}
-    listing = to_json({"protocol": 1, "source": source.shown, "files": files})
-    if not store.files.create(f"{root}/listing.json", listing):
-        recorded = store.record(f"{root}/listing.json")
-        if recorded is None:  # a killed client left a part of it
-            store.files.write(f"{root}/listing.json", listing)
-        elif recorded.get("files") != files:
-            why = f"{source.shown} has changed since its copy for run {run_id} began"
-            raise ConflictError(why, field=source.field, hint="send the job again with another --run-id")
+    listing = {"protocol": 1, "source": source.shown, "files": files}
+    _decide(store, f"{root}/listing.json", listing, "files", run_id=run_id, field=source.field)
     needed, journal = partial(_is_unrecorded, store, run_id), f"{root}/digests.json"
     return Copy(store, folder, source, found, journal=journal, needed=needed, progress=progress, say=say).run()
 
@@ -500,15 +509,31 @@ def copy_checkpoint(
 
     The source's store is opened with ``settings``. A checkpoint with a damaged file is skipped and reported to ``say``.
     A copy in ``left``, the place that the run leaves, is taken from there: the run keeps its checkpoint. Raises
-    `SpecError` if nothing complete is left, `StorageError`, `AuthError`.
+    `SpecError` if nothing complete is left, `ConflictError` if the run began with a copy of another source,
+    `StorageError`, `AuthError`.
     """
     place, say = _place(layout.resume_source or ""), say or (lambda _: None)
     if place is None or layout.resume is None:
         return 0
     folder = layout.resume[len(store.url) + 1 :]
+    root = folder.removesuffix(f"/{_BELOW}")
+    record = {"protocol": 1, "source": layout.resume_source}
+    decide = partial(_decide, store, f"{root}/source.json", record, "source", run_id=layout.run_id, field=FIELD)
     if store.checkpoints_in(folder):
+        decide()
         return 0
-    copy = partial(_copy_checkpoint, store, layout.run_id, folder, progress=progress, say=say)
+
+    def copy(source: CopySource) -> int:
+        decide()
+        found, journal = source.entries(), f"{root}/digests.json"
+        # A file of the same name and size may be of another source, tried before.
+        digests = read_digests(store, journal)
+        known = {path: entry.version for path, entry in found.items() if digests.get(path) == entry.version}
+        needed = partial(_is_unrecorded, store, layout.run_id)
+        return Copy(
+            store, folder, source, found, known=known, journal=journal, needed=needed, progress=progress, say=say
+        ).run()
+
     if left is not None and left.layout.resume and left.layout.resume_source == layout.resume_source:
         moved = _from_earlier_copy(left.store, left.layout.resume, copy, say)
         if moved is not None:
@@ -520,6 +545,11 @@ def copy_checkpoint(
             raise
         why = f"{exc.message}, and {left.store.url} has no copy of it that is whole; submit the same job again"
         raise StorageError(f"{FIELD}: {why} with --run-id {layout.run_id} where the run can be read") from None
+    return _copy_newest(source, place, copy, say)
+
+
+def _copy_newest(source: Store, place: _Place, copy: Callable[[CopySource], int], say: Say) -> int:
+    """Copy the newest checkpoint that is complete and undamaged; return the bytes that moved."""
     for _ in range(LOOKS):
         for checkpoint in _candidates(source, place):
             try:
@@ -531,18 +561,6 @@ def copy_checkpoint(
         else:
             raise SpecError(f"{place.title}: nothing complete and undamaged to resume from", field=FIELD)
     raise StorageError(f"{place.title}: its checkpoints were deleted faster than they could be copied; start again")
-
-
-def _copy_checkpoint(
-    store: Store, run_id: str, folder: str, source: CopySource, *, progress: Progress | None, say: Say
-) -> int:
-    found, journal = source.entries(), f"{folder.removesuffix(f'/{_BELOW}')}/digests.json"
-    # A file of the same name and size may be of another source, tried before.
-    digests = read_digests(store, journal)
-    known = {path: entry.version for path, entry in found.items() if digests.get(path) == entry.version}
-    needed = partial(_is_unrecorded, store, run_id)
-    copy = Copy(store, folder, source, found, known=known, journal=journal, needed=needed, progress=progress, say=say)
-    return copy.run()
 
 
 def _from_earlier_copy(store: Store, url: str, copy: Callable[[CopySource], int], say: Say) -> int | None:
