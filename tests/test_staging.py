@@ -111,6 +111,8 @@ def test_a_remote_folder_is_read_once_and_has_the_address_of_its_content(
     assert staged(store, "s3://bucket/set").copied == 0
     assert not [path for method, path, _ in s3.requests if method == "GET" and "a.bin" in path]
     assert staged(store, str(folder)) == StagedInput(**{**vars(found), "copied": 0, "source": str(folder)})
+    s3.put("set/sub/b c+%.txt", b"hello")
+    assert staged(store, "s3://bucket/set").copied == 0, "written again with the same content"
     s3.put("set/sub/b c+%.txt", b"HELLO")
     other = staged(store, "s3://bucket/set")
     assert other.url != found.url

@@ -40,6 +40,7 @@ __all__ = [
     "followed",
     "list_source",
     "resume_copy_url",
+    "version_of",
     "with_own_copies",
 ]
 
@@ -55,8 +56,8 @@ LOOKS = 4
 """Tries to find the newest checkpoint: an unfinished run deletes its older ones."""
 _BELOW = "live/checkpoints"
 _WITHIN = re.compile(r"(.+)/runs/([^/]+)(/.*)?")
-_RUN = re.compile(rf"(.+)/runs/([^/]+)/({_BELOW}(?:/[^/]+){{0,2}})")
 _TAG = re.compile(r"\bETag=(?:W/)?\"?([^\"\s]+)", re.IGNORECASE)
+_RUN = re.compile(rf"(.+)/runs/([^/]+)/({_BELOW}(?:/[^/]+){{0,2}})")
 
 
 class PreviousPlace(NamedTuple):
@@ -100,9 +101,9 @@ class _NotNeededError(StorageError):
 class Copy:
     """The files ``found`` of ``source``, on their way to ``folder`` of the store.
 
-    A file that is in ``known`` (SHA-256 by path) and there with its size is not copied again. ``digests`` are those of
-    the files there, saved at ``journal`` now and then: a killed client loses little. ``needed`` is asked as often: with
-    the answer False the copy stops.
+    ``digests`` are the SHA-256 of the files there, saved at ``journal`` now and then: a killed client loses little. A
+    file that is in ``known`` (default: the journal) and there with its size is not copied again. ``needed`` is asked as
+    often: with the answer False the copy stops.
     """
 
     def __init__(
@@ -112,14 +113,14 @@ class Copy:
         source: CopySource,
         found: Mapping[str, Entry],
         *,
+        journal: str,
         known: Mapping[str, str] | None = None,
-        journal: str = "",
         needed: Callable[[], bool] = lambda: True,
         progress: Progress | None = None,
         say: Say | None = None,
     ) -> None:
         self._store, self._folder, self._source, self._found = store, folder, source, found
-        self._known = (read_digests(store, journal) if journal else {}) if known is None else known
+        self._known = read_digests(store, journal) if known is None else known
         self._journal, self._needed, self._progress, self._say = journal, needed, progress, say
         self._lock = threading.Lock()
         self._over, self._ended = threading.Event(), threading.Event()
@@ -237,10 +238,9 @@ class Copy:
             raise StorageError(f"{self._at(min(wrong))} is not what was written: another client writes there")
 
     def _save(self) -> None:
-        if self._journal:
-            with self._lock:
-                record = {"protocol": 1, "source": self._source.shown, "files": dict(self.digests)}
-                self._store.files.write(self._journal, to_json(record))
+        with self._lock:
+            record = {"protocol": 1, "source": self._source.shown, "files": dict(self.digests)}
+            self._store.files.write(self._journal, to_json(record))
 
     def _at(self, path: str) -> str:
         return f"{self._folder}/{path}"
@@ -264,14 +264,14 @@ def list_source(source: CopySource) -> dict[str, Entry]:
     return found
 
 
-def _version_of(entry: Entry) -> str:
-    """Return a version that changes with the content, equal in either library's listing."""
+def version_of(entry: Entry) -> str:
+    """Return a version that changes with the content: the ETag alone, if the server has one."""
     tag = _TAG.search(entry.version)
     return tag[1] if tag else entry.version
 
 
 def _alike(one: Entry | None, other: Entry | None) -> bool:
-    return one is not None and other is not None and (one.size, _version_of(one)) == (other.size, _version_of(other))
+    return one is not None and other is not None and (one.size, version_of(one)) == (other.size, version_of(other))
 
 
 def _decide(store: Store, key: str, record: Mapping[str, Any], part: str, *, run_id: str, field: str) -> None:
@@ -389,7 +389,7 @@ def _copy_input(
     store: Store, run_id: str, folder: str, source: CopySource, *, progress: Progress | None, say: Say | None
 ) -> int:
     found, root = list_source(source), folder.rpartition("/")[0]
-    files = {path: {"size": entry.size, "version": _version_of(entry)} for path, entry in found.items()}
+    files = {path: {"size": entry.size, "version": version_of(entry)} for path, entry in found.items()}
     listing = {"protocol": 1, "source": source.shown, "files": files}
     _decide(store, f"{root}/listing.json", listing, "files", run_id=run_id, field=source.field)
     needed, journal = partial(_is_unrecorded, store, run_id), f"{root}/digests.json"

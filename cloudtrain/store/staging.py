@@ -23,7 +23,7 @@ from ..storage.files import Entry, Progress, parallel
 from ..storage.lease import FOLDER
 from ..storage.local_disk import local_path, normalize
 from ..validate import url_scheme, without_secrets
-from .copies import Copy, RemoteInput, list_source
+from .copies import Copy, RemoteInput, list_source, version_of
 from .store import RELAYED, SOURCES, Store, check_listable, existing_path, file_of_url, in_store, to_json
 
 __all__ = ["StagedInput", "stage_at", "stage_input"]
@@ -141,7 +141,7 @@ def _source_record(source: RemoteInput, digest: str) -> bytes:
 
 def _address(shown: str, found: Mapping[str, Entry]) -> str:
     """Return an address of these versions of the files; of a new one each time if the server has no versions."""
-    listing = [[path, entry.size, entry.version] for path, entry in sorted(found.items())]
+    listing = [[path, entry.size, version_of(entry)] for path, entry in sorted(found.items())]
     token = "" if all(entry.version for entry in found.values()) else secrets.token_hex(16)
     return hashlib.sha256(f"staged from {shown} {json.dumps(listing)}{token}".encode()).hexdigest()
 
