@@ -2,7 +2,8 @@
 
 S3 is Ceph's radosgw (`ceph`), Azure is Azurite, both on loopback and on this machine's own cores: no round trips, no
 TLS, so only the ratios mean something. Libraries are timed after their imports and one listing, s5cmd from its start;
-so is ours beside it. Every side lists what it fetches. Ours flushes each file to the disk, the others do not.
+so is ours beside it. The others have venvs of their own. Every side lists what it fetches. Ours flushes each file to
+the disk, the others do not.
 Contents are proved after each download.
 """
 
@@ -47,6 +48,7 @@ BIG = 1 << 30
 MEMORY = 300e6
 SPREAD = 20e6
 S5CMD = "0.3.3"
+FSSPEC_PEERS = {"s3fs": "2026.9.0", "adlfs": "2026.8.0"}
 CLOCK = """
 import json, resource, sys, time
 def usage(): u = resource.getrusage(resource.RUSAGE_SELF); return u.ru_utime + u.ru_stime
@@ -58,8 +60,8 @@ verb, url, path = sys.argv[1:4]
 """
 OURS = """
 from pathlib import Path
-from cloudtrain.storage.files import Moving, files
-tree = files(url, moving=Moving(mover="obstore"))
+from cloudtrain.storage.files import files
+tree = files(url)
 tree.names("nothing")
 begin()
 if verb == "up": tree.upload_tree(Path(path), "t")
@@ -72,8 +74,8 @@ BUNDLE = """
 from pathlib import Path
 from cloudtrain.job.bundle import build
 from cloudtrain.job.job import Source
-from cloudtrain.storage.files import Moving, files
-tree = files(url, moving=Moving(mover="obstore"))
+from cloudtrain.storage.files import files
+tree = files(url)
 tree.names("nothing")
 begin()
 bundle = build(Source(path=path, entry_point="train.py"), cwd=Path(path))
@@ -85,8 +87,7 @@ from pathlib import Path
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.store.store import Store
-from cloudtrain.storage.files import Moving
-store = Store(url, moving=Moving(mover="obstore"))
+store = Store(url)
 job = Job.make(entry_point="train.py", inputs={"train": path})
 def stage():
     _, trees = store.inputs(job, frozenset({"s3"}), run_id="r", cwd=Path(path))
@@ -121,9 +122,9 @@ class Place:
         self._count += 1
         return f"{self.url}/{self._count}"
 
-    def cost(self, code: str, *words: str) -> Cost:
+    def cost(self, code: str, *words: str, python: str | Path = sys.executable) -> Cost:
         """Of what stands between ``begin`` and ``end``."""
-        command = [sys.executable, "-c", CLOCK + code, *words]
+        command = [str(python), "-c", CLOCK + code, *words]
         done = subprocess.run(command, env=self.environ, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr[-2000:])
@@ -241,10 +242,16 @@ def tree(
     ]
 
 
+def python_of(other: str) -> Path:
+    """The Python that has fsspec's file system ``other``."""
+    return peer(other, FSSPEC_PEERS[other]) / "bin" / "python"
+
+
 def sent(place: Place, count: int, source: Path, *, files: int, size: int, other: str, target: float) -> list[Figure]:
+    python = python_of(other)
     found = pairs(
         lambda: place.cost(OURS, "up", place.fresh(), str(source)),
-        lambda: place.cost(FSSPEC, "up", place.fresh(), str(source)),
+        lambda: place.cost(FSSPEC, "up", place.fresh(), str(source), python=python),
         count=count,
     )
     cpu = 0.25 if files == SMALL and other == "s3fs" else None
@@ -252,11 +259,11 @@ def sent(place: Place, count: int, source: Path, *, files: int, size: int, other
 
 
 def came(place: Place, count: int, source: Path, *, files: int, size: int, other: str, target: float) -> list[Figure]:
-    there = place.fresh()
+    there, python = place.fresh(), python_of(other)
     place.cost(OURS, "up", there, str(source))
     found = pairs(
         lambda: place.fetched(source, lambda target: place.cost(OURS, "down", there, str(target))),
-        lambda: place.fetched(source, lambda target: place.cost(FSSPEC, "down", there, str(target))),
+        lambda: place.fetched(source, lambda target: place.cost(FSSPEC, "down", there, str(target), python=python)),
         count=count,
     )
     return ratios(f"{files:,} x {size >> 10:,} KiB down / {other}", found, target)
@@ -276,10 +283,10 @@ def ratios(name: str, found: Sequence[Pair], target: float | None, *, cpu: float
 
 
 def bundle(place: Place, count: int) -> list[Figure]:
-    source = made(place.folder / "small", SMALL, SMALL_BYTES)
+    source, python = made(place.folder / "small", SMALL, SMALL_BYTES), python_of("s3fs")
     found = pairs(
         lambda: place.cost(BUNDLE, "up", place.fresh(), str(source)),
-        lambda: place.cost(FSSPEC, "up", place.fresh(), str(source)),
+        lambda: place.cost(FSSPEC, "up", place.fresh(), str(source), python=python),
         count=count,
     )
     return ratios(f"{SMALL:,} files as code, bundled, up / s3fs", found, 1 / 10)

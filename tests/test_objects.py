@@ -670,7 +670,7 @@ SERVICES = "services = local\n[services local]\ns3 =\n  endpoint_url = http://mi
             True,
         ),
         ({"AWS_ENDPOINT_URL": "http://minio:9000"}, "s3 =\n  max_bandwidth = 5MB/s", "http://minio:9000", False),
-        ({"AWS_ENDPOINT_URL": "http://minio:9000/s"}, "", "http://minio:9000/s", False),
+        ({"AWS_ENDPOINT_URL": "http://minio:9000/s/"}, "region = garage", "http://minio:9000/s", False),
         ({}, f"region = eu-west-1\n{SERVICES}", "http://minio:9000", False),
         ({}, "endpoint_url = http://minio:9000", "http://minio:9000", False),
         (

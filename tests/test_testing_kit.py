@@ -278,6 +278,19 @@ def test_what_only_a_platform_can_read_is_asked_for(fake_cloud: FakeCloud) -> No
 # ---------------------------------------------------------------------------------------------------- stores, settings
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs", "abfs", "memory"])
+def test_a_file_in_memory_is_replaced_in_one_version_only(cloudtrain_store: Places, scheme: str) -> None:
+    from cloudtrain.storage.files import files
+
+    tree = files(f"{scheme}://b/x")
+    first = tree.swap("record", None, b"1")
+    second = tree.swap("record", first, b"2")
+    for version in (first, None):
+        with pytest.raises(FileExistsError):
+            tree.swap("record", version, b"3")
+    assert tree.load("record")[:2] == (b"2", second)  # type: ignore[index]
+
+
 def test_one_of_several_creates_a_file_in_memory(cloudtrain_store: Places) -> None:
     from cloudtrain.storage.files import files
 

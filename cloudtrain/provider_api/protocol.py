@@ -335,9 +335,9 @@ class Provider(Protocol):
         """Ask the platform to stop the job; idempotent, also after its end."""
 
     def storage(self, url: str) -> Mapping[str, Any]:
-        """Return fsspec's options for a store at ``url``, with the account that this machine uses.
+        """Return the options of a store at ``url``, by fsspec's names, with the account that this machine uses.
 
-        Empty if fsspec finds the credentials itself. Called once more after they have expired.
+        Empty if the store finds the credentials itself. Called once more after they have expired.
         """
 
     @staticmethod

@@ -368,7 +368,7 @@ NO_SETTINGS = Settings()
 
 
 class StoreCredentials:
-    """fsspec's options for a store, by ``provider`` (None: no options): a `Storage` comparable with another."""
+    """The options of a store, by ``provider`` (None: no options): a `Storage` comparable with another."""
 
     def __init__(self, provider: Provider | None) -> None:
         self._provider = provider

@@ -1,7 +1,7 @@
 """Move bytes in and out of one URL tree: a local folder, or any URL that fsspec supports.
 
 `files` gives a `Files` for a URL. Keys are ``/``-separated paths below that URL, ``""`` the URL itself. A local tree
-never imports fsspec. Retries, and the table that translates a back end's exceptions, are in `faults`.
+never imports fsspec. Retries, and the table that translates a back end's exceptions, are in `errors`.
 
 Every method raises `AuthError` (missing, expired or refused credentials) and `StorageError` (anything else). Methods
 that read one key raise the builtin `FileNotFoundError` if it is missing: often that is an answer, not a failure.
@@ -128,7 +128,7 @@ class Files(Protocol):
 
         ``private``: readable by this user alone, in a local tree. Over a network the winner's answer can be lost. A
         retry inside a client library then finds its own object, so the winner gets False. A caller that needs certainty
-        puts a unique word into ``data`` and reads back. (obstore tells them apart.)
+        puts a unique word into ``data`` and reads back. (S3 and Azure tell them apart.)
         """
 
     def load(self, key: str) -> Loaded | None:

@@ -37,6 +37,7 @@ _AWS_RULES = re.compile(r"AWS_(USE_\w+_ENDPOINT|IGNORE_CONFIGURED_ENDPOINT_URLS|
 _PROFILE_RULES = re.compile(r"s3|s3_.*|services|use_.*|ignore_configured_endpoint_urls")
 #: Regions whose endpoint is s3.REGION.amazonaws.com.
 _PLAIN_REGION = re.compile(r"(af|ap|ca|eu|il|me|mx|sa|us)-(?!iso)[\w-]+")
+_US = "us-east-1"
 _AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _AZURE_HOST = re.compile(
     r"(?P<account>[^.]+)\.(dfs|blob)\.(?P<cloud>core\.(windows\.net|usgovcloudapi\.net|chinacloudapi\.cn))"
@@ -132,26 +133,23 @@ def _s3(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving
     if bucket.startswith("arn:") or bucket.endswith("--x-s3"):
         raise SpecError(f"{url}: ARNs and directory buckets are not supported", field="store")
     anonymous, keys = _true(options.get("anon")), _static_keys(options, environ)
-    session = options.get("session")
+    session, profile = options.get("session"), options.get("profile")
     region = client.get("region_name") or environ.get("AWS_DEFAULT_REGION")
-    endpoint = options.get("endpoint_url") or client.get("endpoint_url")
-    rules = any(_AWS_RULES.fullmatch(name) for name in environ) or (
-        bool(region) and not endpoint and not _PLAIN_REGION.fullmatch(str(region))
-    )
-    profile = options.get("profile")
+    named = options.get("endpoint_url") or client.get("endpoint_url")
+    endpoint = named or _first(environ, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
+    rules = any(map(_AWS_RULES.fullmatch, environ)) or not (endpoint or _PLAIN_REGION.fullmatch(region or _US))
     if session is None and (profile or rules or _configured(environ) or not (anonymous or keys)):
         session = _botocore(url, profile)
-    scoped = session.get_scoped_config() if session is not None else {}
     if session is not None:
         region = client.get("region_name") or session.get_config_variable("region")
-        rules = rules or any(_PROFILE_RULES.fullmatch(name) for name in scoped)
-    region = str(region or "us-east-1")
-    virtual = False
-    if session is not None and (rules or not (endpoint or _PLAIN_REGION.fullmatch(region))):
-        endpoint, virtual = _ruled_endpoint(session, bucket, region, endpoint)
-    else:
-        endpoint = endpoint or _first(environ, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
-        endpoint = endpoint or scoped.get("endpoint_url") or f"https://s3.{region}.amazonaws.com"
+        scoped = session.get_scoped_config()
+        endpoint = endpoint or scoped.get("endpoint_url")
+        rules = rules or any(map(_PROFILE_RULES.fullmatch, scoped))
+        rules = rules or not (endpoint or _PLAIN_REGION.fullmatch(region or _US))
+    region, virtual = region or _US, False
+    if rules:
+        endpoint, virtual = _ruled_endpoint(session, bucket, region, named)
+    endpoint = str(endpoint or f"https://s3.{region}.amazonaws.com").rstrip("/")
     # obstore reads variables of its own for these: each is given, so that none of them counts.
     config: dict[str, Any] = {
         "region": region, "endpoint": endpoint, "aws_endpoint_url_s3": endpoint, "skip_signature": anonymous,

@@ -363,9 +363,9 @@ def copy_inputs(
 ) -> int:
     """Copy the inputs of ``layout`` with a ``source`` into the run's folder; return the bytes that moved.
 
-    Sources are read with fsspec's own credentials. An input that the run has in ``left``, the place before, comes from
-    there, if its copy is complete and undamaged. Raises `SpecError` for a source without files, `StorageError` if it
-    changes meanwhile, `ConflictError` if it changed since another copy for this run began, and `AuthError`.
+    This machine's own credentials read the sources. An input that the run has in ``left``, the place before, comes
+    from there, if its copy is complete and undamaged. Raises `SpecError` for a source without files, `StorageError` if
+    it changes meanwhile, `ConflictError` if it changed since another copy for this run began, and `AuthError`.
     """
     moved = 0
     for name, item in layout.inputs.items():
