@@ -824,7 +824,7 @@ def timed(sim: Any) -> type[FallbackPolicy]:
 
 
 @contextlib.contextmanager
-def simulated(schedule: Schedule) -> Iterator[None]:
+def simulated(schedule: Any) -> Iterator[None]:
     """The modules that ask what time it is, or sleep, do so on the schedule's clock; what several threads read at once
     is read by one, so that the order is the seed's."""
     sim = schedule.sim

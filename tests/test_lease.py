@@ -44,9 +44,7 @@ def store(request: pytest.FixtureRequest, tmp_path: object) -> Iterator[Files]:
     MemoryFileSystem.store.clear()
 
 
-@pytest.fixture(
-    params=["local", pytest.param("s3", marks=pytest.mark.remote), pytest.param("azure", marks=pytest.mark.remote)]
-)
+@pytest.fixture(params=["local", *(pytest.param(name, marks=pytest.mark.remote) for name in ("s3", "azure", "gcs"))])
 def url(request: pytest.FixtureRequest, tmp_path: object) -> str:
     """A store that several processes reach."""
     return f"file://{tmp_path}/store" if request.param == "local" else request.getfixturevalue(f"{request.param}_url")

@@ -10,15 +10,25 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
-from schedules import Schedule, plans, played
+from schedules import Client, Schedule, Sim, View, plans, played, simulated
 
+from cloudtrain.errors import StorageError
 from cloudtrain.runs.submit import Plan
+from cloudtrain.storage.lease import MARK, Lease
 
 FEW, ALL = 60, 10_000
 SEED = os.environ.get("CLOUDTRAIN_SEED") or "0"
-WHAT = ("client killed", "client held up", "store.create after", "platform.submit after", "platform.submit before")
+WHAT = (
+    "client killed",
+    "client held up",
+    "store.create after",
+    "store.swap after",
+    "platform.submit after",
+    "platform.submit before",
+)
 """What must have befallen somebody in a good many schedules, else they say nothing."""
 
 
@@ -60,3 +70,48 @@ def test_a_seed_is_one_schedule(known: Sequence[Plan]) -> None:
     ]
     assert strip[0] == strip[1]
     assert len(first.history) > 30
+
+
+def leased(seed: str) -> Sim:
+    """Clients that take one lease in turn, act while they have it, stand still for long, and die anywhere."""
+    sim, data, acting = Sim(seed), dict[str, tuple[bytes, float]](), list[str]()
+
+    def act(client: Client, lease: Lease) -> None:
+        lease.check()
+        acting.append(client.name)
+        try:
+            sim.sleep(sim.draw.choice([0.0, 10.0, 140.0]))  # less than the half of the lease that `check` leaves
+            if acting != [client.name]:
+                sim.wrong(f"{acting} at once")
+            sim.count["acted"] += 1
+        finally:
+            acting.remove(client.name)
+
+    def script(client: Client) -> None:
+        for _ in range(4):
+            try:
+                with Lease(View(sim, data), MARK, seconds=300) as lease:
+                    for _ in range(sim.draw.randrange(1, 5)):
+                        act(client, lease)
+                        sim.sleep(sim.draw.choice([0.0, 60.0, 900.0]))
+            except StorageError as exc:
+                sim.count["stopped" if "held up" in str(exc) else "unanswered"] += 1
+                sim.sleep(1.0)
+
+    with simulated(SimpleNamespace(sim=sim)):
+        for number in range(4):
+            client = sim.start(f"client {number}", script, sim.draw.choice([0.0, 0.0, 1.0, 200.0]))
+            client.dies_at = sim.draw.randrange(1, 60) if sim.draw.random() < 0.3 else -1
+        sim.run()
+    return sim
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(ALL, marks=[pytest.mark.proof, pytest.mark.timeout(3600)])])
+def test_no_two_clients_have_one_lease(count: int) -> None:
+    total: Counter[str] = Counter()
+    for number in range(count):
+        sim = leased(f"{SEED} lease {number}")
+        assert not sim.problems, (number, sim.problems, sim.history[-60:])
+        total += sim.count
+    assert total["acted"] > 8 * count
+    assert all(total[what] > count / 20 for what in ("client killed", "stopped", "unanswered", "store.swap after"))

@@ -90,7 +90,7 @@ def wait_for_earlier_version(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait for clients of cloudtrain 0.1 that may be sending a refused attempt: each has noted that in a file."""
+    """Wait for clients of an earlier version that may be sending a refused attempt: each has noted that in a file."""
     folder, since = f"{run_folder(run_id)}/attempts/{int(attempt)}/sending", clock()
     while (names := store.files.names(folder)) and clock() - since < LEASE:
         sleep(1.0)
