@@ -22,7 +22,7 @@ from cloudtrain.cli import main
 from cloudtrain.errors import AuthError, SpecError, StorageError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout
-from cloudtrain.storage.files import files, parallel
+from cloudtrain.storage.files import TransferOptions, files, parallel
 from cloudtrain.storage.remote import RemoteFiles
 from cloudtrain.store.gc import collect
 from cloudtrain.store.staging import StagedInput, stage_input
@@ -147,6 +147,21 @@ def test_two_clients_at_once_make_one_input(s3: FaultyS3, tmp_path: Path) -> Non
     assert len({item.url for item in found}) == 1
     assert content(found[0]) == FILES
     assert rest(Store(f"file://{tmp_path}/store")) == set()
+
+
+def test_a_slow_client_finds_what_a_faster_one_has_staged(s3: FaultyS3, store: Store) -> None:
+    """The faster one has removed the first copy under the slow one's hands."""
+    faster: list[StagedInput] = []
+
+    def progress(key: str, count: int) -> None:
+        if not faster and key.endswith(".txt"):  # the last
+            faster.append(staged(Store(store.url), "s3://bucket/set"))
+
+    store.moving = TransferOptions(concurrency=1)
+    slow = staged(store, "s3://bucket/set", progress=progress)
+    assert slow.url == faster[0].url
+    assert content(slow) == FILES
+    assert rest(store) == set()
 
 
 #: A client that stages, says how many bytes have moved, and takes its time.

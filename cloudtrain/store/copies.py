@@ -33,6 +33,7 @@ from .store import Store, copied_input_url, expect, in_store, next_of, to_json
 __all__ = [
     "Copy",
     "CopySource",
+    "OverwrittenError",
     "PreviousPlace",
     "RemoteInput",
     "copy_checkpoint",
@@ -98,6 +99,10 @@ class _NotNeededError(StorageError):
     """Another client has recorded the run, so its copies are complete."""
 
 
+class OverwrittenError(StorageError):
+    """A copy that lacks files that were written: another client has removed or replaced them."""
+
+
 class Copy:
     """The files ``found`` of ``source``, on their way to ``folder`` of the store.
 
@@ -129,7 +134,7 @@ class Copy:
     def run(self) -> int:
         """Complete the copy; return the bytes that moved.
 
-        Raises `StorageError` if the source changes meanwhile; no file of the copy is ever partial.
+        Raises `StorageError` if the source changes meanwhile, and `OverwrittenError`. No file is ever partial.
         """
         there = self._store.files.list(self._folder)
         for path, entry in self._found.items():
@@ -235,7 +240,7 @@ class Copy:
         if changed:
             raise StorageError(f"{self._source.shown}: {min(changed)} changed while it was copied; start again")
         if wrong:
-            raise StorageError(f"{self._at(min(wrong))} is not what was written: another client writes there")
+            raise OverwrittenError(f"{self._at(min(wrong))} is not what was written: another client writes there")
 
     def _save(self) -> None:
         with self._lock:

@@ -23,7 +23,7 @@ from ..storage.files import Entry, Progress, parallel
 from ..storage.lease import FOLDER
 from ..storage.local_disk import local_path, normalize
 from ..validate import url_scheme, without_secrets
-from .copies import Copy, RemoteInput, list_source, version_of
+from .copies import Copy, OverwrittenError, RemoteInput, list_source, version_of
 from .store import RELAYED, SOURCES, Store, check_listable, existing_path, file_of_url, in_store, to_json
 
 __all__ = ["StagedInput", "stage_at", "stage_input"]
@@ -96,7 +96,7 @@ def stage_input(
         try:
             digest, listed, copied = _stage_remote(store, source, progress, say)
             return _staged(store, source.shown, digest, listed, file, copied)
-        except FileNotFoundError:
+        except (FileNotFoundError, OverwrittenError):
             if number + 1 == TRIES:
                 raise StorageError(f"other clients keep removing the copy of {source.shown}; start again") from None
     raise AssertionError
@@ -105,8 +105,8 @@ def stage_input(
 def _stage_remote(
     store: Store, source: RemoteInput, progress: Progress | None, say: Callable[[str], None] | None
 ) -> tuple[str, Sequence[TreeFile], int]:
-    """Return the digest of the source's content, its files, and the bytes that moved. Raises FileNotFoundError if
-    another client has removed the first copy."""
+    """Return the digest of the source's content, its files, and the bytes that moved. Raises FileNotFoundError or
+    `OverwrittenError` if another client has removed the first copy."""
     found = list_source(source)
     address = _address(source.shown, found)
     record = f"{SOURCES}/{address}.json"
@@ -116,6 +116,7 @@ def _stage_remote(
             with _announced(store, say, known):
                 if (listed := _complete(store, known)) is not None:
                     store.files.write(record, _source_record(source, known))  # young again: its run comes later
+                    _clear(store, address)
                     return known, listed, 0
         first, journal = f"data/{address}", f"data/manifests/{address}.json"
         copy = Copy(store, first, source, found, journal=journal, progress=progress, say=say)
@@ -129,10 +130,15 @@ def _stage_remote(
                 _place(store, first, f"data/{digest}", files)
                 store.write_manifest(digest, files)
             store.files.write(record, _source_record(source, digest))
-        store.files.discard([journal])
-        store.files.discard([f"{first}/{item.path}" for item in files])
-        store.files.prune(first)
+        _clear(store, address)
         return digest, files, copied
+
+
+def _clear(store: Store, address: str) -> None:
+    """Remove the first copy; a client that is still writing it finds the content."""
+    store.files.discard([f"data/manifests/{address}.json"])
+    store.files.discard([*store.files.list(f"data/{address}")])
+    store.files.prune(f"data/{address}")
 
 
 def _source_record(source: RemoteInput, digest: str) -> bytes:
