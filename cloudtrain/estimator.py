@@ -43,9 +43,10 @@ class RunFailedError(CloudtrainError):
 def plan(
     job: Job,
     *,
-    provider: Texts | None = None,
-    store: Texts | None = None,
+    provider: str | None = None,
+    store: str | None = None,
     profile: str | None = None,
+    fallback: Texts | None = None,
     settings: Mapping[str, Scalar | Sequence[Any]] | None = None,
     run_id: str | None = None,
 ) -> Plan:
@@ -54,16 +55,17 @@ def plan(
     The keywords are those of `submit`. Without ``run_id`` the plan has the id ``<name>-plan``. A missing setting has a
     placeholder in the plan. Raises `SpecError` with the field for a job that the provider cannot run.
     """
-    chosen = _load_settings(provider, store, profile, settings)
+    chosen = _load_settings(provider, store, profile, fallback, settings)
     return _make_plan(job, chosen, run_id, preview=True)
 
 
 def submit(
     job: Job,
     *,
-    provider: Texts | None = None,
-    store: Texts | None = None,
+    provider: str | None = None,
+    store: str | None = None,
     profile: str | None = None,
+    fallback: Texts | None = None,
     settings: Mapping[str, Scalar | Sequence[Any]] | None = None,
     run_id: str | None = None,
 ) -> Run:
@@ -75,6 +77,8 @@ def submit(
         URL under which code, data and runs live.
     ``profile``
         profile of the settings file.
+    ``fallback``
+        profiles to try next, in order, if there are no machines.
     ``settings``
         general settings or those of the provider, such as ``{"region": "us-east-1"}``.
     ``run_id``
@@ -85,7 +89,7 @@ def submit(
     """
     from .runs.fallback import submit_with_fallbacks
 
-    chosen = _load_settings(provider, store, profile, settings)
+    chosen = _load_settings(provider, store, profile, fallback, settings)
     return _following(submit_with_fallbacks(_make_plan(job, chosen, run_id, preview=False), environ=os.environ))
 
 
@@ -103,12 +107,17 @@ def attach(run: str, *, store: str | None = None, profile: str | None = None) ->
 
 
 def _load_settings(
-    provider: Texts | None, store: Texts | None, profile: str | None, settings: Mapping[str, Any] | None
+    provider: str | None,
+    store: str | None,
+    profile: str | None,
+    fallback: Texts | None,
+    settings: Mapping[str, Any] | None,
 ) -> Settings:
     from .settings.settings import Settings
 
     # --set pairs and these settings share one table: this process's command line is not cloudtrain's.
-    return Settings.load(overrides=settings, provider=provider, store=store, profile=profile)
+    where: Any = {"provider": provider, "store": store, "fallback": fallback}
+    return Settings.load(overrides=settings, profile=profile, **where)
 
 
 def _make_plan(job: Job, settings: Settings, run_id: str | None, *, preview: bool) -> Plan:
@@ -128,7 +137,7 @@ def _following(run: Run) -> Run:
 class Estimator:
     """A job and its settings as one object, with the methods of an estimator in SageMaker's SDK.
 
-    All keywords but the last five are the Job's own fields; None means its default.
+    All keywords but the last six are the Job's own fields; None means its default.
 
     ::
 
@@ -147,9 +156,9 @@ class Estimator:
         run = Estimator.attach(run.url)  # later, from any machine
 
     ``store`` is the URL under which code, data and runs live. ``profile`` is a profile of the settings file.
-    ``settings`` are general ones or those of the provider (``{"region": "…"}``). They override cloudtrain.toml and the
-    environment. Lists of providers, or of places and their stores, are tried in order, after a lack of capacity or
-    quota alone. ``write`` takes the text of log lines.
+    ``fallback`` lists the profiles to try next, in order, after a lack of capacity or quota alone. ``settings`` are
+    general ones or those of the provider (``{"region": "…"}``). They override cloudtrain.toml and the environment.
+    ``write`` takes the text of log lines.
 
     Raises `SpecError` with the field for an invalid job. Nothing is read or sent before ``plan`` or ``fit``.
     """
@@ -196,15 +205,17 @@ class Estimator:
         tags: Mapping[str, str] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         on: Mapping[str, Mapping[str, Any]] | None = None,
-        provider: Texts | None = None,
-        store: Texts | None = None,
+        provider: str | None = None,
+        store: str | None = None,
         profile: str | None = None,
+        fallback: Texts | None = None,
         settings: Mapping[str, Scalar | Sequence[Any]] | None = None,
         write: Callable[[str], object] | None = None,
     ) -> None:
         given = locals()
         self.job = Job.make(**{flat: given[flat] for flat in FLAT_FIELDS if given[flat] is not None})
         self.provider, self.store, self.profile, self.settings = provider, store, profile, dict(settings or {})
+        self.fallback = fallback
         self.latest_run: Run | None = None
         self._write = write
 
@@ -298,7 +309,8 @@ class Estimator:
 
     @property
     def _keywords(self) -> dict[str, Any]:
-        return {"provider": self.provider, "store": self.store, "profile": self.profile, "settings": self.settings}
+        where = {"provider": self.provider, "store": self.store, "fallback": self.fallback}
+        return {**where, "profile": self.profile, "settings": self.settings}
 
     def _line(self, line: Line) -> None:
         write = self._write or sys.stdout.write

@@ -489,7 +489,7 @@ def these(verbs: list[str]) -> str:
 
 def test_the_settings_are_told_as_they_are() -> None:
     general = [
-        f"| `{f.name}` | `{f.default}` | {f.metadata['help']} |"
+        f"| `{f.name}` | `{list(f.default) if isinstance(f.default, tuple) else f.default}` | {f.metadata['help']} |"
         for f in dataclasses.fields(Settings)
         if "help" in f.metadata
     ]

@@ -71,12 +71,17 @@ class Places:
         self.stores = [Store(str(folder / f"store-{n}")) for n in range(count)]
         for cloud in self.clouds:
             Path(cloud.settings.folder).mkdir()
+        self.write()
+
+    def write(self, **first: Any) -> None:
+        """Write the settings of this folder: the first place, and a profile for each other one."""
+        profiles = {f"p{n}": {"store": self.stores[n].url, NAME: {"folder": self.clouds[n].settings.folder}}
+                    for n in range(len(self.stores))}  # fmt: skip
+        data = {"provider": NAME, "fallback": list(profiles)[1:], **profiles.pop("p0"), "profiles": profiles, **first}
+        Path("cloudtrain.toml").write_text(tomli_w.dumps(data))
 
     def estimator(self, **fields: Any) -> Estimator:
-        return Estimator(
-            entry_point="train.py", source_dir=self.code, provider=NAME, store=[store.url for store in self.stores],
-            settings={"folder": [cloud.settings.folder for cloud in self.clouds]}, **{"max_runtime": 600, **fields},
-        )  # fmt: skip
+        return Estimator(entry_point="train.py", source_dir=self.code, **{"max_runtime": 600, **fields})
 
     def submit(self, **fields: Any) -> Run:
         return self.estimator(**fields).fit(wait=False, run_id="r")
@@ -87,13 +92,6 @@ class Places:
     def reconcile(self) -> list[dict[str, Any]]:
         url = self.stores[0].url
         return reconcile(f"{url}/runs/r", settings=Settings(), cwd=self.folder, environ={})
-
-    def listed(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        """From now on this folder's settings list the places; their names."""
-        table = {"folder": [cloud.settings.folder for cloud in self.clouds], "store": [s.url for s in self.stores]}
-        (self.code / "cloudtrain.toml").write_text(tomli_w.dumps({NAME: table}))
-        monkeypatch.chdir(self.code)
-        return table["folder"]
 
     def jobs(self) -> list[list[str]]:
         return [cloud.jobs() for cloud in self.clouds]
@@ -380,21 +378,6 @@ def test_a_run_that_has_moved_is_resumed_from_where_it_ended_up(
     assert copied(places, 0, "copied") == saved
 
 
-def test_the_command_line_resumes_a_run_that_has_moved(
-    places: Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    url, _ = ran_elsewhere(places)
-    table = {"folder": places.clouds[0].settings.folder}
-    (places.code / "cloudtrain.toml").write_text(tomli_w.dumps({"provider": NAME, NAME: table}))
-    monkeypatch.chdir(places.code)
-    words = ["train.py", "--store", places.stores[0].url, "--resume-from", "old", "--max-runtime", "1h"]
-    assert cli.main(["submit", *words, "--run-id", "new", "--detach", "--json"]) == 0
-    assert places.stores[0].run("new")["layout"]["resume"] == f"{url}/live/checkpoints"
-    capsys.readouterr()
-    assert cli.main(["plan", *words, "--run-id", "new", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["layout"]["resume"] == f"{url}/live/checkpoints"
-
-
 def test_a_saved_plan_of_a_run_that_has_moved_since_is_refused_with_where_it_is(places: Places) -> None:
     old = places.estimator().fit(wait=False, run_id="old")
     (places.folder / "store-0/runs/old/live/checkpoints").mkdir(parents=True)
@@ -484,71 +467,45 @@ def test_a_refusal_that_cannot_be_noted_is_what_submit_says(places: Places, monk
 # ------------------------------------------------------------------------------------------------------------ who leads
 
 
-@pytest.mark.parametrize(
-    ("argv", "error"),
-    [
-        (["doctor", f"{NAME},local", "--job", "--run-id", "no id"], "run_id"),
-        (["rehearse", "train.py", "--provider", f"{NAME},local", "--local-store", "s3://no/folder"], "local_store"),
-    ],
-)
-def test_what_looks_at_the_first_place_alone_says_so(
-    places: Places, argv: list[str], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("argv", [["doctor", "--job", "--run-id", "no id"], ["rehearse", "train.py"]])
+def test_a_verb_that_leaves_the_fallback_out_says_so(
+    places: Places, argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = places.listed(monkeypatch)
-    code = cli.main(argv)
-    err = capsys.readouterr().err
-    assert (code, error in err) == (2, True), err
-    others = [line for line in err.splitlines() if "not looked at" in line]
-    assert others == [f"this is the first of 3 places, {NAME} {first}; not looked at: {NAME} {second}, local"]
-    assert cli.main(["doctor", "local"]) in (0, 2)
-    assert "not looked at" not in capsys.readouterr().err
+    assert cli.main(argv) == 2
+    assert "the fallback is left out: p1\n" in capsys.readouterr().err
+    assert cli.main([*argv, "--fallback="]) == 2
+    assert "left out" not in capsys.readouterr().err
 
 
-def test_the_doctor_looks_at_every_place_and_says_once_what_is_the_same(
+def test_the_doctor_checks_every_profile_and_prints_the_same_check_once(
     places: Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = places.listed(monkeypatch)
+    first, second = (cloud.settings.folder for cloud in places.clouds)
 
     def checks(self: Provider, store: str, request: Any) -> Iterator[Check]:
         yield ok("sdk", "folders 1.0")
-        yield ok("caller", f"who may write to {self.settings.folder}")
+        role = failed("role", "there is none", fix="make it", code=AuthError.exit_code)
+        yield role if self.settings.folder == second else ok("role", "it may write")
 
     monkeypatch.setattr(Provider, "checks", checks, raising=False)
-    assert cli.main(["doctor", NAME]) == 0
+    assert cli.main(["doctor"]) == AuthError.exit_code
     heads, names = list[str](), list[list[str]]()
     for line in capsys.readouterr().out.splitlines():
         if line.endswith(":"):
             heads.append(line)
             names.append([])
-        else:
+        elif "fix:" not in line:
             names[-1].append(line.split()[1])
-    assert heads == [f"{NAME} {first}:", f"{NAME} {second}:"]
-    assert names == [["settings:", "plan:", "sdk:", "caller:", "store:"], ["settings:", "caller:", "store:"]]
-    assert cli.main(["doctor", NAME, "--json"]) == 0
+    assert heads == [f"{NAME} {first}:", f"p1 {NAME} {second}:"]
+    assert names == [["settings:", "plan:", "sdk:", "role:", "store:"], ["settings:", "role:", "store:"]]
+    assert cli.main(["doctor", "--json"]) == AuthError.exit_code
     told = json.loads(capsys.readouterr().out)
-    assert (told["provider"], told["place"]) == (NAME, first)
-    assert [(item["provider"], item["place"]) for item in told["fallbacks"]] == [(NAME, second)]
-    rows = [[row["name"] for row in item["checks"]] for item in (told, *told["fallbacks"])]
-    assert rows == [["settings", "plan", "sdk", "caller", "store"]] * 2, "each place's are whole"
-
-
-def test_the_doctor_s_exit_code_is_that_of_the_gravest_failure_of_all_places(
-    places: Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, second = places.listed(monkeypatch)
-
-    def checks(self: Provider, store: str, request: Any) -> Iterator[Check]:
-        quota = failed("quota", "there is none", fix="ask for more", code=QuotaError.exit_code)
-        role = failed("role", "nobody knows it", fix="make it", code=AuthError.exit_code)
-        yield role if self.settings.folder == second else quota
-
-    monkeypatch.setattr(Provider, "checks", checks, raising=False)
-    assert cli.main(["doctor", NAME, "--json"]) == AuthError.exit_code
-    told = json.loads(capsys.readouterr().out)
-    assert told["exit_code"] == told["fallbacks"][0]["exit_code"] == AuthError.exit_code
-    assert {row["exit_code"] for row in told["checks"]} == {0, QuotaError.exit_code}
-    (places.code / "cloudtrain.toml").write_text(tomli_w.dumps({NAME: {"folder": ["a", "b"]}}))
-    assert cli.main(["doctor", NAME, "--json"]) == 2
+    assert (told["provider"], told["place"], told["exit_code"]) == (NAME, first, AuthError.exit_code)
+    (item,) = told["fallbacks"]
+    assert (item["profile"], item["place"], item["exit_code"]) == ("p1", second, AuthError.exit_code)
+    for found in (told, item):
+        assert [row["name"] for row in found["checks"]] == ["settings", "plan", "sdk", "role", "store"], "each is whole"
+    assert cli.main(["doctor", "--fallback", "p2", "--json"]) == 2
     told = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in told["checks"]] == ["settings"]
     assert "fallbacks" not in told
@@ -729,11 +686,33 @@ def test_another_version_brings_the_submitter_s_runtime_over_or_says_in_a_line_t
     assert places.stores[1].files.read(key) == data
 
 
+def test_a_client_without_the_packages_of_a_fallback_sends_and_moves_nothing(
+    places: Places, apart: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(self: Provider, store: str, request: Any) -> Iterator[Check]:
+        wrong = failed("sdk", "it needs folders, which is not installed", fix="pip install folders", code=2)
+        yield wrong if self.settings.folder == places.clouds[1].settings.folder else ok("sdk", "folders 1.0")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Provider, "checks", lacks)
+        with pytest.raises(SpecError, match=r"^fallback p1: it needs folders, which is not installed") as caught:
+            places.submit()
+        assert caught.value.hint == "pip install folders"
+        assert places.stores[0].runs() == []
+    places.submit()
+    places.clouds[0].stand("r.0", **NONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(Provider, "checks", lacks)
+        assert "it needs folders" in str(places.reconcile()[0]["error"])
+        assert (handover.next_of(places.stores[0], "r"), places.stores[0].result("r")) == (None, None)
+    assert places.reconcile()[0]["error"] is None
+    assert places.alive() == [1]
+
+
 def test_the_id_of_a_run_with_other_places_is_not_given_away(places: Places) -> None:
     places.submit()
-    places.clouds, places.stores = places.clouds[:1], places.stores[:1]
     with pytest.raises(ConflictError):
-        places.submit()
+        places.submit(fallback="")
 
 
 def test_who_waits_too_goes_along_when_another_client_moves_the_run(places: Places) -> None:
@@ -767,23 +746,6 @@ def test_each_place_has_a_max_wait_of_its_own(places: Places) -> None:
     assert [store.expired("r", 0) is not None for store in places.stores] == [True, False]
 
 
-def test_a_place_s_provider_is_made_of_what_is_set_for_that_place(tmp_path: Path) -> None:
-    def settings(provider: str, store: list[str], **overrides: Any) -> Settings:
-        given = {key.replace("__", "."): value for key, value in overrides.items()}
-        return Settings.load(overrides=given, environ={}, cwd=tmp_path, provider=provider, store=store)
-
-    role = "arn:aws:iam::111122223333:role/training"
-    two = settings("sagemaker,vertex", ["s3://a/x"], sagemaker__role=role).places()[0]
-    record = {"provider": "vertex", "settings": {"project": "p", "location": "us-central1"}, "run": "gs://b/x/runs/r"}
-    assert two.provider_of(record).settings.location == "us-central1"  # type: ignore[attr-defined]
-    regions = settings(
-        "sagemaker", ["s3://a/x", "s3://b/x"], region=["us-east-1", "eu-west-1"], profile=["us", "eu"]
-    )  # fmt: skip
-    record = {"provider": "sagemaker", "settings": {"region": "eu-west-1"}, "run": "s3://b/x/runs/r"}
-    for own in (regions, *regions.candidates()):
-        assert own.provider_of(record).settings.profile == "eu"  # type: ignore[attr-defined]
-
-
 # ------------------------------------------------------------------------------------- runs that were sent with lists
 
 
@@ -799,14 +761,13 @@ def of(places: Places, run_id: str, place: int = 0) -> Run:
 
 
 def test_a_run_sent_with_lists_moves_to_its_next_place(earlier: Places) -> None:
-    result = of(earlier, "waits").reconcile(retry=FallbackPolicy(run := of(earlier, "waits")))
-    assert (result["state"], run.url) == ("pending", f"{earlier.stores[0].url}/runs/waits"), "it waits within the limit"
     earlier.clouds[0].stand("waits.0", **NONE)
+    run = of(earlier, "waits")
     run.reconcile(retry=FallbackPolicy(run))
     assert run.url == of(earlier, "waits").url == f"{earlier.stores[1].url}/runs/waits"
     assert "waits.0" in earlier.clouds[1].alive()
-    of(earlier, "refused").reconcile(retry=FallbackPolicy(run := of(earlier, "refused")))
     earlier.clouds[0].stand("refused.1", **NONE)
+    run = of(earlier, "refused")
     result = run.reconcile(retry=FallbackPolicy(run))
     assert [(item["gpu"], item["category"]) for item in result["refusals"]] == [
         ("H100:8", "quota"), ("A100-80GB:8", "capacity"),

@@ -115,11 +115,14 @@ def test_an_image_does_for_an_environment(capsys: Capture) -> None:
     assert json.loads(capsys.readouterr().out)["missing"] == WANTED["azureml"][:-1]
 
 
-def test_each_place_says_what_it_lacks(capsys: Capture) -> None:
-    assert cli.main(["plan", "train.py", "--provider", "sagemaker,vertex", "--json"]) == 0
+def test_a_fallback_says_what_it_lacks(capsys: Capture) -> None:
+    Path("cloudtrain.toml").write_text('provider = "sagemaker"\n[profiles.gcp]\nprovider = "vertex"\n')
+    assert cli.main(["plan", "train.py", "--fallback", "gcp", "--json"]) == 0
     out, err = capsys.readouterr()
     assert [item["missing"] for item in json.loads(out)["fallbacks"]] == [WANTED["vertex"]]
     assert err.count("this plan cannot be sent") == 2
+    assert "[profiles.gcp]\n      store =" in err
+    assert "[profiles.gcp.vertex]\n" in err
 
 
 def test_lines_for_a_pyproject_are_in_its_table() -> None:

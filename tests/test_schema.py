@@ -108,10 +108,12 @@ def test_a_name_that_no_job_has_is_in_no_schema() -> None:
 def test_settings_and_their_schema_take_and_refuse_the_same(tmp_path: Path) -> None:
     good = [
         'store = "s3://b/x"\nconcurrency = 3\n[sagemaker]\nsubnets = ["a"]\n[sagemaker.prices]\na = 1',
+        'fallback = ["p"]\n[profiles.p]\nfallback = []\nstore = "x"\n[profiles.p.sagemaker]\nstore = "s3://b/y"',
         'profile = "p"\n[profiles.p]\nprovider = "vertex"\n[profiles.p.vertex]\nlog_drain = 3\ndebug_shell = true',
     ]  # fmt: skip
     bad = [
-        "store = 3", "nosuch = 3", "concurrency = 65", 'sse = "x"', "[nosuch]", "[sagemaker]\nnosuch = 1",
+        "store = ['a', 'b']", "[sagemaker]\nregion = ['a', 'b']", "fallback = 3", "store = 3", "nosuch = 3",
+        "concurrency = 65", 'sse = "x"', "[nosuch]", "[sagemaker]\nnosuch = 1",
         "[sagemaker]\nsubnets = 3", "[sagemaker]\nprices = 3", "[profiles]\np = 3", "profile = 3",
     ]  # fmt: skip
     for text, expected in [*((t, True) for t in good), *((t, False) for t in bad)]:

@@ -246,6 +246,147 @@ def test_a_table_is_merged_by_entry_and_one_entry_may_be_set(tmp_path: Path) -> 
         assert caught.value.field == field
 
 
+FALLBACK = """
+provider = "vertex"
+store = "gs://eu/x"
+fallback = ["us", "aws"]
+[vertex]
+project = "p"
+location = "europe-west4"
+[profiles.us]
+store = "gs://us/x"
+fallback = ["aws"]
+[profiles.us.vertex]
+location = "us-central1"
+[profiles.aws]
+provider = "sagemaker"
+store = "s3://aws/x"
+[profiles.aws.sagemaker]
+region = "us-east-1"
+profile = "aws-team"
+"""
+
+
+def test_a_fallback_starts_with_the_settings_and_goes_on_with_profiles(tmp_path: Path) -> None:
+    environ = {
+        "CLOUDTRAIN_STORE": "gs://ci/x", "CLOUDTRAIN_VERTEX_LOCATION": "asia-east1", "CLOUDTRAIN_VERTEX_PROJECT": "ci",
+    }  # fmt: skip
+    pairs = {"max_code_mb": 7, "location": "europe-west1"}
+    first, us, aws = load(tmp_path, FALLBACK, environ, overrides=pairs).candidates()
+    assert [own.store for own in (first, us, aws)] == ["gs://ci/x", "gs://us/x", "s3://aws/x"]
+    assert [own.make_provider().settings.location for own in (first, us)] == ["europe-west1", "us-central1"]  # type: ignore[attr-defined]
+    assert [own.make_provider().settings.project for own in (first, us)] == ["ci", "ci"]  # type: ignore[attr-defined]
+    assert (aws.provider, aws.make_provider().settings.region) == ("sagemaker", "us-east-1")  # type: ignore[attr-defined]
+    assert [own.max_code_mb for own in (first, us, aws)] == [7, 7, 7]
+    assert [own.profile for own in load(tmp_path, profile="us").candidates()] == ["us", "aws"]
+    assert [own.profile for own in load(tmp_path, fallback="aws, us").candidates()] == ["", "aws", "us"]
+    assert [own.profile for own in load(tmp_path, environ={"CLOUDTRAIN_FALLBACK": "aws"}).candidates()] == ["", "aws"]
+    assert load(tmp_path, fallback="").candidates() == (load(tmp_path, fallback=""),)
+
+
+def test_a_run_in_a_fallback_is_reached_with_that_profile_s_identity(tmp_path: Path) -> None:
+    record = {"provider": "sagemaker", "settings": {"region": "eu-west-1"}, "run": "s3://aws/x/runs/r"}
+    first, us, _ = load(tmp_path, FALLBACK).candidates()
+    for own in (first, us, load(tmp_path, fallback="")):
+        assert own.provider_of(record).settings.profile == "aws-team"  # type: ignore[attr-defined]
+        assert own.provider_of({**record, "run": "s3://other/runs/r"}).settings.profile == ""  # type: ignore[attr-defined]
+
+
+def test_a_run_keeps_its_encryption_where_it_continues(tmp_path: Path) -> None:
+    found = load(tmp_path, 'concurrency = 3\nsse = "AES256"')
+    recorded = {
+        "moving": {"sse": "aws:kms", "sse_kms_key_id": "k", "concurrency": 9, "mover": "auto"}
+    }  # of an earlier version
+    assert found.moving_of(recorded) == TransferOptions(sse="aws:kms", sse_kms_key_id="k", concurrency=3)
+    assert found.moving_of({}) == found.moving
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "hint"),
+    [
+        ({"fallback": "awss"}, "fallback awss: no such profile in {file}", "did you mean 'aws'?"),
+        ({"fallback": ["sagemaker"]}, "fallback sagemaker: no such profile in {file}",
+         'sagemaker is a provider; write a profile with provider = "sagemaker"'),
+        ({"fallback": "us,aws,us"}, "fallback: 'us' is listed twice", "use --fallback=us,aws"),
+        ({"profile": "us", "fallback": "us,aws"}, "fallback: 'us' is the profile in use", "use --fallback=aws"),
+        ({"profile": "us", "fallback": "us"}, "fallback: 'us' is the profile in use", "use --fallback="),
+    ],
+)  # fmt: skip
+def test_a_wrong_fallback_is_refused(tmp_path: Path, given: dict[str, Any], error: str, hint: str) -> None:
+    found = load(tmp_path, FALLBACK, **given)  # other verbs need no fallback
+    with pytest.raises(SpecError) as caught:
+        found.candidates()
+    assert str(caught.value) == error.format(file=tmp_path / FILE)
+    assert caught.value.hint == hint
+
+
+LISTS = """
+provider = "vertex"
+[vertex]
+project = "p"
+location = ["us-central1", "europe-west4"]
+store = ["gs://us/x", "gs://eu/x"]
+"""
+REPLACED = """keep the first value, and add a profile for each other one:
+fallback = ["europe-west4"]
+
+[profiles.europe-west4]
+store = "gs://eu/x"
+
+[profiles.europe-west4.vertex]
+location = "europe-west4\""""
+
+
+@pytest.mark.parametrize(
+    ("toml", "given", "field"),
+    [
+        (LISTS, {}, f"{FILE} [vertex] location"),
+        ("", {"environ": {"CLOUDTRAIN_VERTEX_LOCATION": "us-central1, europe-west4"}, "provider": "vertex",
+              "store": "gs://us/x,gs://eu/x"}, "--store"),
+        ("", {"overrides": {"vertex.location": ["us-central1", "europe-west4"], "store": ["gs://us/x", "gs://eu/x"]},
+              "provider": "vertex"}, "--set store"),
+    ],
+)  # fmt: skip
+def test_a_list_is_refused_with_the_profiles_to_write(
+    tmp_path: Path, toml: str, given: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path, toml, **given)
+    expected = REPLACED if toml else REPLACED.replace("store =", 'provider = "vertex"\nstore =')
+    assert (caught.value.field, caught.value.hint) == (field, expected)
+    assert "must be one value, not the list ['" in str(caught.value)
+    (tmp_path / FILE).write_text(f'provider = "vertex"\n{below(expected)}')
+    first, second = load(tmp_path, provider="vertex", store="gs://us/x").candidates()
+    assert (first.store, second.store, second.make_provider().settings.location) == (  # type: ignore[attr-defined]
+        "gs://us/x", "gs://eu/x", "europe-west4",
+    )  # fmt: skip
+
+
+def below(hint: str) -> str:
+    return hint.partition("\n")[2]
+
+
+def test_lists_of_providers_are_refused_with_the_profiles_to_write(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.cloudtrain.sagemaker]\nregion = ["us-east-1", "eu-west-1"]\n')
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path, provider="sagemaker,vertex")
+    assert str(caught.value) == "--provider: must be one value, not the list ['sagemaker', 'vertex']"
+    found = toml_loads(below(caught.value.hint), where="hint")["tool"]["cloudtrain"]
+    assert found == {
+        "fallback": ["eu-west-1", "vertex"],
+        "profiles": {
+            "eu-west-1": {
+                "provider": "sagemaker", "store": "s3://BUCKET/PREFIX", "sagemaker": {"region": "eu-west-1"},
+            },
+            "vertex": {"provider": "vertex", "store": "gs://my-bucket/cloudtrain"},
+        },
+    }  # fmt: skip
+    (tmp_path / "pyproject.toml").write_text('[tool.cloudtrain.sagemaker]\nregion = ["us-east-1"]\n')
+    with pytest.raises(SpecError, match="must be one value") as caught:
+        load(tmp_path)
+    assert caught.value.hint == 'write region = "us-east-1"'
+
+
 @pytest.mark.parametrize(
     "text", ["subnet-1,subnet-2", "subnet-1, subnet-2", '["subnet-1", "subnet-2"]', ' ["subnet-1","subnet-2"]']
 )

@@ -69,9 +69,10 @@ too.
 This page is made of the docstrings by `tools/python_page.py`.
 """
 OWN = {
-    "provider": "where to run; a list: in order",
+    "provider": "where to run",
     "store": "URL under which code, data and runs live",
     "profile": "profile of the settings file",
+    "fallback": "profiles to try next, in order, if there are no machines",
     "settings": 'settings, of cloudtrain or of the provider: `{"region": "…"}`',
     "write": "called with the text of each log line; default: stdout",
 }
@@ -93,7 +94,7 @@ def page() -> str:
         *_object("Job", Job, job, []),
         *_object("Run", Run, "", _properties(Run)),
         *_object("Plan", Plan, plan_text, [], only=("document",)),
-        *_object("Estimator", Estimator, "The keywords are the fields of a job and five more.", _keywords()),
+        *_object("Estimator", Estimator, "The keywords are the fields of a job and six more.", _keywords()),
     ]
     for kind in (Source, Resources, Input, Line, Status, PullReport):
         sections += _object(kind.__name__, kind, "", _fields(kind), only=())

@@ -31,9 +31,7 @@ class Where:
 
     store: Annotated[
         str | None,
-        Parameter(
-            metavar="URL", help="URL under which runs live; a list: in order; default: setting store, ./.cloudtrain"
-        ),
+        Parameter(metavar="URL", help="URL under which runs live; default: setting store, ./.cloudtrain"),
     ] = None
     profile: Annotated[
         str | None,

@@ -20,7 +20,7 @@ from .common_flags import HERE, At, Where, stoppable, switch
 from .flags import given_flags, job_of
 from .output import Screen
 from .runs import Json, Ours, left, stopped
-from .submit import NO_FLAGS, Flags, Provider, RunId, Set, say_limits, say_price, settings_pairs
+from .submit import NO_FLAGS, Fallback, Flags, Provider, RunId, Set, say_limits, say_price, settings_pairs
 
 if TYPE_CHECKING:
     from ..doctor.doctor import CheckedPlace, Grace
@@ -50,6 +50,7 @@ def doctor(
     measure_grace: Measure = False,
     flags: Flags = NO_FLAGS,
     at: At = HERE,
+    fallback: Fallback = None,
     run_id: RunId = None,
     settings: Set = None,
     json: Json = False,
@@ -68,7 +69,7 @@ def doctor(
     if on_nodes:
         from ..runs.fallback import only_first
 
-        chosen, others = only_first(at.settings(overrides=given, cwd=cwd, provider=provider))
+        chosen, others = only_first(at.settings(overrides=given, cwd=cwd, provider=provider, fallback=fallback))
         if others:
             screen.talk(others)
         return _on_nodes(chosen, fields, run_id, measure_grace, at, cwd, json, screen)
@@ -79,12 +80,14 @@ def doctor(
     from ..doctor.doctor import checked_places
 
     where: dict[str, Any] = {"provider": provider, "store": at.store, "profile": at.profile, "settings": given}
+    where |= {"fallback": fallback}
     found = looked(checked_places(**where, fields=fields, cwd=cwd, job=job), None if json else screen)
     code = gravest(check for _, checks in found for check in checks)
     if json:
         (first, checks), *later = found
         screen.emit({
-            "provider": first.provider, **({"place": first.region} if later else {}),
+            "provider": first.provider,
+            **({"profile": first.profile or None, "place": first.region} if later else {}),
             "checks": [dataclasses.asdict(check) for check in checks],
             **({"fallbacks": [_told(*item) for item in later]} if later else {}), "exit_code": code,
         })  # fmt: skip
@@ -111,8 +114,8 @@ def _meant(what: str | None, provider: str | None, cwd: Path) -> tuple[str | Non
 
 
 def looked(some: Iterable[CheckedPlace], screen: Screen | None) -> list[tuple[CheckedPlace, list[Check]]]:
-    """Return each place and its checks, printed as they are made. With several places, print each place's name. Skip a
-    check that an earlier place of the provider had word for word."""
+    """Return each place and its checks, printed as they are made. With a fallback, print the name of each. Skip a
+    check that an earlier one of the provider had word for word."""
     found: list[tuple[CheckedPlace, list[Check]]] = []
     told: set[tuple[str | None, Check]] = set()
     places = list(some)
@@ -132,9 +135,10 @@ def looked(some: Iterable[CheckedPlace], screen: Screen | None) -> list[tuple[Ch
 
 
 def _told(place: CheckedPlace, checks: Sequence[Check]) -> dict[str, Any]:
-    """Return the JSON object of a later place."""
+    """Return the JSON object of a fallback."""
     rows = [dataclasses.asdict(check) for check in checks]
-    return {"provider": place.provider, "place": place.region, "checks": rows, "exit_code": gravest(checks)}
+    name = {"provider": place.provider, "profile": place.profile, "place": place.region}
+    return {**name, "checks": rows, "exit_code": gravest(checks)}
 
 
 def _on_nodes(

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from ..runs.submit import Plan
 
 __all__ = [
-    "NO_DESCRIPTION", "NO_FLAGS", "Flags", "Provider", "RunId", "Set", "plan", "rehearse", "say_limits", "say_price",
-    "settings_pairs", "submit",
+    "NO_DESCRIPTION", "NO_FLAGS", "Fallback", "Flags", "Provider", "RunId", "Set", "plan", "rehearse", "say_limits",
+    "say_price", "settings_pairs", "submit",
 ]  # fmt: skip
 
 Script = Annotated[
@@ -45,8 +45,12 @@ Provider = Annotated[
     Parameter(
         name=("--provider", "-p"),
         metavar="NAME",
-        help="where to run; a list: in order, docs/fallback.md; default: setting provider, local",
+        help="where to run; default: setting provider, local",
     ),
+]
+Fallback = Annotated[
+    str | None,
+    Parameter(metavar="PROFILES", help="profiles to try next, in order, if there are no machines; --fallback=: none"),
 ]
 RunId = Annotated[str | None, Parameter(metavar="ID", help="id of the run; default: time, name and 4 hex digits")]
 Set = Annotated[list[str] | None, many("a setting; repeatable", "KEY=VALUE", "--set")]
@@ -84,12 +88,14 @@ class Description:
     flags: Flags = NO_FLAGS
     provider: Provider = None
     at: At = HERE
+    fallback: Fallback = None
     run_id: RunId = None
     settings: Set = None
 
     def chosen(self) -> Settings:
         """Return the settings of this folder with these flags."""
-        return self.at.settings(overrides=settings_pairs(self.settings), cwd=Path.cwd(), provider=self.provider)
+        given = {"provider": self.provider, "fallback": self.fallback}
+        return self.at.settings(overrides=settings_pairs(self.settings), cwd=Path.cwd(), **given)
 
     def job(self, script: str | None, args: list[str] | None) -> Job:
         """Return the job that ``script``, these flags and the words after ``--`` describe."""
@@ -358,7 +364,7 @@ def say_missing(planned: Plan, file: str, screen: Screen) -> None:
     """Warn of the settings that have placeholders in the plan, and print how to set them."""
     from ..settings.needs import refusal
 
-    error = refusal(planned.provider_name, planned.missing, file=file)
+    error = refusal(planned.provider_name, planned.missing, file=file, profile=planned.settings.profile)
     screen.talk(f"warning: {error}; this plan cannot be sent")
     screen.hint(error.hint)
 
@@ -370,7 +376,7 @@ def settings_pairs(texts: list[str] | None) -> dict[str, str]:
 
 def _nothing_but_a_plan(script: str | None, description: Description, args: list[str] | None) -> None:
     rest = {"script": script, "-m": description.module, "args": args}
-    rest |= {"provider": description.provider, "run_id": description.run_id}
+    rest |= {"provider": description.provider, "fallback": description.fallback, "run_id": description.run_id}
     given = [*given_flags(description.flags), *(name for name, value in rest.items() if value is not None)]
     if given:
         raise SpecError("a saved plan is sent unchanged", field="plan", hint=f"leave out {', '.join(given)}")

@@ -54,11 +54,12 @@ class CheckedPlace:
     """A provider (None if not set) and region where a job may run. Each check runs when it is taken."""
 
     provider: str | None
-    region: str
+    profile: str = ""
+    region: str = ""
     checks: Iterator[Check]
 
     def __str__(self) -> str:
-        return " ".join(filter(None, [self.provider, self.region]))
+        return " ".join(filter(None, [self.profile, self.provider, self.region]))
 
 
 def checked_places(
@@ -69,20 +70,23 @@ def checked_places(
     fields: Mapping[str, Any],
     cwd: Path,
     profile: str | None = None,
+    fallback: str | None = None,
     job: Job | None = None,
 ) -> Iterator[CheckedPlace]:
-    """Yield each place that a job tries, in order. Unreadable settings give one place with a failed check.
+    """Yield the settings and each fallback that a job tries, in order. Unreadable settings give one failed check.
 
     The job is ``job``, or a small job of the doctor with ``fields`` (flat Job fields: machine and image).
     """
     try:
-        chosen = Settings.load(overrides=settings, cwd=cwd, profile=profile, provider=provider, store=store)
+        given: dict[str, Any] = {"provider": provider, "store": store, "fallback": fallback}
+        chosen = Settings.load(overrides=settings, cwd=cwd, profile=profile, **given)
         found = chosen.candidates()
     except CloudtrainError as exc:
-        yield CheckedPlace(provider=provider, region="", checks=iter([failure("settings", exc)]))
+        yield CheckedPlace(provider=provider, checks=iter([failure("settings", exc)]))
         return
     for own in found:
-        yield CheckedPlace(provider=own.provider, region=where(own), checks=_checks(own, fields, job, cwd))
+        checks = _checks(own, fields, job, cwd)
+        yield CheckedPlace(provider=own.provider, profile=own.profile, region=where(own), checks=checks)
 
 
 def _checks(settings: Settings, fields: Mapping[str, Any], job: Job | None, cwd: Path) -> Iterator[Check]:
@@ -93,7 +97,7 @@ def _checks(settings: Settings, fields: Mapping[str, Any], job: Job | None, cwd:
         return
     missing, imageless = _missing(settings, made, fields.get("image"), job)
     if missing:
-        yield failure("settings", refusal(made.name, missing, file=settings.file))
+        yield failure("settings", refusal(made.name, missing, file=settings.file, profile=settings.profile))
         yield skipped("plan", missing_line(missing))
         yield from itertools.islice(_own(made, "", None), 1)  # only the package check runs without the settings
         return

@@ -43,7 +43,7 @@ def plan_rehearsal(
     secrets: Mapping[str, str] | None = None,
     drills: Sequence[tuple[str, str]] = (),
 ) -> Plan:
-    """Return the plan of a rehearsal of ``job`` on ``provider`` (default: the setting), in ``settings``' first place.
+    """Return the plan of a rehearsal of ``job`` on ``provider`` (default: the setting), without the fallback.
 
     ``store`` is the local folder in place of the real store. ``maps`` are local paths by the URLs they stand for.
     ``image`` is a local image in the request's place. ``secrets`` are references ``env:VARIABLE`` by the names of the

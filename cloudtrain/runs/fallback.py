@@ -1,6 +1,6 @@
-"""Try a job in several regions, projects or clouds, in order, if one lacks machines.
+"""Try a job with the settings as given, then with each profile of ``fallback``, if there are no machines.
 
-Each place has a run of its own in its own store, with the same id. `moves` decides when a run may move on, and how
+Each of them has a run of its own in its own store, with the same id. `handover` decides when a run may move on, and how
 another client continues from the records. `submit_with_fallbacks` loops around sending,
 `FallbackPolicy` around waiting.
 """
@@ -28,7 +28,7 @@ from ..errors import (
 )
 from ..job.bundle import Bundle
 from ..job.job import Job, Source
-from ..provider_api.protocol import Layout
+from ..provider_api.protocol import Layout, extras_of
 from ..settings.settings import Settings
 from ..storage.files import Progress
 from ..store import runtime_zip
@@ -52,55 +52,48 @@ def plan_with_fallbacks(
     cwd: Path,
     preview: bool = False,
 ) -> Plan:
-    """Return the plan of ``job`` in the first place of ``settings``, with the plans of the others (``further``).
+    """Return the plan of ``job`` with ``settings``, with the plans of the fallback profiles (``further``).
 
     Works as `runs.submit.make_plan`, and with ``preview`` is as pure. Otherwise the store of a run to resume from
-    is asked for that run's newest place. Errors of a later place are raised now, not when its turn comes.
+    is asked where that run has moved to. Errors of a fallback are raised now, not when its turn comes.
     """
     from .resume import is_bare
 
     plans: list[Plan] = []
-    for place, own in enumerate(settings.candidates()):
+    for number, own in enumerate(settings.candidates()):
         try:
             plans.append(plan_of(job, settings=own, run_id=run_id, cwd=cwd, preview=preview, follows=not preview))
         except SpecError as exc:
-            if not place:
+            if not number:
                 raise
-            why = f"{exc.message} (in {_named(own)}, which is to follow)"
-            raise SpecError(why, field=exc.field, hint=exc.hint) from None
+            raise SpecError(f"{exc.message} (fallback {own.profile})", field=exc.field, hint=exc.hint) from None
         run_id = run_id or (None if preview else plans[0].run_id)
-        if not place and (resumed := job.resume_from) and is_bare(resumed):  # a run of the first place's store
+        if not number and (resumed := job.resume_from) and is_bare(resumed):  # a run of the first store
             job = job.replace(resume_from=f"{plans[0].store.url}/runs/{resumed}")
     return link_fallbacks(plans)
 
 
 def only_first(settings: Settings) -> tuple[Settings, str]:
-    """Return the settings of the first place, and a line that says so; empty if there is only one place.
+    """Return the settings without the fallback, and a line that says so; empty if there is none.
 
     Raises `SpecError` as `Settings.candidates` does.
     """
-    places = settings.candidates()
-    if len(places) == 1:
-        return places[0], ""
-    first, *others = map(_named, places)
-    return places[0], f"this is the first of {len(places)} places, {first}; not looked at: {', '.join(others)}"
+    first, *others = settings.candidates()
+    if not others:
+        return first, ""
+    return dataclasses.replace(first, fallback=()), f"the fallback is left out: {', '.join(settings.fallback)}"
 
 
 def where(settings: Settings) -> str:
-    """Return a place before planning: a region ("" if none is set), or the store if no provider can be made."""
+    """Return the region of the settings ("" if none is set), or the store if no provider can be made."""
     try:
         return handover.region_of_provider(settings.make_provider())
     except CloudtrainError:
         return without_secrets(settings.store)
 
 
-def _named(settings: Settings) -> str:
-    """Return the name of a place for people."""
-    return " ".join(filter(None, [settings.provider, where(settings)]))
-
-
 def name_of(plan: Plan) -> str:
-    """Return the name of a plan's place for people: provider and region."""
+    """Return the provider and region of a plan, for people."""
     return " ".join(filter(None, [plan.provider_name, handover.region_of_provider(plan.provider)]))
 
 
@@ -112,11 +105,14 @@ def submit_with_fallbacks(
     moved: Progress | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Run:
-    """Send the plan; if a place has no machines, its next GPU or the next place. Return the run that was accepted.
+    """Send the plan; if there are no machines, its next GPU or the next fallback. Return the run that was accepted.
 
     Works as `runs.submit.send_plan`; the same plan again continues where the last client stopped. ``note`` gets each
-    refusal. If all refuse, raises the last refusal with the earlier ones in its message and as its ``refusals``.
+    refusal. If all refuse, raises the last refusal with the earlier ones in its message and as its ``refusals``. Raises
+    `SpecError` before anything is sent if the packages of a fallback's provider are not installed.
     """
+    for further in plan.further:
+        _check_installed(further)
     say = note or progress or (lambda _: None)
     deliver = partial(send, environ=environ, progress=progress, moved=moved)
     if not plan.further and len(plan.job.resources.gpu) < 2:
@@ -152,8 +148,17 @@ def submit_with_fallbacks(
                 )
 
 
+def _check_installed(plan: Plan) -> None:
+    """Raise `SpecError` if the packages of a cloud's plan are not installed here, so this client could not send it."""
+    if "file" in plan.provider.schemes:
+        return
+    check = next(extras_of(plan.provider).checks("", None), None)
+    if check is not None and check.name == "sdk" and check.status == "failed":
+        raise SpecError(check.detail, field=f"fallback {plan.settings.profile}".strip(), hint=check.fix)
+
+
 def _newest(plans: Sequence[Plan]) -> Plan:
-    """Return the plan of the run's newest place. Raises `ConflictError` if another job has the id."""
+    """Return the plan with which the run continued last. Raises `ConflictError` if another job has the id."""
     for plan, following in itertools.pairwise(plans):
         noted = next_of(plan.store, plan.run_id)
         if noted is None:
@@ -267,6 +272,7 @@ class FallbackPolicy(Retry):
 
     def _send_plan(self, plan: Plan, decide: Callable[[], object] | None = None) -> None:
         """Send the plan; report a refusal for lack of machines."""
+        _check_installed(plan)  # before anything is decided: another client may have the packages
         try:
             send(plan, environ=self._environ, progress=self._progress, moved=self._moved, decide=decide)
         except (CapacityError, QuotaError) as exc:
@@ -281,7 +287,7 @@ class FallbackPolicy(Retry):
         settings = self._run._settings
         provider = settings.provider_of(record)
         layout, job = Layout.from_dict(record["layout"]), Job.from_dict(record["job"])
-        store = Store(layout.store, storage=provider.storage, moving=settings.moving)
+        store = Store(layout.store, storage=provider.storage, moving=settings.moving_of(record))
         own = with_own_copies(layout)  # else planned by an earlier version
         if own != layout and not store.files.exists(f"runs/{layout.run_id}/run.json"):
             layout = own

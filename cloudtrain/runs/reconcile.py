@@ -40,7 +40,7 @@ def reconcile(
     ``environ`` has the values of ``env:`` references. Raises `NotFoundError` if there is no such run or folder.
     """
     if target is None:
-        places = {normalize(own.resolved(), cwd=cwd): own for own in reversed(settings.places())}
+        places = {normalize(own.resolved(), cwd=cwd): own for own in reversed(settings.candidates())}
         found = [reconcile_store(url, environ=environ, say=say, settings=own) for url, own in reversed(places.items())]
         return list({row["run"]: row for rows in found for row in rows}.values())
     if _is_store(target, cwd):

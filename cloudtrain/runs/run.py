@@ -209,7 +209,8 @@ class Run:
         while (following := handover.fallbacks_of(self)) and (noted := next_of(self.store, self.run_id)) is not None:
             left, record = self.store, following[0]
             self._provider = self._settings.provider_of(record)
-            self.store = Store(record["layout"]["store"], storage=self._provider.storage, moving=self._settings.moving)
+            moving = self._settings.moving_of(record)
+            self.store = Store(record["layout"]["store"], storage=self._provider.storage, moving=moving)
             self._record, self._known = None, _Known()
             self._handed_over = moved = True
             handover.close_left(left, self.store, self.run_id, noted["result"])

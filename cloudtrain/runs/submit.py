@@ -68,9 +68,9 @@ class Plan:
 
     ``job`` is as this provider runs it, ``later`` are the requests of further GPUs of its list. ``node_half`` is the
     provider whose code the nodes need, if that is not ``provider``; ``settings`` have the identity for other stores.
-    ``further`` are the plans of the places to try if this one has no machines, ``rest`` such plans from run.json.
-    ``first`` is the URL of the run in the first place, on any other; ``refusals`` are those of earlier places. ``left``
-    is the place before, which may have the run's copies; ``runtime`` gives cloudtrain.pyz if it is not built here.
+    ``further`` are the plans of the fallbacks, ``rest`` such plans from run.json. ``first`` is the URL of the run that
+    a fallback follows first of all; ``refusals`` are those before it. ``left`` is where the run was before, which may
+    have its copies; ``runtime`` gives cloudtrain.pyz if it is not built here.
     ``missing`` names the settings that are not set: `layout` and `request` then hold stand-ins, `document` shows
     placeholders, and `send_plan` refuses the plan.
     """
@@ -152,6 +152,7 @@ class Plan:
             "run_id": self.run_id,
             "run": self.run_url,
             "provider": self.provider_name,
+            "profile": self.settings.profile or None,
             "missing": list(self.missing),
             "settings": recorded_settings(type(self.provider).Settings, dataclasses.asdict(self.provider.settings)),
             "job": self.job.to_dict(),
@@ -279,7 +280,7 @@ def make_plan(
     job = job.at(chosen.name)
     missing = find_missing(settings, chosen, job)
     if missing and not preview:
-        raise refusal(chosen.name, missing, file=settings.file)
+        raise refusal(chosen.name, missing, file=settings.file, profile=settings.profile)
     filled, planner, whole = stand_ins(settings, chosen.name, job, missing) if missing else (settings, chosen, job)
     store = Store(filled.resolved(ask=not preview), cwd=cwd, storage=chosen.storage, moving=settings.moving)
     bundle = _built(job.source, store, settings, cwd)
@@ -394,6 +395,8 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
         source, request = Source(**data["source"]), Request.from_dict(data["request"])
         if missing := tuple(data.get("missing", ())):
             raise refusal(data["provider"], missing, file=settings.file)
+        if data.get("profile") in settings.profiles and data["profile"] != settings.profile:
+            settings = settings.of_profile(data["profile"])  # with its identity, and its keys for the store
         chosen = settings.make_provider(data["provider"], **data["settings"])
     except (ValueError, KeyError, TypeError) as exc:
         raise SpecError(f"{path} is not a saved plan ({type(exc).__name__}: {exc})", field="plan") from None
@@ -438,10 +441,12 @@ def link_fallbacks(plans: Sequence[Plan]) -> Plan:
     """Return the first of ``plans``, with the others to follow if it has no machines. Raises `SpecError` if two have
     one run URL."""
     taken = [plan.run_url for plan in plans]
-    for url in taken:
-        if taken.count(url) > 1:
-            why = f"{without_secrets(url.rpartition('/runs/')[0])} is that of two places; each needs one of its own"
-            raise SpecError(why, field="store")
+    for plan in plans[1:]:
+        if taken.count(plan.run_url) > 1:
+            why = f"fallback {plan.settings.profile} has a store of another profile: {without_secrets(plan.store.url)}"
+            raise SpecError(
+                why, field="store", hint=f"give it a store of its own, in [profiles.{plan.settings.profile}]"
+            )
     following: tuple[Plan, ...] = ()
     for plan in reversed(plans[1:]):  # each has those that follow it
         following = (dataclasses.replace(plan, first=taken[0], further=following), *following)
@@ -484,7 +489,7 @@ def send_plan(
     """
     for each in (plan, *plan.further):
         if each.missing:
-            raise refusal(each.provider_name, each.missing, file=each.settings.file)
+            raise refusal(each.provider_name, each.missing, file=each.settings.file, profile=each.settings.profile)
     values = secret_values(plan.job, environ)
     say = progress or (lambda _: None)
     known = with_recorded_origin(plan)

@@ -108,10 +108,11 @@ def plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def fallback_text(document: Mapping[str, Any]) -> str:
-    """Return the plan of a further region or provider in one line."""
+    """Return a fallback's plan in one line, with its profile and provider."""
+    name = " ".join(filter(None, [document.get("profile"), document["provider"]]))
     wanted = document["resources"]
     price = price_text(wanted["price"], wanted["instance_types"])
-    return f"{document['provider']}: {_plan_instance(wanted)}, {document['run']}; {price}"
+    return f"{name}: {_plan_instance(wanted)}, {document['run']}; {price}"
 
 
 def _plan_instance(resources: Mapping[str, Any]) -> str:

@@ -1,11 +1,10 @@
-"""Convert a setting's value to its type: text, number, list, table, or a list with one value for each place.
+"""Convert a setting's value to its type: text, number, list or table.
 
 Values come from TOML, or as text from variables and flags. `SpecError` names the source of a wrong value.
 """
 
 from __future__ import annotations
 
-import re
 import types
 import typing
 from collections.abc import Mapping
@@ -15,10 +14,7 @@ from typing import Any, NamedTuple
 from ..errors import SpecError
 from ..validate import brief, json_or_text, text_of, url_scheme
 
-__all__ = ["Each", "Found", "is_table", "over", "resolve_below", "texts", "typed", "typed_each", "urls"]
-
-_BETWEEN = re.compile(r",\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)")
-"""Separator of two URLs."""
+__all__ = ["Found", "is_table", "over", "resolve_below", "typed"]
 
 
 class Found(NamedTuple):
@@ -28,15 +24,12 @@ class Found(NamedTuple):
     source: str
 
 
-class Each(tuple[Any, ...]):
-    """A setting's values, one for each place, at least two."""
-
-
 def typed(value: Any, kind: Any, where: str) -> Any:
     """Return ``value``, maybe text, as ``kind``: str, int, float, bool, list of str, table, or optional one."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     if typing.get_origin(kind) in (list, tuple):
+        value = _json_list(value, where) if isinstance(value, str) and value.lstrip().startswith("[") else value
         parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
         if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
             raise SpecError(f"must be a list of texts, not {brief(value)}", field=where)
@@ -76,37 +69,6 @@ def is_table(kind: Any) -> bool:
     return typing.get_origin(kind) is dict or kind is dict
 
 
-def urls(value: Any, where: str) -> tuple[str, ...]:
-    """Return the stores of one URL, a list, or a text of several URLs with commas between. A path may have commas."""
-    return texts(_BETWEEN.split(value) if isinstance(value, str) else value, where)
-
-
-def texts(value: Any, where: str) -> tuple[str, ...]:
-    """Return a list of at least one text; of several texts none is empty."""
-    if not isinstance(value, (list, tuple)):
-        raise SpecError(f"must be str, not {brief(value)}; or a list of such", field=where)
-    if not value or not all(isinstance(item, str) for item in value) or (len(value) > 1 and not all(value)):
-        raise SpecError(f"must be a list of texts, none empty, not {brief(value)}", field=where)
-    return tuple(value)
-
-
-def typed_each(value: Any, kind: Any, where: str, *, splits: bool) -> Any:
-    """Return ``value`` as `typed` does, or one value for each place if it is a list; ``splits``: also at commas."""
-    if kind is str and splits and isinstance(value, str) and "," in value:
-        value = [part.strip() for part in value.split(",")]
-    if typing.get_origin(kind) in (list, tuple) and isinstance(value, str) and value.lstrip().startswith("["):
-        value = _json_list(value, where)
-    many = isinstance(value, (list, tuple)) and (
-        kind is str or (typing.get_origin(kind) is tuple and any(isinstance(item, (list, tuple)) for item in value))
-    )
-    if not many:
-        return typed(value, kind, where)
-    if not value or (kind is str and splits and not all(value)):
-        raise SpecError("must be one, or a list of one for each place, and names none", field=where)
-    found = Each(typed(item, kind, where) for item in value)
-    return found if len(found) > 1 else found[0]
-
-
 def _json_list(text: str, where: str) -> list[Any]:
     """Return the list that ``text`` holds as JSON. Raises `SpecError`."""
     found = json_or_text(text)
@@ -116,9 +78,7 @@ def _json_list(text: str, where: str) -> list[Any]:
 
 
 def resolve_below(store: Any, folder: Path, where: str) -> Any:
-    """Return ``store``, one URL or several, with relative paths below ``folder``; other values are unchanged."""
-    if isinstance(store, list):
-        return [resolve_below(item, folder, where) for item in store]
+    """Return ``store``, with a relative path below ``folder``; other values are unchanged."""
     if not isinstance(store, str) or not store or url_scheme(store):
         return store
     try:

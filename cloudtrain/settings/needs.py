@@ -30,9 +30,9 @@ def find_missing(settings: Settings, provider: Provider, job: Job) -> tuple[str,
     return store + lacking(kind, provider.settings, job)
 
 
-def refusal(provider: str, names: Sequence[str], *, file: str = "") -> SpecError:
+def refusal(provider: str, names: Sequence[str], *, file: str = "", profile: str = "") -> SpecError:
     """Return the error for a job that lacks ``names``; its hint has the lines to paste into ``file``."""
-    lines = [snippet(provider, names, file=file)]
+    lines = [snippet(provider, names, file=file, profile=profile)]
     lines += [] if file else [f"or let cloudtrain ask: cloudtrain init --provider {provider}"]
     return SpecError(missing_line(names), field=f"provider {provider}", hint="\n".join(lines))
 
@@ -43,10 +43,14 @@ def missing_line(names: Sequence[str]) -> str:
     return f"1 setting is missing: {listed}" if len(names) == 1 else f"{len(names)} settings are missing: {listed}"
 
 
-def snippet(provider: str, names: Sequence[str], *, file: str = "") -> str:
-    """Return the lines that set ``names`` to examples, as TOML to paste, with how to find each value."""
+def snippet(provider: str, names: Sequence[str], *, file: str = "", profile: str = "") -> str:
+    """Return the lines that set ``names`` to examples, as TOML to paste, with how to find each value.
+
+    They belong into the table of ``profile``, if one is given.
+    """
     project = Path(file).name == PROJECT
-    head, table = ("[tool.cloudtrain]", f"[tool.cloudtrain.{provider}]") if project else ("", f"[{provider}]")
+    outer = [*(["tool", "cloudtrain"] if project else []), *(["profiles", profile] if profile else [])]
+    head, table = f"[{'.'.join(outer)}]" if outer else "", f"[{'.'.join([*outer, provider])}]"
     needs = needs_of(find_provider(provider))
     rows = {name: assignment(_short(name), needs[name]) for name in names}
     own = [row for name, row in rows.items() if "." in name]

@@ -26,7 +26,7 @@ __all__ = ["described", "job_schema", "schema", "schema_names", "settings_schema
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 Schema = dict[str, Any]
-_LIST: Schema = {"type": ["string", "array"], "items": {"type": "string"}, "minItems": 1}
+_LIST: Schema = {"type": ["string", "array"], "items": {"type": "string"}}
 
 
 @cache
@@ -62,8 +62,7 @@ def settings_schema() -> Schema:
             kinds = {"int": {"type": "integer", "minimum": 1}, "float": {"type": "number", "minimum": 0}}
             kind = kinds.get(str(spec.type), {"type": "string"})
             general[spec.name] = {**kind, "description": spec.metadata["help"], "default": spec.default}
-    for name in ("provider", "store"):
-        general[name] |= _LIST
+    general["fallback"] |= {**_LIST, "default": []}
     general["sse"]["enum"] = ["", *ENCRYPTIONS]
     general["concurrency"]["maximum"] = MOST_FILES
     general["max_code_mb"]["maximum"] = MOST_CODE_MB
@@ -121,13 +120,10 @@ def _provider(kind: type[Any]) -> Schema:
     hints = typing.get_type_hints(kind)
     properties: dict[str, Schema] = {}
     for spec in dataclasses.fields(kind):
-        one = _of(hints[spec.name])
-        several = hints[spec.name] is str or typing.get_origin(hints[spec.name]) is tuple  # one for each place
-        properties[spec.name] = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]} if several else one
+        properties[spec.name] = _of(hints[spec.name])
         if text := spec.metadata.get("help"):
             properties[spec.name]["description"] = text
-    text = "of this provider's jobs; several: one for each place"
-    properties["store"] = {**_LIST, "description": text}
+    properties["store"] = {"type": "string", "description": "of this provider's jobs"}
     if "prices" in properties:
         properties["prices"]["additionalProperties"] = {"type": "number", "exclusiveMinimum": 0}
     return {"type": "object", "properties": properties, "additionalProperties": False}

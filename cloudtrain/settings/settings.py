@@ -4,8 +4,7 @@ General settings are the top-level keys of ``cloudtrain.toml``, or of ``[tool.cl
 nearest, in the current folder or above). Provider settings are its ``[<provider>]`` tables. A profile,
 ``[profiles.<name>]``, holds its differences. Rising precedence: the file, its profile, environment
 (``CLOUDTRAIN_STORE``, ``CLOUDTRAIN_<PROVIDER>_<KEY>``), ``--set key=value``, constructor. No secret is ever a setting.
-If a job may try several places, ``provider`` and a provider's text settings are lists, with as many stores:
-`Settings.candidates` gives the settings of each place.
+``fallback`` lists the profiles that a job tries next, in order: `Settings.candidates` gives the settings of each.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import AuthError, SpecError
+from ..errors import AuthError, NotFoundError, SpecError
 from ..provider_api.protocol import Provider, extras_of, recorded_settings
 from ..provider_api.registry import find_provider, provider_names, suggested_provider
 from ..storage.files import TransferOptions
@@ -38,7 +36,8 @@ from ..validate import (
     whole_number,
     without_secrets,
 )
-from .coerce import Each, Found, is_table, over, resolve_below, texts, typed, typed_each, urls
+from .coerce import Found, is_table, over, resolve_below, typed
+from .lists import ValueList, refusal_of_lists, values_of
 
 __all__ = ["FILE", "NO_SETTINGS", "PROJECT", "Found", "Settings", "StoreCredentials", "setting_hint"]
 
@@ -47,11 +46,14 @@ PROJECT = "pyproject.toml"
 PREFIX = "CLOUDTRAIN_"
 DEFAULT = "default"
 """The source of a value that is not set."""
-_GENERAL = ("provider", "store", "max_code_mb", "concurrency", "sse", "sse_kms_key_id", "confirm_above_usd")
+_GENERAL = (
+    "provider", "store", "fallback", "max_code_mb", "concurrency", "sse", "sse_kms_key_id", "confirm_above_usd",
+)  # fmt: skip
+_OF_CLIENT = ("max_code_mb", "concurrency")
+"""Settings of this client, not of a region: ``--set`` gives them for every fallback too."""
 _PROFILE, _PROFILES = "profile", "profiles"
 _STORE = "store"
 """A provider's own store in its table, for the jobs that it gets."""
-_LISTS = ("provider", _STORE)
 MOST_FILES = 64
 """Files that move at a time: as many threads and connections."""
 MOST_CODE_MB = 1_000_000
@@ -60,17 +62,40 @@ ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
 T = TypeVar("T")
 
 
+class _Layer(NamedTuple):
+    """One table of a file: its keys, and its name in messages."""
+
+    values: Mapping[str, Any]
+    file: str
+    table: str
+
+    def where(self, *names: str) -> str:
+        """Return a key's place: ``cloudtrain.toml``, ``cloudtrain.toml [profiles.prod.NAME]``."""
+        path = ".".join(filter(None, [self.table, *names]))
+        return f"{self.file} [{path}]" if path else self.file
+
+
+class _Read(NamedTuple):
+    """A file of settings; without a path there is none."""
+
+    path: Path | None = None
+    base: _Layer = _Layer({}, FILE, "")
+    profiles: Mapping[str, Any] = {}
+    profile: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """General settings. ``tables`` holds the provider tables as found; `provider_settings` reads them.
 
-    ``origins`` has the source of each: of ``store``, of ``NAME.role``; ``file`` is the file read. ``provider`` and
-    ``store`` are those of the first place, ``providers`` and ``stores`` all of them. ``place`` is the index of a
-    provider's place in use.
+    ``origins`` has the source of each: of ``store``, of ``NAME.role``; ``file`` is the file read.
     """
 
     provider: str = field(default="local", metadata={"help": "provider when none is given"})
     store: str = field(default="./.cloudtrain", metadata={"help": "URL under which code, data and runs live"})
+    fallback: tuple[str, ...] = field(
+        default=(), metadata={"help": "profiles that a job tries next, in order, if there are no machines"}
+    )
     max_code_mb: int = field(default=50, metadata={"help": "largest source that ships, in MiB before compression"})
     concurrency: int = field(default=8, metadata={"help": "files that move to or from a store at a time, at most 64"})
     sse: str = field(default="", metadata={"help": "how S3 encrypts what is written: AES256, aws:kms, aws:kms:dsse"})
@@ -78,9 +103,6 @@ class Settings:
     confirm_above_usd: float = field(
         default=100.0, metadata={"help": "US dollars above which submit asks on a terminal; 0: asks whatever it costs"}
     )
-    providers: tuple[str, ...] = ()
-    stores: tuple[str, ...] = ()
-    place: int = 0
     profile: str = ""
     profiles: tuple[str, ...] = ()
     file: str = ""
@@ -88,6 +110,7 @@ class Settings:
     origins: Mapping[str, str] = field(default_factory=dict, repr=False)
     overrides: Mapping[str, str] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+    read: _Read = field(default=_Read(), repr=False, compare=False)
 
     @classmethod
     def load(
@@ -106,9 +129,20 @@ class Settings:
         unknown key, with the nearest valid one, or a value of the wrong type.
         """
         environ = os.environ if environ is None else environ
-        overrides = dict(overrides or {})
         read = _read_file(cwd or Path.cwd())
         named = profile or environ.get(PREFIX + _PROFILE.upper()) or read.profile
+        return cls._made(read, named, environ=environ, overrides=overrides or {}, given=given)
+
+    @classmethod
+    def _made(
+        cls,
+        read: _Read,
+        named: str,
+        *,
+        environ: Mapping[str, str],
+        overrides: Mapping[str, Any],
+        given: Mapping[str, Any],
+    ) -> Settings:
         layers = [read.base, *([_profile(read, named)] if named else [])]
         found: dict[str, Found] = {}
         tables: dict[str, dict[str, Found]] = {}
@@ -118,12 +152,13 @@ class Settings:
             if text := environ.get(PREFIX + key.upper()):
                 found[key] = Found(_general(key, text, PREFIX + key.upper()), PREFIX + key.upper())
             if key in overrides:
-                found[key] = Found(_general(key, overrides.pop(key), f"--set {key}"), "--set")
+                found[key] = Found(_general(key, overrides[key], f"--set {key}"), "--set")
             if given.get(key) is not None:
-                found[key] = Found(_general(key, given[key], f"--{key}") if key in _LISTS else given[key], f"--{key}")
+                found[key] = Found(_general(key, given[key], f"--{key}"), f"--{key}")
+        general: dict[str, Any] = {key: item.value for key, item in found.items()}
+        lists = [value for value in general.values() if isinstance(value, ValueList)]
         made = cls(
-            **{key: item.value[0] if key in _LISTS else item.value for key, item in found.items()},
-            **{f"{key}s": item.value for key, item in found.items() if key in _LISTS},
+            **{**general, **{item.key: str(item.values[0]) for item in lists}},
             profile=named or "",
             profiles=tuple(read.profiles),
             file=str(read.path or ""),
@@ -132,10 +167,41 @@ class Settings:
                 **{key: item.source for key, item in found.items()},
                 **{f"{name}.{key}": item.source for name, table in tables.items() for key, item in table.items()},
             },
-            overrides=overrides,
+            overrides={key: value for key, value in overrides.items() if key not in _GENERAL},
             environ=dict(environ),
+            read=read,
         )
-        return dataclasses.replace(made, store=made._stores_of(made.provider)[0])
+        made._refuse_lists(lists)
+        own = made._own_store(made.provider)
+        return dataclasses.replace(made, store=made.store if own is None else own.value)
+
+    def _refuse_lists(self, lists: Sequence[ValueList]) -> None:
+        """Raise `SpecError` if there are ``lists``, or one is the value of a provider's setting."""
+        first = next((item for item in lists if item.key == "provider"), None)
+        chosen = [self.provider] if first is None else [str(name) for name in first.values]
+        found = [*lists]
+        for name in dict.fromkeys((*chosen, *self.tables)):
+            with suppress(NotFoundError, ImportError, AttributeError):  # an unknown provider has its own error
+                found += (self if name in chosen else self._for(name))._lists_of(name)
+        if found:
+            base, source = self.read.base, self.origins.get("provider", DEFAULT)
+            inherited = self.provider if source in (DEFAULT, base.where()) else str(base.values.get("provider", ""))
+            table = base.table.split(".") if base.table else []
+            raise refusal_of_lists(found, self.provider, inherited=inherited, table=table)
+
+    def _lists_of(self, name: str) -> list[ValueList]:
+        """Return the lists among the settings of provider ``name`` that take one value, those of its region first."""
+        given = [item for item in self._given(name) if isinstance(item[1], (list, tuple)) or "," in str(item[1])]
+        if not given:
+            return []
+        kind = find_provider(name).Settings
+        kinds = {**typing.get_type_hints(kind), _STORE: str}
+        places = [spec.name for spec in dataclasses.fields(kind) if spec.metadata.get("place")]
+        found: dict[str, ValueList] = {}
+        for key, value, _, where in given:
+            if key in kinds and (many := values_of(value, kinds[key], urls=key == _STORE, commas=key in places)):
+                found[key] = ValueList(name, key, many, where)
+        return sorted(found.values(), key=lambda item: item.key not in places)
 
     @property
     def moving(self) -> TransferOptions:
@@ -148,54 +214,73 @@ class Settings:
             raise SpecError("needs sse = 'aws:kms'", field="sse_kms_key_id", hint="set sse to aws:kms too")
         return TransferOptions(sse=self.sse, sse_kms_key_id=self.sse_kms_key_id, concurrency=self.concurrency)
 
+    def moving_of(self, record: Mapping[str, Any]) -> TransferOptions:
+        """Return the options of transfers for a run by its run.json: encrypted as it says, else as `moving`."""
+        encrypted = {key: value for key, value in (record.get("moving") or {}).items() if key.startswith("sse")}
+        return self.moving._replace(**encrypted)
+
     def provider_of(self, record: Mapping[str, Any]) -> Provider:
         """Return the provider of a run by its run.json, with the submission's settings and this machine's identity."""
         name = str(record["provider"])
-        own = self._own(name, str(record.get("run", "")))  # the identity may differ from place to place
+        own = self._holding(str(record.get("run", "")))._for(name)  # profiles may differ in the identity
         return own.make_provider(name, **recorded_settings(find_provider(name).Settings, record["settings"]))
 
     def candidates(self) -> tuple[Settings, ...]:
-        """Return these settings once for each place that a job may run in, in the order of trying.
+        """Return these settings, then those of each profile in ``fallback``: the order in which a job tries them.
 
-        Each named provider, and each entry of a list-valued text setting, is a place; other settings hold for all.
-        Raises `SpecError` unless there is a store for each place: a run lives in one store.
+        Raises `SpecError` for a profile that is unknown, in use or listed twice.
         """
-        places = self.places()
-        for own in {own.provider: own for own in places}.values():
-            stores = own._stores_of(own.provider)
-            raw = own._raw(own.provider)
-            lists = {key: len(item.value) for key, item in raw.items() if isinstance(item.value, Each)}
-            for key, count in lists.items():
-                if count != len(stores):
-                    why = f"names {count} places, and there {_stores(len(stores))}; each needs its own, in their order"
-                    raise SpecError(why, field=f"{own.provider}.{key}")
-            if len(stores) > 1 and not lists:
-                why = f"names {len(stores)} for provider {own.provider}, of which no setting names as many places"
-                raise SpecError(f"{why}; give such a list too, or one store", field="store")
-        return places
+        names = [self.profile, *self.fallback]
+        for name in self.fallback:
+            if names.count(name) > 1:
+                rest = [other for other in dict.fromkeys(self.fallback) if other != self.profile]
+                why = "is the profile in use" if name == self.profile else "is listed twice"
+                raise SpecError(f"{name!r} {why}", field="fallback", hint=f"use --fallback={','.join(rest)}")
+        return (self, *map(self.of_profile, self.fallback))
 
-    def places(self) -> tuple[Settings, ...]:
-        """Return these settings once for each store of each provider, in order, unchecked."""
-        names = self.providers or (self.provider,)
-        found: list[Settings] = []
-        for name in names:
-            own = self._only(name) if len(names) > 1 else self
-            for place, store in enumerate(own._stores_of(name)):
-                found.append(dataclasses.replace(own, provider=name, store=store, place=place))
-        return tuple(found)
+    def of_profile(self, name: str) -> Settings:
+        """Return the settings with which a job continues in the profile ``name``; its own ``fallback`` does not count.
 
-    def _stores_of(self, name: str) -> tuple[str, ...]:
-        """Return the stores of provider ``name``'s jobs: its own, or the general ones if those have precedence."""
-        everybody = self.stores or (self.store,)
-        own = self._own_store(name)
-        if own is None or _rank(own.source) < _rank(self.origins.get(_STORE, DEFAULT)):
-            return everybody
-        return urls(own.value, f"{own.source} {_STORE}")
+        They are those of ``--profile NAME`` alone, but variables do not override what the profile itself sets. Of
+        ``--set``, only settings of this client count. Raises `SpecError` for an unknown profile.
+        """
+        layer = _profile(self.read, name, field=f"fallback {name}")
+        own = {f"{PREFIX}{key}".upper() for key in layer.values}
+        own |= {f"{PREFIX}{key}_{item}".upper() for key, table in layer.values.items()
+                if isinstance(table, Mapping) for item in table}  # fmt: skip
+        environ = {key: value for key, value in self.environ.items() if key.upper() not in own}
+        kept = {key: getattr(self, key) for key in _OF_CLIENT if self.origins.get(key) == "--set"}
+        made = self._made(self.read, name, environ=environ, overrides=kept, given={})
+        return dataclasses.replace(made, fallback=self.fallback)
+
+    def _holding(self, url: str) -> Settings:
+        """Return the settings whose store holds ``url``: these, else those of a profile; these if none does.
+
+        The profiles are those of ``fallback``, and all of the file if none is in use.
+        """
+        if not url or self._holds(url):
+            return self
+        for name in dict.fromkeys((*self.fallback, *(() if self.profile else self.profiles))):
+            with suppress(SpecError):
+                if (own := self.of_profile(name))._holds(url):
+                    return own
+        return self
+
+    def _holds(self, url: str) -> bool:
+        store = self.store
+        store = normalize(store, cwd=Path.cwd()) if url_scheme(store) in ("", "file") else store
+        return f"{url}/".startswith(f"{store.rstrip('/')}/")
+
+    def _for(self, name: str) -> Settings:
+        """Return these settings for provider ``name``: ``--set`` pairs are those of the chosen provider."""
+        return self if name == self.provider else dataclasses.replace(self, overrides={})
 
     def _own_store(self, name: str) -> Found | None:
-        """Return the store that is set for provider ``name`` alone, unconverted."""
+        """Return the store that is set for provider ``name`` alone, unless the general one has precedence."""
         found = [Found(value, source) for key, value, source, _ in self._given(name) if key == _STORE]
-        return found[-1] if found else None
+        if not found or _rank(found[-1].source) < _rank(self.origins.get(_STORE, DEFAULT)):
+            return None
+        return Found(typed(found[-1].value, str, f"{found[-1].source} {_STORE}"), found[-1].source)
 
     def _given(self, name: str) -> Iterator[tuple[str, Any, str, str]]:
         """Yield what is set for provider ``name``, weakest first: key, value, source, and its place in messages.
@@ -213,38 +298,21 @@ class Settings:
         for path, value in self.overrides.items():
             yield path.removeprefix(f"{name}."), value, "--set", f"--set {path}"
 
-    def _only(self, name: str) -> Settings:
-        """Return these settings for provider ``name``, one of several, with the ``--set`` pairs that it knows.
-
-        Raises `SpecError` for a key that none of them has.
-        """
-        names = self.providers or (self.provider,)
-        kinds = {other: typing.get_type_hints(find_provider(other).Settings) for other in names}
-        overrides: dict[str, Any] = {}
-        for path, value in self.overrides.items():
-            head, _, rest = path.partition(".")
-            if head in names and rest:
-                overrides |= {path: value} if head == name else {}
-            elif not any(head in known for known in kinds.values()):
-                _known(head, {key: None for known in kinds.values() for key in known}, f"--set {path}")
-            elif head in kinds[name]:
-                overrides[path] = value
-        return dataclasses.replace(self, provider=name, overrides=overrides)
-
     def callers(self, url: str) -> Iterator[StoreCredentials]:
         """Yield the identities to try for a store with only ``url`` known, likeliest first; at least one.
 
-        The chosen provider comes first, as in `submit`, then those with settings here, if they can reach such URLs.
+        The provider of the store's profile comes first, then those with settings here, if they can reach such URLs.
         """
         if url_scheme(url) in ("", "file"):
             yield StoreCredentials(None)
             return
         known, found = provider_names(), False
         there = [name for name in known if any(v.startswith(f"{PREFIX}{name.upper()}_") for v in self.environ)]
-        for name in dict.fromkeys((*(self.providers or (self.provider,)), *self.tables, *there)):
+        own = self._holding(url)
+        for name in dict.fromkeys((own.provider, self.provider, *own.tables, *there)):
             if url_scheme(url) in find_provider(name).schemes:
                 found = True
-                yield StoreCredentials(self._own(name, url).make_provider(name))
+                yield StoreCredentials(own._for(name).make_provider(name))
         if not found:
             yield StoreCredentials(None)
 
@@ -263,20 +331,6 @@ class Settings:
                 refused.append((caller, exc))
         raise refused[0][1]
 
-    def _own(self, name: str, url: str = "") -> Settings:
-        """Return these settings for provider ``name``: ``--set`` pairs are the chosen one's. Of its places, the one
-        whose store holds ``url`` counts, else the current one."""
-        several = len(self.providers) > 1 and name in self.providers
-        own = (
-            self._only(name) if several else self if name == self.provider else dataclasses.replace(self, overrides={})
-        )
-        stores = [
-            store if url_scheme(store) not in ("", "file") else normalize(store, cwd=Path.cwd())
-            for store in (own._stores_of(name) if url else ())
-        ]
-        holds = (place for place, store in enumerate(stores) if f"{url}/".startswith(f"{store.rstrip('/')}/"))
-        return dataclasses.replace(own, place=next(holds, own.place)) if len(stores) > 1 else own
-
     def make_provider(self, name: str | None = None, **given: Any) -> Provider:
         """Return the provider called ``name`` (default: the setting), made of its settings; ``given`` override them.
 
@@ -293,21 +347,9 @@ class Settings:
     def of_provider(self, name: str) -> dict[str, Found]:
         """Return the settings that are set for provider ``name``, with their sources. Raises as `make_provider`.
 
-        A table (``prices``) is merged by key, and one entry of it may be set: ``--set prices.ml.p5.48xlarge=98``. Of a
-        list of places the current one counts.
+        A table (``prices``) is merged by key, and one entry of it may be set: ``--set prices.ml.p5.48xlarge=98``.
         """
-        return {
-            key: item._replace(value=item.value[min(self.place, len(item.value) - 1)])
-            if isinstance(item.value, Each)
-            else item
-            for key, item in self._raw(name).items()
-        }
-
-    def _raw(self, name: str) -> dict[str, Found]:
-        """Return the settings as `of_provider` does, with whole lists."""
-        kind = find_provider(name).Settings
-        kinds = typing.get_type_hints(kind)
-        places = {spec.name for spec in dataclasses.fields(kind) if spec.metadata.get("place")}
+        kinds = typing.get_type_hints(find_provider(name).Settings)
         found: dict[str, Found] = {}
         for path, given, source, where in self._given(name):
             key, _, entry = path.partition(".") if source == "--set" else (path, "", "")
@@ -322,7 +364,7 @@ class Settings:
             if entry:
                 value = over(found.get(key), {entry: json_or_text(given)})
             else:
-                value = typed_each(given, kinds[key], where, splits=key in places)
+                value = typed(given, kinds[key], where)
                 value = over(found.get(key), value) if isinstance(given, str) else value
             found[key] = Found(value, source)
         return found
@@ -330,19 +372,16 @@ class Settings:
     def shown(self) -> list[dict[str, Any]]:
         """Return every general setting and those of the chosen provider: ``key``, ``value``, ``source``, without
         possible secrets in URLs. Raises as `make_provider`."""
-        named: Mapping[str, Any] = {"provider": self.providers, _STORE: self._stores_of(self.provider)}
         own = self._own_store(self.provider)
         rows = [
             {
                 "key": key,
-                "value": _told(named[key] if len(named.get(key, ())) > 1 else getattr(self, key)),
-                "source": self.origins.get(key, DEFAULT)
-                if key != _STORE or own is None or self._stores_of(self.provider) != urls(own.value, own.source)
-                else own.source,
+                "value": _told(getattr(self, key)),
+                "source": own.source if key == _STORE and own is not None else self.origins.get(key, DEFAULT),
             }
             for key in _GENERAL
         ]
-        of_provider = self._raw(self.provider)
+        of_provider = self.of_provider(self.provider)
         for spec in dataclasses.fields(find_provider(self.provider).Settings):
             made = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
             item = of_provider.get(spec.name, Found(made, DEFAULT))
@@ -360,7 +399,7 @@ class Settings:
         name = url_scheme(url)
         if name in ("", "file") or name not in provider_names():
             return url
-        return extras_of(self._own(name).make_provider(name)).store_url(url, ask=ask)
+        return extras_of(self._for(name).make_provider(name)).store_url(url, ask=ask)
 
 
 NO_SETTINGS = Settings()
@@ -399,28 +438,6 @@ class StoreCredentials:
             return None
         found = StoreCredentials(provider)
         return None if found.is_like(self, url) else found
-
-
-class _Layer(NamedTuple):
-    """One table of a file: its keys, and its name in messages."""
-
-    values: Mapping[str, Any]
-    file: str
-    table: str
-
-    def where(self, *names: str) -> str:
-        """Return a key's place: ``cloudtrain.toml``, ``cloudtrain.toml [profiles.prod.NAME]``."""
-        path = ".".join(filter(None, [self.table, *names]))
-        return f"{self.file} [{path}]" if path else self.file
-
-
-class _Read(NamedTuple):
-    """A file of settings; without a path there is none."""
-
-    path: Path | None = None
-    base: _Layer = _Layer({}, FILE, "")
-    profiles: Mapping[str, Any] = types.MappingProxyType({})
-    profile: str = ""
 
 
 def _read_file(folder: Path) -> _Read:
@@ -472,15 +489,17 @@ def _split(data: Mapping[str, Any], path: Path, table: str) -> _Read:
     return _Read(path, layer, profiles, profile)
 
 
-def _profile(read: _Read, name: str) -> _Layer:
+def _profile(read: _Read, name: str, field: str = "") -> _Layer:
+    """Return the file's profile ``name``. Raises `SpecError` if there is none, about ``field``."""
+    field = field or f"profile {name}"
+    hint = f'{name} is a provider; write a profile with provider = "{name}"' if name in provider_names() else ""
+    if not read.profiles:
+        where = f"{read.path} has no [{'.'.join(filter(None, [read.base.table, _PROFILES, name]))}]"
+        raise SpecError(where if read.path else f"there is no {FILE} in this folder or above", field=field, hint=hint)
     if name not in read.profiles:
-        if not read.profiles:
-            where = f"{read.path} has no [{read.base.table and read.base.table + '.'}profiles.{name}]"
-            raise SpecError(
-                where if read.path else f"there is no {FILE} in this folder or above", field=f"profile {name}"
-            )
-        hint = near_or_all(name, sorted(read.profiles))
-        raise SpecError(f"no such profile in {read.path}", field=f"profile {name}", hint=hint)
+        raise SpecError(
+            f"no such profile in {read.path}", field=field, hint=hint or near_or_all(name, sorted(read.profiles))
+        )
     table = ".".join(filter(None, [read.base.table, _PROFILES, name]))
     return _Layer(read.profiles[name], read.base.file, table)
 
@@ -502,28 +521,21 @@ def _take(layer: _Layer, found: dict[str, Found], tables: dict[str, dict[str, Fo
 
 
 def _general(key: str, value: Any, where: str) -> Any:
-    """Return the value of a general setting, found at ``where``; if it may be a list, all of it."""
-    if key == _STORE:
-        return urls(value, where)
-    if key == "provider":
-        names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-        names = texts(names, where)
-        if len(set(names)) < len(names):
-            raise SpecError("names a provider twice; for several places let its own settings be lists", field=where)
-        return names
+    """Return the value of a general setting, found at ``where``; `ValueList` for a list in place of one value."""
+    if key in ("provider", _STORE) and (many := values_of(value, str, urls=key == _STORE, commas=key == "provider")):
+        return ValueList("", key, many, where)
+    if key == "fallback":
+        names = typed(value, tuple[str, ...], where)
+        return tuple(filter(None, names))
     kind = {"int": int, "float": float}.get(str(Settings.__dataclass_fields__[key].type), str)
     return typed(value, kind, where)
 
 
 def _rank(source: str) -> int:
-    """Return the precedence of a source: files, then variables, then ``--set``, then the command or the caller."""
-    if source == "--set":
-        return 2
-    return 3 if source.startswith("--") else 1 if source.startswith(PREFIX) else 0
-
-
-def _stores(count: int) -> str:
-    return f"are {count} stores" if count > 1 else "is one store"
+    """Return the precedence of a source: file, profile, variables, ``--set``, then the command or the caller."""
+    if source.startswith("--"):
+        return 3 if source == "--set" else 4
+    return 2 if source.startswith(PREFIX) else int(f"{_PROFILES}." in source)
 
 
 def _known(key: str, names: Mapping[str, Any], where: str, shown: Iterable[str] | None = None) -> None:

@@ -50,8 +50,18 @@ class Waiting:
         for place in (code, folder / "second"):
             place.mkdir()
         (code / "train.py").write_text("print('hello')\n")
-        second = {"folder": self.second.settings.folder, "store": str(folder / "second-store")}
-        data = {"provider": [name, NAME], name: {**table, "store": world.store}, NAME: second}
+        second = {
+            "provider": NAME,
+            "store": str(folder / "second-store"),
+            NAME: {"folder": self.second.settings.folder},
+        }
+        data = {
+            "provider": name,
+            "store": world.store,
+            "fallback": ["second"],
+            name: table,
+            "profiles": {"second": second},
+        }
         (code / "cloudtrain.toml").write_text(tomli_w.dumps(data))
         monkeypatch.chdir(code)
         for variable, value in world.plane.environ().items():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from earlier import Ran
 from worlds.sagemaker import wire as aws_wire
 from worlds.sagemaker.world import SageMakerWorld
@@ -17,11 +18,8 @@ from worlds.vertex import wire as google_wire
 from worlds.vertex.world import BUCKET, VertexWorld
 
 from cloudtrain import cli
-from cloudtrain.errors import LostContactError
 from cloudtrain.estimator import Estimator
-from cloudtrain.runs.fallback import FallbackPolicy
 from cloudtrain.runs.run import Run
-from cloudtrain.settings.settings import Settings
 
 pytestmark = [pytest.mark.remote]
 
@@ -50,20 +48,31 @@ class Clouds:
         self.code = tmp_path / "code"
         self.code.mkdir()
         (self.code / "train.py").write_text("print('hello')\n")
-        role = str(self.aws.provider.settings.role)
-        account = str(self.google.provider.settings.service_account)
-        lines = [
-            f"[{AWS}]", f"region = {json.dumps(REGIONS)}", f"store = {json.dumps(self.stores[AWS])}",
-            f"role = '{role}'",
-            f"[{GOOGLE}]", f"location = {json.dumps(LOCATIONS)}", f"store = {json.dumps(self.stores[GOOGLE])}",
-            "project = 'contract'", f"service_account = '{account}'", "log_drain = 0",
-        ]  # fmt: skip
-        (self.code / "cloudtrain.toml").write_text("\n".join(lines))
+        aws = {"role": str(self.aws.provider.settings.role)}
+        google = {"project": "contract", "log_drain": 0}
+        google["service_account"] = str(self.google.provider.settings.service_account)
+        profiles: dict[str, Any] = {}
+        for name, key, regions in ((AWS, "region", REGIONS), (GOOGLE, "location", LOCATIONS)):
+            for number, region in enumerate(regions):
+                store = self.stores[name][number]
+                profiles[f"{name}-{number}"] = {"provider": name, "store": store, name: {key: region}}
+        (self.code / "cloudtrain.toml").write_text(tomli_w.dumps({AWS: aws, GOOGLE: google, "profiles": profiles}))
         monkeypatch.chdir(self.code)
 
     def words(self, provider: str, *more: str) -> list[str]:
-        words = ["train.py", "--provider", provider, "--run-id", "r", "--max-runtime", "20m", "--json"]
-        words += ["--on", f"{AWS}.instance_type=ml.m5.xlarge", "--on", f"{GOOGLE}.image={self.google.image}"]
+        first, *others = [f"{name}-{number}" for name in provider.split(",") for number in (0, 1)]
+        words = [
+            "train.py",
+            "--profile",
+            first,
+            "--fallback",
+            ",".join(others),
+            "--run-id",
+            "r",
+            "--max-runtime",
+            "20m",
+        ]
+        words += ["--on", f"{AWS}.instance_type=ml.m5.xlarge", "--on", f"{GOOGLE}.image={self.google.image}", "--json"]
         return [*words, *more]
 
     def submit(self, provider: str, *more: str) -> int:
@@ -122,36 +131,6 @@ def test_a_type_that_a_region_lacks_leads_to_the_next(clouds: Clouds, capsys: py
     (refusal,) = said["refusals"]
     assert (refusal["place"], refusal["category"]) == (REGIONS[0], "capacity")
     assert "another region or type" in refusal["reason"]
-
-
-def test_from_one_cloud_to_the_other_when_neither_region_has_quota(
-    clouds: Clouds, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clouds.aws.plane.capped |= set(REGIONS)
-    assert clouds.submit(f"{AWS},{GOOGLE}") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["provider"], said["run"]) == (GOOGLE, f"{clouds.stores[GOOGLE][0]}/runs/r")
-    assert [item["place"] for item in said["refusals"]] == REGIONS
-    assert clouds.jobs() == LOCATIONS[:1]
-    assert clouds.attach(AWS).url == said["run"], "who knows the first one only is led there"
-
-
-def test_a_wait_for_machines_that_is_too_long_ends_for_certain_then_the_next_begins(clouds: Clouds) -> None:
-    assert clouds.submit(GOOGLE, "--max-wait", "1h") == 0
-    run = clouds.attach(GOOGLE)
-    clouds.long_ago(run)
-    seen: list[list[str]] = []
-
-    def look(status: Any) -> None:
-        seen.append(clouds.jobs())
-
-    look.every = True  # type: ignore[attr-defined]
-    with pytest.raises(LostContactError):
-        run.wait(timeout=8, poll=0.1, retry=FallbackPolicy(run), on_status=look)
-    assert max(map(len, seen)) == 1, "never two jobs alive"
-    assert clouds.jobs() == LOCATIONS[1:]
-    (refusal,) = run.result()["refusals"]
-    assert (refusal["place"], refusal["category"]) == (LOCATIONS[0], "capacity")
 
 
 def given(run: Run) -> dict[str, bytes]:
@@ -213,20 +192,6 @@ def test_a_create_whose_answer_is_lost_is_no_second_job_elsewhere(clouds: Clouds
     assert clouds.attach(GOOGLE).url.startswith(clouds.stores[GOOGLE][0])
 
 
-def test_where_nobody_has_quota_every_reason_is_told_in_its_line(
-    clouds: Clouds, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clouds.aws.plane.capped |= set(REGIONS)
-    clouds.google.plane.capped |= set(LOCATIONS)
-    assert clouds.submit(f"{AWS},{GOOGLE}") == 4
-    out, err = capsys.readouterr()
-    said = json.loads(out)
-    assert [item["place"] for item in said["refusals"]] == [*REGIONS, *LOCATIONS]
-    assert all(any(line.startswith(f"{cloud} {place}") for line in err.splitlines())
-               for cloud, names in ((AWS, REGIONS), (GOOGLE, LOCATIONS)) for place in names)  # fmt: skip
-    assert clouds.jobs() == []
-
-
 def test_a_plan_has_every_place_and_needs_no_network(clouds: Clouds, capsys: pytest.CaptureFixture[str]) -> None:
     before = [*clouds.aws.plane.wire.calls], [*clouds.google.plane.wire.calls]
     texts = []
@@ -243,11 +208,7 @@ def test_a_plan_has_every_place_and_needs_no_network(clouds: Clouds, capsys: pyt
     (clouds.code.parent / "plan.json").write_text(texts[0])
     clouds.aws.plane.capped |= set(REGIONS)
     assert cli.main(["submit", "--plan", str(clouds.code.parent / "plan.json"), "--detach", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["provider"] == GOOGLE
+    said = json.loads(capsys.readouterr().out)
+    assert (said["provider"], [item["place"] for item in said["refusals"]]) == (GOOGLE, REGIONS)
     assert clouds.jobs() == LOCATIONS[:1]
-
-
-def test_one_store_for_two_regions_is_refused_by_name(clouds: Clouds, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", *clouds.words(AWS), "--store", clouds.stores[AWS][0]]) == 2
-    assert "sagemaker.region: names 2 places, and there is one store" in json.loads(capsys.readouterr().out)["error"]
-    assert Settings.load(provider=AWS).candidates()[1].store == clouds.stores[AWS][1]
+    assert clouds.attach(AWS).url == said["run"], "the first URL leads there"
