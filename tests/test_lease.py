@@ -254,13 +254,19 @@ def test_a_release_that_comes_late_hits_no_other_lease(store: Files) -> None:
     assert store.read(MARK) == b"another's"
 
 
-def test_a_kept_lease_is_left_to_its_expiry(store: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_lease_is_left_to_its_expiry(store: Files, elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with Lease(store, MARK, seconds=60) as lease:
         lease.kept = True
     assert held(store)
     began = time.monotonic()
     with Lease(store, MARK, seconds=60, after=0.5):
         assert time.monotonic() - began >= 0.5, "this process has given it up"
+    with Lease(store, MARK, seconds=60) as lease:
+        lease.kept = True
+    monkeypatch.setattr(leases, "GIVEN_UP", 0.5)
+    began = time.monotonic()
+    with Lease(store, MARK, seconds=60, after=60):
+        assert 0.5 <= time.monotonic() - began < 30, "and a process knows that its own call has ended"
 
 
 # --------------------------------------------------------------------------------------------- who dies or stands still

@@ -35,9 +35,13 @@ SECONDS = 300.0
 DELETES = "waiting: somebody deletes from this store"
 ENDED = 1.0
 """Seconds for which the lease of a process of this machine that has ended counts: a request may still arrive."""
+GIVEN_UP = 10.0
+"""The most seconds for which a lease that this process has given up counts: it knows that its own call has ended."""
 _RENEWED = 10
 _PAUSES = (0.1, 2.0)
 """Seconds between two looks, growing."""
+_CLIENT = secrets.token_hex(8)
+"""Tells this process from others where `_machine` is unknown; a forked child has another process id."""
 _HELD: set[str] = set()
 """Tokens of the leases that this process holds or is taking."""
 
@@ -147,7 +151,9 @@ class Lease:
         if found.version != self._seen[0]:
             self._seen = (found.version, time.monotonic())
         watched = time.monotonic() - self._seen[1]
-        if watched >= self._seconds or (watched >= self._after and _has_ended(_content(found))):
+        record = _content(found)
+        least = min(self._after, GIVEN_UP) if _is_ours(record) else self._after
+        if watched >= self._seconds or (watched >= least and _has_ended(record)):
             return True
         return watched >= 3 * self._seconds / _RENEWED and self._age(found) >= self._seconds
 
@@ -204,12 +210,16 @@ def _record(holder: str) -> bytes:
 
 def _has_ended(record: Mapping[str, Any]) -> bool:
     """Return whether the holder was a process of this machine that has ended, or has given up the lease."""
-    own = _self()
-    if not own["machine"] or record.get("machine") != own["machine"]:
-        return False
-    if record.get("process") == own["process"]:
+    if _is_ours(record):
         return record.get("holder") not in _HELD
+    if not _machine() or record.get("machine") != _machine():
+        return False
     return _process(str(record.get("process")).partition(" ")[0]) != record.get("process")
+
+
+def _is_ours(record: Mapping[str, Any]) -> bool:
+    """Return whether this process wrote the record."""
+    return bool(record.get("client") == _self()["client"])
 
 
 @cache
@@ -233,4 +243,5 @@ def _process(pid: str) -> str:
 
 
 def _self() -> dict[str, str]:
-    return {"machine": _machine(), "process": _process(str(os.getpid()))}
+    pid = os.getpid()
+    return {"machine": _machine(), "process": _process(str(pid)), "client": f"{pid}-{_CLIENT}"}
