@@ -44,11 +44,17 @@ class Provider(ProviderExtras):
     def __init__(self, **settings: Any) -> None:
         self.settings = Settings(**settings)
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        context = context_of(NAME, job, layout, processes=job.resources.processes(choice))
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
+        context = context_of(NAME, job, layout, processes=job.resources.processes(gpu_index))
         body = {"job": f"{layout.run_id}.{attempt}", "seconds": job.max_runtime, "origin": dict(layout.origin)}
         return Request(
-            provider=NAME, operation="write", body=body, context=context, run=layout.run, attempt=attempt, choice=choice
+            provider=NAME,
+            operation="write",
+            body=body,
+            context=context,
+            run=layout.run,
+            attempt=attempt,
+            gpu_index=gpu_index,
         )
 
     def store_url(self, url: str, *, ask: bool) -> str:
@@ -62,7 +68,7 @@ class Provider(ProviderExtras):
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         path = self._job(str(request.body["job"]))
-        refusal = self._job(f".refuses-{request.choice}")
+        refusal = self._job(f".refuses-{request.gpu_index}")
         if refusal.exists() and not path.exists():
             category, _, reason = refusal.read_text().partition(": ")
             raise {"quota": QuotaError, "capacity": CapacityError, "user_error": SpecError}[category](reason)
@@ -107,9 +113,9 @@ class Provider(ProviderExtras):
         temp.write_text(json.dumps(status))
         temp.replace(self._job(native_id))
 
-    def refuse(self, category: str = "", reason: str = "there is none", *, choice: int = 0) -> None:
+    def refuse(self, category: str = "", reason: str = "there is none", *, gpu_index: int = 0) -> None:
         """From now on refuse, by creating no job, requests for that GPU of the list; without a category no more."""
-        path = self._job(f".refuses-{choice}")
+        path = self._job(f".refuses-{gpu_index}")
         path.write_text(f"{category}: {reason}") if category else path.unlink()
 
     def alive(self) -> list[str]:

@@ -30,7 +30,7 @@ class Plans:
         return dataclasses.replace(base, **change)
 
     def planned(
-        self, given: Mapping[str, Any] | None = None, /, *, attempt: int = 0, choice: int = 0, **fields: Any
+        self, given: Mapping[str, Any] | None = None, /, *, attempt: int = 0, gpu_index: int = 0, **fields: Any
     ) -> Request:
         """The request of a job, by a provider with ``given`` settings (and ``store``); inputs as a store would place
         them."""
@@ -46,7 +46,7 @@ class Plans:
         there = {"store": store} if (store := changed.pop("store", None)) else {}
         provider = self.provider(**{**self.settings, **changed})
         where = self.layout(inputs=inputs, resume=job.resume_from, **there)
-        request: Request = provider.plan(job, where, attempt=attempt, choice=choice)
+        request: Request = provider.plan(job, where, attempt=attempt, gpu_index=gpu_index)
         return request
 
     def refused(self, given: Mapping[str, Any] | None = None, /, **fields: Any) -> SpecError:

@@ -373,7 +373,7 @@ class Cloud:
         self.restarts, self.lag, self.late = draw.random() < 0.5, draw.choice([0.0, 5.0, 40.0]), draw.random() < 0.25
 
     def create(self, request: Request) -> str:
-        key = (request.attempt, request.choice)
+        key = (request.attempt, request.gpu_index)
         if key not in self.jobs:
             late_by = self._check(request)
             self.created[request.attempt] += 1
@@ -382,7 +382,7 @@ class Cloud:
             ends = [draw.choice(kinds) for _ in range(4)]
             none = request.body["gpu"] and draw.random() < 0.5
             queue = 1e6 if none or draw.random() < 0.1 else draw.choice([0.0, 5.0, 60.0, 250.0])
-            job = Native(f"job-{request.attempt}-{request.choice}", request, self.sim.now, ends, queue, late_by)
+            job = Native(f"job-{request.attempt}-{request.gpu_index}", request, self.sim.now, ends, queue, late_by)
             self.jobs[key] = job
             self.sim.actors.append(Events(self.sim, self._life(job), self.sim.now))
         return self.jobs[key].id
@@ -508,17 +508,17 @@ class Provider(ProviderExtras):
         if sim is not None and cloud is not None:
             self.sim, self.cloud = sim, cloud
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         gpus = [str(gpu) for gpu in job.resources.gpus] or ["none"]
-        seconds, _ = hard_limit(job, NAME, lambda at: [gpus[at]], choice=choice, own=HOURLY)
+        seconds, _ = hard_limit(job, NAME, lambda at: [gpus[at]], gpu_index=gpu_index, own=HOURLY)
         body = {
-            "seconds": seconds, "wait": job.max_wait, "gpu": bool(job.resources.gpus), "machine": gpus[choice],
+            "seconds": seconds, "wait": job.max_wait, "gpu": bool(job.resources.gpus), "machine": gpus[gpu_index],
             "nodes": job.resources.instance_count,
         }  # fmt: skip
         return Request(
-            provider=NAME, operation="create", body=body, run=layout.run, attempt=attempt, choice=choice,
-            context=context_of(NAME, job, layout, processes=job.resources.processes(choice)),
-            instance_types=(gpus[choice],),
+            provider=NAME, operation="create", body=body, run=layout.run, attempt=attempt, gpu_index=gpu_index,
+            context=context_of(NAME, job, layout, processes=job.resources.processes(gpu_index)),
+            instance_types=(gpus[gpu_index],),
         )  # fmt: skip
 
     def _call(self, what: str, carry_out: Callable[[], T], faults: Sequence[str] = ("before", "denied")) -> T:
@@ -531,7 +531,7 @@ class Provider(ProviderExtras):
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         """A request that is there already is never refused."""
-        there = (request.attempt, request.choice) in self.cloud.jobs
+        there = (request.attempt, request.gpu_index) in self.cloud.jobs
         faults = ("before", "after", "denied", *(() if there else ("refused",)))
         native = self._call(f"submit {request.attempt}", partial(self.cloud.create, request), faults)
         if native is None:
@@ -540,7 +540,7 @@ class Provider(ProviderExtras):
 
     def find(self, request: Request) -> str | None:
         def look() -> str | None:
-            job = self.cloud.jobs.get((request.attempt, request.choice))
+            job = self.cloud.jobs.get((request.attempt, request.gpu_index))
             return job.id if job else None
 
         return self._call(f"find {request.attempt}", look)

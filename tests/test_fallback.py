@@ -296,9 +296,9 @@ def test_where_nobody_has_machines_all_reasons_are_told(places: Places, capsys: 
 
 
 def test_gpus_first_then_places(places: Places) -> None:
-    for choice in range(2):
-        places.clouds[0].refuse("quota", f"no GPU {choice}", choice=choice)
-    places.clouds[1].refuse("capacity", "none here", choice=0)
+    for gpu_index in range(2):
+        places.clouds[0].refuse("quota", f"no GPU {gpu_index}", gpu_index=gpu_index)
+    places.clouds[1].refuse("capacity", "none here", gpu_index=0)
     run = places.submit(gpu=["H100:8", "A100:8"])
     assert [(item["gpu"], item["reason"]) for item in run.result()["refusals"]] == [
         ("H100:8", "no GPU 0"),
@@ -321,13 +321,13 @@ def test_one_place_whose_first_gpu_is_refused_gets_the_second(tmp_path: Path, in
 def test_where_every_gpu_was_refused_the_run_is_over(tmp_path: Path, installed: None) -> None:
     places = Places(tmp_path / "one", count=1)
     places.clouds[0].refuse("quota", "no H100")
-    places.clouds[0].refuse("capacity", "no A100 either", choice=1)
+    places.clouds[0].refuse("capacity", "no A100 either", gpu_index=1)
     for hint in ("", "run r is over; to send the job again, choose another --run-id"):
         with pytest.raises(CapacityError, match=r"no A100 either .before that, .*no H100") as caught:
             places.submit(gpu=["H100:8", "A100:8"])
         assert caught.value.hint == hint
         if not hint:
-            places.clouds[0].refuse(choice=1)  # there is room by now
+            places.clouds[0].refuse(gpu_index=1)  # there is room by now
     result = places.attach().wait(timeout=5)
     assert (result["state"], result["category"], result["exit_code"]) == ("failed", "capacity", 4)
     assert [item["gpu"] for item in result["refusals"]] == ["H100:8", "A100:8"]
@@ -395,10 +395,10 @@ def test_a_gpu_that_the_provider_cannot_plan_follows_no_other(
 ) -> None:
     places, plan = Places(tmp_path / "one", count=1), Provider.plan
 
-    def planned(self: Provider, job: Any, layout: Layout, attempt: int = 0, choice: int = 0) -> Any:
-        if choice:
+    def planned(self: Provider, job: Any, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Any:
+        if gpu_index:
             raise SpecError("there is no such GPU here")
-        return plan(self, job, layout, attempt, choice)
+        return plan(self, job, layout, attempt, gpu_index)
 
     monkeypatch.setattr(Provider, "plan", planned)
     places.clouds[0].refuse("quota", "no H100")

@@ -79,15 +79,15 @@ def test_both_become_the_platform_s_own_limit(name: str) -> None:
     """By the dearest of the list, and the one with the most GPUs, also when the first of it is asked for."""
     cloud, provider, layout = CLOUDS[name], made(name), layout_for(name)
 
-    def seconds(choice: int = 0, **fields: Any) -> int:
-        return int(cloud.seconds(provider.plan(job_for(name, **fields), layout, choice=choice).body))
+    def seconds(gpu_index: int = 0, **fields: Any) -> int:
+        return int(cloud.seconds(provider.plan(job_for(name, **fields), layout, gpu_index=gpu_index).body))
 
     assert seconds() == 86400
-    for choice in (0, 1):
-        assert seconds(choice, max_cost=2 * cloud.dearest) == 3600
-        assert seconds(choice, max_gpu_hours=4) == 1800
-        assert seconds(choice, max_gpu_hours=4, max_cost=0.5 * cloud.dearest) == 900
-        assert seconds(choice, max_gpu_hours=4, max_cost=1e6, max_runtime="10m") == 600
+    for gpu_index in (0, 1):
+        assert seconds(gpu_index, max_cost=2 * cloud.dearest) == 3600
+        assert seconds(gpu_index, max_gpu_hours=4) == 1800
+        assert seconds(gpu_index, max_gpu_hours=4, max_cost=0.5 * cloud.dearest) == 900
+        assert seconds(gpu_index, max_gpu_hours=4, max_cost=1e6, max_runtime="10m") == 600
     assert seconds(gpu=cloud.gpus[0], max_gpu_hours=4) == 7200
     notes = provider.plan(job_for(name, max_gpu_hours=4, max_cost=1e4), layout).notes
     assert any(note == "max_gpu_hours 4 is 1800 s of 8 GPUs: that is the limit now" for note in notes), notes
@@ -117,7 +117,7 @@ def test_a_limit_that_cannot_be_kept_is_refused_by_name(name: str) -> None:
 
 def test_more_money_than_seconds_can_be_counted() -> None:
     job = Job.make(entry_point="t.py", max_cost=9e11, max_gpu_hours=9e11, gpu="X:1", max_runtime=60)
-    seconds, (note,) = hard_limit(job, "p", lambda _: ["x"], choice=0, own={"x": 1e-308})
+    seconds, (note,) = hard_limit(job, "p", lambda _: ["x"], gpu_index=0, own={"x": 1e-308})
     assert seconds == 60
     assert note.startswith("max_runtime 60 s is the limit now")
 
@@ -125,7 +125,7 @@ def test_more_money_than_seconds_can_be_counted() -> None:
 def test_a_machine_of_which_nobody_knows_the_gpus() -> None:
     job = Job.make(entry_point="t.py", max_gpu_hours=1, instance_type="x")
     with pytest.raises(UnsupportedError, match="the number of GPUs of x is unknown"):
-        hard_limit(job, "sagemaker", lambda _: ["x"], choice=0, own={})
+        hard_limit(job, "sagemaker", lambda _: ["x"], gpu_index=0, own={})
     assert gpus_per_node("vertex", "n1-standard-4", job, 0) == 0
     assert gpus_per_node("vertex", "n1-standard-4+T4:2", job, 0) == 2
     assert gpus_per_node("vertex", "a2-highgpu-4g", job, 0) == 4

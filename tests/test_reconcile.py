@@ -177,7 +177,7 @@ def test_another_clients_context_is_never_told_to_the_nodes_of_a_newer_attempt(p
     late = place.store.attempt_request("r", 1)
     assert late is not None
     assert late.context["processes"] == 4
-    third = place.platform.plan(run.job, slow._layout, attempt=2, choice=0)
+    third = place.platform.plan(run.job, slow._layout, attempt=2, gpu_index=0)
     assert place.store.create_attempt("r", 2, third)
     slow._send(late, {})
     context = json.loads(place.store.files.read("runs/r/container/context.json"))
@@ -208,7 +208,7 @@ def test_what_has_waited_too_long_is_retried_and_the_next_gpu_is_tried(place: Pl
     assert place.platform.jobs() == ["r.0", "r.1"]
     request = place.store.attempt_request("r", 1)
     assert request is not None
-    assert request.choice == 1
+    assert request.gpu_index == 1
     assert run.status().state == "pending"
     place.platform.stand("r.1", state="succeeded")
     result = run.result()

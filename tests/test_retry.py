@@ -34,9 +34,9 @@ class Platform(ProviderExtras):
     sent: list[Request] = field(default_factory=list)
     chooses: bool = False
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         body = {"max_runtime": job.max_runtime, "max_cost": job.max_cost}
-        types = tuple(map(str, job.resources.gpus[choice:])) if self.chooses else ()
+        types = tuple(map(str, job.resources.gpus[gpu_index:])) if self.chooses else ()
         return Request(
             provider="memory",
             operation="o",
@@ -44,7 +44,7 @@ class Platform(ProviderExtras):
             context={},
             run=layout.run,
             attempt=attempt,
-            choice=choice,
+            gpu_index=gpu_index,
             instance_types=types,
         )
 
@@ -125,7 +125,7 @@ def test_without_capacity_the_next_gpu_is_tried_and_is_no_retry(tmp_path: Path) 
         tmp_path, failed("capacity"), failed("capacity"), DONE, gpu=["H100:8", "A100:8", "L4:8"], retries=0
     )
     assert waited(run)["state"] == "succeeded"
-    assert [(r.attempt, r.choice) for r in platform.sent] == [(1, 1), (2, 2)]
+    assert [(r.attempt, r.gpu_index) for r in platform.sent] == [(1, 1), (2, 2)]
 
 
 def test_without_capacity_anywhere_it_ends(tmp_path: Path) -> None:
@@ -140,20 +140,20 @@ def test_a_list_that_the_platform_went_through_is_not_gone_through_again(retries
     ends = [failed("capacity")] * 4
     run, platform = begun(tmp_path, *ends, chooses=True, gpu=["H100:8", "A100:8"], retries=retries)
     assert waited(run)["category"] == "capacity"
-    assert [(r.attempt, r.choice) for r in platform.sent] == [(k + 1, 0) for k in range(retries)]
+    assert [(r.attempt, r.gpu_index) for r in platform.sent] == [(k + 1, 0) for k in range(retries)]
 
 
 def test_a_list_with_a_gpu_without_quota_is_tried_from_the_next_on(tmp_path: Path) -> None:
     run, platform = begun(tmp_path, failed("quota"), DONE, chooses=True, gpu=["H100:8", "A100:8"])
     assert waited(run)["state"] == "succeeded"
-    assert [(r.attempt, r.choice) for r in platform.sent] == [(1, 1)]
+    assert [(r.attempt, r.gpu_index) for r in platform.sent] == [(1, 1)]
 
 
 def test_going_through_the_list_takes_no_retry_away(tmp_path: Path) -> None:
     ends = [failed("capacity"), failed("capacity"), failed("capacity"), failed("capacity"), DONE]
     run, platform = begun(tmp_path, *ends, gpu=["H100:8", "A100:8"], retries=2)
     assert waited(run)["category"] == "capacity"
-    assert [r.choice for r in platform.sent] == [1, 0, 1]
+    assert [r.gpu_index for r in platform.sent] == [1, 0, 1]
 
 
 def test_limits_are_sums_over_attempts(tmp_path: Path) -> None:
@@ -295,12 +295,12 @@ def test_what_does_not_pass_is_not_waited_for() -> None:
 
 
 class Refusing(Platform):
-    """Will not have some attempts; the context tells the choice."""
+    """Will not have some attempts; the context tells the gpu_index."""
 
     refusals: ClassVar[dict[int, Exception]] = {}
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        return replace(super().plan(job, layout, attempt, choice), context={"choice": choice})
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
+        return replace(super().plan(job, layout, attempt, gpu_index), context={"gpu_index": gpu_index})
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         if request.attempt in self.refusals:
@@ -318,14 +318,14 @@ def test_the_next_gpu_gets_a_context_of_its_own(tmp_path: Path) -> None:
     run, platform = begun(tmp_path, failed("capacity"), DONE, gpu=["H100:8", "A10G:4"])
     refusing(run, platform)
     assert waited(run)["state"] == "succeeded"
-    assert json.loads((tmp_path / "runs/r/container/context.json").read_bytes()) == {"choice": 1}
+    assert json.loads((tmp_path / "runs/r/container/context.json").read_bytes()) == {"gpu_index": 1}
 
 
 def test_a_quota_of_nothing_for_one_gpu_leads_to_the_next(tmp_path: Path) -> None:
     run, platform = begun(tmp_path, failed("capacity"), DONE, DONE, gpu=["H100:8", "A100:8", "L4:8"])
     refusing(run, platform, a1=QuotaError("the quota is 0"))
     assert waited(run)["state"] == "succeeded"
-    assert [(r.attempt, r.choice) for r in platform.sent] == [(2, 2)]
+    assert [(r.attempt, r.gpu_index) for r in platform.sent] == [(2, 2)]
 
 
 @pytest.mark.parametrize("limit", [{"max_gpu_hours": 4}, {"max_cost": 100}])
@@ -334,7 +334,7 @@ def test_where_all_was_refused_nothing_is_spent(limit: dict[str, Any], tmp_path:
     (tmp_path / "runs/r/attempts/0/submitted.json").unlink()
     run.store.write_refused("r", 0, category="capacity", reason="there is none")
     assert waited(run)["state"] == "succeeded"
-    assert [(r.attempt, r.choice) for r in platform.sent] == [(1, 1)]
+    assert [(r.attempt, r.gpu_index) for r in platform.sent] == [(1, 1)]
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ class Platform(ProviderExtras):
     page_size: int = 2
     asked: list[str] = field(default_factory=list)
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         return request(attempt)
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:

@@ -274,7 +274,7 @@ def prepared(
 def expected_gpus(job: Job, provider: Provider, request: Request) -> int | None:
     """Return the GPUs that a node must have; None if neither the job nor the table of machines says."""
     if job.resources.gpu:
-        return job.resources.gpus[request.choice].count
+        return job.resources.gpus[request.gpu_index].count
     named = request.instance_types[:1]
     counts = {machine.gpu_count for machine in catalog.machines(provider.name) if machine.instance_type in named}
     return counts.pop() if len(counts) == 1 else None  # one name may stand for machines with and without GPUs

@@ -156,7 +156,7 @@ class SupervisedProvider(ProviderExtras):
         layout: Layout,
         *,
         attempt: int,
-        choice: int,
+        gpu_index: int,
         nodes: Sequence[NodeSpec],
         body: Mapping[str, Any],
         owned: Sequence[str],
@@ -165,7 +165,7 @@ class SupervisedProvider(ProviderExtras):
         from ..provider_api.limits import THIS_MACHINE, hard_limit
 
         prices = getattr(self.settings, "prices", {})
-        seconds, notes = hard_limit(job, self.name, lambda _: [THIS_MACHINE], choice=choice, own=prices)
+        seconds, notes = hard_limit(job, self.name, lambda _: [THIS_MACHINE], gpu_index=gpu_index, own=prices)
         rules = LaunchRules(
             time_limit=seconds,
             retries=job.retries,
@@ -186,10 +186,10 @@ class SupervisedProvider(ProviderExtras):
             provider=self.name,
             operation="supervise",
             body=body,
-            context=context_of(self.name, job, layout, processes=job.resources.processes(choice)),
+            context=context_of(self.name, job, layout, processes=job.resources.processes(gpu_index)),
             run=layout.run,
             attempt=attempt,
-            choice=choice,
+            gpu_index=gpu_index,
             notes=tuple(notes),
         )
 

@@ -287,7 +287,7 @@ class Supervisor:
         job = Job.from_dict(record["job"]).at(record["provider"])
         provider = self.provider
         number = request.attempt + 1
-        following = provider.plan(job, Layout.from_dict(record["layout"]), attempt=number, choice=request.choice)
+        following = provider.plan(job, Layout.from_dict(record["layout"]), number, request.gpu_index)
         if not self.store.create_attempt(self.run_id, number, following) and following != self.store.attempt_request(
             self.run_id, number
         ):

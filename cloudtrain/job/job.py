@@ -104,12 +104,12 @@ def run_tag(run: str) -> str:
     return hashlib.sha256(run.encode()).hexdigest()[:16]
 
 
-def job_name(run: str, attempt: int, choice: int) -> str:
-    """Return a platform's name for a job: at most 63 of ``[a-z0-9-]``, different for every (run, attempt, choice).
+def job_name(run: str, attempt: int, gpu_index: int) -> str:
+    """Return a platform's name for a job: at most 63 of ``[a-z0-9-]``, different for every (run, attempt, gpu_index).
 
     The strictest platform allows 63; elsewhere the name is a label.
     """
-    tail = f"-{run_tag(run)}" + (f"-{attempt}" if attempt or choice else "") + (f"-{choice}" if choice else "")
+    tail = f"-{run_tag(run)}" + (f"-{attempt}" if attempt or gpu_index else "") + (f"-{gpu_index}" if gpu_index else "")
     return run.rpartition("/")[2][: _NAME_MAX - len(tail)].rstrip("-") + tail
 
 
@@ -213,11 +213,11 @@ class Resources:
         """``gpu`` parsed, in order of preference."""
         return tuple(Gpu.parse(text) for text in self.gpu)
 
-    def processes(self, choice: int = 0) -> int:
-        """Return the ranks on each node if the ``choice``-th GPU of the list is used."""
+    def processes(self, gpu_index: int = 0) -> int:
+        """Return the ranks on each node if the ``gpu_index``-th GPU of the list is used."""
         if self.nproc_per_node:
             return self.nproc_per_node
-        return self.gpus[choice].count if self.gpu else 1
+        return self.gpus[gpu_index].count if self.gpu else 1
 
 
 def _input(value: Any, where: str) -> Input:

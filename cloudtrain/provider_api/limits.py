@@ -33,13 +33,13 @@ def checked_prices(prices: Any, provider: str) -> dict[str, float]:
     return dict(sorted(prices.items()))
 
 
-def gpus_per_node(provider: str, machine: str, job: Job, choice: int) -> int | None:
-    """Return the GPUs a node for the ``choice``-th GPU of the list, on ``machine``; None means unknown.
+def gpus_per_node(provider: str, machine: str, job: Job, gpu_index: int) -> int | None:
+    """Return the GPUs a node for the ``gpu_index``-th GPU of the list, on ``machine``; None means unknown.
 
     ``machine`` is a name of the price table: ``n1-standard-8+T4:1`` if its own name does not include the GPUs.
     """
     if job.resources.gpu:
-        return job.resources.gpus[choice].count
+        return job.resources.gpus[gpu_index].count
     if machine == THIS_MACHINE:
         return 0
     name, plus, attached = machine.partition("+")
@@ -54,21 +54,21 @@ def hard_limit(
     provider: str,
     names: Callable[[int], Sequence[str]],
     *,
-    choice: int,
+    gpu_index: int,
     own: Mapping[str, float],
     least: int = 1,
     held: int = 0,
 ) -> tuple[int, list[str]]:
     """Return the seconds after which the platform must end the job, and notes for the user.
 
-    ``names(choice)`` are the machines possible for that GPU of the list, named as in ``own``, the account's prices. It
+    ``names(index)`` are the machines possible for that GPU of the list, named as in ``own``, the account's prices. It
     raises `SpecError` for a GPU that the provider lacks. ``least`` is the platform's shortest limit, ``held`` the
     seconds of machines paid for after the job. Raises `UnsupportedError` if a price or a number of GPUs is unknown, and
     `SpecError` for a limit below ``least``.
     """
     if job.max_cost is None and job.max_gpu_hours is None:
         return job.max_runtime, []
-    found = list(_machines(job, names, choice))
+    found = list(_machines(job, names, gpu_index))
     count = 1 if found[0][1] == THIS_MACHINE else job.resources.instance_count
     span = "one second" if least == 1 else f"{least} s"
     limits = {"max_runtime": (job.max_runtime, "")}
@@ -93,13 +93,13 @@ def hard_limit(
     return limits[which][0], said
 
 
-def _machines(job: Job, names: Callable[[int], Sequence[str]], choice: int) -> Iterator[tuple[int, str]]:
-    """Yield (choice, machine) for every machine that the run may get."""
+def _machines(job: Job, names: Callable[[int], Sequence[str]], gpu_index: int) -> Iterator[tuple[int, str]]:
+    """Yield (gpu_index, machine) for every machine that the run may get."""
     for at in range(max(1, len(job.resources.gpu))):
         try:
             found = names(at)
         except SpecError:
-            if at == choice:
+            if at == gpu_index:
                 raise
             continue  # no attempt gets it
         yield from ((at, name) for name in found)
@@ -117,8 +117,8 @@ def _dearest(provider: str, names: Sequence[str], own: Mapping[str, float]) -> t
     return name, float(own[name])
 
 
-def _known(provider: str, name: str, job: Job, choice: int) -> int:
-    gpus = gpus_per_node(provider, name, job, choice)
+def _known(provider: str, name: str, job: Job, gpu_index: int) -> int:
+    gpus = gpus_per_node(provider, name, job, gpu_index)
     if gpus is None:
         why, how = f"the number of GPUs of {name} is unknown", "set gpu (NAME:COUNT), or use max_runtime"
         raise UnsupportedError(provider, "max_gpu_hours", why, hint=how)

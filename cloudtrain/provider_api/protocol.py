@@ -125,22 +125,25 @@ class Request:
     context: Mapping[str, Any]
     run: str
     attempt: int = 0
-    choice: int = 0
+    gpu_index: int = 0
     instance_types: Sequence[str] = ()
     notes: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
+        """Return the request's plain form, as plans and records hold it. Its key of ``gpu_index`` is ``choice``."""
+        plain = {"choice" if name == "gpu_index" else name: value for name, value in dataclasses.asdict(self).items()}
+        return json.loads(json.dumps(plain))  # type: ignore[no-any-return]
 
-    def next_choice(self, category: str) -> int:
+    def next_gpu_index(self, category: str) -> int:
         """Return the index of the GPU to request next; lack of capacity rules out all machines of the request."""
-        return self.choice + (max(1, len(self.instance_types)) if category == "capacity" else 1)
+        return self.gpu_index + (max(1, len(self.instance_types)) if category == "capacity" else 1)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Request:
         try:
-            return cls(**{**data, **{name: tuple(data.get(name, ())) for name in ("instance_types", "notes")}})
-        except TypeError as exc:
+            fields = {"gpu_index" if name == "choice" else name: value for name, value in data.items()}
+            return cls(**{**fields, **{name: tuple(data.get(name, ())) for name in ("instance_types", "notes")}})
+        except (TypeError, AttributeError) as exc:
             raise SpecError(f"not a request: {exc}", field="request") from None
 
 
@@ -313,11 +316,11 @@ class Provider(Protocol):
     #: values hold no comma, so a text with commas is a list of them.
     settings: Any
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         """Return the exact request. Pure: equal arguments give equal requests, with no network, credentials or SDK."""
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
-        """Send that very request and return the native id; idempotent on (run, attempt, choice).
+        """Send that very request and return the native id; idempotent on (run, attempt, gpu_index).
 
         ``secrets`` are the values of ``env:`` references, for providers whose nodes this machine starts.
         """

@@ -75,8 +75,8 @@ class CloudProvider(ProviderExtras):
         """The account, created when first needed."""
         return self._module("api").Account(self.settings)
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        made: Request = self._module("request").plan(self.settings, job, layout, attempt=attempt, choice=choice)
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
+        made: Request = self._module("request").plan(self.settings, job, layout, attempt=attempt, gpu_index=gpu_index)
         return made
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
@@ -133,7 +133,7 @@ def secret_references(
 
 
 def pinned_machine(
-    provider: str, job: Job, choice: int, *, form: re.Pattern[str], prefix: str = ""
+    provider: str, job: Job, gpu_index: int, *, form: re.Pattern[str], prefix: str = ""
 ) -> tuple[str, Machine | None]:
     """Return the job's own instance type, and its entry in the catalogue, or None for a new machine.
 
@@ -150,7 +150,7 @@ def pinned_machine(
         return name, None
     name = known.instance_type
     check_size(provider, job, known)
-    gpu = job.resources.gpus[choice] if job.resources.gpu else None
+    gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
     if gpu is not None and not (known.is_for(gpu) and known.gpu_count == gpu.count):
         why = f"{name} has {known.gpus or 'no GPU'}, not {gpu}; leave one of the two out"
         raise UnsupportedError(provider, "resources.gpu", why)
@@ -166,10 +166,10 @@ def check_size(provider: str, job: Job, machine: Machine) -> None:
             raise UnsupportedError(provider, f"resources.{field}", why)
 
 
-def processes_of(job: Job, choice: int, machine: Machine | None) -> int:
+def processes_of(job: Job, gpu_index: int, machine: Machine | None) -> int:
     """Return the ranks a node. The catalogue has the GPUs of a pinned instance type."""
     if job.resources.nproc_per_node or job.resources.gpu or machine is None:
-        return job.resources.processes(choice)
+        return job.resources.processes(gpu_index)
     return machine.gpu_count or 1
 
 

@@ -103,11 +103,11 @@ class Provider(SupervisedProvider):
         """Return the provider whose platform is rehearsed."""
         return find_provider(self.settings.target)(**self.settings.account)
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         own, target = self.settings, self.target
         secrets = {name: reference.partition(":")[2] for name, reference in job.secrets.items()}
         theirs = job.replace(secrets=own.secrets) if own.secrets else job
-        request = target.plan(theirs, map_urls(layout, own.store), attempt=attempt, choice=choice)
+        request = target.plan(theirs, map_urls(layout, own.store), attempt, gpu_index)
         launch = target.launch_spec(request)
         drills = [Injection.parse(*text.split(" ", 1), nodes=len(launch.nodes)) for text in own.drills]
         limits, differences = self._limits(launch.nodes)
@@ -145,7 +145,7 @@ class Provider(SupervisedProvider):
             },
             run=layout.run,
             attempt=attempt,
-            choice=choice,
+            gpu_index=gpu_index,
             notes=request.notes,
         )
 

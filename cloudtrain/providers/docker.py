@@ -122,7 +122,7 @@ class Provider(SupervisedProvider):
         if os.name == "posix" and not re.fullmatch(r"\d+(:\d+)?", self.settings.user):
             raise SpecError(f"must be uid or uid:gid in numbers, not {self.settings.user!r}", field="docker.user")
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         if not job.image:
             raise SpecError(
                 "provider docker needs one with Python 3.10 or newer, and torch for torchrun",
@@ -135,7 +135,7 @@ class Provider(SupervisedProvider):
                 why = "labels that begin with cloudtrain. are its own; choose another name"
                 raise SpecError(why, field=f"tags.{tag}")
         labels = {**origin_tags(layout), **dict(sorted(job.tags.items()))}
-        gpus = job.resources.gpus[choice] if job.resources.gpu else None
+        gpus = job.resources.gpus[gpu_index] if job.resources.gpu else None
         mounts, words = self._mounts(layout, attempt, root=ROOT)
         wanted, command = job.resources, python_command(words)
         nodes = [
@@ -156,7 +156,7 @@ class Provider(SupervisedProvider):
             for number in range(wanted.instance_count)
         ]
         body = {"name": job.name, "gpu": gpus.name if gpus else None}
-        request = self._request(job, layout, attempt=attempt, choice=choice, nodes=nodes, body=body, owned=OWNED)
+        request = self._request(job, layout, attempt=attempt, gpu_index=gpu_index, nodes=nodes, body=body, owned=OWNED)
         _check_options(request.body, labels)
         return request
 

@@ -69,18 +69,18 @@ class Provider(SupervisedProvider):
         made = Settings(**settings)
         self.settings = replace(made, prices=checked_prices(made.prices, self.name))
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         self._refuse(job, layout, _REFUSED)
         for tag in job.tags:
             if tag.startswith("cloudtrain."):
                 raise SpecError("tags that begin with cloudtrain. are its own", field=f"tags.{tag}")
-        gpus = job.resources.gpus[choice] if job.resources.gpu else None
+        gpus = job.resources.gpus[gpu_index] if job.resources.gpu else None
         mounts, words = self._mounts(layout, attempt)
         node = NodeSpec(command=[self.settings.python, *words], mounts=mounts, gpus=gpus.count if gpus else 0)
         tags = {**origin_tags(layout), **job.tags}
         body = {"name": job.name, "tags": tags, "gpu": gpus.name if gpus else None}
         nodes = [node] * job.resources.instance_count
-        request = self._request(job, layout, attempt=attempt, choice=choice, nodes=nodes, body=body, owned=OWNED)
+        request = self._request(job, layout, attempt=attempt, gpu_index=gpu_index, nodes=nodes, body=body, owned=OWNED)
         for name in (name for spec in request.body["nodes"] for name in spec["env"]):
             if name.startswith("CLOUDTRAIN_"):
                 raise SpecError("is set by cloudtrain itself", field=f"options.local.nodes.*.env.{name}")

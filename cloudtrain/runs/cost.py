@@ -102,9 +102,9 @@ def _used(
     nodes = account.job.resources.instance_count
     ran = seconds * nodes / 3600
     hours = ran if status.billed_s is None else status.billed_s / 3600
-    names, choice = _machines(account.job, status, request_of)
+    names, gpu_index = _machines(account.job, status, request_of)
     gpu_hours = None
-    gpus = [gpus_per_node(account.provider, name, account.job, choice) for name in names]
+    gpus = [gpus_per_node(account.provider, name, account.job, gpu_index) for name in names]
     known = [count for count in gpus if count is not None]
     if known and len(known) == len(gpus):
         gpu_hours = max(ran, hours) * max(known)  # spot bills less than the job ran
@@ -127,7 +127,7 @@ def _machines(job: Job, status: Status, request_of: Callable[[], Request | None]
     request = request_of()
     if request is None:
         return (machine,) if machine else (), 0
-    return ((machine,) if machine else tuple(request.instance_types) or (THIS_MACHINE,)), request.choice
+    return ((machine,) if machine else tuple(request.instance_types) or (THIS_MACHINE,)), request.gpu_index
 
 
 def _dearest(account: Account, names: Sequence[str]) -> catalog.Price | None:

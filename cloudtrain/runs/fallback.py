@@ -237,10 +237,10 @@ class FallbackPolicy(Retry):
         for row in result["attempts"]:  # accepted, but ended without machines
             request = run.store.attempt_request(run.run_id, int(str(row["number"]).partition(".")[0]))
             if row["category"] in handover.NO_MACHINES and request is not None:
-                refusals.append(handover.refusal_of(run, row, request.choice))
+                refusals.append(handover.refusal_of(run, row, request.gpu_index))
         if not refusals:
             request = run.store.attempt_request(run.run_id, max(run.store.attempts(run.run_id)))
-            refusals.append(handover.refusal_of(run, result, request.choice if request is not None else 0))
+            refusals.append(handover.refusal_of(run, result, request.gpu_index if request is not None else 0))
         from ..store.copies import PreviousPlace
 
         left = PreviousPlace(run.store, Layout.from_dict(run.record["layout"]))

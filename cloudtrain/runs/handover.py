@@ -106,7 +106,7 @@ def cut_off(store: Store, run_id: str, attempt: int) -> bool:
 
 def _lease_key(run_id: str, request: Request) -> str:
     # Vertex AI's claims had this name, so an earlier version's claim counts too.
-    return f"{run_folder(run_id)}/attempts/{request.attempt}/sending-{request.choice}.json"
+    return f"{run_folder(run_id)}/attempts/{request.attempt}/sending-{request.gpu_index}.json"
 
 
 # ------------------------------------------------------------------------------------------------------------ decisions
@@ -162,18 +162,18 @@ def refusals_of(run: Run, natives: Collection[int] = ()) -> list[dict[str, Any]]
     for k in sorted(set(run.store.attempts(run.run_id)) - set(natives)):
         refused, request = run.store.refused(run.run_id, k), run.store.attempt_request(run.run_id, k)
         if refused and request is not None:
-            found.append(refusal_of(run, refused, request.choice))
+            found.append(refusal_of(run, refused, request.gpu_index))
     return found
 
 
-def refusal_of(run: Run, refused: Record, choice: int) -> dict[str, Any]:
+def refusal_of(run: Run, refused: Record, gpu_index: int) -> dict[str, Any]:
     """Return this place's refusal for one GPU of the list, with category and reason from ``refused``."""
     gpus = run.job.at(run.provider_name).resources.gpu
     return {
         "run": run.url,
         "provider": run.provider_name,
         "place": region_of_provider(run.provider),
-        "gpu": gpus[choice] if choice < len(gpus) else None,
+        "gpu": gpus[gpu_index] if gpu_index < len(gpus) else None,
         "category": refused["category"],
         "reason": refused["reason"],
     }
@@ -208,7 +208,7 @@ def may_retry(run: Run, result: Record) -> bool:
     requests = [store.attempt_request(run_id, k) for k in range(newest + 1)]
     category, last = result["category"], requests[-1]
     # Another GPU of the list is not a retry: the job has not had its machines yet.
-    choices = {request.choice for request in requests if request is not None}
+    choices = {request.gpu_index for request in requests if request is not None}
     another = category in NO_MACHINES and last is not None and has_another(run, last, category)
     retries = run.job.at(run.provider_name).retries
     more = newest - max(0, len(choices) - 1) < retries and category not in NOT_RETRIED
@@ -235,11 +235,11 @@ def may_continue(run: Run, result: Record) -> bool:
 
 def has_another(run: Run, request: Request, category: str) -> bool:
     """Return whether the next GPU of the list after ``request`` can be requested here."""
-    job, choice = run.job.at(run.provider_name), request.next_choice(category)
-    if run.provider.retried_by != "client" or choice >= len(job.resources.gpu):
+    job, gpu_index = run.job.at(run.provider_name), request.next_gpu_index(category)
+    if run.provider.retried_by != "client" or gpu_index >= len(job.resources.gpu):
         return False
     try:
-        run.provider.plan(job, Layout.from_dict(run.record["layout"]), choice=choice)
+        run.provider.plan(job, Layout.from_dict(run.record["layout"]), 0, gpu_index)
     except SpecError:
         return False
     return True

@@ -201,16 +201,16 @@ class Retry:
                 self._say(f"no further attempt: {why}")
             return False
         gpus = job.resources.gpu
-        following = last.next_choice(result["category"])
-        choice = (following if following < len(gpus) else 0) if elsewhere else last.choice
+        following = last.next_gpu_index(result["category"])
+        gpu_index = (following if following < len(gpus) else 0) if elsewhere else last.gpu_index
         try:
-            request = run.provider.plan(job, self._layout, attempt=newest + 1, choice=choice)
+            request = run.provider.plan(job, self._layout, newest + 1, gpu_index)
         except SpecError as exc:
             self._say(f"no further attempt: {exc}")
             return False
         values = self._secrets(newest + 1)
         if store.create_attempt(run.run_id, newest + 1, request):
-            self._say(f"starting attempt {newest + 1}" + (f" with GPU {gpus[choice]}" if elsewhere and gpus else ""))
+            self._say(f"starting attempt {newest + 1}" + (f" with GPU {gpus[gpu_index]}" if elsewhere and gpus else ""))
             try:
                 self._send(request, values)
             except LostContactError as exc:

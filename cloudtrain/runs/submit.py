@@ -341,9 +341,9 @@ def later_choices(provider: Provider, job: Job, layout: Layout) -> tuple[Request
     Raises `SpecError` for one that a limit forbids, so that this shows before the first fails.
     """
     found = []
-    for choice in range(1, len(job.resources.gpu)):
+    for gpu_index in range(1, len(job.resources.gpu)):
         try:
-            found.append(provider.plan(job, layout, choice=choice))
+            found.append(provider.plan(job, layout, 0, gpu_index))
         except SpecError as exc:
             if exc.field in ("max_cost", "max_gpu_hours"):
                 raise

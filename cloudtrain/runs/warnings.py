@@ -61,7 +61,7 @@ def cautions(job: Job, request: Request) -> Iterator[str]:
 def total_gpus(job: Job, request: Request) -> int | None:
     """Return the GPUs of all nodes, or None if the table lacks the machine."""
     machine = (request.instance_types or (THIS_MACHINE,))[0]
-    count = gpus_per_node(request.provider, machine, job, request.choice)
+    count = gpus_per_node(request.provider, machine, job, request.gpu_index)
     return None if count is None else count * job.resources.instance_count
 
 
@@ -77,13 +77,13 @@ def gpu_memory_texts(job: Job, request: Request) -> list[str]:
         _, _, attached = name.partition("+")
         machine = catalog.machine(request.provider, name)
         found.append(attached or (machine.gpus if machine else ""))
-    return list(dict.fromkeys(filter(None, found))) or list(job.resources.gpu[request.choice :][:1])
+    return list(dict.fromkeys(filter(None, found))) or list(job.resources.gpu[request.gpu_index :][:1])
 
 
 def memory_notes(job: Job, request: Request) -> Iterator[str]:
     """Yield a line if the job's GPU names no memory, exists with several, and the smallest was chosen."""
     if job.resources.gpu and not job.resources.instance_type:
-        wish, names = job.resources.gpus[request.choice], gpu_memory_texts(job, request)
+        wish, names = job.resources.gpus[request.gpu_index], gpu_memory_texts(job, request)
         others = [name for name in catalog.variants(request.provider, wish) if name not in names]
         if wish.memory_gb is None and others and names:
             yield f"{wish} is {names[0]} here; for more memory write {' or '.join(others)}"

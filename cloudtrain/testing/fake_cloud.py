@@ -308,7 +308,7 @@ class FakeCloud:
 
 
 def _key(request: Request) -> tuple[str, int, int]:
-    return request.run, request.attempt, request.choice
+    return request.run, request.attempt, request.gpu_index
 
 
 def _last(store: Store, run_id: str) -> str:

@@ -142,9 +142,9 @@ class _Planner:
         self._job = Job.from_dict(record["job"]).at(record["provider"])
         self._layout = Layout.from_dict(record["layout"])
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         """Return the next attempt's request, as it is recorded."""
-        return self._real.plan(job, layout, attempt=attempt, choice=choice)
+        return self._real.plan(job, layout, attempt, gpu_index)
 
     def launch_spec(self, request: Request) -> LaunchSpec:
         """Return the nodes that local starts for the same job. They read a context of their own: the store's is the

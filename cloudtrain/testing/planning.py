@@ -187,8 +187,8 @@ class PlanContract:
         if isinstance(_planned(world, fields), UnsupportedError):
             return  # it has no GPU, and refuses it: the table tests that
         plan = world.plan(fields)
-        first, second = (world.provider.plan(plan.job, plan.layout, choice=i) for i in (0, 1))
-        assert (first.choice, second.choice) == (0, 1)
+        first, second = (world.provider.plan(plan.job, plan.layout, 0, i) for i in (0, 1))
+        assert (first.gpu_index, second.gpu_index) == (0, 1)
         assert first.body != second.body
         count = int(gpu.rpartition(":")[2])
         assert [world.provider.launch_spec(request).nodes[0].gpus for request in (first, second)] == [count, 1]

@@ -51,10 +51,10 @@ layout, planned, refused = PLANS.layout, PLANS.planned, PLANS.refused
 
 
 @given(st.from_regex(r"[a-z0-9](-?[a-z0-9]){0,39}", fullmatch=True), st.integers(0, 100), st.integers(0, 40))
-def test_names_are_legal(run_id: str, attempt: int, choice: int) -> None:
+def test_names_are_legal(run_id: str, attempt: int, gpu_index: int) -> None:
     if len(run_id) > 40:
         return
-    name = job_name(f"abfs://c/runs/{check_run_id(run_id)}", attempt, choice)
+    name = job_name(f"abfs://c/runs/{check_run_id(run_id)}", attempt, gpu_index)
     assert JOB_NAME.fullmatch(name)
     assert len(name) <= 63
 
@@ -220,7 +220,7 @@ def test_the_two_kinds_of_h100_are_kept_apart() -> None:
 def test_gpus_in_order_of_preference_are_the_clients() -> None:
     two = ["H100:8", "T4:1"]
     assert planned(gpu=two).body["resources"]["instance_type"] == "Standard_ND96isr_H100_v5"
-    second = planned(gpu=two, choice=1)
+    second = planned(gpu=two, gpu_index=1)
     assert second.body["resources"]["instance_type"] == "Standard_NC4as_T4_v3"
     assert second.context["processes"] == 1
 

@@ -338,42 +338,42 @@ def test_a_killed_node_leaves_no_process(world: FakePlatform) -> None:
 class Silent(Provider):
     """Ignores tags and says nothing."""
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        return super().plan(job.replace(tags={}), layout, attempt, choice)
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
+        return super().plan(job.replace(tags={}), layout, attempt, gpu_index)
 
 
 class Forgetful(Provider):
     """The script never learns of the stall timeout."""
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        return super().plan(job.replace(stall_timeout=DEFAULT_STALL_TIMEOUT), layout, attempt, choice)
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
+        return super().plan(job.replace(stall_timeout=DEFAULT_STALL_TIMEOUT), layout, attempt, gpu_index)
 
 
 class Meddling(Provider):
     """Leaves a mark in the job it is given."""
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         job.tags["seen"] = "yes"
-        return super().plan(job, layout, attempt, choice)
+        return super().plan(job, layout, attempt, gpu_index)
 
 
 class Vague(Provider):
     """Refuses, but not by the field's name."""
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         if job.resources.spot:
             raise UnsupportedError(self.name, "spot", "no")
-        return super().plan(job, layout, attempt, choice)
+        return super().plan(job, layout, attempt, gpu_index)
 
 
 class Obliging(Provider):
     """Lets options lift the time limit."""
 
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         rules = job.options.get("local", {}).get("rules", {})
         if not isinstance(rules, dict) or "time_limit" not in rules:
-            return super().plan(job, layout, attempt, choice)
-        request = super().plan(job.replace(options={}), layout, attempt, choice)
+            return super().plan(job, layout, attempt, gpu_index)
+        request = super().plan(job.replace(options={}), layout, attempt, gpu_index)
         return dataclasses.replace(request, body={**request.body, "rules": {**request.body["rules"], **rules}})
 
 

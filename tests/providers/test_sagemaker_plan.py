@@ -81,10 +81,10 @@ def test_patterns_of_java_mean_the_same() -> None:
 
 
 @given(st.from_regex(r"[a-z0-9](-?[a-z0-9]){0,39}", fullmatch=True), st.integers(0, 100), st.integers(0, 40))
-def test_names_are_legal_and_tell_the_attempt(run_id: str, attempt: int, choice: int) -> None:
+def test_names_are_legal_and_tell_the_attempt(run_id: str, attempt: int, gpu_index: int) -> None:
     if len(run_id) > 40:
         return
-    name = job_name(f"s3://b/runs/{check_run_id(run_id)}", attempt, choice)
+    name = job_name(f"s3://b/runs/{check_run_id(run_id)}", attempt, gpu_index)
     assert re.fullmatch(limits()["shapes"]["TrainingJobName"]["pattern"], name)
     assert len(name) <= 63
     assert attempt_of(name) == attempt
@@ -225,7 +225,7 @@ def test_gpus_in_order_of_preference() -> None:
         {"InstanceType": name, "InstanceCount": 2} for name in ("ml.p5.48xlarge", "ml.p4de.24xlarge")
     ]
     assert "InstanceType" not in config
-    assert planned(gpu=two, choice=1).body["ResourceConfig"]["InstanceType"] == "ml.p4de.24xlarge"
+    assert planned(gpu=two, gpu_index=1).body["ResourceConfig"]["InstanceType"] == "ml.p4de.24xlarge"
     assert planned(gpu=two, spot=True).body["ResourceConfig"]["InstanceType"] == "ml.p5.48xlarge"
     uneven = planned(gpu=["H100:8", "A10G:4"])
     assert uneven.body["ResourceConfig"]["InstanceType"] == "ml.p5.48xlarge", "another number of ranks is another job"

@@ -183,14 +183,14 @@ def test_every_accelerator_of_the_table_is_one_of_the_api() -> None:
 
 def test_gpus_in_order_of_preference_are_the_clients() -> None:
     two = ["H100:8", "T4:1"]
-    first, second = planned(gpu=two), planned(gpu=two, choice=1)
+    first, second = planned(gpu=two), planned(gpu=two, gpu_index=1)
     assert [pools(request)[0]["machineSpec"]["acceleratorType"] for request in (first, second)] == [
         "NVIDIA_H100_80GB",
         "NVIDIA_TESLA_T4",
     ]
     assert second.context["processes"] == 1
     assert first.body["displayName"] != second.body["displayName"]
-    assert first.next_choice("capacity") == 1
+    assert first.next_gpu_index("capacity") == 1
 
 
 def scheduling(given: Mapping[str, Any] | None = None, /, **fields: Any) -> dict[str, Any]:

@@ -143,25 +143,25 @@ def _check_account(settings: Settings, store: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: int) -> Request:
+def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_index: int) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
     check_needs(Provider, settings, job)
     _check_account(settings, layout.store)
     check_inputs(Provider, layout.inputs)
     _check_secrets(job)
-    instance_type, known = _machine(settings, job, choice)
+    instance_type, known = _machine(settings, job, gpu_index)
     notes: list[str] = []
     if known and known.retired:
         notes.append(f"{instance_type} was retired on {known.retired}: no machine may ever come")
     priced = instance_type or settings.compute  # a cluster has a price under its own name
-    timeout = _timeout(settings, job, choice, notes)
+    timeout = _timeout(settings, job, gpu_index, notes)
     inputs, paths = _inputs(settings, layout)
     shm = max(1, int(known.memory_gib / 2)) if known is not None and known.memory_gib else SHM_GIB
     count = job.resources.instance_count
     body: dict[str, Any] = {
         "$schema": SCHEMA,
         "type": "command",
-        "name": job_name(layout.run, attempt, choice),
+        "name": job_name(layout.run, attempt, gpu_index),
         "display_name": layout.run_id,
         "experiment_name": settings.experiment_name or job.name,
         "command": _command(attempt, paths),
@@ -187,10 +187,10 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
         provider=NAME,
         operation=OPERATION,
         body=body,
-        context=context_of(NAME, job, layout, processes=processes_of(job, choice, known)),
+        context=context_of(NAME, job, layout, processes=processes_of(job, gpu_index, known)),
         run=layout.run,
         attempt=attempt,
-        choice=choice,
+        gpu_index=gpu_index,
         instance_types=(priced,),
         notes=tuple(notes),
     )
@@ -209,7 +209,7 @@ def _check_secrets(job: Job) -> None:
 # ------------------------------------------------------------------------------------------------------------- machines
 
 
-def _machine(settings: Settings, job: Job, choice: int) -> tuple[str, Machine | None]:
+def _machine(settings: Settings, job: Job, gpu_index: int) -> tuple[str, Machine | None]:
     """Return the instance type, empty on a cluster, and its entry in the catalogue."""
     wanted = job.resources
     if wanted.disk_gb:
@@ -219,13 +219,13 @@ def _machine(settings: Settings, job: Job, choice: int) -> tuple[str, Machine | 
         _check_cluster(settings, job)
         return "", None
     if wanted.instance_type:
-        name, known = pinned_machine(NAME, job, choice, form=FORM, prefix="Standard_")
+        name, known = pinned_machine(NAME, job, gpu_index, form=FORM, prefix="Standard_")
         if known is None and ACCELERATED.match(name) and not (wanted.nproc_per_node or wanted.gpu):
             why = f"how many GPUs {name} has is not known here: say how many processes"
             raise SpecError(why, field="resources.nproc_per_node")
         return name, known
     if wanted.gpu:
-        found = catalog.for_gpu(NAME, wanted.gpus[choice], cpus=wanted.cpus, memory_gb=wanted.memory_gb)
+        found = catalog.for_gpu(NAME, wanted.gpus[gpu_index], cpus=wanted.cpus, memory_gb=wanted.memory_gb)
     elif wanted.cpus or wanted.memory_gb:
         found = catalog.for_cpus(NAME, FAMILIES, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
     else:
@@ -320,7 +320,7 @@ def _channel(settings: Settings, layout: Layout, item: LayoutInput, field: str) 
     return {"type": kind, "mode": mode, "path": path if item.file or registered else f"{path}/"}
 
 
-def _timeout(settings: Settings, job: Job, choice: int, notes: list[str]) -> int:
+def _timeout(settings: Settings, job: Job, gpu_index: int, notes: list[str]) -> int:
     """Return the hard limit in seconds of running time."""
     if job.max_runtime < TIMEOUT:
         raise UnsupportedError(NAME, "max_runtime", f"a job's time limit is at least {TIMEOUT} s")
@@ -333,7 +333,7 @@ def _timeout(settings: Settings, job: Job, choice: int, notes: list[str]) -> int
     def names(at: int) -> list[str]:
         return [_machine(settings, job, at)[0] or settings.compute]
 
-    seconds, said = hard_limit(job, NAME, names, choice=choice, own=settings.prices, least=TIMEOUT)
+    seconds, said = hard_limit(job, NAME, names, gpu_index=gpu_index, own=settings.prices, least=TIMEOUT)
     notes += said
     return seconds
 

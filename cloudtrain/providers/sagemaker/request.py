@@ -124,7 +124,7 @@ def _check_account(settings: Settings, store: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: int) -> Request:
+def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_index: int) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
     check_needs(Provider, settings, job)
     _check_account(settings, layout.store)
@@ -132,19 +132,19 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     _check_secrets(settings, job)
     if job.resources.shm_gb:
         raise UnsupportedError(NAME, "resources.shm_gb", "the size of /dev/shm is SageMaker's own; use fewer workers")
-    types = _instance_types(job, choice)
+    types = _instance_types(job, gpu_index)
     known = [found for name in types if (found := catalog.machine(NAME, name)) is not None]
     arch = known[0].arch if known else "x86_64"
     _check_unknown(job, [name for name in types if catalog.machine(NAME, name) is None])
     image = job.image or _image(settings, job, types, known, arch)
     notes: list[str] = []
-    stopping = _stopping(settings, job, types, choice, notes)
+    stopping = _stopping(settings, job, types, gpu_index, notes)
     tags = _tags(job, layout, attempt)
     specification: dict[str, Any] = {"TrainingImage": image, "TrainingInputMode": "File", **_command(attempt)}
     if not check_image(image, region=settings.region, arch=arch, in_vpc=bool(settings.subnets), provider=NAME):
         specification["TrainingImageConfig"] = {"TrainingRepositoryAccessMode": "Vpc"}
     body: dict[str, Any] = {
-        "TrainingJobName": job_name(layout.run, attempt, choice),
+        "TrainingJobName": job_name(layout.run, attempt, gpu_index),
         "RoleArn": settings.role,
         "AlgorithmSpecification": specification,
         "InputDataConfig": _channels(layout),
@@ -161,7 +161,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
         body["OutputDataConfig"]["KmsKeyId"] = settings.output_kms_key
     options = job.options.get(NAME, {})
     body = merge_options(body, options, owned=OWNED, provider=NAME)
-    processes, kept = processes_of(job, choice, known[0] if known else None), job.keep_checkpoints
+    processes, kept = processes_of(job, gpu_index, known[0] if known else None), job.keep_checkpoints
     if kept is None:
         kept = KEPT if job.resources.spot else 0
     notes += _restart_notes(job, kept, isolated=settings.enable_network_isolation)
@@ -175,7 +175,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
         context={**context_of(NAME, job, layout, processes=processes), "keep_checkpoints": kept},
         run=layout.run,
         attempt=attempt,
-        choice=choice,
+        gpu_index=gpu_index,
         instance_types=tuple(types),
         notes=tuple(notes),
     )
@@ -197,18 +197,18 @@ def _check_secrets(settings: Settings, job: Job) -> None:
 # ------------------------------------------------------------------------------------------------------------- machines
 
 
-def _instance_types(job: Job, choice: int) -> list[str]:
+def _instance_types(job: Job, gpu_index: int) -> list[str]:
     """Return the job's instance types, best first; several only if SageMaker itself can choose between them."""
     wanted = job.resources
     if wanted.instance_type:
-        return [pinned_machine(NAME, job, choice, form=FORM, prefix="ml.")[0]]
+        return [pinned_machine(NAME, job, gpu_index, form=FORM, prefix="ml.")[0]]
     if not wanted.gpu:
         if not wanted.cpus and not wanted.memory_gb:
             return [FIRST]
         return [catalog.for_cpus(NAME, FAMILIES, cpus=wanted.cpus, memory_gb=wanted.memory_gb).instance_type]
-    first = wanted.gpus[choice]
+    first = wanted.gpus[gpu_index]
     # All of them share one context: as many ranks, and no spot, which has no preferences.
-    same = wanted.gpus[choice:] if not wanted.spot else (first,)
+    same = wanted.gpus[gpu_index:] if not wanted.spot else (first,)
     found: dict[str, None] = {}
     arch = ""
     for gpu in same:
@@ -349,12 +349,12 @@ def _file_system(name: str, url: str, *, mode: str, shard: bool) -> dict[str, An
     return {"ChannelName": name, "InputMode": "File", "DataSource": {"FileSystemDataSource": source}}
 
 
-def _stopping(settings: Settings, job: Job, types: Sequence[str], choice: int, notes: list[str]) -> dict[str, int]:
+def _stopping(settings: Settings, job: Job, types: Sequence[str], gpu_index: int, notes: list[str]) -> dict[str, int]:
     """Return the hard limits, and add notes on them. A warm pool is paid for too."""
     if job.max_runtime > MAX_RUNTIME:
         raise UnsupportedError(NAME, "max_runtime", "a training job runs for at most 28 days")
     held, names = settings.keep_alive_period, partial(_instance_types, job)
-    runtime, said = hard_limit(job, NAME, names, choice=choice, own=settings.prices, held=held)
+    runtime, said = hard_limit(job, NAME, names, gpu_index=gpu_index, own=settings.prices, held=held)
     notes += said
     condition = {"MaxRuntimeInSeconds": runtime}
     if job.resources.spot:

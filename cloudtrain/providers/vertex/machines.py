@@ -55,10 +55,10 @@ REGIONS: Mapping[str, Sequence[str]] = _PAGE["regions"]
 """Regions where training has a GPU. Google adds regions, so the table only advises."""
 
 
-def machine_of(job: Job, choice: int) -> Machine:
+def machine_of(job: Job, gpu_index: int) -> Machine:
     """Return the machine. Raises `UnsupportedError`, or `SpecError` if too little is known of it."""
     wanted = job.resources
-    gpu = wanted.gpus[choice] if wanted.gpu else None
+    gpu = wanted.gpus[gpu_index] if wanted.gpu else None
     if wanted.instance_type:
         return _pinned(job, wanted.instance_type, gpu)
     if gpu is not None:

@@ -124,7 +124,7 @@ def _check_url(url: str, field: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: int) -> Request:
+def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_index: int) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
     check_needs(Provider, settings, job)
     _check_store(layout.store)
@@ -133,12 +133,12 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     if job.resources.shm_gb:
         why = "no field of a custom job sets the size of /dev/shm; use fewer DataLoader workers"
         raise UnsupportedError(NAME, "resources.shm_gb", why)
-    machine = machines.machine_of(job, choice)
+    machine = machines.machine_of(job, gpu_index)
     notes = machines.notes_of(machine, job.resources.instance_count)
-    name = job_name(layout.run, attempt, choice)
+    name = job_name(layout.run, attempt, gpu_index)
     spec: dict[str, Any] = {
         "workerPoolSpecs": _pools(settings, job, layout, machine, attempt),
-        "scheduling": _scheduling(settings, job, machine, choice, notes),
+        "scheduling": _scheduling(settings, job, machine, gpu_index, notes),
         "baseOutputDirectory": {"outputUriPrefix": layout.native},
         **_switches(settings),
     }
@@ -154,10 +154,10 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
         provider=NAME,
         operation=f"POST v1/projects/{settings.project}/locations/{settings.location}/customJobs",
         body=body,
-        context=context_of(NAME, job, layout, processes=processes_of(job, choice, machine)),
+        context=context_of(NAME, job, layout, processes=processes_of(job, gpu_index, machine)),
         run=layout.run,
         attempt=attempt,
-        choice=choice,
+        gpu_index=gpu_index,
         instance_types=(machines.priced(machine),),
         notes=tuple(notes),
     )
@@ -281,8 +281,10 @@ def _file_systems(settings: Settings, layout: Layout) -> list[dict[str, str]]:
     return found
 
 
-def _scheduling(settings: Settings, job: Job, machine: Machine, choice: int, notes: list[str]) -> dict[str, Any]:
-    seconds, said = hard_limit(job, NAME, lambda at: [_priced(settings, job, at)], choice=choice, own=settings.prices)
+def _scheduling(settings: Settings, job: Job, machine: Machine, gpu_index: int, notes: list[str]) -> dict[str, Any]:
+    seconds, said = hard_limit(
+        job, NAME, lambda at: [_priced(settings, job, at)], gpu_index=gpu_index, own=settings.prices
+    )
     notes += said
     strategy = _strategy(settings, job, machine, notes)
     if strategy == "FLEX_START" and seconds > FLEX_SECONDS:
@@ -319,9 +321,9 @@ def _strategy(settings: Settings, job: Job, machine: Machine, notes: list[str]) 
     return ""
 
 
-def _priced(settings: Settings, job: Job, choice: int) -> str:
+def _priced(settings: Settings, job: Job, gpu_index: int) -> str:
     """Return the price name of the listed GPU's machine. Raises `SpecError` for a machine that the job cannot have."""
-    machine = machines.machine_of(job, choice)
+    machine = machines.machine_of(job, gpu_index)
     machines.check_available(job, machine, strategy=_strategy(settings, job, machine, []), reserved=_reserved(settings))
     return machines.priced(machine)
 
