@@ -52,6 +52,9 @@ def test_plain_forms_round_trip() -> None:
     assert Layout.from_dict(json.loads(json.dumps(dataclasses.asdict(LAYOUT)))) == LAYOUT
     request = Request(provider="x", operation="o", body={"a": [1]}, context={"b": None}, run=LAYOUT.run, attempt=1)
     assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
+    second = dataclasses.replace(request, gpu_index=1)
+    assert second.to_dict()["choice"] == 1, "the key of every record so far"
+    assert Request.from_dict(second.to_dict()) == second
     simulation = LaunchSpec(
         nodes=(NodeSpec(command=["a"], mounts=(Mount(url="u", path="p", kind="sync"),), env={"A": "1"}),) * 2,
         rules=LaunchRules(time_limit=5, restart_on=[75]),
