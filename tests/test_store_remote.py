@@ -23,7 +23,7 @@ from cloudtrain.store.store import Staged, Store
 
 pytestmark = [
     pytest.mark.remote,
-    # aiohttp, of a body of bytes above 1 MiB; what adlfs and gcsfs hand it is not ours to choose.
+    # aiohttp, of a body of bytes above 1 MiB; what gcsfs hands it is not ours to choose.
     pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning"),
 ]
 

@@ -8,7 +8,7 @@ is sent.
 * `hosts`: what the platform puts on a node, as its pages have it; `blobs`: bytes to and from the storage account.
 * `world`: all of it as a World of the contract suite.
 
-Blobs are somebody else's server (Azurite). Needs azure-ai-ml and adlfs, and docker where jobs run: an environment's
+Blobs are somebody else's server (Azurite). Needs azure-ai-ml, and docker where jobs run: an environment's
 image is an image of this machine's engine. What the service documents nowhere (how it stops a container, its texts) is
 marked unverified where it stands. ::
 

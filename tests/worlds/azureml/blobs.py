@@ -23,7 +23,7 @@ CHUNK = 1 << 20
 
 
 def place(url: str, containers: dict[str, str]) -> tuple[str, str]:
-    """(container, path) of a URI as jobs and adlfs say it; ``containers`` are those of the datastores.
+    """(container, path) of a URI as jobs and fsspec say it; ``containers`` are those of the datastores.
 
     Raises `LookupError` for a datastore that is none.
     """
