@@ -62,7 +62,7 @@ class Jobs:
         if name in CASES:
             return self.case(name)
         if name not in self._seen:
-            if name == "torchrun":
+            if name == "torchrun" and "earlier" not in self._runs:
                 self.world.place.clear_earlier()
             run = self.run("earlier" if name == "torchrun" else name, JOBS[name], *self._changes(name))
             self._seen[name] = self.world.seen(run)
