@@ -539,6 +539,7 @@ def test_a_failed_run_is_one_object_with_its_cause(bad: subprocess.CompletedProc
     assert any((demo / "out").rglob("*.log"))
 
 
+@pytest.mark.slow
 def test_status_list_logs_wait_and_pull_of_a_run_that_is_over(
     good: subprocess.CompletedProcess[str], bad: subprocess.CompletedProcess[str], demo: Path
 ) -> None:
@@ -564,6 +565,7 @@ def test_status_list_logs_wait_and_pull_of_a_run_that_is_over(
 EMPTY = "note: the run left no checkpoints, artifacts or outputs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "flags", "told"),
     [

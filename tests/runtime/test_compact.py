@@ -114,6 +114,7 @@ def test_what_a_merged_segment_covers_is_left_out() -> None:
     assert [name for _, name in found] == ["1-40.log", "41-60.log", "61.log", "70.log"]
 
 
+@pytest.mark.slow
 def test_objects_grow_with_the_logarithm_of_the_time(written: Logs) -> None:
     """7 for each power of 8: a week has 120,960 segments of 5 s, and at most 51 objects."""
     lines = written.train(12, compactor=written.compactor())
@@ -122,6 +123,7 @@ def test_objects_grow_with_the_logarithm_of_the_time(written: Logs) -> None:
     assert 16 * objects(7 * 86400 // 5) == 800
 
 
+@pytest.mark.slow
 def test_a_week_with_a_restart_every_two_hours(written: Logs) -> None:
     """84 attempts of 16 nodes: one object for each, those of the last attempt, and an exit record for each."""
     for restart in range(84):

@@ -79,6 +79,7 @@ def test_what_is_none(tmp_path: Path, pattern: str, line: str) -> None:
     assert Reader(tmp_path, loss=pattern).rows(line) == []
 
 
+@pytest.mark.slow
 def test_an_expression_that_takes_long_is_dropped_alone(tmp_path: Path) -> None:
     made = Reader(tmp_path, slow="(a+)+$", loss=LOSS)
     assert made.rows("a" * 24 + "b loss 1", "loss 2", "a" * 24 + "b loss 3") == [{"loss": n} for n in (1, 2, 3)]

@@ -21,6 +21,8 @@ from cloudtrain.runtime import checkpoint_done, checkpoints, commits, mirror, mi
 from cloudtrain.runtime.checkpoints import COMMIT, CheckpointEntry, Complete, Watch, complete
 from cloudtrain.runtime.mirror import KINDS, Mirror
 
+pytestmark = pytest.mark.slow
+
 QUIET = 0.3
 
 
@@ -92,7 +94,7 @@ class Cluster:
 
     def settle(self) -> None:
         """Long enough for anything that were to happen to have happened."""
-        time.sleep(QUIET + 1.0)
+        time.sleep(QUIET + 0.5)
 
     def finish(self, *, clean: bool = True, seconds: float = 15) -> None:
         for node in sorted(self.alive):
@@ -108,7 +110,7 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
     monkeypatch.setattr(mirror, "SCAN_SECONDS", 0.05)
-    monkeypatch.setattr(commits, "FIRST_SECONDS", 1.5)
+    monkeypatch.setattr(commits, "FIRST_SECONDS", 0.8)
     monkeypatch.setattr(checkpoints, "QUIET_SECONDS", QUIET)
     monkeypatch.setattr(checkpoints, "TRIES", (0.1, 0.1))
     made: list[Cluster] = []
