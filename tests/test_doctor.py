@@ -33,6 +33,7 @@ SHAPE = ("--nodes", "2", "--nproc-per-node", "2")
 # --------------------------------------------------------------------------------------------------------- its lines
 
 
+@pytest.mark.slow
 def test_this_machine_is_well(examiner: Examiner) -> None:
     found = examiner("local")
     names = ["settings", "plan", "torch", "ports", "shm", "disk", "gpus", "store"]

@@ -996,6 +996,7 @@ def deaths(boundaries: Boundaries, folder: Path, kind: str, most: int) -> None:
 KINDS = ["refused", "waited"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, pytest.param(max(20, TRIALS // 10), marks=pytest.mark.proof, id="many")])
 def test_a_client_that_dies_while_it_brings_a_checkpoint_over_is_gone_on_from(
     boundaries: Boundaries, apart: None, tmp_path: Path, count: int
@@ -1003,6 +1004,7 @@ def test_a_client_that_dies_while_it_brings_a_checkpoint_over_is_gone_on_from(
     deaths(boundaries, tmp_path / "deaths", "resumed", count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, pytest.param(max(20, TRIALS // 10), marks=pytest.mark.proof, id="many")])
 def test_two_clients_at_once_bring_one_checkpoint(
     boundaries: Boundaries, apart: None, tmp_path: Path, count: int
@@ -1010,6 +1012,7 @@ def test_two_clients_at_once_bring_one_checkpoint(
     meetings(boundaries, tmp_path / "meetings", "resumed", count, stalls=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_client_that_dies_on_the_way_leaves_what_the_next_goes_on_from(
     boundaries: Boundaries, tmp_path: Path, kind: str
@@ -1056,6 +1059,7 @@ def meetings(boundaries: Boundaries, folder: Path, kind: str, most: int, *, stal
         one_job(places)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stalls", [False, True], ids=["meets", "stalls"])
 @pytest.mark.parametrize("count", [5, pytest.param(max(40, TRIALS // 5), marks=pytest.mark.proof, id="many")])

@@ -203,6 +203,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_job_file(folder: Path, capsys: pytest.CaptureFixture[str], count: int) -> None:
     codes = set()
