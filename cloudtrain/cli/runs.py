@@ -439,9 +439,7 @@ def gc(
     *,
     older_than: Annotated[
         str,
-        Parameter(
-            metavar="DURATION", show_default=False, help="only data only data last written so long ago; default: 7d"
-        ),
+        Parameter(metavar="DURATION", show_default=False, help="only data last written so long ago; default: 7d"),
     ] = "7d",
     delete: Annotated[bool, switch("remove the data; without this flag nothing is written")] = False,
     at: At = HERE,
