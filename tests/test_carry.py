@@ -331,7 +331,7 @@ def test_where_a_run_went_is_followed_to_its_end_and_nothing_else_is_taken_for_i
     assert followed(f"{first}/live/x", NONE, ask=ask) == f"file://{tmp_path}/c/runs/old/live/x"
     around = f"file://{tmp_path}/d/runs/old"
     assert left_for(tmp_path / "d", left_for(tmp_path / "e", around)) == around
-    with pytest.raises(StorageError, match=rf"^resume_from: the run at {around} went on to another place, and that"):
+    with pytest.raises(StorageError, match=rf"^resume_from: the run at {around} continued in another store, and from"):
         followed(around, NONE, ask=ask)
     foreign = tmp_path / "f/runs/old/next.json"
     foreign.parent.mkdir(parents=True)

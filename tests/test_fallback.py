@@ -181,7 +181,7 @@ def test_what_waits_for_machines_too_long_is_cancelled_for_certain_and_goes_on(p
     assert (result["state"], result["run"]) == ("pending", f"{places.stores[1].url}/runs/r")
     assert [cloud.status("r.0").state for cloud in places.clouds] == ["cancelled", "pending"]
     assert [item["reason"] for item in result["refusals"]] == ["no machines within max_wait (1h)"]
-    assert any("no machines within max_wait (1h); going on to" in text for text in said)
+    assert any("no machines within max_wait (1h); continuing on" in text for text in said)
 
 
 def test_a_job_that_never_got_machines_goes_on_while_somebody_waits(places: Places) -> None:
@@ -386,7 +386,7 @@ def test_a_saved_plan_of_a_run_that_has_moved_since_is_refused_with_where_it_is(
     load_plan(saved, settings=Settings(), cwd=places.folder)
     places.clouds[0].stand("old.0", **NONE)
     old.reconcile(retry=FallbackPolicy(old))
-    with pytest.raises(SpecError, match=r"^resume_from: \S+store-0/runs/old/\S+ went on to \S+store-1/runs/old/\S+;"):
+    with pytest.raises(SpecError, match=r"^resume_from: \S+store-0/runs/old/\S+ continued at \S+store-1/runs/old/\S+;"):
         load_plan(saved, settings=Settings(), cwd=places.folder)
 
 

@@ -451,6 +451,47 @@ def _public(tree: ast.Module) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
+# ---------------------------------------------------------------------------------------------------------- plain words
+
+
+#: Words that no message, hint or help text has (STYLE: say who acts; a region or provider is not a place).
+BANNED = re.compile(
+    r"\b(told|tells?|said|nobody|somebody|whoever|anew|beside|goes on|going on|went on|places?)\b", re.I
+)
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield every text of three words or more with its line, `…` for what is filled in, but no docstring or program."""
+    docs, inner = set[int](), set[int]()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docs.add(id(node.value))
+        if isinstance(node, ast.JoinedStr):
+            inner |= {id(part) for part in node.values}
+    for node in ast.walk(parsed(path)):
+        if id(node) in docs | inner:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        else:
+            continue
+        if len(re.findall(r"[a-z]{2,}", text)) >= 3 and " " in text and "import " not in text:
+            yield node.lineno, text
+
+
+def test_messages_are_in_plain_words() -> None:
+    found = [
+        f"{name_of(path)}:{line}: {text}"
+        for path in sources()
+        if home(path) != "testing"
+        for line, text in messages(path)
+        if BANNED.search(text)
+    ]
+    assert not found, "\n".join(found)
+
+
 # ------------------------------------------------------------------------------------------------------------ packaging
 
 

@@ -86,7 +86,7 @@ def test_who_stages_waits_for_who_deletes(store: Files) -> None:
         deleting.check()
     waiting.join(timeout=10)
     assert not waiting.is_alive()
-    assert said == ["waiting: somebody deletes from this store"]
+    assert said == ["waiting: another client deletes from this store"]
     assert not held(store)
 
 

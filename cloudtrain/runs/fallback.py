@@ -247,10 +247,10 @@ class FallbackPolicy(Retry):
         (record, *rest) = handover.fallbacks_of(run)
         following = self._plans.get(str(record["run"])) or self._recorded(record, rest)
         plan = dataclasses.replace(following, refusals=tuple(refusals), left=left)
-        self._say(f"{_refusal_text(refusals[-1])}; going on to {name_of(plan)}")
+        self._say(f"{_refusal_text(refusals[-1])}; continuing on {name_of(plan)}")
 
         def leave() -> None:
-            reason = f"{result['reason']}; it went on to {plan.run_url}"
+            reason = f"{result['reason']}; it continued at {plan.run_url}"
             if not handover.decide(run.store, run.run_id, plan.run_url, run._kept({**result, "reason": reason})):
                 raise ConflictError(f"{run.url} was moved elsewhere by another client", field="run_id")
             if run.store.cancelled(run.run_id):  # the cancelling client looks here next, so one of the two acts

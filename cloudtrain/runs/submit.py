@@ -411,7 +411,7 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
         raise SpecError("an input has changed since it was planned; plan again", field="plan")
     resumed = layout.resume_source or layout.resume
     if resumed and (now := followed(resumed, settings, ask=True)) != resumed:
-        raise SpecError(f"{resumed} went on to {now}; plan again with that", field="resume_from")
+        raise SpecError(f"{resumed} continued at {now}; plan again with that URL", field="resume_from")
     return Plan(
         job=job,
         source=source,

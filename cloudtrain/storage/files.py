@@ -459,7 +459,7 @@ class LocalFiles(Trees):
                 count += len(data)
                 yield data
         if count != size:
-            raise StorageError(f"{path}: {count} bytes came in place of {size}; it changed")
+            raise StorageError(f"{path}: {count} bytes came instead of {size}; it changed")
 
     def receive(self, key: str, size: int, pieces: Callable[[], Generator[bytes, None, None]]) -> None:
         path = self._writable(key)

@@ -32,7 +32,7 @@ FOLDER = "staging"
 MARK = f"{FOLDER}/deleting"
 SECONDS = 300.0
 """Seconds for which a lease counts after its last renewal."""
-DELETES = "waiting: somebody deletes from this store"
+DELETES = "waiting: another client deletes from this store"
 ENDED = 1.0
 """Seconds for which the lease of a process of this machine that has ended counts: a request may still arrive."""
 GIVEN_UP = 10.0

@@ -327,7 +327,7 @@ class ObstoreMover:
                 return None
             data = memoryview(answer.bytes())
             if len(data) != total:
-                raise ConnectionError(f"{len(data)} bytes came in place of {total}")
+                raise ConnectionError(f"{len(data)} bytes came instead of {total}")
             return data
 
     @_apart
@@ -507,7 +507,7 @@ class _Sum:
     def check(self, total: int) -> None:
         """Raise ConnectionError unless ``total`` bytes have come."""
         if self.total != total:
-            raise ConnectionError(f"{self.total} bytes came in place of {total}")
+            raise ConnectionError(f"{self.total} bytes came instead of {total}")
 
 
 def _client(access: ObstoreConfig, keys: _Keys | None, *, retries: int, silence: timedelta) -> Any:
@@ -556,7 +556,7 @@ def _chunks(path: Path, size: int, report: Callable[[int], None], gone: threadin
     with disk_errors(path), open(path, "rb") as stream:
         while chunk := stream.read(size):
             if gone is not None and gone.is_set():
-                raise StorageError(f"{path}: nobody waits for it")
+                raise StorageError(f"{path}: its caller no longer waits")
             yield chunk
             moved += len(chunk)
             report(moved)

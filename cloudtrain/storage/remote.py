@@ -170,7 +170,7 @@ class RemoteFiles(Trees):
         if self._region:
             options["client_kwargs"] = {**options.get("client_kwargs", {}), "region_name": self._region}
         if self._moving.sse and scheme not in ("s3", "s3a"):
-            raise SpecError(f"only a store in S3 is told how to encrypt, not {scheme}:", field="sse")
+            raise SpecError(f"the encryption can be set for a store in S3 only, not for {scheme}:", field="sse")
         if scheme in OBSTORE:
             return ObstoreMover.open(self._url, options, moving=self._moving, retries=self._retries)
         return FsspecMover.open(self._url, options, moving=self._moving, retries=self._retries or Retries())
@@ -363,14 +363,14 @@ class RemoteFiles(Trees):
 
         def one(mover: Mover, start: int, end: int) -> bytes:
             if over.is_set():
-                raise StorageError(f"{self._url}/{key}: nobody waits for it")
+                raise StorageError(f"{self._url}/{key}: its caller no longer waits")
             return mover.piece(key, start, end)
 
         def piece(start: int) -> bytes:
             end = min(start + PIECE, size)
             data = self._call(key, lambda mover: one(mover, start, end))
             if len(data) != end - start:
-                raise StorageError(f"{self._url}/{key}: {len(data)} bytes came in place of {end - start}; it changed")
+                raise StorageError(f"{self._url}/{key}: {len(data)} bytes came instead of {end - start}; it changed")
             return data
 
         starts = iter(range(0, size, PIECE))
@@ -394,7 +394,7 @@ class RemoteFiles(Trees):
                 if count > size:
                     break
         if count != size:
-            raise ConnectionError(f"{count} bytes came in place of {size}")
+            raise ConnectionError(f"{count} bytes came instead of {size}")
 
     def receive(self, key: str, size: int, pieces: Callable[[], Generator[bytes, None, None]]) -> None:
         """Replace the content by ``size`` bytes, whole or not at all; ``pieces`` is called for each try."""

@@ -480,7 +480,7 @@ def followed(url: str, settings: Settings, *, ask: bool) -> str:
             break
         url = f"{noted['run']}{match[3] or ''}"
         if url in been:
-            raise StorageError(f"{FIELD}: the run at {url} went on to another place, and that one back to it")
+            raise StorageError(f"{FIELD}: the run at {url} continued in another store, and from there back in this one")
         been.add(url)
     return url
 

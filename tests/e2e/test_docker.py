@@ -577,7 +577,7 @@ def test_limits_user_labels_and_mounts_arrive_and_secrets_stay_out(small: Contai
 def test_an_engine_that_is_restarted_is_waited_for(
     jobs: Jobs, daemon: Daemon, images: Callable[[str], str], how: str
 ) -> None:
-    """It tells its containers to stop, at its own end or its new beginning: a notice, and the run continues."""
+    """It shows its containers to stop, at its own end or its new beginning: a notice, and the run continues."""
     runs = Containers(jobs, daemon.api(), images("py313"))
     jobs.write("train.py", HOLD)
     process = runs.start("train.py", "restarted", *BOTH, DOCKER_HOST=daemon.host)

@@ -503,7 +503,7 @@ def test_a_store_by_its_datastore(monkeypatch: pytest.MonkeyPatch) -> None:
     for url, field, says in (
         ("azureml://datastores/other/paths/x", "azureml.datastore", "set it to that"),
         ("azureml://datastores/workspaceblobstore/x", "store", "azureml://datastores/NAME/paths/"),
-        ("azureml://datastores/workspaceblobstore/paths/x", "store", "a plan asks nobody"),
+        ("azureml://datastores/workspaceblobstore/paths/x", "store", "a plan cannot ask"),
     ):
         with pytest.raises(SpecError, match=re.escape(says)) as caught:
             provider.store_url(url, ask=False)

@@ -705,6 +705,6 @@ def test_the_url_of_a_datastore_is_its_containers(plane: Plane) -> None:
     found = client(plane).store_url(url, ask=True)
     assert plane.container in found
     assert operations(plane, since) == ["GET datastore"]
-    with pytest.raises(SpecError, match="a plan asks nobody where"):
+    with pytest.raises(SpecError, match="a plan cannot ask for the account"):
         client(plane).store_url(url, ask=False)
     assert operations(plane, since) == ["GET datastore"]

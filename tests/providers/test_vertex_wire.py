@@ -248,7 +248,7 @@ def test_an_answer_that_tells_of_no_job_is_a_lost_one(plane: Plane, monkeypatch:
     plane.wire.answer = answer  # type: ignore[method-assign]
     for text in (b"<html>", b"{}", b'{"name": "projects/p/locations/l"}'):
         said["it"], plane.list_lag = text, 1e9
-        with pytest.raises(LostContactError, match=r"^create job: the answer tells of no job: ") as caught:
+        with pytest.raises(LostContactError, match=r"^create job: the answer names no job: ") as caught:
             provider.submit(request)
         assert "\n" not in str(caught.value)
     plane.list_lag = 0.0

@@ -102,7 +102,7 @@ class Provider(CloudProvider):
 
 DIFFERENCES = (
     "mounts are folders of this machine, which every node sees at once, and in which appending works",
-    "a machine that is taken back fails the job, the harder of the two things that are told of Azure ML",
+    "a machine that is taken back fails the job, the harder of the two documented cases of Azure ML",
     "there is no identity: nothing of Azure can be reached as it",
 )
 """Differences that a rehearsal does not show."""

@@ -116,7 +116,7 @@ def _compute(
     told = account.compute(name)
     size["vm"] = str(told.get("vmSize") or "")
     low = _SPOT.search(str(told.get("vmPriority") or ""))
-    text = f"cluster {name}, of {size['vm'] or 'a size that it does not tell'}{', low priority' if low else ''}"
+    text = f"cluster {name}, of {size['vm'] or 'a size that it does not report'}{', low priority' if low else ''}"
     if low and request is not None and int(request.body["limits"]["timeout"]) > LONGEST_LOW:
         days = LONGEST_LOW // 86400
         text += f": Azure ML ends its jobs after {days} days"
@@ -224,7 +224,7 @@ def _environment(account: Account, given: Any) -> Check:
     text = str(given)
     match = _OWN.fullmatch(text)
     if _REGISTRY.match(text) or match is None or not match["version"]:
-        return unknown("environment", f"{text} is of a registry, or a label: nobody asks it here")
+        return unknown("environment", f"{text} is of a registry, or a label: cloudtrain does not check it")
     path = f"{account.workspace}/environments/{match['name']}/versions/{match['version']}"
     try:
         account.call("GET", account.url(path), what="get environment")

@@ -76,7 +76,7 @@ def _topology(environ: Mapping[str, str]) -> Topology:
     address = next((environ[name] for name in _HOSTS if environ.get(name)), None)
     if rank is None or address is None:
         missing = " or ".join(_RANKS if rank is None else _HOSTS)
-        raise SpecError(f"this node of {nodes} is not told which it is: {missing} is not set", field=NODES)
+        raise SpecError(f"this node of {nodes} does not know its number: {missing} is not set", field=NODES)
     return Topology(nodes=nodes, node_rank=int(rank), master_addr=address.partition(":")[0], master_port=port)
 
 

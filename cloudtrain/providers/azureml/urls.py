@@ -108,7 +108,7 @@ def for_job(url: str, *, store: str, datastore: str, field: str) -> str:
         return datastore_uri(datastore, blob.path)
     if (other := blob.wasbs()) is None:
         example = f"abfs://{blob.container}@ACCOUNT.dfs.core.windows.net/{blob.path}"
-        raise UnsupportedError(NAME, field, f"a job must be told the account: {example}, or azureml://datastores/…")
+        raise UnsupportedError(NAME, field, f"a job needs the account: {example}, or azureml://datastores/…")
     return other
 
 
@@ -145,8 +145,8 @@ def store_url(
         raise SpecError(why, field="azureml.datastore")
     if ask is None:
         form = f"abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/{match['path']}"
-        how = f"az ml datastore show --name {datastore} tells its container"
-        raise SpecError(f"a plan asks nobody where {url} is; write {form} ({how}), or submit", field="store")
+        how = f"az ml datastore show --name {datastore} shows its container"
+        raise SpecError(f"a plan cannot ask for the account of {url}; write {form} ({how}), or submit", field="store")
     told = ask(datastore)
     container = told.get("containerName") or told.get("filesystem")
     if not container or not told.get("accountName"):

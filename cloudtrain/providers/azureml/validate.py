@@ -98,4 +98,4 @@ def check_body(body: Mapping[str, Any], *, serverless: bool) -> None:
     """Raise `SpecError` for parts of ``body`` that contradict each other."""
     resources, where = body["resources"], f"options.{NAME}.resources"
     if resources.get("locations") and not serverless:
-        raise SpecError("are for serverless compute: a cluster has one place", field=f"{where}.locations")
+        raise SpecError("are for serverless compute: a cluster has one region", field=f"{where}.locations")

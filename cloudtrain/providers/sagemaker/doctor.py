@@ -271,9 +271,9 @@ def _keys(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
 def _image(account: Account, image: str, own: str) -> Check:
     match = _IMAGE.fullmatch(image)
     if match is None:
-        return unknown("image", f"{image} is in no registry of ECR, and nobody here can ask it")
+        return unknown("image", f"{image} is in no registry of ECR, so it is not checked")
     if match["account"] != own:
-        return unknown("image", f"{image} is another account's ({match['account']}), which does not tell")
+        return unknown("image", f"{image} is another account's ({match['account']}), which does not answer")
     tag = (match["tag"] or ":latest").partition("@")
     which = {"imageDigest": tag[2]} if tag[1] else {"imageTag": tag[0].lstrip(":")}
     where: dict[str, Any] = {"registryId": match["account"], "repositoryName": match["name"], "imageIds": [which]}

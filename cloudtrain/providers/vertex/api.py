@@ -472,7 +472,7 @@ class Account:
                         self._unsure[name] = time.monotonic()
                     if isinstance(exc, (json_format.ParseError, ValueError)) or getattr(exc, "code", 0) == 409:
                         text = " ".join(str(exc).split())[:300]
-                        raise LostContactError(f"create job: the answer tells of no job: {text}") from None
+                        raise LostContactError(f"create job: the answer names no job: {text}") from None
                     raise
 
         return send

@@ -195,7 +195,7 @@ def _quota(account: Account, spec: Mapping[str, Any]) -> Iterator[Check]:
 
 def _limited(metric: str, count: int, limit: int | None, location: str) -> Check:
     if limit is None:
-        return unknown("quota", f"Cloud Quotas tells no limit of {metric} in {location}")
+        return unknown("quota", f"Cloud Quotas has no limit of {metric} in {location}")
     if 0 <= limit < count:
         fix = f"ask for {count} of {metric} in {location} (IAM & Admin, Quotas), or choose another machine"
         return failed("quota", f"{metric}: {limit}, the job takes {count}", fix=fix, code=QuotaError.exit_code)
@@ -250,7 +250,7 @@ def _cores(spec: Mapping[str, Any]) -> int:
 def _image(account: Account, image: str) -> Check:
     match = _IMAGE.fullmatch(image)
     if match is None:
-        return unknown("image", f"{image} is not in Artifact Registry, and nobody here can ask its registry")
+        return unknown("image", f"{image} is not in Artifact Registry, so it is not checked")
     repository = f"projects/{match['project']}/locations/{match['location']}/repositories/{match['repository']}"
     version = f"versions/{match['digest']}" if match["digest"] else f"tags/{match['tag'] or 'latest'}"
     path = f"/v1/{repository}/packages/{quote(match['name'], safe='')}/{version}"

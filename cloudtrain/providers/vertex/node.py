@@ -93,7 +93,7 @@ def _topology(environ: Mapping[str, str]) -> Topology:
     if nodes == 1:
         return Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=PORT)
     if not environ.get("CLUSTER_SPEC"):
-        raise SpecError(f"this node of {nodes} is not told which it is", field="CLUSTER_SPEC")
+        raise SpecError(f"this node of {nodes} does not know its number", field="CLUSTER_SPEC")
     try:
         spec = json.loads(environ["CLUSTER_SPEC"])
     except ValueError:
@@ -104,7 +104,7 @@ def _topology(environ: Mapping[str, str]) -> Topology:
     hosts = [host for pool in POOLS for host in cluster.get(pool, ())]
     pool, index = _task(spec)
     if len(hosts) != nodes or pool not in POOLS or not 0 <= index < len(cluster.get(pool, ())):
-        raise SpecError(f"tells of {len(hosts)} nodes and of {pool} {index}; the job has {nodes}", field="CLUSTER_SPEC")
+        raise SpecError(f"lists {len(hosts)} nodes and {pool} {index}; the job has {nodes}", field="CLUSTER_SPEC")
     address, _, port = hosts[0].rpartition(":") if re.search(r":\d+$", hosts[0]) else (hosts[0], "", "")
     return Topology(
         nodes=nodes,
