@@ -288,7 +288,7 @@ def test_a_plan_says_whose_code_a_checkpoint_brings(tmp_path: Path, capsys: pyte
         return " ".join(plan.request.notes)
 
     assert notes("earlier") == ""
-    assert "is outside this store: who can write there can run code" in notes("./elsewhere")
+    assert "is outside this store: with write access there, anyone can run code" in notes("./elsewhere")
     assert "s3://user" not in notes(f"s3://other/{canary('x')}")
     assert canary_free(notes("https://u:canary-password@host/x"))
 

@@ -379,7 +379,7 @@ def test_a_plan_says_what_will_be_copied_and_from_where_and_is_sent_as_it_is(pro
     assert "theirs" not in json.dumps(plan.request.body)
     text = plan_text(plan.document())
     assert f"resumes from  {layout.resume} (the newest checkpoint copied from {source}, through this machine)" in text
-    assert any("who can write there can run code in this job" in note for note in plan.request.notes)
+    assert any("anyone can run code in this job" in note for note in plan.request.notes)
     assert f"its newest complete checkpoint is copied to {layout.resume}" in text
     saved = tmp_path / "plan.json"
     saved.write_text(json.dumps(plan.document()))

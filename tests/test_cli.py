@@ -364,7 +364,7 @@ def test_a_word_that_is_no_verb_gets_a_hint(word: str, hint: str) -> None:
 
 def test_the_words_of_other_tools_are_no_verbs_of_ours() -> None:
     assert not set(advice.HINTS) & {*cli.VERBS, *cli.ALSO}
-    assert {text.split()[4] for text in advice.HINTS.values() if text.startswith("you may want")} <= {
+    assert {text.split()[4] for text in advice.HINTS.values() if text.startswith("did you mean")} <= {
         *cli.VERBS, "--version"
     }  # fmt: skip
 

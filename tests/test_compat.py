@@ -395,7 +395,7 @@ def test_what_is_wrong_is_said_in_one_line_and_in_the_words_of_v2(words: dict[st
         (
             {"metric_definitions": [{"Name": "loss", "Regex": "loss=([0-9]+(e[0-9]+)?)"}]},
             "metric_definitions.loss: 'loss=([0-9]+(e[0-9]+)?)' has 2 groups, not one",
-            "write (?:...) for every group but that of the number",
+            "write (?:...) for every group except the group of the number",
         ),
         ({"checkpoint_s3_uri": "/a"}, "checkpoint_s3_uri: '/a' is not a URL of S3", "write s3://BUCKET/PREFIX"),
         (

@@ -740,7 +740,7 @@ def test_each_place_has_a_max_wait_of_its_own(places: Places) -> None:
         store=places.stores[0], run_id="r", clock=lambda: now[0],
         sleep=lambda seconds: now.__setitem__(0, now[0] + max(seconds, 1)),
     )  # fmt: skip
-    with pytest.raises(LostContactError, match="has not ended in the time given"):
+    with pytest.raises(LostContactError, match="has not ended within the timeout"):
         run.wait(retry=FallbackPolicy(run), poll=30, timeout=600)
     assert places.alive() == [1]
     assert [store.expired("r", 0) is not None for store in places.stores] == [True, False]
