@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import os
+import re
+import time
 from pathlib import Path
 
 from cloudtrain.storage.files import files
@@ -17,12 +19,9 @@ def recorded_with_lists(folder: Path) -> None:
     """Write the stores and jobs of four runs whose settings listed two places, as the last such version left them.
 
     ``waits`` has no machines yet in the first place. ``moved`` waits in the second one, ``ended`` has succeeded there.
-    ``refused`` waits in the first place with the second GPU of its list.
+    ``refused`` waits in the first place with the second GPU of its list. Their jobs were submitted just now.
     """
-    for path, text in json.loads((Path(__file__).parent / "earlier_fallbacks.json").read_text()).items():
-        data = (
-            base64.b64decode(text[7:]) if text.startswith("base64:") else text.replace("{folder}", str(folder)).encode()
-        )
+    for path, data in _recorded("earlier_fallbacks.json", folder).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_bytes(data)
 
@@ -33,17 +32,25 @@ def recorded_with_shared_copies(folder: Path) -> None:
     It waits at ``folder``/cloud-0. Its remote input and the checkpoint of a run of another store lie below ``data/`` of
     memory://bucket/store-0; both sources are gone. It may go on to memory://bucket/store-1.
     """
-    for path, text in json.loads((Path(__file__).parent / "earlier_copies.json").read_text()).items():
-        data = (
-            base64.b64decode(text[7:]) if text.startswith("base64:") else text.replace("{folder}", str(folder)).encode()
-        )
+    bucket = files("memory://bucket")
+    for path, data in _recorded("earlier_copies.json", folder).items():
         if path.startswith("store-0/"):
-            files("memory://bucket").write(path, data)
+            bucket.write(path, data)
         else:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(data)
-    record = json.loads(files("memory://bucket").read("store-0/runs/r/run.json"))
-    files("memory://bucket").write(f"store-0/runtime/{record['runtime']}/cloudtrain.pyz", b"the runtime of then")
+    record = json.loads(bucket.read("store-0/runs/r/run.json"))
+    bucket.write(f"store-0/runtime/{record['runtime']}/cloudtrain.pyz", b"the runtime of then")
+
+
+def _recorded(name: str, folder: Path) -> dict[str, bytes]:
+    found = {}
+    for path, text in json.loads((Path(__file__).parent / name).read_text()).items():
+        if path.endswith("/submitted.json"):
+            text = re.sub(r'"time": [\d.]+', f'"time": {time.time()}', text)
+        plain = base64.b64decode(text[7:]) if text.startswith("base64:") else None
+        found[path] = text.replace("{folder}", str(folder)).encode() if plain is None else plain
+    return found
 
 
 class Ran:
