@@ -120,17 +120,17 @@ def page_of_a_proxy(world: VertexWorld, operation: str, *, times: int = 1, body:
 def test_an_answer_to_a_creation_that_is_not_one_is_no_second_job(
     idle: VertexWorld, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = idle.plan(run_id="page").request
+    monkeypatch.setattr(own, "FIRST_HOLD", 0.0)
+    request, provider = idle.plan(run_id="page").request, again(idle)
     page_of_a_proxy(idle, "POST customJobs", body=body)
     with pytest.raises(LostContactError):
-        idle.provider.submit(request)
+        provider.submit(request)
     monkeypatch.setattr(own, "SETTLE", 0.0)
-    monkeypatch.setattr(own, "FIRST_HOLD", 0.0)
     idle.plane.list_lag, idle.plane.quotas["custom_model_training_cpus"] = 1e9, 0
     with pytest.raises(LostContactError, match="custom_model_training_cpus"):  # the first job uses what there is
-        idle.provider.submit(request)
+        provider.submit(request)
     idle.plane.list_lag = 0.0
-    assert idle.provider.submit(request) == only(idle).name
+    assert provider.submit(request) == only(idle).name
 
 
 def test_contention_is_no_conflict_of_ids(idle: VertexWorld) -> None:
