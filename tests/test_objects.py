@@ -494,6 +494,12 @@ BLOB = "abfs://c@a.dfs.core.windows.net/x"
         ("abfs://c@a.dfs.own.example/x", AZURE, {}, "a.dfs.own.example is not a host of a known Azure cloud"),
         ("abfs://a.dfs.core.windows.net/c/x", AZURE, {}, "names no container"),
         ("az://c/x", {"AZURE_STORAGE_CONNECTION_STRING": "AccountName=a"}, {}, "has neither AccountKey nor Shared"),
+        (
+            "abfs://c@b.dfs.core.windows.net/x",
+            {"AZURE_STORAGE_CONNECTION_STRING": "AccountName=a;AccountKey=aGk="},
+            {},
+            "the connection string is of the account a",
+        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(

@@ -270,7 +270,8 @@ def _azure(url: str, options: Mapping[str, Any], environ: Mapping[str, str], mov
         hint = f"write abfs://CONTAINER@{container}/…"
         raise SpecError(f"{url} names no container", field="store", hint=hint)
     words = _words(given("connection_string"))
-    account, endpoint = _connected(words) if words else _account(url, host, given, str(options.get("account_host", "")))
+    own_host = str(options.get("account_host", ""))
+    account, endpoint = _connected(words, url, host) if words else _account(url, host, given, own_host)
     key = words.get("AccountKey", "") if words else given("account_key")
     sas = words.get("SharedAccessSignature", "") if words else given("sas_token")
     principal = {} if words or key or sas else {name: given(name) for name in _PRINCIPAL}
@@ -316,10 +317,13 @@ def _words(string: str) -> dict[str, str]:
     return words
 
 
-def _connected(words: Mapping[str, str]) -> tuple[str, str]:
-    """Return the account name and endpoint of a connection string."""
+def _connected(words: Mapping[str, str], url: str, host: str) -> tuple[str, str]:
+    """Return a connection string's account name and endpoint; raise `SpecError` if the URL names another account."""
     endpoint = words.get("BlobEndpoint", "")
     account = words.get("AccountName") or re.sub(r"^https?://([^./:]+)\..*", r"\1", endpoint)
+    if (named := _AZURE_HOST.fullmatch(host)) and named["account"] != account:
+        hint = "unset AZURE_STORAGE_CONNECTION_STRING, or use that account's URL"
+        raise SpecError(f"{url}: the connection string is of the account {account}", field="store", hint=hint)
     protocol, suffix = words.get("DefaultEndpointsProtocol", "https"), words.get("EndpointSuffix", "core.windows.net")
     return account, endpoint or f"{protocol}://{account}.blob.{suffix}"
 
