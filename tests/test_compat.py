@@ -449,7 +449,7 @@ def test_without_a_source_folder_the_script_ships_alone(here: Path) -> None:
     (here / "odd [1].py").write_text("print(1)\n")
     for script in ("train.py", "odd [1].py"):
         plan = pytorch(entry_point=script).plan()
-        assert [file.path for file in plan.bundle.files] == [script]
+        assert [file.path for file in plan.upload.bundle.files] == [script]
 
 
 def test_a_requirements_file_of_the_source_is_installed(here: Path) -> None:

@@ -369,11 +369,12 @@ def test_a_run_that_has_moved_is_resumed_from_where_it_ended_up(
     url, saved = ran_elsewhere(places)
     there = f"{url}/live/checkpoints"
     estimator = places.estimator(resume_from=named(places))
-    assert [estimator.plan().layout.resume, *(plan.layout.resume for plan in estimator.plan().further)] == [there] * 2
+    plan = estimator.plan()
+    assert [item.layout.resume for item in (plan, *plan.fallbacks.further)] == [there] * 2
     assert places.submit(resume_from=named(places)).record["layout"]["resume"] == there
     monkeypatch.setattr(Provider, "schemes", frozenset({"gs"}))
     plan = estimator.plan()
-    assert (plan.layout.resume_source, plan.further[0].layout.resume) == (there, there)
+    assert (plan.layout.resume_source, plan.fallbacks.further[0].layout.resume) == (there, there)
     estimator.fit(wait=False, run_id="copied")
     assert copied(places, 0, "copied") == saved
 

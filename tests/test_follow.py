@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import examples
 
+from cloudtrain.provider_api.node import attempt_key
 from cloudtrain.provider_api.protocol import LogLine
-from cloudtrain.runs.log_order import Line, LogOrderer, MissingRange, Stream, attempt_key, parse_line
+from cloudtrain.runs.log_order import Line, LogOrderer, MissingRange, Stream, parse_line
 
 FOREVER = 1000.0
 
@@ -90,6 +91,8 @@ def test_anything_else_is_the_platforms_own(text: str) -> None:
 
 def test_attempts_sort_by_number() -> None:
     assert sorted(["10.0", "2.1", "2.0", "", "x.y"], key=attempt_key) == ["", "x.y", "2.0", "2.1", "10.0"]
+    names = ["1.0/node-2", "0.1/node-10", "0.1/node-9", "0.10/node-0"]
+    assert sorted(names, key=attempt_key) == ["0.1/node-9", "0.1/node-10", "0.10/node-0", "1.0/node-2"]
 
 
 # ----------------------------------------------------------------------------------------------------------------- gaps

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cloudtrain.provider_api.protocol import AttemptInfo, Request, Status
+from cloudtrain.runs.attempts import AttemptPolicy
 from cloudtrain.runs.max_wait import AGAIN_SECONDS, MaxWait
 from cloudtrain.store.store import Store
 
 T0 = 1_700_000_000.0
 LIMIT = 600
+POLICY = AttemptPolicy(max_runtime=3600, max_wait=LIMIT)
 WHY = "no machines within max_wait (10m)"
 PENDING = Status(state="pending")
 
@@ -30,7 +33,7 @@ def begun(tmp_path: Path, limit: int | None = LIMIT) -> tuple[MaxWait, Store, Cl
     store, clock = Store(str(tmp_path)), Clock()
     store.create_attempt("r", 0, Request(provider="p", operation="o", body={}, context={}, run="r"))
     store.files.write("runs/r/attempts/0/submitted.json", json.dumps({"native_id": "0", "time": T0}).encode())
-    return MaxWait(store=store, run_id="r", limit=limit, clock=clock), store, clock
+    return MaxWait(store=store, run_id="r", policy=replace(POLICY, max_wait=limit), clock=clock), store, clock
 
 
 def test_since_it_was_submitted(tmp_path: Path) -> None:
@@ -52,7 +55,7 @@ def test_what_does_not_end_is_cancelled_again_after_a_while_and_by_any_other_cli
     assert wait.ends(0, PENDING) == ""
     clock.now += 1
     assert wait.ends(0, PENDING) == WHY
-    assert MaxWait(store=store, run_id="r", limit=LIMIT, clock=clock).ends(0, PENDING) == WHY
+    assert MaxWait(store=store, run_id="r", policy=POLICY, clock=clock).ends(0, PENDING) == WHY
 
 
 def test_one_that_has_started_by_the_platform_s_word_alone_waits_since_it_was_seen_to(tmp_path: Path) -> None:
@@ -62,7 +65,7 @@ def test_one_that_has_started_by_the_platform_s_word_alone_waits_since_it_was_se
     clock.now = T0 + 10 * LIMIT
     assert wait.ends(0, again) == ""
     clock.now += LIMIT
-    assert MaxWait(store=store, run_id="r", limit=LIMIT, clock=clock).ends(0, again) == ""
+    assert MaxWait(store=store, run_id="r", policy=POLICY, clock=clock).ends(0, again) == ""
     clock.now += 1
     assert wait.ends(0, again) == WHY
 
@@ -78,7 +81,7 @@ def test_machines_that_are_lost_again_are_waited_for_anew_though_nodes_left_no_w
     clock.now = T0 + 18_000  # when it has run for hours
     assert wait.ends(0, lost) == ""
     clock.now += LIMIT
-    assert MaxWait(store=store, run_id="r", limit=LIMIT, clock=clock).ends(0, lost) == ""
+    assert MaxWait(store=store, run_id="r", policy=POLICY, clock=clock).ends(0, lost) == ""
     clock.now += 1
     assert wait.ends(0, lost) == WHY
 
@@ -117,7 +120,7 @@ def test_a_restart_waits_since_somebody_saw_it_wait_where_nobody_knows(tmp_path:
         store.files.write("runs/r/live/attempts/0.0.json", json.dumps({"attempt": "0.0", "started": T0}).encode())
     clock.now = T0 + 90_000
     assert wait.ends(0, status) == ""
-    other = MaxWait(store=store, run_id="r", limit=LIMIT, clock=clock)
+    other = MaxWait(store=store, run_id="r", policy=POLICY, clock=clock)
     clock.now += LIMIT
     assert other.ends(0, status) == ""
     clock.now += 1
@@ -131,7 +134,7 @@ def test_only_the_newest_attempt_of_a_run_that_nobody_has_cancelled(tmp_path: Pa
     assert wait.ends(0, PENDING) == ""
     _, store, _ = begun(tmp_path / "other")
     store.cancel("r")
-    assert MaxWait(store=store, run_id="r", limit=LIMIT, clock=clock).ends(0, PENDING) == ""
+    assert MaxWait(store=store, run_id="r", policy=POLICY, clock=clock).ends(0, PENDING) == ""
 
 
 def test_a_step_of_the_machines_clock_ends_no_wait_that_this_process_measures(
@@ -141,7 +144,7 @@ def test_a_step_of_the_machines_clock_ends_no_wait_that_this_process_measures(
     wall, ticks = Clock(), Clock()
     monkeypatch.setattr(time, "time", wall)
     monkeypatch.setattr(time, "monotonic", ticks)
-    wait = MaxWait(store=store, run_id="r", limit=LIMIT, clock=time.time)
+    wait = MaxWait(store=store, run_id="r", policy=POLICY, clock=time.time)
     assert wait.ends(0, PENDING) == ""
     wall.now += 10 * LIMIT
     assert wait.ends(0, PENDING) == ""

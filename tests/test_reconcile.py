@@ -125,7 +125,7 @@ def test_two_failures_alike_end_the_run_whoever_saw_the_first(place: Place) -> N
         place.platform.stand(f"r.{attempt}", **FAILED | {"category": "user_error"})
         (row,) = place.reconcile()
     assert row["done"] == [
-        "the same failure twice with no new checkpoint between: no further attempt",
+        "no further attempt: the same failure twice with no new checkpoint between",
         "closed: failed",
     ]
     assert run.wait(retry=Retry(run))["state"] == "failed"

@@ -125,7 +125,7 @@ def test_a_local_input_is_staged_here_and_a_remote_one_needs_a_stand_in(vertex: 
     assert error.field == "inputs.val"
     assert "--map gs://elsewhere/val=PATH" in error.message
     plan = vertex.rehearsed(job, maps={"gs://elsewhere": "data", "gs://elsewhere/val/": "data"})
-    assert [tree.digest in plan.layout.inputs["train"].url for tree in plan.trees] == [True]
+    assert [tree.digest in plan.layout.inputs["train"].url for tree in plan.upload.trees] == [True]
     urls = {mount.url for mount in plan.provider.launch_spec(plan.request).nodes[0].mounts}
     assert (vertex.folder / "data").as_uri() in urls, "the deepest one counts"
     assert any("stands in for gs://elsewhere/val" in line for line in plan.request.body["differences"])

@@ -236,7 +236,7 @@ def test_a_run_that_is_recorded_with_other_data_is_another(tmp_path: Path, monke
         return plan
 
     first = planned()
-    first.store.stage(first.layout, archive=lambda: b"", pyz=b"", trees=first.trees)
+    first.store.stage(first.layout, archive=lambda: b"", pyz=b"", trees=first.upload.trees)
     assert first.store.create_run(first.layout, submit_module._record(first))
     submit_module.with_recorded_origin(planned())
     (tmp_path / "data" / "a").write_text("two and more")

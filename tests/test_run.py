@@ -36,10 +36,11 @@ from cloudtrain.provider_api.protocol import (
     Request,
     Status,
 )
+from cloudtrain.runs.attempts import NOT_RETRIED
 from cloudtrain.runs.listing import list_page
 from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.outcome import iso_time
-from cloudtrain.runs.run import NEXT_SECONDS, NOT_RETRIED, Run, open_run
+from cloudtrain.runs.run import NEXT_SECONDS, Run, open_run
 from cloudtrain.store.store import Store
 from cloudtrain.validate import unix_seconds
 

@@ -1,11 +1,11 @@
-"""``make mutants``: change the provider files a little, one change at a time, and see whether a test notices.
+"""``make mutants``: change the provider files and the attempt policy a little, and see whether a test notices.
 
     .venv-mutants/bin/python tools/mutants.py [--share 0.05] [--seed 0] [--only GLOB …] [--again] [--no-report]
 
-mutmut makes the mutants and runs, for each, the tests of ``tests/providers`` that reach its function and need no engine
-of containers and no emulator but ours (``[tool.mutmut]`` in pyproject.toml says which). ``--share`` of each file's
-mutants are tried, drawn by ``--seed``; ``--again`` tries those that survived the run before. Exit code 0: every
-survivor is explained in ``tools/survivors.toml``; 1: some is not; 2: nothing was tried.
+mutmut makes the mutants and runs, for each, the tests (``tests/providers``, ``tests/test_attempts.py``) that reach its
+function and need no engine of containers and no emulator but ours (``[tool.mutmut]`` in pyproject.toml says which).
+``--share`` of each file's mutants are tried, drawn by ``--seed``; ``--again`` tries those that survived the run before.
+Exit code 0: every survivor is explained in ``tools/survivors.toml``; 1: some is not; 2: nothing was tried.
 
 What mutmut leaves alone: module and class level (the tables of native states, prices, regions), functions with a
 decorator other than classmethod and staticmethod (properties), annotations, and what runs in another process.

@@ -203,7 +203,7 @@ def _send_and_follow(
     say_limits(planned.job, screen)
     say_price(planned, screen)
     say_advice(planned, screen)
-    for number, further in enumerate(planned.further, 1):
+    for number, further in enumerate(planned.fallbacks.further, 1):
         screen.talk(f"fallback {number}: {fallback_text(further.document())}")
         say_advice(further, screen)
     if ask_above is not None and _is_declined(planned, ask_above, screen):
@@ -231,7 +231,7 @@ def _is_declined(planned: Plan, above: float, screen: Screen) -> bool:
 
     Without a terminal, or without a known price, there is no question.
     """
-    prices = [price for item in (planned, *planned.further) if (price := item.price()) is not None]
+    prices = [price for item in (planned, *planned.fallbacks.further) if (price := item.price()) is not None]
     most = max((price["usd_for_hard_limit"] for price in prices), default=0.0)
     if most <= above or not (sys.stdin is not None and sys.stdin.isatty() and screen.err.isatty()):
         return False
@@ -251,7 +251,7 @@ def _send(planned: Plan, screen: Screen) -> Run:
         moved = format.Moved("uploaded", say if screen.interactive else None)
         run = send(planned, environ=os.environ, progress=say, moved=moved, note=screen.talk)
     name = planned.provider_name
-    if planned.further:  # it may have been sent to another place
+    if planned.fallbacks.further:  # it may have been sent to another place
         name = run.provider_name
         screen.about |= {"run": run.url, "provider": name}
     screen.talk(format.sent(planned.run_id, name, run.url, run.staged, pace=moved.pace))
@@ -347,9 +347,9 @@ def plan(
         screen.talk(f"run id {planned.run_id} is a stand-in; submit makes a new one (--run-id)")
     if not terminal:
         say_limits(planned.job, screen)
-    for text in (text for item in (planned, *planned.further) for text in item.warnings):
+    for text in (text for item in (planned, *planned.fallbacks.further) for text in item.warnings):
         screen.talk(f"warning: {text}")
-    incomplete = [item for item in (planned, *planned.further) if item.missing]
+    incomplete = [item for item in (planned, *planned.fallbacks.further) if item.missing]
     for item in incomplete:
         say_missing(item, chosen.file, screen)
     if not incomplete:

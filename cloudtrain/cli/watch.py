@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CloudtrainError
+from ..provider_api.node import attempt_key
 from ..provider_api.protocol import AttemptInfo, Status
 from ..report.curves import Curve, by_column, curves, is_log, spread
 from ..report.markup import quantity
 from ..runs.live_data import LiveRunReader, NodeData, printable
-from ..runs.log_order import Line, attempt_key, line_label
+from ..runs.log_order import Line, line_label
 from ..runs.outcome import first_line, public_result, status_of
 from ..runs.pull import EVERY
 from ..runs.run import Run

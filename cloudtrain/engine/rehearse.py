@@ -88,7 +88,7 @@ def plan_rehearsal(
         layout=layout,
         request=with_resume_warning(chosen.plan(job, layout), layout),
         later=(),
-        node_half=type(target),
+        upload=dataclasses.replace(real.upload, node_half=type(target)),
     )
 
 
@@ -109,7 +109,7 @@ def _stand_ins(real: Plan, maps: Mapping[str, str]) -> dict[str, str]:
 
 def _check_data(real: Plan, places: Mapping[str, str]) -> None:
     """Raise `SpecError` for data that is neither staged nor on this machine."""
-    staged = {tree.digest for tree in real.trees}
+    staged = {tree.digest for tree in real.upload.trees}
     for name, item in real.layout.inputs.items():
         digest = item.url.removeprefix(f"{real.store.url}/data/").partition("/")[0]
         if digest not in staged and not (item.source and item.url not in places):

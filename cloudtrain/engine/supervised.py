@@ -27,6 +27,7 @@ from .. import errors
 from ..errors import LostContactError, NotFoundError, PlatformError, SpecError, StorageError, UnsupportedError
 from ..job.options import merge_options
 from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
+from ..provider_api.node import attempt_key
 from ..provider_api.protocol import (
     FINAL,
     AttemptInfo,
@@ -276,7 +277,7 @@ class SupervisedProvider(ProviderExtras):
         offsets = dict(cursor or {})
         lines: list[LogLine] = []
         more = False
-        for path in sorted((folder / "out").glob("*/node-*.log"), key=_attempt_order):
+        for path in _logs_in(folder):
             key = f"{path.parent.name}/{path.name}"
             start = offsets.get(key, 0)
             with open(path, "rb") as stream:
@@ -293,7 +294,7 @@ class SupervisedProvider(ProviderExtras):
 
     def stuck(self, native_id: str) -> dict[str, str]:
         """Return each checkpoint that the newest attempt's nodes could not copy to the store, with the reason."""
-        logs = sorted((_existing(native_id) / "out").glob("*/node-*.log"), key=_attempt_order)
+        logs = _logs_in(_existing(native_id))
         found: dict[str, str] = {}
         for path in (each for each in logs if each.parent == logs[-1].parent):
             with open(path, "rb") as stream:
@@ -497,9 +498,10 @@ def _raise_refusal(path: Path) -> None:
         raise getattr(errors, said["kind"], PlatformError)(said["text"], hint=said["hint"])
 
 
-def _attempt_order(path: Path) -> tuple[int, int, str]:
-    k, _, r = path.parent.name.partition(".")
-    return int(k), int(r), path.name
+def _logs_in(folder: Path) -> list[Path]:
+    """Return the nodes' logs of a supervisor, oldest attempt first, then by node."""
+    logs = (folder / "out").glob("*/node-*.log")
+    return sorted(logs, key=lambda path: attempt_key(f"{path.parent.name}/{path.stem}"))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -27,8 +26,9 @@ from ..job.job import Job
 from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount
 from ..provider_api.protocol import FINAL, AttemptInfo, Layout, Provider, Request
 from ..provider_api.registry import find_provider
+from ..runs.attempts import AttemptPolicy, Ending, History, Next, Usage, exception_of
 from ..runs.outcome import records_of, was_lost
-from ..runs.run import NOT_RETRIED, Run
+from ..runs.run import Run
 from ..runtime.checkpoints import COMMIT, complete, resumable_checkpoints
 from ..runtime.link import SILENCE_TIMEOUT
 from ..runtime.node import UNMIRRORED
@@ -264,29 +264,31 @@ class Supervisor:
 
     def _all_attempts(self, mounts: _Mounts) -> tuple[str, str, str]:
         """Return (state, category, reason) of the run."""
-        request, failures = self.request, []
+        request, before = self.request, None
         while True:
             launch = self._patiently(lambda: self.provider).launch_spec(request)
             self._limit = launch.rules.time_limit
             state, category, reason = self._attempt(request, launch, mounts)
-            if state != "failed" or category in NOT_RETRIED or request.attempt >= launch.rules.retries:
+            policy = AttemptPolicy(max_runtime=self._limit, retries=launch.rules.retries)
+            history = History(state=state, category=category, newest=request.attempt)
+            if not policy.retries_here(history):
                 return state, category, reason
-            failures.append((self._exception(mounts), self._patiently(partial(self._newest_checkpoint, mounts))))
-            if len(failures) > 1 and failures[-1] == failures[-2]:
-                return state, category, f"{reason}; the same failure twice with no new checkpoint between"
+            ending = self._patiently(partial(self._ending, mounts))
+            decision = policy.decide(history, ending=ending, before=before, used=Usage(seconds=self.spent))
+            if not isinstance(decision, Next):
+                return state, category, f"{reason}; no further attempt: {decision.reason}"
             if self._cancelled(mounts):
                 return CANCELLED
-            request = self._patiently(partial(self._next, request))
+            request, before = self._patiently(partial(self._next, request, decision.number)), ending
 
     def _cancelled(self, mounts: _Mounts) -> bool:
         return (self.folder / "cancel").exists() or mounts.cancelled()
 
-    def _next(self, request: Request) -> Request:
-        """Return the request of the next attempt, recorded before any node starts."""
+    def _next(self, request: Request, number: int) -> Request:
+        """Return the request of attempt ``number``, recorded before any node starts."""
         record = self.store.run(self.run_id)
         job = Job.from_dict(record["job"]).at(record["provider"])
         provider = self.provider
-        number = request.attempt + 1
         following = provider.plan(job, Layout.from_dict(record["layout"]), number, request.gpu_index)
         if not self.store.create_attempt(self.run_id, number, following) and following != self.store.attempt_request(
             self.run_id, number
@@ -537,19 +539,12 @@ class Supervisor:
         last = last_line(self.folder / "out" / self.attempts[-1]["number"] / f"node-{number}.log")
         return "infra", f"node {number} {how}" + (f": {last}" if last else "")
 
-    def _exception(self, mounts: _Mounts) -> tuple[Any, ...]:
-        """Return the attempt's failure to compare with the next one's: the first rank may differ.
-
-        A kill from outside, or a lost node, says nothing of the script: it equals no other.
-        """
-        name = self.attempts[-1]["number"]
-        for record in mounts.exits():
-            if record["attempt"] == name and record["decided"] and (failure := record["failure"]):
-                place = (failure["exception"], failure["file"], failure["line"], failure["process_exit_code"])
-                killed = not failure["exception"] and failure["process_exit_code"] in (None, -signal.SIGKILL)
-                if not was_lost(failure) and (not killed or record["category"] == "oom"):
-                    return (record["category"], *place)
-        return (name,)
+    def _ending(self, mounts: _Mounts) -> Ending:
+        """Return how the newest attempt ended, by its nodes' decision; without one, nothing is known of the script."""
+        exits = self._exits(mounts) if self.attempts else []
+        root = next((r for r in exits if r["decided"]), None)
+        exception = exception_of(root["category"], root["reason"], root["failure"]) if root is not None else ""
+        return Ending(exception=exception, checkpoint=self._newest_checkpoint(mounts))
 
     def _max_runtime(self) -> float:
         """Return the job's own limit; a limit of money or GPU hours may be shorter."""

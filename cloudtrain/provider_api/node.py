@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -9,12 +10,20 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["JOIN_TIMEOUT", "PROTOCOL", "NodeEnvironment", "RunObjects", "SyncAgent", "Topology"]
+__all__ = ["JOIN_TIMEOUT", "PROTOCOL", "NodeEnvironment", "RunObjects", "SyncAgent", "Topology", "attempt_key"]
 
 PROTOCOL = 1
 """Version of context.json; the node refuses unknown versions."""
 JOIN_TIMEOUT = 1800.0
 """Seconds that nodes wait for each other: clouds start the nodes of one job many minutes apart."""
+
+
+def attempt_key(name: str) -> tuple[int, ...]:
+    """Return the sort key of an attempt's number ``k.r``, or of a name that contains it: ``1.10`` comes after ``1.9``.
+
+    The names of nodes' files continue with the node's number. Text without a number comes first.
+    """
+    return tuple(int(number) for number in re.findall(r"\d+", name))
 
 
 @dataclass(frozen=True, kw_only=True)

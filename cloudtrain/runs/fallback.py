@@ -35,9 +35,19 @@ from ..store import runtime_zip
 from ..store.store import Store, next_of
 from ..validate import without_secrets
 from . import handover
+from .attempts import NO_MACHINES
 from .retry import Retry, error_of
 from .run import Run
-from .submit import Plan, later_choices, link_fallbacks, run_of_plan, with_recorded_origin, with_resume_warning
+from .submit import (
+    Fallbacks,
+    Plan,
+    Upload,
+    later_choices,
+    link_fallbacks,
+    run_of_plan,
+    with_recorded_origin,
+    with_resume_warning,
+)
 from .submit import make_plan as plan_of
 from .submit import send_plan as send
 
@@ -111,13 +121,13 @@ def submit_with_fallbacks(
     refusal. If all refuse, raises the last refusal with the earlier ones in its message and as its ``refusals``. Raises
     `SpecError` before anything is sent if the packages of a fallback's provider are not installed.
     """
-    for further in plan.further:
+    for further in plan.fallbacks.further:
         _check_installed(further)
     say = note or progress or (lambda _: None)
     deliver = partial(send, environ=environ, progress=progress, moved=moved)
-    if not plan.further and len(plan.job.resources.gpu) < 2:
+    if not plan.fallbacks.further and len(plan.job.resources.gpu) < 2:
         return deliver(plan)
-    plans = (plan, *plan.further)
+    plans = (plan, *plan.fallbacks.further)
     newest = _newest(plans)
     try:
         run = deliver(newest)
@@ -215,28 +225,13 @@ class FallbackPolicy(Retry):
         super().__init__(run, say, environ=environ)
         self.begin()
 
-    def __call__(self, result: Mapping[str, Any]) -> bool:
-        """Start another attempt, here or in the next place; False when none should follow."""
-        run = self._run
-        if run._follow_handover():
-            self.begin()
-            return True
-        newest = max(run.store.attempts(run.run_id))
-        request, moves = run.store.attempt_request(run.run_id, newest), handover.may_move(run, result)
-        if moves and handover.newer_attempt_exists(run.store, run.run_id, newest, result):
-            return True
-        # If no GPU of the list is left, another attempt here would request unavailable machines again.
-        here = not moves or (request is not None and handover.has_another(run, request, result["category"]))
-        if here and handover.may_retry(run, result) and super().__call__(result):
-            return True
-        return moves and (self._is_alive(newest, result) or self._move(result))
-
-    def _move(self, result: Mapping[str, Any]) -> bool:
+    def move(self, result: Mapping[str, Any]) -> bool:
+        """Move the run to its next place, which ended here with ``result``. Return True."""
         run = self._run
         refusals = list(result.get("refusals") or ())
         for row in result["attempts"]:  # accepted, but ended without machines
             request = run.store.attempt_request(run.run_id, int(str(row["number"]).partition(".")[0]))
-            if row["category"] in handover.NO_MACHINES and request is not None:
+            if row["category"] in NO_MACHINES and request is not None:
                 refusals.append(handover.refusal_of(run, row, request.gpu_index))
         if not refusals:
             request = run.store.attempt_request(run.run_id, max(run.store.attempts(run.run_id)))
@@ -246,7 +241,8 @@ class FallbackPolicy(Retry):
         left = PreviousPlace(run.store, Layout.from_dict(run.record["layout"]))
         (record, *rest) = handover.fallbacks_of(run)
         following = self._plans.get(str(record["run"])) or self._recorded(record, rest)
-        plan = dataclasses.replace(following, refusals=tuple(refusals), left=left)
+        chain = dataclasses.replace(following.fallbacks, refusals=tuple(refusals), left=left)
+        plan = dataclasses.replace(following, fallbacks=chain)
         self._say(f"{_refusal_text(refusals[-1])}; continuing on {name_of(plan)}")
 
         def leave() -> None:
@@ -292,27 +288,30 @@ class FallbackPolicy(Retry):
         if own != layout and not store.files.exists(f"runs/{layout.run_id}/run.json"):
             layout = own
         runtime = partial(self._held, f"runtime/{layout.runtime_digest}/cloudtrain.pyz")
+        known = _Kept(
+            root=Path(),
+            entry_point=record["code"]["entry_point"],
+            files=(),
+            git=record["code"]["git"],
+            known=record["code"],
+            fetch=partial(self._held, f"code/{layout.code_digest}/code.tar.gz"),
+        )
+        built_here = runtime_zip.digest(type(provider)) == layout.runtime_digest
         plan = Plan(
             job=job,
             source=Source(path=".", entry_point=record["code"]["entry_point"]),
             provider=provider,
             store=store,
-            bundle=_Kept(
-                root=Path(),
-                entry_point=record["code"]["entry_point"],
-                files=(),
-                git=record["code"]["git"],
-                known=record["code"],
-                fetch=partial(self._held, f"code/{layout.code_digest}/code.tar.gz"),
-            ),
             layout=layout,
             request=with_resume_warning(provider.plan(job, layout), layout),
             later=later_choices(provider, job, layout),
+            upload=Upload(bundle=known, runtime=None if built_here else runtime),
+            fallbacks=Fallbacks(
+                rest=tuple(rest),
+                first=str(self._run.record.get("first") or self._run.url),
+                refusals=tuple(record.get("refusals") or ()),
+            ),
             settings=settings,
-            rest=tuple(rest),
-            first=str(self._run.record.get("first") or self._run.url),
-            refusals=tuple(record.get("refusals") or ()),
-            runtime=None if runtime_zip.digest(type(provider)) == layout.runtime_digest else runtime,
         )
         try:
             for name, item in layout.inputs.items():

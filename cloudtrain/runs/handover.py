@@ -21,24 +21,22 @@ from ..errors import AuthError, CapacityError, NotFoundError, PlatformError, Quo
 from ..provider_api.protocol import Layout, Provider, Request, extras_of
 from ..storage.lease import Lease, is_released
 from ..store.store import Store, next_of, run_folder, to_json
+from .attempts import NO_MACHINES, AttemptPolicy, History
 
 if TYPE_CHECKING:
     from .run import Run
 
 __all__ = [
-    "NOT_RETRIED",
-    "NO_MACHINES",
     "REFUSALS",
     "clients_retry",
     "close_left",
     "cut_off",
     "decide",
     "fallbacks_of",
-    "has_another",
+    "history_of",
     "may_continue",
-    "may_move",
-    "may_retry",
     "newer_attempt_exists",
+    "next_gpu",
     "refusal_of",
     "refusals_of",
     "region_of_provider",
@@ -49,12 +47,8 @@ __all__ = [
 
 REFUSALS = (CapacityError, PlatformError, QuotaError, SpecError)
 """Errors with which a provider refuses a request."""
-NO_MACHINES = frozenset({"capacity", "quota"})
-"""Categories that another GPU of the list, or another place, may cure."""
 LEASE = 300.0
 """Seconds to wait for a silent client that may be sending: `patiently` asks for 60 s, and one call takes minutes."""
-#: Categories that no further attempt would cure.
-NOT_RETRIED = frozenset({"cancelled", "timeout", "quota", "auth", "spec", "image"})
 
 Record = Mapping[str, Any]
 
@@ -199,47 +193,52 @@ def clients_retry(run: Run, native_id: str | None) -> bool:
     return native_id is not None and extras_of(run.provider).abandoned(native_id)
 
 
-def may_retry(run: Run, result: Record) -> bool:
-    """Return whether a waiting client may start another attempt here after this failure."""
-    store, run_id = run.store, run.run_id
-    if result["state"] != "failed" or store.cancelled(run_id) or not clients_retry(run, result["native_id"]):
-        return False
-    newest = max(store.attempts(run_id), default=0)
+def history_of(run: Run, newest: int, result: Record) -> History:
+    """Return the facts about the run's attempts here up to ``newest``, which ended as ``result``.
+
+    The caller has listed the attempts: another client may record one meanwhile, of which ``result`` says nothing.
+    """
+    store, run_id, category = run.store, run.run_id, result["category"]
     requests = [store.attempt_request(run_id, k) for k in range(newest + 1)]
-    category, last = result["category"], requests[-1]
-    # Another GPU of the list is not a retry: the job has not had its machines yet.
-    choices = {request.gpu_index for request in requests if request is not None}
-    another = category in NO_MACHINES and last is not None and has_another(run, last, category)
-    retries = run.job.at(run.provider_name).retries
-    more = newest - max(0, len(choices) - 1) < retries and category not in NOT_RETRIED
-    # A refused first request is not a failed attempt: its submitter got an error.
-    more = more and not (newest == 0 and store.refused(run_id, 0))
-    return another or more or newer_attempt_exists(store, run_id, newest, result)
+    unserved, last = category in NO_MACHINES, requests[-1]
+    return History(
+        state=result["state"],
+        category=category or "",
+        newest=newest,
+        choices=frozenset(request.gpu_index for request in requests if request is not None),
+        refused=store.refused(run_id, newest) is not None,
+        cancelled=store.cancelled(run_id),
+        starts=clients_retry(run, result["native_id"]),
+        next_gpu=next_gpu(run, last, category) if unserved and last is not None else None,
+        may_leave=unserved and bool(fallbacks_of(run)) and not _has_run(run, result),
+    )
 
 
-def may_move(run: Run, result: Record) -> bool:
-    """Return whether the run, which ended with ``result``, may move to another place: it never ran and was not
-    cancelled."""
-    if result["state"] != "failed" or result["category"] not in NO_MACHINES or not fallbacks_of(run):
+def _has_run(run: Run, result: Record) -> bool:
+    """Return whether the run has ever had machines here, by the platform's word or by a trace of its nodes."""
+    started = any(row["started"] for row in result["attempts"])
+    return bool(started or result["checkpoint"] or run.store.starts(run.run_id) or run.store.exits(run.run_id))
+
+
+def may_continue(run: Run, result: Record, *, moves: bool = True) -> bool:
+    """Return whether a waiting client may start another attempt after a failure: here, or elsewhere if it ``moves``."""
+    if result["state"] != "failed":
         return False
-    store, run_id = run.store, run.run_id
-    started = any(row["started"] for row in result["attempts"])  # by the platform's word
-    ran = started or result["checkpoint"] or store.starts(run_id) or store.exits(run_id)
-    return not ran and not store.cancelled(run_id)
+    newest = max(run.store.attempts(run.run_id), default=0)
+    policy, history = AttemptPolicy.of_job(run.job.at(run.provider_name)), history_of(run, newest, result)
+    if policy.retries_here(history) or (moves and policy.moves(history)):
+        return True
+    open_here = history.starts and not history.cancelled
+    return open_here and newer_attempt_exists(run.store, run.run_id, newest, result)
 
 
-def may_continue(run: Run, result: Record) -> bool:
-    """Return whether a waiting client may start another attempt after a failure, here or in another place."""
-    return may_retry(run, result) or may_move(run, result)
-
-
-def has_another(run: Run, request: Request, category: str) -> bool:
-    """Return whether the next GPU of the list after ``request`` can be requested here."""
+def next_gpu(run: Run, request: Request, category: str) -> int | None:
+    """Return the index of the next GPU of the list after ``request``, if it can be requested here; else None."""
     job, gpu_index = run.job.at(run.provider_name), request.next_gpu_index(category)
     if run.provider.retried_by != "client" or gpu_index >= len(job.resources.gpu):
-        return False
+        return None
     try:
         run.provider.plan(job, Layout.from_dict(run.record["layout"]), 0, gpu_index)
     except SpecError:
-        return False
-    return True
+        return None
+    return gpu_index

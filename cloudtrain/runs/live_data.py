@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ..provider_api.node import attempt_key
 from ..provider_api.protocol import AttemptInfo, LogLine
 from ..runtime.segments import Span, distinct, span_of
 from ..storage.files import Entry, parallel
 from ..storage.local_disk import safe
 from ..store.store import Store, run_folder
-from .log_order import Line, attempt_key, parse_line
+from .log_order import Line, parse_line
 from .metrics import json_rows
 from .outcome import with_exits
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from ..provider_api.node import attempt_key
 from ..provider_api.protocol import LogLine
 
-__all__ = ["Line", "LogOrderer", "MissingRange", "Stream", "attempt_key", "line_label", "parse_line"]
+__all__ = ["Line", "LogOrderer", "MissingRange", "Stream", "line_label", "parse_line"]
 
 _NUMBERED = re.compile(
     r"\[a([0-9]{1,9}\.[0-9]{1,9}) n([0-9]{1,9}) r([0-9]{1,9}|-) #([1-9][0-9]{0,17})"
@@ -87,12 +88,6 @@ def _unix(stamp: str) -> float | None:
         return datetime.fromisoformat(f"{stamp}+00:00").timestamp() if stamp else None
     except ValueError:
         return None
-
-
-def attempt_key(attempt: str) -> tuple[int, ...]:
-    """Return the sort key of attempts ``k.r``; any other text sorts before them."""
-    parts = attempt.split(".")
-    return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
 
 
 def line_label(line: Line) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from ..provider_api.node import attempt_key
 from ..provider_api.protocol import Status
 from ..store.store import Store
-from ..validate import duration
-from .log_order import attempt_key
+from .attempts import AttemptPolicy, Wait
 
 __all__ = ["MaxWait"]
 
@@ -21,11 +21,13 @@ AGAIN_SECONDS = 60.0
 
 
 class MaxWait:
-    """The rule for one run; ``limit`` is seconds, None for no limit. ``clock`` gives Unix seconds, which the records
-    have; this process measures its own waits by the monotonic clock."""
+    """The rule for one run, by its ``policy``. ``clock`` gives Unix seconds, which the records have; this process
+    measures its own waits by the monotonic clock."""
 
-    def __init__(self, *, store: Store, run_id: str, limit: int | None, clock: Callable[[], float] = time.time) -> None:
-        self._store, self._run_id, self._limit, self._clock = store, run_id, limit, clock
+    def __init__(
+        self, *, store: Store, run_id: str, policy: AttemptPolicy, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store, self._run_id, self._policy, self._clock = store, run_id, policy, clock
         self._ticks = time.monotonic if clock is time.time else clock
         self._due: dict[tuple[int, int], float] = {}
 
@@ -34,7 +36,7 @@ class MaxWait:
 
         Reads the store only once an attempt may be due. Raises the store's errors.
         """
-        if self._limit is None or status.state != "pending":
+        if self._policy.max_wait is None or status.state != "pending":
             return ""
         key = (attempt, len(status.attempts))
         if self._ticks() <= self._due.get(key, -1.0):
@@ -42,14 +44,13 @@ class MaxWait:
         # Only the newest attempt counts, and one that a user cancelled ends as cancelled.
         if attempt < max(self._store.attempts(self._run_id)) or self._store.cancelled(self._run_id):
             return ""
-        left = self._since(attempt, status) + self._limit - self._clock()
-        if left >= 0:
-            self._due[key] = self._ticks() + left
+        decision = self._policy.decide_wait(self._clock() - self._since(attempt, status))
+        if isinstance(decision, Wait):
+            self._due[key] = self._ticks() + decision.seconds
             return ""
-        reason = f"no machines within max_wait ({duration(self._limit)})"
-        self._store.expire(self._run_id, attempt, reason)
+        self._store.expire(self._run_id, attempt, decision.reason)
         self._due[key] = self._ticks() + AGAIN_SECONDS
-        return reason
+        return decision.reason
 
     def _since(self, attempt: int, status: Status) -> float:
         """Return in Unix seconds since when the attempt waits: its submission, or the loss of its machines."""

@@ -9,9 +9,9 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ..errors import EXIT_CODES, CloudtrainError
+from ..provider_api.node import attempt_key
 from ..provider_api.protocol import FINAL, AttemptInfo, Status
 from ..runtime.checkpoint_names import step_of
-from .log_order import attempt_key
 
 __all__ = [
     "CANCELLING",

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import ConflictError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from ..job.own_files import PULL_STATE
+from ..provider_api.node import attempt_key
 from ..provider_api.protocol import Status, extras_of_type
 from ..provider_api.registry import find_provider
 from ..runtime.checkpoint_names import METADATA, newer_than_metadata
@@ -25,7 +26,7 @@ from ..storage.digest_cache import DigestCache, stat_key
 from ..storage.files import Progress, files, parallel
 from ..storage.local_disk import inside, local_path, safe
 from ..storage.replace_folder import aside, discard, files_below, prune, swap, take, tidy
-from ..store.checkpoint import Checkpoint, newest_checkpoint, numbers_of, resumable
+from ..store.checkpoint import Checkpoint, newest_checkpoint, resumable
 from ..store.store import Store, expect, run_folder, to_json
 from ..validate import json_loads, near_or_all
 from .log_sources import index_segments
@@ -381,7 +382,7 @@ class _Pull:
 
     def metrics(self) -> None:
         found = [
-            ((*numbers_of(match[1]), int(match[2])), source)
+            ((*attempt_key(match[1]), int(match[2])), source)
             for name, source in self._below("live/metrics")
             if (match := _METRICS.fullmatch(name))
         ]

@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -30,9 +31,8 @@ from ..storage.local_disk import local_path
 from ..store.store import Store, next_of
 from ..validate import did_you_mean
 from . import handover
-from .cost import seconds_of
+from .attempts import NO_MACHINES, AttemptPolicy, Ending, Next, exception_of, usage_of
 from .log_sources import patiently
-from .outcome import unix_time, was_lost
 from .run import Run
 
 __all__ = [
@@ -53,8 +53,6 @@ _KINDS: Mapping[str, type[CloudtrainError]] = {
     "spec": SpecError,
     "auth": AuthError,
 }
-KILLED = 9
-"""SIGKILL; not every client's system has the name."""
 
 
 def write_context(store: Store, layout: Layout, run_id: str) -> None:
@@ -107,8 +105,7 @@ def deliver(
             return None
         if noted is None:
             store.write_submitted(run.run_id, attempt, native)
-    machines = handover.NO_MACHINES
-    more = handover.fallbacks_of(run) or any(handover.has_another(run, request, category) for category in machines)
+    more = handover.fallbacks_of(run) or any(handover.next_gpu(run, request, c) is not None for c in NO_MACHINES)
     left = more and (next_of(store, run.run_id) is not None or max(store.attempts(run.run_id)) > attempt)
     ended = store.result(run.run_id)
     if left or store.cancelled(run.run_id) or (ended is not None and ended["native_id"] is None):
@@ -121,9 +118,8 @@ class Retry:
     """The retry policy of a waiting client after a failed attempt, if clients start the next one.
 
     Creating it sends an attempt that an earlier client recorded but never sent; `resend` does so for a client that dies
-    later. ``environ`` has the values of ``env:`` references. Two failures in a row with the same exception and no new
-    checkpoint between end the run, on any client. ``max_runtime``, ``max_cost`` and ``max_gpu_hours`` are sums over
-    attempts. ``clock`` gives Unix seconds.
+    later. `AttemptPolicy` decides what follows, on any client by the same records. ``environ`` has the values of
+    ``env:`` references. ``clock`` gives Unix seconds.
     """
 
     def __init__(
@@ -174,49 +170,68 @@ class Retry:
         return handover.clients_retry(run, str(sent[-1]["native_id"]) if sent else None)
 
     def __call__(self, result: Mapping[str, Any]) -> bool:
-        """Start another attempt; False if none should follow, or the run was cancelled."""
-        run, store = self._run, self._run.store
+        """Start another attempt, here or elsewhere; False if none should follow, or the run was cancelled."""
+        run = self._run
+        if run._follow_handover():
+            self.begin()
+            return True
+        store = run.store
         newest = max(store.attempts(run.run_id))
-        if handover.newer_attempt_exists(store, run.run_id, newest, result):
+        if handover.newer_attempt_exists(store, run.run_id, newest, result) or self._is_alive(newest, result):
             return True
-        if self._is_alive(newest, result):
-            return True
-        checkpoint = run.checkpoint()
-        # A supervisor's death says nothing of the script.
-        exception = "" if run.provider.retried_by == "supervisor" else _exception(result)
-        failure = {"exception": exception, "checkpoint": checkpoint.key if checkpoint is not None else None}
-        failure = store.write_ended(run.run_id, newest, failure)
-        elsewhere = result["category"] in handover.NO_MACHINES
-        if not elsewhere and failure["exception"] and newest and store.ended(run.run_id, newest - 1) == failure:
-            self._say("the same failure twice with no new checkpoint between: no further attempt")
+        policy, history = AttemptPolicy.of_job(run.job.at(run.provider_name)), handover.history_of(run, newest, result)
+        ending, before = self._endings(newest, result)
+        decision = policy.decide(history, ending=ending, before=before, used=usage_of(result, self._clock()))
+        if isinstance(decision, Next):
+            if store.result(run.run_id) is not None:
+                return True  # another client, with other records of the nodes, has ended the run
+            if self._start(decision):
+                return True
+        elif decision.reason:
+            self._say(f"no further attempt: {decision.reason}")
+        return policy.moves(history) and self.move(result)
+
+    def move(self, result: Mapping[str, Any]) -> bool:
+        """Return False: a run without fallbacks has no next place."""
+        return False
+
+    def _endings(self, attempt: int, result: Mapping[str, Any]) -> tuple[Ending, Ending | None]:
+        """Return how the attempt and the one before ended, as clients recorded it first: all clients judge by that."""
+        run, store = self._run, self._run.store
+        if result["category"] in NO_MACHINES:
+            return Ending(), None
+        checkpoint, exception = run.checkpoint(), ""
+        if run.provider.retried_by != "supervisor":  # a supervisor's death says nothing of the script
+            exception = exception_of(result["category"], result.get("reason") or "", result.get("failure"))
+        ending = Ending(exception=exception, checkpoint=checkpoint.key if checkpoint is not None else None)
+        recorded = store.write_ended(run.run_id, attempt, asdict(ending))
+        before = store.ended(run.run_id, attempt - 1) if attempt else None
+        return Ending.of_record(recorded), Ending.of_record(before) if before else None
+
+    def _start(self, decision: Next) -> bool:
+        """Record and send the attempt; False if it cannot be planned, or the run was cancelled."""
+        run, store, number = self._run, self._run.store, decision.number
+        last, job = store.attempt_request(run.run_id, number - 1), run.job.at(run.provider_name)
+        if last is None or store.cancelled(run.run_id):
             return False
-        last = store.attempt_request(run.run_id, newest)
-        job, why = _left(run.job.at(run.provider_name), result, self._clock())
-        if job is not None and run.provider.retried_by == "supervisor":
-            job = run.job.at(run.provider_name)  # its next supervisor counts what is used up
-        if store.result(run.run_id) is not None:
-            return True  # another client, with other records of the nodes, has ended the run
-        if last is None or job is None or store.cancelled(run.run_id):
-            if why:
-                self._say(f"no further attempt: {why}")
-            return False
-        gpus = job.resources.gpu
-        following = last.next_gpu_index(result["category"])
-        gpu_index = (following if following < len(gpus) else 0) if elsewhere else last.gpu_index
+        gpu_index = last.gpu_index if decision.choice is None else decision.choice
+        # The next supervisor counts by itself what is used up.
+        rest = {} if run.provider.retried_by == "supervisor" else decision.limits
         try:
-            request = run.provider.plan(job, self._layout, newest + 1, gpu_index)
+            request = run.provider.plan(job.replace(**rest), self._layout, number, gpu_index)
         except SpecError as exc:
             self._say(f"no further attempt: {exc}")
             return False
-        values = self._secrets(newest + 1)
-        if store.create_attempt(run.run_id, newest + 1, request):
-            self._say(f"starting attempt {newest + 1}" + (f" with GPU {gpus[gpu_index]}" if elsewhere and gpus else ""))
+        values = self._secrets(number)
+        if store.create_attempt(run.run_id, number, request):
+            gpus = job.resources.gpu if decision.choice is not None else ()
+            self._say(f"starting attempt {number}" + (f" with GPU {gpus[gpu_index]}" if gpus else ""))
             try:
                 self._send(request, values)
             except LostContactError as exc:
                 if not exc.passing:
                     raise
-                self._say(f"attempt {newest + 1} could not be sent yet: {exc}")  # `resend` or the next client sends it
+                self._say(f"attempt {number} could not be sent yet: {exc}")  # `resend` or the next client sends it
         return True  # or another client has started it
 
     def _is_alive(self, attempt: int, result: Mapping[str, Any]) -> bool:
@@ -266,38 +281,6 @@ def category_of(exc: Exception) -> str:
 def error_of(category: str) -> type[CloudtrainError]:
     """Return the error class for a refusal of ``category``, the inverse of `category_of`."""
     return _KINDS.get(category, PlatformError)
-
-
-def _exception(result: Mapping[str, Any]) -> str:
-    """Return a text to compare with the next attempt's failure. Empty if the failure says nothing of the script: a
-    preemption, a kill from outside, a lost node."""
-    failure = result.get("failure") or {}
-    killed = failure and not failure["exception"] and failure["process_exit_code"] in (None, -KILLED)
-    if result["category"] == "preempted" or was_lost(failure or None) or (killed and result["category"] != "oom"):
-        return ""
-    code = failure.get("process_exit_code")  # the reason may quote a line of the script, which differs each time
-    return str(
-        failure.get("exception") or (f"exit code {code}" if code else result.get("reason")) or result["category"]
-    )
-
-
-def _left(job: Job, result: Mapping[str, Any], now: float) -> tuple[Job | None, str]:
-    """Return the job with the rest of its limits; or None and the reason, if none is left or that is unknown."""
-    spans = [(unix_time(a.get("started")), unix_time(a.get("ended"))) for a in result["attempts"]]
-    left: dict[str, Any] = {"max_runtime": int(job.max_runtime - seconds_of(spans, now))}
-    if left["max_runtime"] < 1:
-        return None, "max_runtime is used up"
-    for name, used in (("max_cost", "estimate_usd"), ("max_gpu_hours", "gpu_hours")):
-        most = getattr(job, name)
-        if most is None:
-            continue
-        spent = result["cost"][used] if result["attempts"] or result["native_id"] else 0.0  # all were refused
-        if spent is None:
-            return None, f"the use so far is unknown, so the rest of {name} cannot be computed"
-        if spent >= most:
-            return None, f"{name} is used up"
-        left[name] = most - spent
-    return job.replace(**left), ""
 
 
 def secret_values(job: Job, environ: Mapping[str, str]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from ..errors import AuthError, CloudtrainError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from ..job.job import Job, check_run_id
 from ..provider_api import catalog
+from ..provider_api.node import attempt_key
 from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Status, extras_of
 from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import Progress
@@ -28,9 +29,9 @@ from ..store.checkpoint import Checkpoint
 from ..store.store import Staged, Store, next_of
 from ..validate import did_you_mean, parse_since, url_scheme, whole_number
 from . import handover
+from .attempts import NO_MACHINES, AttemptPolicy
 from .cost import Account, cost_of, seconds_of
-from .handover import NOT_RETRIED
-from .log_order import Line, attempt_key
+from .log_order import Line
 from .log_sources import Contact, Tail, last_lines, patiently, written_since
 from .max_wait import MaxWait
 from .metrics import merge_metrics
@@ -55,8 +56,7 @@ from .summary import columns, plural, run_rows, table_html
 __all__ = [
     "INTERNAL",
     "NEXT_SECONDS",
-    "NOT_RETRIED",
-    "AttemptPolicy",
+    "AttemptStarter",
     "Run",
     "StatusListener",
     "open_run",
@@ -74,7 +74,7 @@ Result = dict[str, Any]
 
 
 @runtime_checkable
-class AttemptPolicy(Protocol):
+class AttemptStarter(Protocol):
     """The further attempts that a waiting client starts."""
 
     def __call__(self, result: Result) -> bool:
@@ -97,7 +97,7 @@ class StatusListener(Protocol):
         """Take a status."""
 
 
-#: Called with the result of a failed attempt, returns whether another one has begun. An `AttemptPolicy` does more.
+#: Called with the result of a failed attempt, returns whether another one has begun. An `AttemptStarter` does more.
 Retrier = Callable[[Result], bool]
 
 
@@ -366,8 +366,8 @@ class Run:
         if self.provider.max_wait_by != "client" or not natives:
             return ""
         if self._known.max_wait is None:
-            limit = self.job.at(self.provider_name).max_wait
-            self._known.max_wait = MaxWait(store=self.store, run_id=self.run_id, limit=limit, clock=self._clock)
+            policy = AttemptPolicy.of_job(self.job.at(self.provider_name))
+            self._known.max_wait = MaxWait(store=self.store, run_id=self.run_id, policy=policy, clock=self._clock)
         if reason := self._known.max_wait.ends(max(natives), status):
             with contextlib.suppress(NotFoundError):
                 self._patiently(partial(self.provider.cancel, natives[max(natives)]))
@@ -610,7 +610,7 @@ class Run:
         if result["state"] not in FINAL:
             return result
         if self._follow_handover():  # a client has moved it to another place
-            if isinstance(retry, AttemptPolicy):
+            if isinstance(retry, AttemptStarter):
                 retry.begin()
             return None
         if retry is None:
@@ -710,7 +710,7 @@ class Run:
         first = min(max(FIRST_POLL, self.provider.min_poll_s), longest)
         due, every, pause = self._ticks(), first, first
         status, natives = Status(state="pending"), dict[int, str]()
-        policy = retry if isinstance(retry, AttemptPolicy) else None
+        starter = retry if isinstance(retry, AttemptStarter) else None
         while True:
             if self._ticks() >= due:
                 with self._listening(contact):
@@ -719,10 +719,10 @@ class Run:
                     status = found if acts else self._between(found, natives)
                     if acts:
                         self._expire(status, natives)
-                        if self._known.unsent is not None and not status.final and policy is not None:
-                            policy.resend(self._known.unsent, self._ticks())
+                        if self._known.unsent is not None and not status.final and starter is not None:
+                            starter.resend(self._known.unsent, self._ticks())
                     yield status
-                    if not status.final and (not natives if unsent is None else policy is None):
+                    if not status.final and (not natives if unsent is None else starter is None):
                         raise LostContactError(status.reason)  # no client may ever send it
                 every = min(longest, every * 1.25)
                 due = self._ticks() + every
@@ -761,10 +761,10 @@ class Run:
 
     def _may_be_followed(self, newest: int, status: Status, natives: Mapping[int, str]) -> bool:
         """Return whether a waiting client may still retry it. The costly part is computed once an attempt."""
-        if not self.job.at(self.provider_name).retries and status.category not in handover.NO_MACHINES:
+        if not self.job.at(self.provider_name).retries and status.category not in NO_MACHINES:
             return False
         if newest not in self._known.retried:
-            self._known.retried[newest] = handover.may_retry(self, self._compute(status, natives))
+            self._known.retried[newest] = handover.may_continue(self, self._compute(status, natives), moves=False)
         return self._known.retried[newest] and not self.store.cancelled(self.run_id)
 
     @contextlib.contextmanager

@@ -36,6 +36,7 @@ from ..store import runtime_zip
 from ..store.store import LocalTree, Staged, Store
 from ..validate import json_loads, url_scheme, without_secrets
 from .handover import REFUSALS, unsent_attempt
+from .outcome import one_line
 from .retry import deliver, error_of, secret_values, write_context
 from .run import Run
 from .summary import columns, plan_rows, table_html
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
     from ..store.copies import PreviousPlace
 
 __all__ = [
+    "Fallbacks",
     "Plan",
+    "Upload",
     "later_choices",
     "link_fallbacks",
     "load_plan",
@@ -63,37 +66,54 @@ MOST_NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
+class Upload:
+    """The content that the nodes of a plan need: the code, local inputs, and cloudtrain itself.
+
+    ``node_half`` is the provider whose code the nodes need, if that is not the plan's. ``runtime`` gives cloudtrain.pyz
+    if it is not built here.
+    """
+
+    bundle: Bundle
+    trees: tuple[LocalTree, ...] = ()
+    node_half: type[Provider] | None = None
+    runtime: Callable[[], bytes] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fallbacks:
+    """The fallbacks of a plan, and what had no machines before it.
+
+    ``further`` are the plans of the fallbacks, ``rest`` such plans from run.json. ``first`` is the URL of the run that
+    a fallback follows first of all; ``refusals`` are those before it. ``left`` is where the run was before, which may
+    have its copies.
+    """
+
+    further: tuple[Plan, ...] = ()
+    rest: tuple[Mapping[str, Any], ...] = ()
+    first: str = ""
+    refusals: tuple[Mapping[str, Any], ...] = ()
+    left: PreviousPlace | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A complete plan; `document` is the output of ``plan --json``.
 
-    ``job`` is as this provider runs it, ``later`` are the requests of further GPUs of its list. ``node_half`` is the
-    provider whose code the nodes need, if that is not ``provider``; ``settings`` have the identity for other stores.
-    ``further`` are the plans of the fallbacks, ``rest`` such plans from run.json. ``first`` is the URL of the run that
-    a fallback follows first of all; ``refusals`` are those before it. ``left`` is where the run was before, which may
-    have its copies; ``runtime`` gives cloudtrain.pyz if it is not built here.
-    ``missing`` names the settings that are not set: `layout` and `request` then hold stand-ins, `document` shows
-    placeholders, and `send_plan` refuses the plan.
+    ``job`` is as this provider runs it, ``later`` are the requests of further GPUs of its list. ``settings`` have the
+    identity for other stores. ``missing`` names the settings that are not set: `layout` and `request` then hold
+    stand-ins, `document` shows placeholders, and `send_plan` refuses the plan.
     """
 
     job: Job
     source: Source
     provider: Provider
     store: Store
-    bundle: Bundle
     layout: Layout
     request: Request
     later: tuple[Request, ...] = ()
-    trees: tuple[LocalTree, ...] = ()
-    preview: bool = False
-    max_code_mb: int = 50
-    node_half: type[Provider] | None = None
+    upload: Upload
+    fallbacks: Fallbacks = Fallbacks()
     settings: Settings = dataclasses.field(default=NO_SETTINGS, compare=False, repr=False)
-    further: tuple[Plan, ...] = ()
-    rest: tuple[Mapping[str, Any], ...] = ()
-    first: str = ""
-    refusals: tuple[Mapping[str, Any], ...] = ()
-    left: PreviousPlace | None = None
-    runtime: Callable[[], bytes] | None = None
     missing: tuple[str, ...] = ()
 
     @property
@@ -128,9 +148,10 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings of wasted money, an exposed secret, or code that ships by mistake."""
-        found = [*self.bundle.warnings, *cautions(self.job, self.request)]
-        if places := extras_of_type(self.node_half or type(self.provider)).object_mounts:
-            scripts = [(file.path, self.bundle.disk(file.path)) for file in self.bundle.files if not file.link]
+        bundle, node_half = self.upload.bundle, self.upload.node_half or type(self.provider)
+        found = [*bundle.warnings, *cautions(self.job, self.request)]
+        if places := extras_of_type(node_half).object_mounts:
+            scripts = [(file.path, bundle.disk(file.path)) for file in bundle.files if not file.link]
             found += append_cautions([item for item in scripts if item[0].endswith(".py")], places)
         machines = self.request.instance_types
         if machines and total_gpus(self.job, self.request) != 0 and self.price() is None:
@@ -145,7 +166,8 @@ class Plan:
     def document(self) -> dict[str, Any]:
         """Return plain JSON; equal plans give equal documents. Sizes are bytes, times seconds. Missing settings have
         placeholders."""
-        return self._document() | ({"fallbacks": [plan._document() for plan in self.further]} if self.further else {})
+        further = [plan._document() for plan in self.fallbacks.further]
+        return self._document() | ({"fallbacks": further} if further else {})
 
     def _document(self) -> dict[str, Any]:
         document = {
@@ -173,16 +195,17 @@ class Plan:
         return dict(with_placeholders(document, self.provider_name, self.missing))
 
     def _code(self) -> dict[str, Any]:
+        bundle = self.upload.bundle
         return {
-            "root": str(self.bundle.root),
-            "entry_point": self.bundle.entry_point,
-            "digest": self.bundle.digest,
+            "root": str(bundle.root),
+            "entry_point": bundle.entry_point,
+            "digest": bundle.digest,
             "url": self.layout.code,
-            "bytes": self.bundle.size,
-            "files": [{"path": f.path, "bytes": f.size, "mode": f"{f.mode:04o}"} for f in self.bundle.files],
-            "excluded": [{"path": e.path, "rule": e.rule} for e in self.bundle.excluded],
-            "git": self.bundle.git,
-            "warnings": list(self.bundle.warnings),
+            "bytes": bundle.size,
+            "files": [{"path": f.path, "bytes": f.size, "mode": f"{f.mode:04o}"} for f in bundle.files],
+            "excluded": [{"path": e.path, "rule": e.rule} for e in bundle.excluded],
+            "git": bundle.git,
+            "warnings": list(bundle.warnings),
         }
 
     def _resources(self) -> dict[str, Any]:
@@ -244,15 +267,15 @@ class Plan:
             "max_gpu_hours": self.job.max_gpu_hours,
             "stall_timeout_s": self.job.stall_timeout or None,
             "stall_timeout_is_default": self.job.stall_timeout == DEFAULT_STALL_TIMEOUT,
-            "max_code_bytes": self.max_code_mb * MIB,
+            "max_code_bytes": self.settings.max_code_mb * MIB,
         }
 
     def _disk(self) -> dict[str, Any]:
         """Return a node's known disk needs: code, copied inputs, and the number of checkpoints (kept, being copied,
         being written). None: all."""
-        copied = sum(tree.bytes for tree in self.trees)
+        copied = sum(tree.bytes for tree in self.upload.trees)
         kept = int(self.request.context["keep_checkpoints"])
-        return {"code_bytes": self.bundle.size, "input_bytes": copied, "checkpoints": kept + 2 if kept else None}
+        return {"code_bytes": self.upload.bundle.size, "input_bytes": copied, "checkpoints": kept + 2 if kept else None}
 
 
 def _made_id(name: str, preview: bool) -> str:
@@ -309,13 +332,10 @@ def make_plan(
         source=source,
         provider=chosen,
         store=store,
-        bundle=bundle,
         layout=layout,
         request=with_resume_warning(planner.plan(whole, layout), layout),
         later=later_choices(planner, whole, layout),
-        trees=tuple(trees),
-        preview=preview and run_id is None,
-        max_code_mb=settings.max_code_mb,
+        upload=Upload(bundle=bundle, trees=tuple(trees)),
         settings=settings,
         missing=missing,
     )
@@ -393,13 +413,16 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
     try:
         job, layout = Job.from_dict(data["job"]), Layout.from_dict(data["layout"])
         source, request = Source(**data["source"]), Request.from_dict(data["request"])
-        if missing := tuple(data.get("missing", ())):
-            raise refusal(data["provider"], missing, file=settings.file)
-        if data.get("profile") in settings.profiles and data["profile"] != settings.profile:
-            settings = settings.of_profile(data["profile"])  # with its identity, and its keys for the store
-        chosen = settings.make_provider(data["provider"], **data["settings"])
-    except (ValueError, KeyError, TypeError) as exc:
-        raise SpecError(f"{path} is not a saved plan ({type(exc).__name__}: {exc})", field="plan") from None
+        provider, own, missing = str(data["provider"]), dict(data["settings"]), tuple(data.get("missing", ()))
+        profile = str(data.get("profile") or "")
+    except (ValueError, KeyError, TypeError, SpecError) as exc:
+        why = f"{path} is not a plan of this version of cloudtrain ({one_line(exc)})"
+        raise SpecError(why, field="plan", hint="plan the job again, and save that plan") from None
+    if missing:
+        raise refusal(provider, missing, file=settings.file)
+    if profile in settings.profiles and profile != settings.profile:
+        settings = settings.of_profile(profile)  # with its identity, and its keys for the store
+    chosen = settings.make_provider(provider, **own)
     store = Store(layout.store, storage=chosen.storage, moving=settings.moving)
     bundle = _built(source, store, settings, cwd, path)
     if bundle.digest != layout.code_digest:
@@ -417,12 +440,10 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
         source=source,
         provider=chosen,
         store=store,
-        bundle=bundle,
         layout=layout,
         request=request,
         later=later_choices(chosen, job, layout),
-        trees=tuple(trees),
-        max_code_mb=settings.max_code_mb,
+        upload=Upload(bundle=bundle, trees=tuple(trees)),
         settings=settings,
     )
 
@@ -449,8 +470,9 @@ def link_fallbacks(plans: Sequence[Plan]) -> Plan:
             )
     following: tuple[Plan, ...] = ()
     for plan in reversed(plans[1:]):  # each has those that follow it
-        following = (dataclasses.replace(plan, first=taken[0], further=following), *following)
-    return dataclasses.replace(plans[0], first="", further=following)
+        own = Fallbacks(first=taken[0], further=following)
+        following = (dataclasses.replace(plan, fallbacks=own), *following)
+    return dataclasses.replace(plans[0], fallbacks=Fallbacks(further=following))
 
 
 def _check_names(job: Job) -> None:
@@ -487,7 +509,7 @@ def send_plan(
     the run is recorded, before it can start. Raises `ConflictError` if another job has the run id, and the errors of
     storage and provider. A provider's refusal ends the run, unless another request may follow.
     """
-    for each in (plan, *plan.further):
+    for each in (plan, *plan.fallbacks.further):
         if each.missing:
             raise refusal(each.provider_name, each.missing, file=each.settings.file, profile=each.settings.profile)
     values = secret_values(plan.job, environ)
@@ -495,7 +517,7 @@ def send_plan(
     known = with_recorded_origin(plan)
     if known is not None:
         _check_not_refused(run_of_plan(known))
-    elif not plan.first:  # a run that continues from other places records its refusals
+    elif not plan.fallbacks.first:  # a run that continues from other places records its refusals
         _check_this_machine(plan)
     origin = _origin(plan) if known is None else dict[str, Any]
     plan = known or plan
@@ -563,17 +585,17 @@ def _check_not_refused(run: Run) -> None:
 def _staged(plan: Plan, say: Callable[[str], None], moved: Progress | None) -> Staged:
     """Upload what the store lacks, and copy a new run's remote data that its nodes cannot read; return the amounts."""
     say("uploading what the store lacks")
-    layout, store = plan.layout, plan.store
-    zipped = plan.runtime or partial(runtime_zip.build, plan.node_half or type(plan.provider))
-    staged = store.stage(layout, archive=plan.bundle.archive, pyz=zipped, trees=plan.trees, progress=moved, say=say)
+    layout, store, upload, left = plan.layout, plan.store, plan.upload, plan.fallbacks.left
+    zipped = upload.runtime or partial(runtime_zip.build, upload.node_half or type(plan.provider))
+    staged = store.stage(layout, archive=upload.bundle.archive, pyz=zipped, trees=upload.trees, progress=moved, say=say)
     sources = layout.resume_source or any(item.source for item in layout.inputs.values())
     if not sources or store.files.exists(f"runs/{plan.run_id}/run.json"):  # an existing run has its copies
         return staged
     from ..store.copies import copy_checkpoint, copy_inputs
 
     try:
-        copied = copy_inputs(store, layout, left=plan.left, progress=moved, say=say)
-        copied += copy_checkpoint(store, layout, settings=plan.settings, left=plan.left, progress=moved, say=say)
+        copied = copy_inputs(store, layout, left=left, progress=moved, say=say)
+        copied += copy_checkpoint(store, layout, settings=plan.settings, left=left, progress=moved, say=say)
     except BaseException:
         store.withdraw(plan.run_id)
         raise
@@ -586,8 +608,9 @@ def run_of_plan(plan: Plan, staged: Staged | None = None) -> Run:
 
 
 def _record(plan: Plan) -> dict[str, Any]:
-    following: list[Mapping[str, Any]] = [*map(_plan_record, plan.further)] or [*plan.rest]
-    extra = {"fallbacks": following, "first": plan.first, "refusals": list(plan.refusals)}
+    known = plan.fallbacks
+    following: list[Mapping[str, Any]] = [*map(_plan_record, known.further)] or [*known.rest]
+    extra = {"fallbacks": following, "first": known.first, "refusals": list(known.refusals)}
     head = {"protocol": 1, "version": _version.__version__, "created": time.time()}
     return {**head, **_plan_record(plan), **{key: value for key, value in extra.items() if value}}
 
@@ -633,9 +656,10 @@ def with_recorded_origin(plan: Plan) -> Plan | None:
     if (record["job_digest"], record["code"].get("digest"), record["provider"]) != ours:
         raise _of_another_job(plan, record)
     layout = Layout.from_dict(record["layout"])
-    following = [item.run_url for item in plan.further] or [item["run"] for item in plan.rest]
+    known = plan.fallbacks
+    following = [item.run_url for item in known.further] or [item["run"] for item in known.rest]
     there = [item["run"] for item in record.get("fallbacks", ())]
-    if layout != plan.layout or (there, record.get("first", "")) != (following, plan.first):
+    if layout != plan.layout or (there, record.get("first", "")) != (following, known.first):
         raise _recorded_otherwise(plan, layout)
     if layout.origin == plan.layout.origin:  # a saved plan is sent as it was saved
         return plan
@@ -656,7 +680,7 @@ def _of_another_job(plan: Plan, record: Mapping[str, Any]) -> ConflictError:
         from ..job.bundle import changes
 
         try:
-            changed = changes(plan.bundle, plan.store.files.read(f"code/{digest}/code.tar.gz"))
+            changed = changes(plan.upload.bundle, plan.store.files.read(f"code/{digest}/code.tar.gz"))
         except (FileNotFoundError, StorageError, ValueError):  # the store no longer has it
             changed = []
         words += changed or ["the code"]

@@ -27,6 +27,7 @@ from stat import S_ISLNK, S_ISREG
 from typing import Any, TypeVar
 
 from ..errors import DigestError, StorageError
+from ..provider_api.node import attempt_key
 from .checkpoint_names import family, training_states, unversioned
 
 __all__ = [
@@ -36,7 +37,6 @@ __all__ = [
     "FileState",
     "Pointer",
     "Watch",
-    "attempt_order",
     "companions",
     "complete",
     "copy_with_digest",
@@ -496,15 +496,9 @@ class Complete:
         return float(self.commit.get("saved") or self.commit["time"])
 
     @property
-    def order(self) -> tuple[tuple[int, int], float, int]:
+    def order(self) -> tuple[tuple[int, ...], float, int]:
         """Return a key that sorts oldest to newest: by attempt, then the script's time of writing, then seq."""
-        return attempt_order(self.commit["attempt"]), self.saved, self.seq
-
-
-def attempt_order(attempt: str) -> tuple[int, int]:
-    """Return ``k.r`` as numbers."""
-    k, _, r = str(attempt).partition(".")
-    return int(k), int(r or 0)
+        return attempt_key(self.commit["attempt"]), self.saved, self.seq
 
 
 def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tuple[str, ...] = ()) -> list[Complete]:

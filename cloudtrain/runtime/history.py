@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..provider_api.node import attempt_key
 from .checkpoint_names import step_of
-from .checkpoints import attempt_order, write_whole
+from .checkpoints import write_whole
 
 __all__ = ["FIRST", "Start", "failed_for_good", "restart_of", "was_direct"]
 
@@ -36,7 +37,7 @@ def restart_of(live: Path, k: int) -> str:
 
     Claims it at once: a restart that dies before its first line is counted too.
     """
-    restart = max((r for earlier, r in map(attempt_order, _attempts(live)) if earlier == k), default=-1) + 1
+    restart = max((r for earlier, r in map(attempt_key, _attempts(live)) if earlier == k), default=-1) + 1
     (live / "logs" / f"{k}.{restart}" / "node-0").mkdir(parents=True, exist_ok=True)
     return f"{k}.{restart}"
 
@@ -48,7 +49,7 @@ def failed_for_good(live: Path, k: int, code: int) -> Record | None:
     newest record says anything else: a preemption, a lost node, a success.
     """
     records = [r for r in _json(live / "exit", f"{k}.*-node-0.json") if isinstance(r.get("attempt"), str)]
-    newest = max(records, key=lambda record: attempt_order(record["attempt"]), default=None)
+    newest = max(records, key=lambda record: attempt_key(record["attempt"]), default=None)
     if newest is None or not newest.get("decided") or newest.get("outcome") != "failed":
         return None
     return newest if newest.get("exit_code") == code else None
@@ -66,7 +67,7 @@ class Start:
         self._temporary = temporary
         self._live, self._path = live, live / "attempts" / f"{attempt}.json"
         self.after = max(
-            (a for a in _attempts(live) if attempt_order(a) < attempt_order(attempt)), key=attempt_order, default=None
+            (a for a in _attempts(live) if attempt_key(a) < attempt_key(attempt)), key=attempt_key, default=None
         )
         self._record: Record = {"protocol": 1, "attempt": attempt, "started": started, "after": self.after}
         self._resumed_step: int | None = None

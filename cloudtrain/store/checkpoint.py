@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..provider_api.node import attempt_key
 from ..runtime.checkpoint_names import METADATA, newer_than_metadata, step_of, training_states
 from ..storage.files import Entry
 
-__all__ = ["PROTOCOL", "Checkpoint", "age", "direct", "mirrored", "newest_checkpoint", "numbers_of", "resumable"]
+__all__ = ["PROTOCOL", "Checkpoint", "age", "direct", "mirrored", "newest_checkpoint", "resumable"]
 
 PROTOCOL = 1
 """Protocol of a store's records; records of other protocols are not read."""
@@ -33,11 +34,6 @@ class Checkpoint:
     saved: float
     files: Mapping[str, tuple[int, str]]
     bytes: int
-
-
-def numbers_of(name: str) -> list[int]:
-    """Return the numbers in a name, for sorting: ``1.10`` after ``1.9``."""
-    return [int(number) for number in re.findall(r"\d+", name)]
 
 
 def mirrored(
@@ -99,6 +95,6 @@ def direct(root: str, name: str, files: Mapping[str, Entry]) -> Checkpoint | Non
     )
 
 
-def age(item: Checkpoint) -> tuple[list[int], float, int, str]:
+def age(item: Checkpoint) -> tuple[tuple[int, ...], float, int, str]:
     """Return the sort key of checkpoints, oldest first."""
-    return (numbers_of(item.attempt), item.saved, item.seq, item.name)
+    return (attempt_key(item.attempt), item.saved, item.seq, item.name)

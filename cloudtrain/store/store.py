@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from ..errors import DigestError, NotFoundError, SpecError, StorageError, scrubbed
 from ..job.job import Input, Job, check_run_id, is_run_id
+from ..provider_api.node import attempt_key
 from ..provider_api.protocol import Layout, LayoutInput, Request
 from ..runtime.checkpoint_names import METADATA
 from ..settings.settings import Settings
@@ -30,7 +31,7 @@ from ..storage.files import Entry, Progress, ProgressWithTotal, Storage, Transfe
 from ..storage.lease import announce, withdraw
 from ..storage.local_disk import local_path, normalize, safe
 from ..validate import did_you_mean, json_loads, url_scheme
-from .checkpoint import PROTOCOL, Checkpoint, age, direct, mirrored, newest_checkpoint, numbers_of
+from .checkpoint import PROTOCOL, Checkpoint, age, direct, mirrored, newest_checkpoint
 
 __all__ = [
     "COPIES",
@@ -398,7 +399,7 @@ class Store:
         return self._records(f"{run_folder(run_id)}/live/attempts")
 
     def _records(self, folder: str) -> list[dict[str, Any]]:
-        names = sorted((name for name in self.files.names(folder) if name.endswith(".json")), key=numbers_of)
+        names = sorted((name for name in self.files.names(folder) if name.endswith(".json")), key=attempt_key)
         found = dict(zip(names, parallel(lambda name: self.record(f"{folder}/{name}"), names), strict=True))
         if half := [name for name, record in found.items() if record is None]:
             time.sleep(HALF_SECONDS)

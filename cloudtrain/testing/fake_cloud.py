@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CATEGORIES, CloudtrainError, NotFoundError, QuotaError, SpecError
 from ..job.job import Job
+from ..provider_api.node import attempt_key
 from ..provider_api.protocol import AttemptInfo, Layout, LogLine, LogPage, Provider, Request, Status
 from ..provider_api.registry import find_provider, provider_names
-from ..runs.log_order import attempt_key
-from ..runs.run import NOT_RETRIED
+from ..runs.attempts import NOT_RETRIED
 from ..store import runtime_zip
 from ..store.store import Store
 from .local_job import LocalJob, LocalRun, Notice

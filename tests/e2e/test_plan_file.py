@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloudtrain.errors import SpecError
+from cloudtrain.job.job import Job
+from cloudtrain.runs.submit import load_plan, make_plan
+from cloudtrain.settings.settings import Settings
 
 CLI = [sys.executable, "-m", "cloudtrain"]
 
@@ -42,3 +51,30 @@ def test_a_plan_of_other_code_is_refused(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "has changed since it was planned" in refused.stderr
     assert not (tmp_path / "st/runs").exists()
+
+
+@pytest.mark.parametrize(("part", "changed", "why"), [
+    ("layout", None, "KeyError: 'layout'"),
+    ("layout", {"inputs": {}, "code_url": "x"}, "layout: not a layout: "),
+    ("request", {"body": {}}, "request: not a request: "),
+    ("source", {"folder": "."}, "TypeError: "),
+    ("job", {"script": "train.py"}, "script: no such field"),
+])  # fmt: skip
+def test_a_plan_of_an_older_form_is_one_clear_line(
+    tmp_path: Path, part: str, changed: dict[str, Any] | None, why: str
+) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "train.py").write_text("print(1)\n")
+    settings, job = Settings(store=str(tmp_path / "st")), Job.make(entry_point="train.py")
+    document = make_plan(job, settings=settings, cwd=code).document()
+    saved = tmp_path / "plan.json"
+    saved.write_text(json.dumps(document))
+    assert load_plan(saved, settings=settings, cwd=code).document() == document
+    older = {key: value for key, value in document.items() if key != part}
+    saved.write_text(json.dumps(older if changed is None else {**older, part: changed}))
+    line = re.escape(f"plan.json is not a plan of this version of cloudtrain ({why}")
+    with pytest.raises(SpecError, match=line) as refused:
+        load_plan(saved, settings=settings, cwd=code)
+    assert refused.value.hint == "plan the job again, and save that plan"
+    assert len(str(refused.value).splitlines()) == 1

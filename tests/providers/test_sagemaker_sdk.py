@@ -146,7 +146,7 @@ def test_local_mode_runs_our_request(
     settings = Settings(provider="sagemaker", store=s3_url, tables={"sagemaker": SAMPLE["settings"]})  # type: ignore[dict-item]
     plan = make_plan(job, settings=settings, run_id="local-mode", cwd=tmp_path)
     zipped = partial(runtime_zip.build, type(plan.provider))
-    plan.store.stage(plan.layout, archive=plan.bundle.archive, pyz=zipped, trees=plan.trees)
+    plan.store.stage(plan.layout, archive=plan.upload.bundle.archive, pyz=zipped, trees=plan.upload.trees)
     plan.store.write_container(plan.layout, plan.request.context, secrets.token_bytes(32))
     body = json.loads(json.dumps(plan.request.body))
     body["ResourceConfig"]["InstanceType"] = "local"

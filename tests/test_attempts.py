@@ -1,0 +1,260 @@
+"""The attempt policy as a table: every category by limits, GPUs, further places and progress."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cloudtrain.errors import CATEGORIES
+from cloudtrain.job.job import Job
+from cloudtrain.runs.attempts import (
+    NO_MACHINES,
+    AttemptPolicy,
+    Ending,
+    History,
+    Move,
+    Next,
+    Stop,
+    Usage,
+    Wait,
+    exception_of,
+    usage_of,
+)
+
+HOUR = 3600
+NOTHING = Usage()
+BOOM = Ending(exception="ValueError: boom (train.py:3)", checkpoint="step-1")
+REPEATED = "the same failure twice with no new checkpoint between"
+TIME = "the time limit is used up"
+
+# What a further attempt of the same request may cure, and what another GPU or place may.
+RETRIED = {"user_error", "oom", "stalled", "capacity", "preempted", "storage", "infra"}
+UNSERVED = {"capacity", "quota"}
+
+
+def decided(policy: AttemptPolicy, history: History, **given: Any) -> Next | Move | Stop:
+    return policy.decide(history, **{"ending": Ending(), "used": NOTHING, **given})
+
+
+def after(category: str, **given: Any) -> History:
+    return History(state="failed", category=category, **given)
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+@pytest.mark.parametrize("retries", [0, 1, 2])
+@pytest.mark.parametrize("newest", [0, 1, 2])
+def test_every_category_by_retries(category: str, retries: int, newest: int) -> None:
+    policy, history = AttemptPolicy(max_runtime=HOUR, retries=retries), after(category, newest=newest)
+    follows = category in RETRIED and newest < retries
+    assert policy.retries_here(history) is follows
+    choice = 0 if category == "capacity" else None
+    expected = (
+        Next(number=newest + 1, choice=choice, limits={"max_runtime": HOUR}) if follows else Stop(category=category)
+    )
+    assert decided(policy, history) == expected
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+@pytest.mark.parametrize("retries", [0, 1])
+@pytest.mark.parametrize("next_gpu", [None, 2])
+@pytest.mark.parametrize("may_leave", [False, True])
+def test_every_category_by_gpus_and_places(category: str, retries: int, next_gpu: int | None, may_leave: bool) -> None:
+    """The next GPU comes first, then the next place, and only then a retry here."""
+    policy = AttemptPolicy(max_runtime=HOUR, retries=retries)
+    history = after(category, next_gpu=next_gpu, may_leave=may_leave)
+    found = decided(policy, history)
+    if category in UNSERVED and next_gpu is not None:
+        assert found == Next(number=1, choice=2, limits={"max_runtime": HOUR})
+    elif category in UNSERVED and may_leave:
+        assert found == Move()
+    elif category in RETRIED and retries:
+        assert found == Next(number=1, choice=0 if category == "capacity" else None, limits={"max_runtime": HOUR})
+    else:
+        assert found == Stop(category=category)
+    assert policy.moves(history) is (category in UNSERVED and may_leave)
+    assert policy.retries_here(history) is (
+        (category in RETRIED and bool(retries)) or (category in UNSERVED and next_gpu is not None)
+    )
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+@pytest.mark.parametrize("barred", [{"state": "succeeded"}, {"state": "cancelled"}, {"cancelled": True}])
+def test_nothing_follows_a_success_or_a_cancel(category: str, barred: dict[str, Any]) -> None:
+    policy = AttemptPolicy(max_runtime=HOUR, retries=9)
+    history = replace(after(category, next_gpu=1, may_leave=True), **barred)
+    assert not policy.retries_here(history)
+    assert not policy.moves(history)
+    assert decided(policy, history) == Stop(category=category)
+
+
+def test_attempts_that_the_platform_starts_are_not_the_callers_but_it_may_leave() -> None:
+    policy = AttemptPolicy(max_runtime=HOUR, retries=9)
+    assert decided(policy, after("infra", starts=False)) == Stop(category="infra")
+    assert decided(policy, after("capacity", starts=False, next_gpu=1, may_leave=True)) == Move()
+
+
+def test_a_refused_first_request_is_not_retried_and_a_later_one_is() -> None:
+    policy = AttemptPolicy(max_runtime=HOUR, retries=2)
+    assert decided(policy, after("infra", refused=True)) == Stop(category="infra")
+    assert isinstance(decided(policy, after("infra", refused=True, newest=1)), Next)
+    assert isinstance(decided(policy, after("capacity", refused=True, next_gpu=1)), Next)
+
+
+@pytest.mark.parametrize(("choices", "newest", "follows"), [
+    ({0}, 0, True), ({0}, 1, False), ({0, 1}, 1, True), ({0, 1}, 2, False), ({0, 1, 2}, 2, True), ({0, 1, 2}, 3, False),
+    (set(), 0, True), (set(), 1, False),
+])  # fmt: skip
+def test_another_gpu_is_not_a_retry(choices: set[int], newest: int, follows: bool) -> None:
+    policy = AttemptPolicy(max_runtime=HOUR, retries=1)
+    assert policy.retries_here(after("infra", newest=newest, choices=frozenset(choices))) is follows
+
+
+# --------------------------------------------------------------------------------------------------------------- limits
+
+
+LIMITS = [
+    ({}, Usage(seconds=600), {"max_runtime": 3000}),
+    ({}, Usage(seconds=600.5), {"max_runtime": 2999}),
+    ({}, Usage(seconds=HOUR - 1), {"max_runtime": 1}),
+    ({}, Usage(seconds=HOUR - 0.5), TIME),
+    ({}, Usage(seconds=HOUR + 5), TIME),
+    ({}, Usage(usd=None, gpu_hours=None), {"max_runtime": HOUR}),
+    ({"max_cost": 5.0}, Usage(usd=3.0), {"max_runtime": HOUR, "max_cost": 2.0}),
+    ({"max_cost": 5.0}, Usage(usd=0.0), {"max_runtime": HOUR, "max_cost": 5.0}),
+    ({"max_cost": 5.0}, Usage(usd=5.0), "max_cost is used up"),
+    ({"max_cost": 5.0}, Usage(usd=6.0), "max_cost is used up"),
+    ({"max_cost": 5.0}, Usage(usd=None), "the use so far is unknown, so the rest of max_cost cannot be computed"),
+    ({"max_gpu_hours": 8.0}, Usage(gpu_hours=2.0), {"max_runtime": HOUR, "max_gpu_hours": 6.0}),
+    ({"max_gpu_hours": 8.0}, Usage(gpu_hours=8.0), "max_gpu_hours is used up"),
+    ({"max_gpu_hours": 8.0}, Usage(gpu_hours=None),
+     "the use so far is unknown, so the rest of max_gpu_hours cannot be computed"),
+    ({"max_cost": 5.0, "max_gpu_hours": 8.0}, Usage(seconds=60, usd=1.0, gpu_hours=2.0),
+     {"max_runtime": HOUR - 60, "max_cost": 4.0, "max_gpu_hours": 6.0}),
+    ({"max_cost": 5.0, "max_gpu_hours": 8.0}, Usage(usd=1.0, gpu_hours=9.0), "max_gpu_hours is used up"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("category", sorted(RETRIED))
+@pytest.mark.parametrize(("limits", "used", "left"), LIMITS)
+def test_every_limit_is_a_sum_over_attempts(
+    category: str, limits: dict[str, float], used: Usage, left: dict[str, float] | str
+) -> None:
+    policy = AttemptPolicy(max_runtime=HOUR, retries=3, **limits)  # type: ignore[arg-type]
+    found = decided(policy, after(category, newest=1), used=used)
+    if isinstance(left, str):
+        assert found == Stop(category=category, reason=left)
+    else:
+        assert isinstance(found, Next)
+        assert found.limits == left
+        assert isinstance(found.limits["max_runtime"], int)
+
+
+def test_a_limit_that_is_used_up_leads_to_the_next_place_with_its_own_limits() -> None:
+    policy = AttemptPolicy(max_runtime=HOUR, max_cost=5.0)
+    history = after("capacity", next_gpu=1, may_leave=True)
+    assert decided(policy, history, used=Usage(usd=5.0)) == Move(reason="max_cost is used up")
+    assert decided(policy, replace(history, next_gpu=None), used=Usage(usd=5.0)) == Move()
+
+
+# ------------------------------------------------------------------------------------------------------------- progress
+
+
+PROGRESS = [
+    (BOOM, None, False),
+    (BOOM, BOOM, True),
+    (BOOM, replace(BOOM, checkpoint=None), False),
+    (BOOM, replace(BOOM, exception="ValueError: boom (train.py:4)"), False),
+    (replace(BOOM, checkpoint=None), replace(BOOM, checkpoint=None), True),
+    (replace(BOOM, exception=""), replace(BOOM, exception=""), False),
+]
+
+
+@pytest.mark.parametrize("category", CATEGORIES)
+@pytest.mark.parametrize(("ending", "before", "same"), PROGRESS)
+def test_every_category_by_progress(category: str, ending: Ending, before: Ending | None, same: bool) -> None:
+    policy, history = AttemptPolicy(max_runtime=HOUR, retries=5), after(category, newest=1)
+    found = decided(policy, history, ending=ending, before=before)
+    if category not in RETRIED:
+        assert found == Stop(category=category)
+    elif same and category not in UNSERVED:
+        assert found == Stop(category=category, reason=REPEATED)
+    else:
+        assert isinstance(found, Next)
+
+
+def test_the_same_failure_is_the_reason_also_if_a_limit_is_used_up() -> None:
+    policy = AttemptPolicy(max_runtime=HOUR, retries=5)
+    found = decided(policy, after("user_error", newest=1), ending=BOOM, before=BOOM, used=Usage(seconds=HOUR))
+    assert found == Stop(category="user_error", reason=REPEATED)
+
+
+FAILURE = {"rank": 1, "exception": "ValueError: boom", "file": "/a/b/train.py", "line": 3, "process_exit_code": 1}
+
+
+@pytest.mark.parametrize(("category", "reason", "failure", "text"), [
+    ("user_error", "x", FAILURE, "ValueError: boom (train.py:3)"),
+    ("user_error", "x", {**FAILURE, "file": "C:\\tmp\\train.py", "rank": 0}, "ValueError: boom (train.py:3)"),
+    ("user_error", "x", {**FAILURE, "file": None}, "ValueError: boom"),
+    ("infra", "x", {**FAILURE, "rank": None, "exception": "was lost: no answer"}, ""),
+    ("infra", "x", {**FAILURE, "exception": "was lost: no answer"}, "was lost: no answer (train.py:3)"),
+    ("preempted", "x", FAILURE, ""),
+    ("preempted", "taken", None, ""),
+    ("user_error", "step 3: --lr is missing", {**FAILURE, "exception": None, "process_exit_code": 2}, "exit code 2"),
+    ("infra", "x", {**FAILURE, "exception": None, "process_exit_code": -9}, ""),
+    ("infra", "x", {**FAILURE, "exception": None, "process_exit_code": None}, ""),
+    ("oom", "x", {**FAILURE, "exception": None, "process_exit_code": -9}, "exit code -9"),
+    ("oom", "no memory", {**FAILURE, "exception": None, "process_exit_code": None}, "no memory"),
+    ("user_error", "x", {**FAILURE, "exception": None, "process_exit_code": -11}, "exit code -11"),
+    ("user_error", "the platform says boom", None, "the platform says boom"),
+    ("user_error", "the platform says boom", {}, "the platform says boom"),
+])  # fmt: skip
+def test_what_tells_failures_apart(category: str, reason: str, failure: Any, text: str) -> None:
+    assert exception_of(category, reason, failure) == text
+
+
+def test_an_ending_is_read_as_it_was_recorded() -> None:
+    assert Ending.of_record({"exception": "e", "checkpoint": "c"}) == Ending(exception="e", checkpoint="c")
+    assert Ending.of_record({"exception": None, "checkpoint": None, "more": 1}) == Ending()
+    assert Ending.of_record({}) == Ending()
+
+
+# -------------------------------------------------------------------------------------------------- waits and job facts
+
+
+@pytest.mark.parametrize(("limit", "waited", "expected"), [
+    (None, 1e9, Wait()),
+    (600, 0.0, Wait(seconds=600.0)),
+    (600, 599.0, Wait(seconds=1.0)),
+    (600, 600.0, Wait(seconds=0.0)),
+    (600, 600.5, Stop(category="capacity", reason="no machines within max_wait (10m)")),
+])  # fmt: skip
+def test_how_long_an_attempt_may_wait_for_machines(limit: int | None, waited: float, expected: Wait | Stop) -> None:
+    assert AttemptPolicy(max_runtime=HOUR, max_wait=limit).decide_wait(waited) == expected
+    assert Wait().seconds == float("inf")
+
+
+def test_a_jobs_limits_are_the_policys() -> None:
+    job = Job.make(entry_point="t.py", retries=2, max_runtime=60, max_cost=3, max_gpu_hours=4, max_wait=50)
+    policy = AttemptPolicy(max_runtime=60, retries=2, max_cost=3, max_gpu_hours=4, max_wait=50)
+    assert AttemptPolicy.of_job(job) == policy
+
+
+def test_the_use_by_a_result() -> None:
+    rows = [
+        {"started": "1970-01-01T00:00:10Z", "ended": "1970-01-01T00:00:30Z"},
+        {"started": None, "ended": None},
+        {"started": "1970-01-01T00:01:00Z", "ended": None},
+    ]
+    result = {"attempts": rows, "native_id": "n", "cost": {"estimate_usd": 1.5, "gpu_hours": 2.5}}
+    assert usage_of(result, 100.0) == Usage(seconds=60.0, usd=1.5, gpu_hours=2.5)
+    unknown = {"attempts": [], "native_id": "n", "cost": {"estimate_usd": None, "gpu_hours": None}}
+    assert usage_of(unknown, 100.0) == Usage(usd=None, gpu_hours=None)
+    assert usage_of({**unknown, "native_id": None}, 100.0) == Usage(), "every request was refused"
+    assert usage_of({**result, "native_id": None}, 100.0).gpu_hours == 2.5
+
+
+def test_the_categories_of_this_table_are_all_that_there_are() -> None:
+    assert UNSERVED == NO_MACHINES
+    assert set(CATEGORIES) >= RETRIED | UNSERVED
