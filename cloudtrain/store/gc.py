@@ -237,15 +237,15 @@ def _leftovers(store: Store, named: _Named) -> Iterator[Leftover]:
         if name in named:
             continue
         folder, manifest = f"{top}/{name}", f"data/manifests/{name}.json" if top == "data" else ""
-        # The manifest goes first: a tree without one is half an upload, and no client takes it for complete.
+        # The manifest goes first, alone: a tree without one is half an upload, and no client takes it for complete.
         first = (manifest,) if manifest in manifests else ()
         found = sources.get(name, {}) if top == "data" else {}
-        whole = found | {key: manifests[key] for key in first} | files.entries(folder)
+        whole = {key: manifests[key] for key in first} | found | files.entries(folder)
         parts = {key: half.pop(key) for key in list(half) if key.startswith(f"{folder}/")}
         kind = "upload" if not whole or (manifest and not first) else "run" if top == "runs" else top
         if whole or parts:
             link = root is not None and (root / folder).is_symlink()
-            files_of = (*found, *first, folder) if link else (*whole, *parts)
+            files_of = (*first, *found, folder) if link else (*whole, *parts)
             yield _leftover(kind, folder, {**whole, **parts}, files_of)
     for key, entry in files.entries(FOLDER).items():
         if key != MARK:
