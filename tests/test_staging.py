@@ -24,6 +24,7 @@ from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.storage.files import TransferOptions, files, parallel
 from cloudtrain.storage.remote import RemoteFiles
+from cloudtrain.store import staging
 from cloudtrain.store.gc import collect
 from cloudtrain.store.staging import StagedInput, stage_input
 from cloudtrain.store.store import SOURCES, Store
@@ -164,6 +165,23 @@ def test_a_slow_client_finds_what_a_faster_one_has_staged(s3: FaultyS3, store: S
     assert rest(store) == set()
 
 
+def test_a_first_copy_that_goes_while_it_is_placed_is_made_again(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a store that does not copy by itself, as Azure's."""
+    monkeypatch.setattr(RemoteFiles, "copies", False)
+    place, calls = staging._place, list[str]()
+
+    def removed_first(store: Store, first: str, folder: str, listed: Any) -> None:
+        calls.append(first)
+        if len(calls) == 1:
+            staging._clear(store, first.removeprefix("data/"))
+        place(store, first, folder, listed)
+
+    monkeypatch.setattr(staging, "_place", removed_first)
+    found = staged(Store("s3://bucket/store"), "s3://bucket/set")
+    assert len(calls) == 2
+    assert content(found) == FILES
+
+
 #: A client that stages, says how many bytes have moved, and takes its time.
 CLIENT = """
 import sys, time
@@ -213,6 +231,7 @@ def test_gc_keeps_what_a_run_names_and_removes_the_rest_when_it_is_told_to(s3: F
     assert collect(store).found == (), "it is young again: its next run is not recorded yet"
     (thing,) = collect(store, older_than=0, delete=True).found
     assert (thing.kind, thing.key, thing.files) == ("data", f"data/{found.digest}", 5)
+    assert thing.keys[0] == f"data/manifests/{found.digest}.json", "else a half-removed tree would count as complete"
     assert store.files.list("data") == {}
     assert staged(store, "s3://bucket/set").copied == SIZE
 

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -173,9 +173,16 @@ def _place(store: Store, first: str, folder: str, files: Sequence[TreeFile]) -> 
         if store.files.copies and item.size <= LARGEST:
             store.files.copy(source, target)
         else:
-            store.files.receive(target, item.size, lambda: store.files.pieces(source, item.size))
+            store.files.receive(target, item.size, lambda: _pieces(store, source, item.size))
 
     parallel(place, files, jobs=store.moving.concurrency)
+
+
+def _pieces(store: Store, key: str, size: int) -> Generator[bytes, None, None]:
+    try:
+        yield from store.files.pieces(key, size)
+    except FileNotFoundError:  # `receive` takes that for its target's
+        raise OverwrittenError(f"{key} has gone: another client has removed it") from None
 
 
 @contextlib.contextmanager
