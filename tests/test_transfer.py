@@ -232,6 +232,12 @@ def test_a_lock_ends_with_its_process_and_is_not_waited_for_for_ever(tmp_path: P
     assert not path.exists()
 
 
+def test_a_file_that_is_missing_within_a_lock_is_an_error_of_the_block(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="gone"), hold_lock(tmp_path / "lock"):
+        raise FileNotFoundError("gone")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.skipif(os.name == "nt", reason="fcntl")
 def test_a_file_system_without_locks_is_refused(local: LocalFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:

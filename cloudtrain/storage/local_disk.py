@@ -303,9 +303,8 @@ def hold_lock(path: Path, *, seconds: float = 60.0) -> Iterator[None]:
     until = time.monotonic() + seconds
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError), open(path, "ab") as stream:
-            # The last holder has removed its file, so the file that we locked may have no name any more.
-            if _lock(stream.fileno(), path.parent) and os.path.samestat(os.fstat(stream.fileno()), path.stat()):
+        with contextlib.ExitStack() as opened:
+            if _is_locked(path, opened):
                 try:
                     yield
                 finally:
@@ -315,6 +314,15 @@ def hold_lock(path: Path, *, seconds: float = 60.0) -> Iterator[None]:
         if time.monotonic() > until:
             raise StorageError(f"{path.parent}: another process has locked it for {seconds:.0f} s")
         time.sleep(0.01)
+
+
+def _is_locked(path: Path, opened: contextlib.ExitStack) -> bool:
+    """Open and lock the file, which ``opened`` closes; return False if another holder has locked or removed it."""
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = opened.enter_context(open(path, "ab")).fileno()  # noqa: SIM115 - the caller closes it
+        # The last holder has removed its file, so the file that we locked may have no name any more.
+        return _lock(descriptor, path.parent) and os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
 
 
 def _lock(descriptor: int, folder: Path) -> bool:
