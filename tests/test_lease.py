@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from faulty import FaultyS3
@@ -331,6 +332,22 @@ def test_the_lease_of_a_killed_process_of_this_machine_is_free(url: str, holder:
     process.kill()
     process.wait()
     assert 1 <= taken_over(url, 120) < 60
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_process_that_the_system_hides_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc with hidepid, as on machines of many users, has no folder of another user's process."""
+
+    def is_ended(kill: Exception | None) -> bool:
+        monkeypatch.setattr(os, "kill", Mock(side_effect=kill))
+        record = {"machine": leases._machine(), "process": f"{os.getpid()} 1", "client": "another", "holder": "token"}
+        return leases._has_ended(record)
+
+    assert is_ended(PermissionError()), "the id is in use again"
+    monkeypatch.setattr(leases, "_process", lambda pid: "")
+    assert not is_ended(PermissionError())
+    assert is_ended(ProcessLookupError())
+    assert is_ended(None), "a process of this user is never hidden, so this is one that nothing waits for"
 
 
 def test_the_lease_of_a_killed_process_elsewhere_expires(url: str, holder: Any) -> None:

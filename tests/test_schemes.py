@@ -38,8 +38,10 @@ from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.storage.errors import Retries
 from cloudtrain.storage.files import Files, TransferOptions, files, parallel
+from cloudtrain.storage.lease import FOLDER, MARK, Lease
 from cloudtrain.storage.remote import RemoteFiles
 from cloudtrain.store.copies import copy_inputs
+from cloudtrain.store.gc import collect
 from cloudtrain.store.staging import stage_input
 from cloudtrain.store.store import Staged, Store
 
@@ -276,6 +278,22 @@ def test_a_class_that_only_creates_exclusively_refuses_a_swap(plain: Callable[[s
     with pytest.raises(StorageError, match="key: PlainFileSystem cannot replace a file only while it is unchanged"):
         tree.swap("key", version, b"2")
     assert tree.read("key") == b"1"
+
+
+def test_gc_of_such_a_class_gives_its_lease_back(plain: Callable[[str], str], tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    store = Store(plain(PLAIN + EXCLUSIVE))
+    for _ in range(2):
+        assert collect(store, delete=True).found == ()
+        assert store.files.list(FOLDER) == {}
+        assert stage_input(store, str(tmp_path / "a"), cwd=tmp_path).files == 1
+    with Lease(store.files, MARK, seconds=0.5) as lease:
+        time.sleep(1)
+        lease.check()  # no client can take it over
+        lease.kept = True
+    with pytest.raises(StorageError, match=f"{MARK}: PlainFileSystem cannot replace") as caught:
+        Lease(store.files, MARK, seconds=0.5).wait()
+    assert caught.value.hint == "remove that file if the client that wrote it has ended"
 
 
 def test_a_file_whose_upload_fails_is_not_there(plain: Callable[[str], str], tmp_path: Path) -> None:

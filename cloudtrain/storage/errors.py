@@ -14,7 +14,15 @@ from typing import Any, TypeVar
 
 from ..errors import AuthError, CloudtrainError, LostContactError, StorageError
 
-__all__ = ["Retries", "TransientError", "UnreachableError", "classify", "report_retries", "translate"]
+__all__ = [
+    "CannotSwapError",
+    "Retries",
+    "TransientError",
+    "UnreachableError",
+    "classify",
+    "report_retries",
+    "translate",
+]
 
 R = TypeVar("R")
 
@@ -108,6 +116,10 @@ class UnreachableError(TransientError, LostContactError):
     """A host of the store that could not be reached: a failure of the network, not of the store."""
 
     exit_code = LostContactError.exit_code
+
+
+class CannotSwapError(StorageError):
+    """A store that cannot replace a file only while it is unchanged."""
 
 
 @contextmanager

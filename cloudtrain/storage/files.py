@@ -139,6 +139,7 @@ class Files(Protocol):
 
         Raises FileExistsError if another writer was first. No two contents of a key may be equal: S3 makes versions of
         contents, and a lost answer is known by its content. After any other error the content may have been replaced.
+        A file system that only creates exclusively raises `CannotSwapError` unless ``version`` is None.
         """
 
     def size(self, key: str) -> int | None:

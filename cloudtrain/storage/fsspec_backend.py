@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from ..errors import AuthError, StorageError
 from ..validate import unix_seconds, url_scheme
-from .errors import Retries, classify
+from .errors import CannotSwapError, Retries, classify
 from .files import MOST_PIECES, PIECE, Entry, Loaded, Names, TransferOptions
 from .fsspec_pool import BUCKETS, GOOGLE, SFTP, STREAMED, WEB, Clients, check_store, get_range, open_url, streamed, tree
 from .local_disk import parts_of
@@ -121,7 +121,8 @@ class FsspecMover:
                 return _swapped_in_memory(fs, self.at(key), version, data)
             if version is not None:
                 why = "cannot replace a file only while it is unchanged"
-                raise StorageError(f"{self.url}/{key}: {self.clients.kind.__name__} {why}")
+                hint = "remove that file if the client that wrote it has ended"
+                raise CannotSwapError(f"{self.url}/{key}: {self.clients.kind.__name__} {why}", hint=hint)
             fs.pipe_file(self.at(key), data, mode="create")
         return hashlib.sha256(data).hexdigest()
 

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import CloudtrainError, StorageError
+from .errors import CannotSwapError
 from .files import Files, Loaded
 
 __all__ = ["DELETES", "FOLDER", "MARK", "SECONDS", "Lease", "announce", "is_released", "withdraw"]
@@ -185,7 +186,11 @@ class Lease:
         found = self._files.load(self._key)
         if found is None or _content(found).get("holder") != self._token:
             return False
-        self._files.swap(self._key, found.version, _record(holder))
+        try:
+            self._files.swap(self._key, found.version, _record(holder))
+        except CannotSwapError:  # so no other client takes it over, and the file is ours until we remove it
+            if not holder:
+                self._files.discard([self._key])
         return True
 
 
@@ -214,7 +219,9 @@ def _has_ended(record: Mapping[str, Any]) -> bool:
         return record.get("holder") not in _HELD
     if not _machine() or record.get("machine") != _machine():
         return False
-    return _process(str(record.get("process")).partition(" ")[0]) != record.get("process")
+    pid = str(record.get("process")).partition(" ")[0]
+    found = _process(pid)
+    return found != record.get("process") and not (found == "" and _is_of_another_user(pid))
 
 
 def _is_ours(record: Mapping[str, Any]) -> bool:
@@ -240,6 +247,17 @@ def _process(pid: str) -> str:
     except (OSError, ValueError):
         return ""
     return "" if fields[0] in "ZX" else f"{pid} {fields[19]}"
+
+
+def _is_of_another_user(pid: str) -> bool:
+    """Return whether another user's process has this id. A system may hide its folder (``hidepid`` of /proc)."""
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError, ValueError):
+        pass
+    return False
 
 
 def _self() -> dict[str, str]:
