@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,7 +20,7 @@ from faulty import FaultyS3
 from fsspec.implementations.memory import MemoryFileSystem
 from servers import race
 
-from cloudtrain.errors import StorageError
+from cloudtrain.errors import AuthError, StorageError
 from cloudtrain.storage import lease as leases
 from cloudtrain.storage.errors import Retries
 from cloudtrain.storage.files import Entry, Files, Loaded, LocalFiles, files, parallel
@@ -96,8 +96,14 @@ def test_a_store_that_forbids_removal_is_no_failure(tmp_path: Path) -> None:
         def remove(self, prefix: str) -> None:
             raise FileExistsError(prefix)
 
+        def discard(self, keys: Sequence[str]) -> None:
+            raise AuthError("no removal")
+
     store = Kept(root=tmp_path)
     withdraw(store, announce(store, "run-1", ["a"]))
+    store.write(MARK, b"another's")
+    Lease(store, MARK, seconds=0.5).wait()
+    assert not held(store)
 
 
 # --------------------------------------------------------------------------------------------------------- many holders

@@ -164,7 +164,7 @@ class Lease:
             key = f"{self._key}.{self._token}"
             self._files.write(key, b"{}\n")
             probe = self._files.load(key)
-            self._files.discard([key])
+            withdraw(self._files, key)
             self._ahead = probe.modified - time.monotonic() if probe is not None and probe.modified else 0.0
         return self._ahead + time.monotonic() - found.modified if self._ahead and found.modified else 0.0
 
