@@ -141,9 +141,10 @@ def normal(transcript: str) -> str:
 
 HEAD = """# What a first run prints
 
-Made by `python tests/first_time_user.py FOLDER`, which clones this repository into FOLDER, reads the README and does
-what it says; a test does the same and compares. Lines that differ each time are here as they came once: ids, sizes,
-rates.
+This page shows what the commands of the README print. To make the page again, run `python tests/first_time_user.py
+FOLDER`. This program clones the repository into FOLDER and runs each command of the README. A test runs the commands
+too, and compares the output with this page. Ids, sizes and rates differ in each run: this page has the values of one
+run.
 
 ## From nothing to a trained model
 
@@ -153,20 +154,28 @@ On a new machine, {python}:
 SECOND = """
 ## A job of one's own, to pulled checkpoints
 
-The script is that of the [README](../README.md#your-first-job).
+The script is the one from the [README](../README.md#your-first-job).
 
 """
 THIRD = """
 ## A failure, understood
 
-A row of the data is broken, and rank 3 reads it. The other three wait for it in a collective, where they would stay:
-they are stopped, and are not what the run is said to have failed of.
+One row of the data is broken, and rank 3 reads it. The other three ranks wait for rank 3 in a collective. They would
+stay there, so cloudtrain stops them. It does not report them as the cause of the failure.
 
 """
 TAIL = """
-What the last lines say, in their order: the category, which [exit-codes.md](exit-codes.md) explains (exit code 1: the
-job's own error, so the same job will fail again); rank and node; the exception; file and line in your code; the
-traceback; and where more of it is. A machine reads the same with `--json`, under `failure` ([json.md](json.md)).
+After `failed`, you read in this order:
+
+1. The category. [exit-codes.md](exit-codes.md) explains it. Exit code 1 is the job's own error, so the same job will
+   fail again.
+2. The rank and the node.
+3. The exception.
+4. The file and the line in your code.
+5. The traceback.
+6. The commands that show you more.
+
+Programs read the same with `--json`, under `failure` ([json.md](json.md)).
 """
 
 
