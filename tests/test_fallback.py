@@ -283,7 +283,7 @@ def test_where_nobody_has_machines_all_reasons_are_told(places: Places, capsys: 
     assert "nothing in 1" in str(caught.value)
     assert "nothing in 0" in str(caught.value)
     assert [item["category"] for item in caught.value.refusals] == ["capacity", "quota"]
-    for place, state in ((0, "went on"), (1, "refused: nothing in 1")):
+    for place, state in ((0, "continued at"), (1, "refused: nothing in 1")):
         result = places.stores[place].result("r")
         assert result is not None
         assert (result["state"], result["native_id"], state in result["reason"]) == ("failed", None, True)
