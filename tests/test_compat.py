@@ -344,7 +344,7 @@ def test_a_keyword_that_is_none_of_v2_names_the_nearest() -> None:
         ({"entry_point": "trian.py"}, "entry_point: 'trian.py' does not exist"),
         ({"source_dir": "s3://b/code.tar.gz"}, "source_dir: s3://b/code.tar.gz is no folder of this machine"),
         ({"instance_type": None}, "instance_type: is missing"),
-        ({"instance_type": "local_gpu"}, "instance_type: which GPUs this machine has is yours to say"),
+        ({"instance_type": "local_gpu"}, "instance_type: the GPUs of this machine are not known"),
         ({"instance_count": 0}, "instance_count: must be 1 or more"),
         ({"max_run": "soon"}, "max_run: 'soon' is not a duration"),
         ({"max_wait": 7200}, "max_wait: is for use_spot_instances=True"),

@@ -29,7 +29,7 @@ print("trained on", data, sys.argv[1:], flush=True)
 assert data == "digits", "THE CAUSE"
 """
 
-OWN = {"provider", "store", "profile", "settings", "write"}
+OWN = {"provider", "store", "profile", "fallback", "settings", "write"}
 
 
 def test_its_keywords_are_the_fields_of_a_job() -> None:

@@ -176,7 +176,7 @@ def test_refusals(vertex: Site, fields: Mapping[str, Any], given: Mapping[str, A
     job = Job.make(entry_point="train.py") if local else vertex.job(**fields)
     error = vertex.refused(job, **given)
     assert error.field == field
-    assert words in error.message
+    assert words in f"{error.message} {error.hint}"
 
 
 def test_what_is_not_here_is_told(vertex: Site) -> None:

@@ -695,7 +695,7 @@ def test_a_folder_with_files_of_its_own_is_left_alone(full: Store, tmp_path: Pat
     pull(full, RUN, tmp_path / "new")
     assert (tmp_path / "new" / ".gitignore").exists()
     (tmp_path / "result.json").write_text("precious")
-    with pytest.raises(SpecError, match=r"has a result\.json that no pull has put there"):
+    with pytest.raises(SpecError, match=r"has a result\.json that no pull wrote"):
         pull(full, RUN, tmp_path)
     assert (tmp_path / "result.json").read_text() == "precious"
     assert not (tmp_path / ".gitignore").exists()

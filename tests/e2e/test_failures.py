@@ -261,7 +261,7 @@ part = f"/part-{os.environ['RANK']}.txt"
 step = int(open(start + part).read()) if start else 0
 assert os.environ["TOKEN"] == "secret-word"
 print("from", step, flush=True)
-while step < 60 and not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
+while step < (60 if start else 600) and not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
     step += 1
     time.sleep(0.1)
     if step % 10 == 0:

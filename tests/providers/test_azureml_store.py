@@ -133,9 +133,9 @@ def test_a_key_and_anonymous_access_are_the_environments(signed_out: pytest.Monk
     signed_out.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
     assert opened(url).keys()["access_key"] == "a2V5"
     signed_out.delenv("AZURE_STORAGE_ACCOUNT_KEY")
-    string = "DefaultEndpointsProtocol=http;AccountName=a;AccountKey=a2V5;BlobEndpoint=http://127.0.0.1:1/a;"
+    string = "DefaultEndpointsProtocol=http;AccountName=acct;AccountKey=a2V5;BlobEndpoint=http://127.0.0.1:1/acct;"
     signed_out.setenv("AZURE_STORAGE_CONNECTION_STRING", string)
-    assert opened(url).config["endpoint"] == "http://127.0.0.1:1/a"
+    assert opened(url).config["endpoint"] == "http://127.0.0.1:1/acct"
 
 
 def test_other_schemes_are_not_azures_to_open() -> None:

@@ -139,7 +139,7 @@ def test_limits_of_money_and_of_gpus(tmp_path: Path) -> None:
     assert limit(max_gpu_hours=8, gpu=["A100:2", "A100:8"], instance_count=2) == 1800, "whichever it will have"
     assert limit(max_gpu_hours=8, gpu="A100:2", max_runtime="1h") == 3600
     without = LocalWorld(tmp_path / "without", Provider(state_dir=str(tmp_path)))
-    with pytest.raises(UnsupportedError, match=r"no price of localhost is known; set it: \[local.prices\]"):
+    with pytest.raises(UnsupportedError, match=r"no price of localhost is known"):
         without.plan({"max_cost": 1})
 
 

@@ -104,9 +104,9 @@ def test_a_single_node_of_azureml_needs_no_word_of_ours() -> None:
         AzureML.node_environment(words, {}).topology.node_rank,
     ) == (2, 1)
     assert AzureML.node_environment(words, {}).folders == {"outputs": "artifacts"}
-    with pytest.raises(SpecError, match=r"which it is: MASTER_ADDR or .* is not set"):
+    with pytest.raises(SpecError, match=r"does not know its number: MASTER_ADDR or .* is not set"):
         AzureML.node_environment({"CLOUDTRAIN_NODES": "2", "NODE_RANK": "1"}, {})
-    with pytest.raises(SpecError, match=r"which it is: NODE_RANK or AZUREML_CR_NODE_RANK is not set"):
+    with pytest.raises(SpecError, match=r"does not know its number: NODE_RANK or AZUREML_CR_NODE_RANK is not set"):
         AzureML.node_environment({"CLOUDTRAIN_NODES": "2", "MASTER_ADDR": "node-0"}, {})
 
 

@@ -482,11 +482,17 @@ def test_a_region_without_the_machine_is_left_for_the_next(
     plane.others.add("us-central1")
     plane.lacking.add("europe-west4")
     plane.gcs.make("team-us", "US-CENTRAL1")
-    stores = [f"gs://{BUCKET}/store", "gs://team-us/store"]
-    table = {**SETTINGS, "location": ["europe-west4", "us-central1"], "store": stores}
+    other = {"store": "gs://team-us/store", "vertex": {"location": "us-central1"}}
+    table = {
+        "provider": "vertex",
+        "store": f"gs://{BUCKET}/store",
+        "fallback": ["us"],
+        "vertex": SETTINGS,
+        "profiles": {"us": other},
+    }
     code = tmp_path / "code"
     code.mkdir()
-    (code / "cloudtrain.toml").write_text(tomli_w.dumps({"provider": "vertex", "vertex": table}))
+    (code / "cloudtrain.toml").write_text(tomli_w.dumps(table))
     (code / "train.py").write_text("print('hello')\n")
     monkeypatch.chdir(code)
     run = Estimator(entry_point="train.py", image="team/trainer:1", gpu="H100:8").fit(wait=False, run_id="moved")

@@ -210,7 +210,7 @@ def test_categories(failure: Failure, oom_kill: bool, wanted: str) -> None:
         (died(1, -99), "rank 1 on node 0 was killed by signal 99"),
         (died(1, 42), "rank 1 on node 0 exited with code 42"),
         (died(1, None), "rank 1 on node 0 died without a message"),
-        (Failure(kind="setup", node=1, time_ns=T, exception="no torch here"), "node 1 could not go on: no torch here"),
+        (Failure(kind="setup", node=1, time_ns=T, exception="no torch here"), "node 1 could not continue: no torch here"),
     ],
 )  # fmt: skip
 def test_summaries_are_one_line(failure: Failure, line: str) -> None:
