@@ -284,6 +284,23 @@ def test_a_fallback_starts_with_the_settings_and_goes_on_with_profiles(tmp_path:
     assert load(tmp_path, fallback="").candidates() == (load(tmp_path, fallback=""),)
 
 
+@pytest.mark.parametrize("variable", ["CLOUDTRAIN_STORE", "CLOUDTRAIN_SAGEMAKER_STORE"])
+@pytest.mark.parametrize("table", ["[profiles.aws]", "[profiles.aws.sagemaker]"])
+def test_a_fallback_keeps_the_store_that_its_profile_sets(tmp_path: Path, table: str, variable: str) -> None:
+    """A profile may set its store in two tables, and a variable of either name does not override it."""
+    text = f"""
+provider = "sagemaker"
+store = "s3://first/x"
+fallback = ["aws", "other"]
+[profiles.other.sagemaker]
+region = "eu-west-1"
+{table}
+store = "s3://aws/x"
+"""
+    first, aws, other = load(tmp_path, text, {variable: "s3://ci/x"}).candidates()
+    assert [own.store for own in (first, aws, other)] == ["s3://ci/x", "s3://aws/x", "s3://ci/x"]
+
+
 def test_a_run_in_a_fallback_is_reached_with_that_profile_s_identity(tmp_path: Path) -> None:
     record = {"provider": "sagemaker", "settings": {"region": "eu-west-1"}, "run": "s3://aws/x/runs/r"}
     first, us, _ = load(tmp_path, FALLBACK).candidates()

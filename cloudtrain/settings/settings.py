@@ -251,6 +251,10 @@ class Settings:
         environ = {key: value for key, value in self.environ.items() if key.upper() not in own}
         kept = {key: getattr(self, key) for key in _OF_CLIENT if self.origins.get(key) == "--set"}
         made = self._made(self.read, name, environ=environ, overrides=kept, given={})
+        if _STORE in layer.values or _STORE in layer.values.get(made.provider, {}):  # one store, by two settings
+            for key in (_STORE, f"{made.provider}_{_STORE}"):
+                environ.pop(f"{PREFIX}{key}".upper(), None)
+            made = self._made(self.read, name, environ=environ, overrides=kept, given={})
         return dataclasses.replace(made, fallback=self.fallback)
 
     def _holding(self, url: str) -> Settings:
