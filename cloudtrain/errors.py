@@ -104,8 +104,8 @@ class CloudtrainError(Exception):
         if not _is_debugging():
             while trace is not None and trace.tb_next is not None and _package_of(trace.tb_frame) == "IPython":
                 trace = trace.tb_next
-            trace = _own_frames(trace)
-        return "".join(format_exception(type(self), self, trace, chain=_is_debugging())).splitlines()
+            trace = _shorten(self, trace)
+        return "".join(format_exception(type(self), self, trace)).splitlines()
 
 
 class SpecError(CloudtrainError):
@@ -186,18 +186,34 @@ class PlatformError(CloudtrainError):
 
 
 def shorten_tracebacks() -> None:
-    """Let a `CloudtrainError` that ends the program show your frames alone; ``CLOUDTRAIN_DEBUG=1`` shows all."""
-    previous = sys.excepthook
-    if getattr(previous, "__module__", "") == __name__:
+    """Let a `CloudtrainError` that ends the program show your frames alone; ``CLOUDTRAIN_DEBUG=1`` shows all.
+
+    A hook of another tool stays, and gets the whole error: it may report errors to a service.
+    """
+    python = sys.__excepthook__
+    if sys.excepthook is not python:
         return
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, CloudtrainError) and not _is_debugging():
-            error.__cause__ = None
-            error.__traceback__ = trace = _own_frames(trace)
-        previous(kind, error, trace)
+            error.__traceback__ = trace = _shorten(error, trace)
+        python(kind, error, trace)
 
     sys.excepthook = show
+
+
+def _shorten(error: CloudtrainError, trace: TracebackType | None) -> TracebackType | None:
+    """Return `_own_frames`. Keep of the errors before ``error`` only one that your own code was handling."""
+    short = _own_frames(trace)
+    if short is not trace:
+        before = error.__cause__ or error.__context__
+        while before is not None and (
+            before.__traceback__ is None or _package_of(before.__traceback__.tb_frame) == "cloudtrain"
+        ):
+            before = before.__cause__ or before.__context__
+        error.__cause__, error.__context__ = None, before
+        error.__suppress_context__ = before is None
+    return short
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:

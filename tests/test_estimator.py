@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -270,3 +271,40 @@ def test_another_error_and_another_hook_are_left_alone(monkeypatch: pytest.Monke
     error = ValueError("x")
     hook(ValueError, error, None)
     assert seen == [ValueError]
+
+
+def test_another_hook_gets_the_whole_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may report errors to a service, which needs every frame and the cause."""
+    seen: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
+    errors.shorten_tracebacks()
+    with pytest.raises(NotFoundError) as caught:
+        cloudtrain.plan(Job.make(entry_point="t.py"), provider="locl")
+    error, frames = caught.value, traceback.extract_tb(caught.value.__traceback__)
+    error.__cause__ = cause = KeyError("locl")
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert seen == [error]
+    assert traceback.extract_tb(error.__traceback__) == frames
+    assert error.__cause__ is cause
+
+
+def test_the_error_that_your_own_code_was_handling_is_shown_too(tmp_path: Path) -> None:
+    """An error inside cloudtrain before that is hidden, as its frames are."""
+    call = "try:\n        raise KeyError('MINE')\n    except KeyError:\n        cloudtrain.attach('none')"
+    script = tmp_path / "script.py"
+    script.write_text(FRAMES.format(call=call))
+    env = {**os.environ, "PYTHONPATH": str(Path(cloudtrain.__file__).parents[1]), "CLOUDTRAIN_DEBUG": ""}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.count("Traceback") == 2
+    assert "KeyError: 'MINE'\n\nDuring handling of the above exception" in done.stderr
+    assert "NotFoundError: run: no run 'none'" in done.stderr
+    assert f"{os.sep}cloudtrain{os.sep}" not in done.stderr
+
+
+@pytest.mark.parametrize("secret", ["https://me:SECRET@h.example/x.csv", "https://h.example/x.csv?sig=SECRET"])
+def test_a_plan_s_summary_hides_the_secrets_of_a_url(folder: Path, secret: str) -> None:
+    plan = cloudtrain.plan(Job.make(entry_point="train.py", source_dir="src", inputs={"train": secret}))
+    assert "https://h.example/x.csv" in str(plan)
+    assert "SECRET" not in str(plan) + plan._repr_html_()

@@ -419,7 +419,7 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
         why = f"{path} is not a plan of this version of cloudtrain ({one_line(exc)})"
         raise SpecError(why, field="plan", hint="plan the job again, and save that plan") from None
     if missing:
-        raise refusal(provider, missing, file=settings.file)
+        raise refusal(provider, missing, file=settings.file, profile=profile)
     if profile in settings.profiles and profile != settings.profile:
         settings = settings.of_profile(profile)  # with its identity, and its keys for the store
     chosen = settings.make_provider(provider, **own)

@@ -86,10 +86,10 @@ def plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     for name, item in document["inputs"].items():
         words = [item["mode"], *(["sharded"] if item["shard"] else [])]
         words += [f"copied from {without_secrets(item['source'])}, through this machine"] if item.get("source") else []
-        rows.append((f"input {name}", f"{item['url']} ({', '.join(words)})"))
+        rows.append((f"input {name}", f"{without_secrets(item['url'])} ({', '.join(words)})"))
     if resume := document["layout"]["resume"]:
         source = document["layout"]["resume_source"]
-        how = f" (the newest checkpoint copied from {source}, through this machine)" if source else ""
+        how = f" (the newest checkpoint copied from {without_secrets(source)}, through this machine)" if source else ""
         rows.append(("resumes from", f"{without_secrets(resume)}{how}"))
     wanted, retries = document["resources"], document["retries"]
     rows.append(("instance", _plan_instance(wanted)))
@@ -296,7 +296,7 @@ def _cost(cost: Mapping[str, Any]) -> str:
 
 def _attempt(attempt: Mapping[str, Any], now: float | None) -> str:
     words = [f"{name} {when(attempt[name], now)}" for name in ("started", "ended") if attempt.get(name)]
-    words += [told] if (told := attempt_history(attempt)) else []
+    words += [history] if (history := attempt_history(attempt)) else []
     return ", ".join(words) or "not started"
 
 
