@@ -29,6 +29,7 @@ from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.runs.listing import list_page
 from cloudtrain.storage import remote
+from cloudtrain.storage.errors import CannotSwapError
 from cloudtrain.storage.files import TransferOptions, files, parallel
 from cloudtrain.storage.remote import RemoteFiles
 from cloudtrain.store import copies
@@ -315,8 +316,53 @@ def test_a_source_that_goes_away_is_said_to_have(s3: FaultyS3, gcs_url: str, mon
         return pieces(self, key, size)
 
     monkeypatch.setattr(RemoteFiles, "pieces", leaving)
-    with pytest.raises(StorageError, match=r"s3://bucket/set/b went away while it was copied; start again"):
+    with pytest.raises(StorageError, match=r"s3://bucket/set/b went away while it was copied") as no:
         place.bring()
+    assert no.value.hint == "send the job again with another --run-id"
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_slow_client_keeps_the_digests_of_a_faster_one(
+    s3: FaultyS3, monkeypatch: pytest.MonkeyPatch, swaps: bool
+) -> None:
+    place = Place("s3://bucket/set", "memory://bucket/slow")
+    place.store.moving = TransferOptions(concurrency=1)
+    for name in "abc":
+        s3.put(f"set/{name}", name.encode())
+
+    def progress(key: str, count: int) -> None:
+        Place(place.source, place.store.url).bring()
+        raise KeyboardInterrupt
+
+    def refuse(*_: object) -> str:
+        raise CannotSwapError("cannot replace a file only while it is unchanged")
+
+    if not swaps:
+        monkeypatch.setattr(RemoteFiles, "swap", refuse)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            place.bring(progress=progress)
+        assert place.record("digests") == {name: hashlib.sha256(name.encode()).hexdigest() for name in "abc"}
+        assert place.bring() == 0
+    finally:
+        MemoryFileSystem.store.clear()
+
+
+@pytest.mark.parametrize("listed", [[1], "abc", {"x": 1}, {"x": {}}, {"x": {"size": None, "version": "1"}}])
+def test_a_copy_with_a_damaged_listing_comes_from_its_source(s3: FaultyS3, listed: Any) -> None:
+    place, after = Place("s3://bucket/set", "memory://bucket/left"), Place("s3://bucket/set", "memory://bucket/next")
+    s3.put("set/x", b"first")
+    said: list[str] = []
+    try:
+        place.bring()
+        key = "runs/run-1/inputs/train/listing.json"
+        place.store.files.write(key, json.dumps({"protocol": 1, "files": listed}).encode())
+        assert after.bring(left=PreviousPlace(place.store, place.layout()), say=said.append) == 5
+        assert after.copied() == {"x": b"first"}
+    finally:
+        MemoryFileSystem.store.clear()
+    damaged = f"{place.store.url}/{key} is damaged; it is copied from where it came from"
+    assert said == [damaged, "copying train from s3://bucket/set"]
 
 
 @pytest.mark.parametrize("target", ["gcs", "azure"])
@@ -346,8 +392,12 @@ def test_a_source_that_changes_meanwhile_is_told(s3: FaultyS3, gcs_url: str) -> 
     place = Place("s3://bucket/set/x.bin", gcs_url)
     s3.put("set/x.bin", os.urandom(3 * MIB))
     s3.faults = [None, None, "replace"]
-    with pytest.raises(StorageError, match=r"x\.bin changed while it was copied; start again"):
+    faster = {"x.bin": hashlib.sha256(s3.objects["set/x.bin"].data).hexdigest()}
+    place.store.files.write("runs/run-1/inputs/train/digests.json", json.dumps({"files": faster}).encode())
+    with pytest.raises(StorageError, match=r"x\.bin changed while it was copied") as no:
         place.bring()
+    assert no.value.hint == "send the job again with another --run-id"
+    assert place.record("digests") == {}, "another client's digest of the changed file counts no more"
     with pytest.raises(ConflictError, match=r"x\.bin has changed since its copy for run run-1 began"):
         place.bring()
     assert place.bring("run-2") == 3 * MIB

@@ -21,7 +21,7 @@ from ..errors import AuthError, CloudtrainError, ConflictError, DigestError, Spe
 from ..job.job import is_run_id
 from ..provider_api.protocol import Layout, LayoutInput
 from ..settings.settings import Settings
-from ..storage.errors import TransientError, translate
+from ..storage.errors import CannotSwapError, TransientError, translate
 from ..storage.files import PIECE, Entry, Progress, parallel
 from ..storage.fsspec_pool import STREAMED
 from ..storage.local_disk import local_path, safe
@@ -55,6 +55,7 @@ TRIES = 4
 """Tries for a streamed file, which starts again; ranges are retried by the client."""
 LOOKS = 4
 """Tries to find the newest checkpoint: an unfinished run deletes its older ones."""
+_ANOTHER_ID = "send the job again with another --run-id"
 _BELOW = "live/checkpoints"
 _WITHIN = re.compile(r"(.+)/runs/([^/]+)(/.*)?")
 _TAG = re.compile(r"\bETag=(?:W/)?\"?([^\"\s]+)", re.IGNORECASE)
@@ -84,6 +85,8 @@ class CopySource(Protocol):
     """Tries for each file, whose pieces start again; sources with their own retries have fewer."""
     last: str = ""
     """The file that is copied last because it makes the others valid, or ""."""
+    restart: str = "run the same command again"
+    """The hint if the source changes during the copy."""
 
     def entries(self) -> dict[str, Entry]:
         """Return its files by their paths in the copy, from a fresh listing."""
@@ -129,6 +132,7 @@ class Copy:
         self._journal, self._needed, self._progress, self._say = journal, needed, progress, say
         self._lock = threading.Lock()
         self._over, self._ended = threading.Event(), threading.Event()
+        self._wrong: set[str] = set()
         self.digests: dict[str, str] = {}
 
     def run(self) -> int:
@@ -210,7 +214,7 @@ class Copy:
             with contextlib.closing(self._source.pieces(path, entry)) as pieces:
                 yield from pieces
         except FileNotFoundError:
-            raise StorageError(f"{where} went away while it was copied; start again") from None
+            raise StorageError(f"{where} went away while it was copied", hint=self._source.restart) from None
         except (CloudtrainError, GeneratorExit):
             raise
         except Exception as exc:  # back ends raise any class; the table sorts them
@@ -235,26 +239,48 @@ class Copy:
         now, there = list_source(self._source), self._store.files.list(self._folder)
         changed = [path for path in self._found.keys() | now.keys() if not _alike(self._found.get(path), now.get(path))]
         wrong = [path for path, entry in self._found.items() if there.get(self._at(path)) != entry.size]
-        for path in (*changed, *wrong):
-            self.digests.pop(path, None)
+        self._wrong.update(changed, wrong)
         if changed:
-            raise StorageError(f"{self._source.shown}: {min(changed)} changed while it was copied; start again")
+            why = f"{self._source.shown}: {min(changed)} changed while it was copied"
+            raise StorageError(why, hint=self._source.restart)
         if wrong:
             raise OverwrittenError(f"{self._at(min(wrong))} is not what was written: another client writes there")
 
     def _save(self) -> None:
-        with self._lock:
-            record = {"protocol": 1, "source": self._source.shown, "files": dict(self.digests)}
-            self._store.files.write(self._journal, to_json(record))
+        """Merge the digests into the journal, where other clients of the same copy save theirs."""
+        while True:
+            found = self._store.files.load(self._journal)
+            before = _digests(found.data) if found is not None else {}
+            with self._lock:
+                merged = before | self.digests
+            files = {path: sha256 for path, sha256 in merged.items() if path not in self._wrong}
+            if found is not None and files == before:
+                return
+            data = to_json({"protocol": 1, "source": self._source.shown, "files": files})
+            try:
+                # Two equal contents are fine here: they have the same digests.
+                self._store.files.swap(self._journal, found and found.version, data)
+            except FileExistsError:
+                continue
+            except CannotSwapError:
+                self._store.files.write(self._journal, data)
+            return
 
     def _at(self, path: str) -> str:
         return f"{self._folder}/{path}"
 
 
 def read_digests(store: Store, journal: str) -> dict[str, str]:
-    """Return the SHA-256 of copied files by path, as the last client saved them."""
-    files = (store.record(journal) or {}).get("files")
-    return {path: str(sha256) for path, sha256 in files.items()} if isinstance(files, dict) else {}
+    """Return the SHA-256 of copied files by path, as the clients saved them."""
+    found = store.files.load(journal)
+    return _digests(found.data) if found is not None else {}
+
+
+def _digests(journal: bytes) -> dict[str, str]:
+    try:
+        return {str(path): str(sha256) for path, sha256 in json_loads(journal)["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):  # a killed client left a part of it
+        return {}
 
 
 def list_source(source: CopySource) -> dict[str, Entry]:
@@ -291,7 +317,7 @@ def _decide(store: Store, key: str, record: Mapping[str, Any], part: str, *, run
         source, before = record["source"], first.get("source")
         changed = f"{source} has changed since its copy for run {run_id} began"
         why = changed if before == source else f"run {run_id} has begun with a copy of {before}, not of {source}"
-        raise ConflictError(why, field=field, hint="send the job again with another --run-id")
+        raise ConflictError(why, field=field, hint=_ANOTHER_ID)
 
 
 def _is_unrecorded(store: Store, run_id: str) -> bool:
@@ -302,9 +328,13 @@ def _is_unrecorded(store: Store, run_id: str) -> bool:
 
 
 class RemoteInput(CopySource):
-    """The data at ``url``, read with this machine's own credentials: the folder there, or one file, named ``file``."""
+    """The data at ``url``, read with this machine's own credentials: the folder there, or one file, named ``file``.
 
-    def __init__(self, url: str, file: str | None, *, name: str, field: str) -> None:
+    ``restart`` is the hint if the data change during the copy.
+    """
+
+    def __init__(self, url: str, file: str | None, *, name: str, field: str, restart: str = CopySource.restart) -> None:
+        self.restart = restart
         self.name, self.field, self.shown = name, field, without_secrets(url)
         self._url, self._file = url if file else url.rstrip("/"), file
         self.tries = TRIES if url_scheme(url) in STREAMED else 1
@@ -386,7 +416,8 @@ def copy_inputs(
             if say is not None:
                 say(f"{exc}; it is copied from where it came from")
         field = f"inputs.{name}"
-        moved += copy(RemoteInput(item.source, item.file, name=name, field=field))
+        # The listing of this run id names the versions from before a change, so no later copy can match it.
+        moved += copy(RemoteInput(item.source, item.file, name=name, field=field, restart=_ANOTHER_ID))
     return moved
 
 
@@ -403,26 +434,30 @@ def _copy_input(
 
 def _earlier_copy(left: PreviousPlace | None, name: str, item: LayoutInput) -> _EarlierCopy | None:
     """Return the complete copy of ``item`` that the run has in ``left``; None if there is none. Raises `DigestError` if
-    a file of it is missing or has another size."""
+    its listing is damaged, or if a file of it is missing or has another size."""
     before = left.layout.inputs.get(name) if left is not None else None
     if left is None or before is None or before.source != item.source:
         return None
     store, folder = left.store, _folder_of(left.store, before)
     root = folder.rpartition("/")[0]
-    if root == "data":  # an earlier version's, shared between runs
-        record = store.record(f"data/manifests/{folder[5:]}.json") or {}
-        files = record.get("files") if record.get("complete") is True else None
-        digests = {path: str(entry["sha256"]) for path, entry in (files or {}).items()}
-    else:
-        files = (store.record(f"{root}/listing.json") or {}).get("files")
-        digests = read_digests(store, f"{root}/digests.json")
-    if not files or not files.keys() <= digests.keys():
+    shared = root == "data"  # an earlier version's, shared between runs
+    key = f"data/manifests/{folder[5:]}.json" if shared else f"{root}/listing.json"
+    record = store.record(key) or {}
+    if shared and record.get("complete") is not True:
+        return None
+    files = record.get("files") or {}
+    try:
+        found = {path: Entry(int(entry["size"]), str(entry["version"]), 0.0) for path, entry in files.items()}
+        own = {path: str(entry["sha256"]) for path, entry in files.items()} if shared else None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise DigestError(f"{store.url}/{key} is damaged") from None
+    digests = read_digests(store, f"{root}/digests.json") if own is None else own
+    if not found or not found.keys() <= digests.keys():
         return None
     there = store.files.list(folder)
-    for path, entry in files.items():
-        if there.get(f"{folder}/{path}") != entry["size"]:
+    for path, entry in found.items():
+        if there.get(f"{folder}/{path}") != entry.size:
             raise DigestError(f"{store.url}/{folder}/{path} is not what was copied there")
-    found = {path: Entry(entry["size"], entry["version"], 0.0) for path, entry in files.items()}
     return _EarlierCopy(store, folder, found, digests, name)
 
 
