@@ -60,11 +60,12 @@ verb, url, path = sys.argv[1:4]
 """
 OURS = """
 from pathlib import Path
-from cloudtrain.storage.files import files
+from cloudtrain.storage.files import files, parallel
+from cloudtrain.storage.local_disk import walk
 tree = files(url)
 tree.names("nothing")
 begin()
-if verb == "up": tree.upload_tree(Path(path), "t")
+if verb == "up": parallel(lambda item: tree.upload(item[1], f"t/{item[0]}"), list(walk(Path(path)).items()))
 elif verb == "down": tree.download_tree("t", Path(path))
 elif verb == "put": tree.upload(Path(path), sys.argv[4])
 else: tree.download(sys.argv[4], Path(path), size=int(sys.argv[5]))

@@ -429,7 +429,7 @@ def test_lists_stay_below_the_store_and_no_bucket_is_made(s3: FaultyS3, tmp_path
     assert (tree.list(), tree.names("no")) == ({}, [])
     tree.write("a/b", b"1")
     (tmp_path / "f").write_bytes(b"1")
-    tree.upload_tree(tmp_path, "a")
+    tree.upload(tmp_path / "f", "a/f")
     assert tree.list() == {"a/b": 1, "a/f": 1}
     assert tree.names() == ["a"]
     tree.remove("a")

@@ -28,6 +28,7 @@ from cloudtrain.runs import live_data as seen_module
 from cloudtrain.runs.live_data import LiveRunReader
 from cloudtrain.runs.run import Run
 from cloudtrain.storage.files import files
+from cloudtrain.storage.local_disk import walk
 from cloudtrain.store.store import Store
 
 CANARY = "<script>alert('ran')</script><img src=x onerror=alert(1)>\"' --></title></style></svg></pre>&amp;"
@@ -599,7 +600,8 @@ def test_of_large_merged_segments_few_are_read_to_find_a_rank_that_was_silent(
 @pytest.mark.remote
 def test_a_page_is_the_same_from_a_bucket(world: World, s3_url: str) -> None:
     finished(world).checkpoint("step-20").segment([1, 2, 3], attempt="1.0")
-    files(s3_url).upload_tree(world.root, "")
+    for name, path in walk(world.root).items():
+        files(s3_url).upload(path, name)
     there = Run(store=Store(s3_url), run_id=world.run_id, provider=world.platform)
     here, far = (Page(report(run, run.result(), clock=time.time)) for run in (world.run(), there))
     assert far.table("loss, 24 points") == here.table("loss, 24 points")

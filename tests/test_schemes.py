@@ -39,6 +39,7 @@ from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.storage.errors import Retries
 from cloudtrain.storage.files import Files, TransferOptions, files, parallel
 from cloudtrain.storage.lease import FOLDER, MARK, Lease
+from cloudtrain.storage.local_disk import walk
 from cloudtrain.storage.remote import RemoteFiles
 from cloudtrain.store.copies import copy_inputs
 from cloudtrain.store.gc import collect
@@ -149,7 +150,8 @@ def test_large_files_and_trees_there_and_back(tree: Files, tmp_path: Path) -> No
         path = tmp_path / "in" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    tree.upload_tree(tmp_path / "in", "tree")
+    for name, path in walk(tmp_path / "in").items():
+        tree.upload(path, f"tree/{name}")
     assert tree.download_tree("tree", tmp_path / "out") == sorted(data)
     assert {name: (tmp_path / "out" / name).read_bytes() for name in data} == data
     assert b"".join(tree.pieces("tree/large", len(data["large"]))) == data["large"]

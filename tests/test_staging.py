@@ -101,6 +101,34 @@ def test_a_folder_has_the_address_of_a_run_s_input(store: Store, folder: Path) -
     assert (plain.url.rpartition("/")[2], list(content(plain))) == (plain.digest, ["empty"])
 
 
+def test_a_folder_with_the_store_in_it_is_refused(store: Store, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": "."}})
+    with pytest.raises(SpecError, match=rf"^inputs.train: {tmp_path} contains the store {tmp_path}/store"):
+        store.inputs(job, frozenset({"none"}), run_id="r", cwd=tmp_path)
+    for path in (tmp_path, tmp_path / "link", tmp_path / "store"):
+        path.mkdir(exist_ok=True)
+        with pytest.raises(SpecError, match=rf"^url: {path} contains the store {tmp_path}/store"):
+            staged(store, str(path))
+    assert store.files.list() == {}
+    assert staged(store, staged(store, str(folder)).url).copied == 0, "a folder in the store"
+
+
+@pytest.mark.parametrize("scheme", ["s3a", "gcs"])
+def test_each_name_of_a_bucket_s_scheme_is_copied(
+    s3: FaultyS3, store: Store, request: pytest.FixtureRequest, scheme: str
+) -> None:
+    url = f"{scheme}://bucket/set"
+    if scheme == "gcs":
+        url = f"{request.getfixturevalue('gcs_url')}/set".replace("gs:", "gcs:")
+        for name, data in FILES.items():
+            files(url).write(name, data)
+    assert content(staged(store, url)) == FILES
+    job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": url}})
+    placed, _ = Store("abfs://c@a.dfs.core.windows.net/x").inputs(job, frozenset({"abfs"}), run_id="r", cwd=Path("/"))
+    assert placed["train"].source == url
+
+
 def test_a_remote_folder_is_read_once_and_has_the_address_of_its_content(
     s3: FaultyS3, store: Store, folder: Path
 ) -> None:

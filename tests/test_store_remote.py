@@ -18,6 +18,7 @@ from cloudtrain.provider_api.protocol import Layout, Request
 from cloudtrain.runs.pull import pull
 from cloudtrain.storage.errors import Retries, classify
 from cloudtrain.storage.files import files, parallel
+from cloudtrain.storage.local_disk import walk
 from cloudtrain.storage.remote import RemoteFiles
 from cloudtrain.store.store import Staged, Store
 
@@ -160,7 +161,8 @@ def test_trees_there_and_back(url: str, tmp_path: Path) -> None:
         path = tmp_path / "in" / f"d{number % 4}" / str(number)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x" * number)
-    tree.upload_tree(tmp_path / "in", "tree")
+    for name, path in walk(tmp_path / "in").items():
+        tree.upload(path, f"tree/{name}")
     names = tree.download_tree("tree", tmp_path / "out")
     assert len(names) == 30
     assert all((tmp_path / "in" / n).read_bytes() == (tmp_path / "out" / n).read_bytes() for n in names)

@@ -419,7 +419,7 @@ def problems(report: Mapping[str, Any], *, nodes: int, gpus: int | None) -> list
     for number, row in rows.items():
         if gpus is not None and row["gpus"] != gpus:
             why = "CUDA in the image, or a driver that it can use" if row["gpus"] < gpus else "another machine"
-            found.append(f"node {number} has {row['gpus']} GPUs for torch, {gpus}are expected: check {why}")
+            found.append(f"node {number} has {row['gpus']} GPUs for torch, {gpus} are expected: check {why}")
     for number, links in report["links"].items():
         for other, link in links.items():
             if link["error"]:

@@ -37,7 +37,6 @@ from .local_disk import (
     sync_folder,
     temp_file,
     verify,
-    walk,
 )
 
 __all__ = [
@@ -190,9 +189,6 @@ class Files(Protocol):
         fetched again if present. Nothing is fetched if any path would leave ``folder`` (`StorageError`).
         """
 
-    def upload_tree(self, folder: Path, prefix: str, *, jobs: int = 8, progress: Progress | None = None) -> Names:
-        """Store every file of ``folder`` below ``prefix``; return their keys, sorted. Symbolic links are followed."""
-
     def pieces(self, key: str, size: int) -> Generator[bytes, None, None]:
         """Yield the content of the file of ``size`` bytes in order, in bounded memory."""
 
@@ -303,13 +299,6 @@ class Trees:
 
         parallel(fetch, list(wanted), jobs=jobs)
         return sorted(wanted)
-
-    def upload_tree(
-        self: Files, folder: Path, prefix: str, *, jobs: int = 8, progress: Progress | None = None
-    ) -> Names:
-        paths = {(f"{prefix}/{name}" if prefix else name): path for name, path in walk(folder).items()}
-        parallel(lambda key: self.upload(paths[key], key, progress=progress), list(paths), jobs=jobs)
-        return sorted(paths)
 
 
 # --------------------------------------------------------------------------------------------------------- local folder

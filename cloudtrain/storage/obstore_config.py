@@ -223,7 +223,7 @@ def _ruled_endpoint(session: Any, bucket: str, region: str, endpoint: str | None
 
 
 class _NoBody(io.BytesIO):
-    """The body of an answer that nobody sent."""
+    """An empty body, of an answer that no server sent."""
 
     def stream(self, **_: Any) -> Any:
         """Return no chunks."""

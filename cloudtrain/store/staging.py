@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..errors import SpecError, StorageError
 from ..settings.settings import NO_SETTINGS, Settings
-from ..storage.digest_cache import TreeFile, hash_tree, tree_digest
+from ..storage.digest_cache import TreeFile, tree_digest
 from ..storage.files import Entry, Progress, parallel
 from ..storage.lease import FOLDER
 from ..storage.local_disk import local_path, normalize
@@ -81,7 +81,7 @@ def stage_input(
         raise SpecError("is empty", field=FIELD, hint="give the URL or the path of a file or folder")
     if path is not None:
         path = existing_path(path, FIELD)
-        tree = hash_tree(path, FIELD)
+        tree = store.local_tree(path, FIELD)
         with _announced(store, say, tree.digest):
             copied = store.stage_tree(tree, progress)
         if tree.known is not None:

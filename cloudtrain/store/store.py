@@ -3,7 +3,7 @@
 Content (code, runtime, data) has an address made of its own digest, so writing it twice, or from two machines at once,
 changes nothing. Records (run.json, request.json) are created exclusively and never rewritten: creating one *is* the
 decision, and exactly one of any number of clients gets True. Every method that touches the store raises `AuthError` and
-`StorageError`, as `transfer` does.
+`StorageError`, as `Files` does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-RELAYED = frozenset({"s3", "gs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
+RELAYED = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
 """Schemes of remote data that can be copied into a store if nodes cannot read them."""
 
 NO_STORES = frozenset({"ftp", "http", "https", "hf"})
@@ -130,7 +130,7 @@ class Store:
             if "file" in schemes:
                 placed[name] = _placed(item, normalize(str(path), cwd=cwd), file)
                 continue
-            tree = hash_tree(path, f"inputs.{name}")
+            tree = self.local_tree(path, f"inputs.{name}")
             trees[tree.digest] = tree
             placed[name] = _placed(item, self.data_url(tree.digest, file), file)
         return placed, list(trees.values())
@@ -144,6 +144,14 @@ class Store:
         source = item.url if file else item.url.rstrip("/")
         url = copied_input_url(f"{self.url}/{run_folder(run_id)}", name, file)
         return dataclasses.replace(_placed(item, url, file), source=source)
+
+    def local_tree(self, path: Path, where: str) -> LocalTree:
+        """Return the tree at ``path`` to stage. Raises `SpecError` with the field ``where`` if this store is in it."""
+        root = local_path(self.url)
+        if root is not None and Path(os.path.realpath(root)).is_relative_to(os.path.realpath(path)):
+            hint = "give a folder without the store, or set store to another folder"
+            raise SpecError(f"{path} contains the store {root}", field=where, hint=hint)
+        return hash_tree(path, where)
 
     def data_url(self, digest: str, file: str | None) -> str:
         """Return the URL of a tree of this digest: its folder, or its one ``file``."""
