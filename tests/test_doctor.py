@@ -335,7 +335,7 @@ def test_one_rank_alone_has_no_all_reduce_to_time() -> None:
         (report({}, {"torch": "2.5"}, {}), "torch differs: 2.6 on node 0, 2, 2.5 on node 1; give all nodes one image"),
         (report({}, {"nccl": None}), "nccl differs: 2.21 on node 0, none on node 1"),
         (report({}), "1 of 2 nodes have reported"),
-        (report({}, {"gpus": 0}), "node 1 has 0 GPUs for torch, 8are expected: check CUDA"),
+        (report({}, {"gpus": 0}), "node 1 has 0 GPUs for torch, 8 are expected: check CUDA"),
         (report({}, {}, links={("0", "1"): {"skew_s": 3.5}}), "the clock of node 1 is 3.5 s ahead of that of node 0"),
         (
             report({}, {}, links={("1", "0"): {"error": "a:1: refused"}}, allreduce=None),
