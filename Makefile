@@ -7,6 +7,9 @@ TORCH ?= torch==2.13.0
 # SageMaker's own SDK does not fit beside what we need: it has a venv of its own.
 SAGEMAKER := .venv-sagemaker
 SAGEMAKER_CORE := sagemaker-core==2.27.0
+# A script may write checkpoints to S3 with s3fs, whose botocore is older than boto3's. Tests give the folder to scripts.
+S3FS := .s3fs
+S3FS_LIBRARY := s3fs==2026.9.0
 # The engine that mounts a job's outputs on Azure ML, for make test-azureml-mount alone.
 RSLEX := .venv-rslex
 RSLEX_ENGINE := azureml-dataprep-rslex==2.26.0
@@ -64,8 +67,8 @@ lint: install
 
 # Three workers on two cores, as whole runs mostly wait. They come first, as they are collected: sorted by their number,
 # the few long ones would be left to the end. tests/conftest.py says which tests one worker runs together.
-test: install
-	$(PYTEST) -n 3 --dist loadgroup --no-loadscope-reorder -m '$(ELSEWHERE)' $(TEST_FLAGS)
+test: install $(S3FS)/.installed
+	S3FS_FOLDER=$(CURDIR)/$(S3FS) $(PYTEST) -n 3 --dist loadgroup --no-loadscope-reorder -m '$(ELSEWHERE)' $(TEST_FLAGS)
 
 # What a change must pass before it is merged.
 check: lint test
@@ -77,6 +80,10 @@ test-fast: install
 # The clouds that the suite fakes, themselves; after a change below tests/worlds.
 test-worlds: install
 	$(PYTEST) -n 3 --dist loadgroup -m 'worlds and not proof' $(TEST_FLAGS)
+
+$(S3FS)/.installed: Makefile | install
+	$(BIN)/python -m pip install --quiet --upgrade --target $(S3FS) $(S3FS_LIBRARY)
+	touch $@
 
 $(SAGEMAKER)/.installed:
 	$(PYTHON) -m venv $(SAGEMAKER)
@@ -138,4 +145,4 @@ proof: install
 	$(BIN)/python tests/proof.py $(PROOF)
 
 clean:
-	rm -rf $(VENV) $(SAGEMAKER) $(RSLEX) $(AUDIT) $(DOCS) $(MUTANTS) mutants out build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(S3FS) $(SAGEMAKER) $(RSLEX) $(AUDIT) $(DOCS) $(MUTANTS) mutants out build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -141,6 +141,15 @@ def s3_url(s3_environment: str) -> str:
         return f"s3://{bucket}/some/store"
 
 
+@pytest.fixture(scope="session")
+def s3fs() -> str:
+    """Folder for ``PYTHONPATH``, with s3fs as a script's image may have it. Its botocore is too old for boto3."""
+    folder = os.environ.get("S3FS_FOLDER", "")
+    if not os.path.isdir(os.path.join(folder, "s3fs")):
+        pytest.skip("no folder with s3fs in S3FS_FOLDER; make test sets it")
+    return folder
+
+
 #: moto reads the region and service from it and checks nothing.
 _UNCHECKED = "AWS4-HMAC-SHA256 Credential=testing/20250101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 

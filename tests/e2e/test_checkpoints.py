@@ -184,13 +184,19 @@ def test_a_checkpoint_in_the_store_is_resumed_from_by_its_url(jobs: Jobs) -> Non
 
 
 @pytest.mark.remote
-def test_the_same_on_an_object_store(jobs: Jobs, gcs_url: str) -> None:
-    jobs.environ |= {"STORAGE_EMULATOR_HOST": os.environ["STORAGE_EMULATOR_HOST"]}
-    jobs.environ |= {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}  # else it asks the emulator by gRPC
+@pytest.mark.parametrize("store", ["s3", "gcs"])
+def test_the_same_on_an_object_store(jobs: Jobs, request: pytest.FixtureRequest, store: str) -> None:
+    url, of_script = request.getfixturevalue(f"{store}_url"), []
+    if store == "s3":
+        jobs.environ |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        of_script = ["--env", f"PYTHONPATH={request.getfixturevalue('s3fs')}"]
+    else:
+        jobs.environ |= {"STORAGE_EMULATOR_HOST": os.environ["STORAGE_EMULATOR_HOST"]}
+        jobs.environ |= {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}  # else it asks the emulator by gRPC
     jobs.write("train.py", DIRECT.replace(", auto_mkdir=True", ""))
     done = jobs.cli(
-        "submit", "train.py", *ALONE, "--store", gcs_url, "--set", f"state_dir={jobs.tmp / 'state'}", "--retries", "1",
-        "--pull", str(jobs.tmp / "pulled"), "--json",
+        "submit", "train.py", *ALONE, "--store", url, "--set", f"state_dir={jobs.tmp / 'state'}", "--retries", "1",
+        *of_script, "--pull", str(jobs.tmp / "pulled"), "--json",
     )  # fmt: skip
     check_direct(done, jobs.tmp / "pulled")
 
