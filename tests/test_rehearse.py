@@ -158,25 +158,47 @@ def test_whoever_nodes_run_as_may_write_where_the_platform_lets_its_own(site: Si
 
 
 @pytest.mark.parametrize(
-    ("fields", "given", "field", "words"),
+    ("fields", "given", "field", "message", "hint"),
     [
-        ({}, {"store": "gs://bucket/here"}, "local_store", "folder of this machine"),
-        ({}, {"maps": {"gs://a/b": "nowhere"}}, "map", "there is no nowhere"),
-        ({"resume_from": "earlier"}, {}, "resume_from", "stands for gs://contract-bucket/store/runs/earlier"),
-        ({"inputs": {"x": "gs://contract-bucket/store/x/"}}, {}, "inputs.x", "there is no"),
-        ({}, {"secrets": {"TOKEN": "env:T"}}, "secret_value", "has no secret 'TOKEN'"),
-        ({"secrets": {"TOKEN": "gcp:projects/p/secrets/s/versions/1"}}, {}, "secrets.TOKEN", "--secret-value TOKEN="),
-        ({}, {"drills": [("kill", "node=2,after=3s")]}, "kill", "0 to 1"),
-        ({}, {"drills": [("preempt", "node=1")]}, "preempt", "must be node=NUMBER,after=TIME"),
-        ({}, {"provider": "local"}, "provider", "already runs on this machine"),
+        ({}, {"store": "gs://bucket/here"}, "local_store", "folder of this machine", ""),
+        ({}, {"maps": {"gs://a/b": "nowhere"}}, "map", "there is no nowhere", ""),
+        (
+            {"resume_from": "earlier"},
+            {},
+            "resume_from",
+            "stands for gs://contract-bucket/store/runs/earlier",
+            "--map gs://contract-bucket/store/runs/earlier/live/checkpoints=PATH",
+        ),
+        (
+            {"inputs": {"x": "gs://contract-bucket/store/x/"}},
+            {},
+            "inputs.x",
+            "there is no",
+            "--map gs://contract-bucket/store/x/=PATH",
+        ),
+        ({}, {"secrets": {"TOKEN": "env:T"}}, "secret_value", "has no secret 'TOKEN'", ""),
+        (
+            {"secrets": {"TOKEN": "gcp:projects/p/secrets/s/versions/1"}},
+            {},
+            "secrets.TOKEN",
+            "has no value in a rehearsal",
+            "--secret-value TOKEN=",
+        ),
+        ({}, {"drills": [("kill", "node=2,after=3s")]}, "kill", "0 to 1", ""),
+        ({}, {"drills": [("preempt", "node=1")]}, "preempt", "must be node=NUMBER,after=TIME", ""),
+        ({}, {"provider": "local"}, "provider", "already runs on this machine", "name a cloud"),
     ],
 )
-def test_refusals(vertex: Site, fields: Mapping[str, Any], given: Mapping[str, Any], field: str, words: str) -> None:
+def test_refusals(
+    vertex: Site, fields: Mapping[str, Any], given: Mapping[str, Any], field: str, message: str, hint: str
+) -> None:
     local = given.get("provider") == "local"
     job = Job.make(entry_point="train.py") if local else vertex.job(**fields)
     error = vertex.refused(job, **given)
     assert error.field == field
-    assert words in f"{error.message} {error.hint}"
+    assert message in error.message
+    assert hint in error.hint
+    assert bool(hint) == bool(error.hint)
 
 
 def test_what_is_not_here_is_told(vertex: Site) -> None:
