@@ -104,7 +104,7 @@ class Provider(CloudProvider):
 
 DIFFERENCES = (
     "there is no service account, and no metadata server",
-    "/gcs is a plain folder: appends and renames below it work, and are slow or refused on Cloud Storage",
+    "/gcs is a plain folder: on Cloud Storage, an append writes the whole object again, and a rename copies it",
 )
 """Differences that a rehearsal does not show."""
 SAMPLE = {
