@@ -262,7 +262,7 @@ def test_a_drill_reads_as_it_is_told() -> None:
 
 
 def test_drills_come_in_their_time_and_once() -> None:
-    told = InjectionPlan.told(
+    told = InjectionPlan.to_body(
         [Injection.parse("kill", f"node=0,after={when}", nodes=1) for when in ("9s", "2s", "checkpoint")]
     )
     drills = InjectionPlan(json.loads(json.dumps(told)))

@@ -49,8 +49,8 @@ class Injection:
 class InjectionPlan:
     """Drills of one run, each done once."""
 
-    def __init__(self, told: Iterable[Mapping[str, Any]]) -> None:
-        self._left = sorted((Injection(**item) for item in told), key=lambda drill: drill.after or 0.0)
+    def __init__(self, drills: Iterable[Mapping[str, Any]]) -> None:
+        self._left = sorted((Injection(**item) for item in drills), key=lambda drill: drill.after or 0.0)
 
     def due(self, seconds: float, saved: Callable[[], bool]) -> Injection | None:
         """Return the next drill due after ``seconds`` of running. ``saved`` returns True for a complete checkpoint."""
@@ -70,6 +70,6 @@ class InjectionPlan:
         return tuple(self._left)
 
     @staticmethod
-    def told(drills: Iterable[Injection]) -> list[dict[str, Any]]:
+    def to_body(drills: Iterable[Injection]) -> list[dict[str, Any]]:
         """Return the drills as a request holds them."""
         return [dataclasses.asdict(drill) for drill in drills]

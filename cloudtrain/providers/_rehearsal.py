@@ -36,8 +36,8 @@ GIB = 1 << 30
 DIRECT = "/cloudtrain/checkpoints"
 """Path on a node of the folder that CLOUDTRAIN_CHECKPOINT_URL names."""
 SECRETS = (
-    "import json, os, sys; told = json.loads(sys.stdin.readline()); names = json.loads(sys.argv[1]); "
-    "os.environ.update({name: told[name_here] for name, name_here in names.items()}); "
+    "import json, os, sys; values = json.loads(sys.stdin.readline()); names = json.loads(sys.argv[1]); "
+    "os.environ.update({name: values[name_here] for name, name_here in names.items()}); "
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
 """Wrapper that reads a node's substituted secrets from standard input and then execs its command."""
@@ -133,7 +133,7 @@ class Provider(SupervisedProvider):
                 "target": own.target,
                 "request": request.to_dict(),
                 "differences": differences,
-                "drills": InjectionPlan.told(drills),
+                "drills": InjectionPlan.to_body(drills),
                 **launch.to_dict(),
             },
             # Code that writes to the store by itself cannot reach the cloud's store.
@@ -153,46 +153,46 @@ class Provider(SupervisedProvider):
         """Return the limits that differ here, the same for all nodes, and the words for them."""
         own, spec, count = self.settings, nodes[0], len(nodes)
         limits: dict[str, Any] = {"user": spec.user or own.user or None}
-        told = []
+        notes = []
         if own.image and own.image != spec.image:
             limits["image"] = own.image
-            told.append(f"image {own.image} stands in for {spec.image}")
+            notes.append(f"image {own.image} stands in for {spec.image}")
         if spec.gpus * count > own.gpus:
             limits["gpus"] = 0
-            told.append(f"of {spec.gpus * count} GPUs {own.gpus or 'none'} are here: all ranks run on CPU")
+            notes.append(f"of {spec.gpus * count} GPUs {own.gpus or 'none'} are here: all ranks run on CPU")
         if (spec.cpus or 0) * count > own.cores:
             limits["cpus"] = None
             has = f"the nodes share the {own.cores} of this machine, without a limit"
-            told.append(f"{count} x {spec.cpus} cores: {has}")
+            notes.append(f"{count} x {spec.cpus} cores: {has}")
         if (spec.memory or 0) * count > own.memory:
             limits["memory"] = None
             has = f"the nodes share {own.memory / GIB:.0f} GiB, without a limit"
-            told.append(f"{count} x {round((spec.memory or 0) / GIB)} GiB of memory: {has}")
+            notes.append(f"{count} x {round((spec.memory or 0) / GIB)} GiB of memory: {has}")
         ours = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
         if own.image or spec.platform == f"linux/{ours}":
             limits["platform"] = None
         elif spec.platform:
-            told.append(f"{spec.platform} is emulated on this machine")
+            notes.append(f"{spec.platform} is emulated on this machine")
         if limits["user"] != spec.user:
-            told.append(f"nodes run as {own.user}, you, and not as the image's own user")
+            notes.append(f"nodes run as {own.user}, you, and not as the image's own user")
             # On a platform the image's user may write in the platform's own folders (as /opt/ml) and beside synced
             # ones. The engine makes such folders for root alone.
             roots = {"/".join(path.split("/")[:3]) for path in spec.files}
             beside = {mount.path.rpartition("/")[0] for mount in spec.mounts if mount.kind == "sync"}
             roots |= {path for path in beside if any(path.startswith(f"{root}/") for root in roots)}
             limits["container"] = {"HostConfig": {"Tmpfs": dict.fromkeys(sorted(roots), "mode=1777")}} if roots else {}
-        return limits, told
+        return limits, notes
 
     def _differences(self, job: Job, drills: Sequence[Injection]) -> list[str]:
         own = self.settings
-        told = [f"{place} stands in for {url}" for url, place in own.maps.items()]
+        notes = [f"{place} stands in for {url}" for url, place in own.maps.items()]
         if whole := [name for name, item in job.inputs.items() if item.shard]:
-            told.append(f"every node has all of inputs {', '.join(whole)}, of which the platform gives each a share")
+            notes.append(f"every node has all of inputs {', '.join(whole)}, of which the platform gives each a share")
         if own.secrets:
-            told.append(f"secrets {', '.join(own.secrets)} have values of this machine's environment")
+            notes.append(f"secrets {', '.join(own.secrets)} have values of this machine's environment")
         if not job.resources.spot and any(drill.kind == "preempt" for drill in drills):
-            told.append("the job asks for no spot machines: --preempt does as with one that does")
-        return [*told, EVERYWHERE]
+            notes.append("the job asks for no spot machines: --preempt does as with one that does")
+        return [*notes, EVERYWHERE]
 
     def check(self, request: Request) -> None:
         from ..engine.docker_api import check_image, connect

@@ -109,10 +109,10 @@ def _pip() -> str:
 def _target(extra: str) -> str:
     """Return this package with ``extra``, from its original source (PEP 610)."""
     own = _distribution(NAME)
-    told = json.loads((own.read_text("direct_url.json") if own is not None else None) or "{}")
-    url, folder = str(told.get("url", "")), told.get("dir_info")
+    origin = json.loads((own.read_text("direct_url.json") if own is not None else None) or "{}")
+    url, folder = str(origin.get("url", "")), origin.get("dir_info")
     if folder is not None and Path(path := url2pathname(urlsplit(url).path)).exists():
         return ("-e " if folder.get("editable") else "") + f"'{path}[{extra}]'"
-    if (vcs := told.get("vcs_info")) is not None:
+    if (vcs := origin.get("vcs_info")) is not None:
         return f"'{NAME}[{extra}] @ {vcs['vcs']}+{url}@{vcs['commit_id']}'"
-    return f"'{NAME}[{extra}] @ {url}'" if "archive_info" in told else f"'{NAME}[{extra}]'"
+    return f"'{NAME}[{extra}] @ {url}'" if "archive_info" in origin else f"'{NAME}[{extra}]'"

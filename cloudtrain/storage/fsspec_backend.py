@@ -205,7 +205,7 @@ class FsspecMover:
         # fsspec's default closes the target when an upload fails: a partial file looks complete.
         if self.clients.shared is None and self.clients.kind.put_file is AbstractFileSystem.put_file:
             with open(path, "rb") as stream:
-                self.receive(key, _told(iter(partial(stream.read, _READ), b""), report), size)
+                self.receive(key, _metered(iter(partial(stream.read, _READ), b""), report), size)
             return
         with self._writing() as fs:
             fs.put_file(str(path), self.at(key), callback=_callback(report))
@@ -315,7 +315,7 @@ def _modified(info: Mapping[str, Any]) -> float:
     return next((unix_seconds(value) for value in found if value is not None), 0.0)
 
 
-def _told(pieces: Iterable[bytes], report: Callable[[int], None]) -> Iterator[bytes]:
+def _metered(pieces: Iterable[bytes], report: Callable[[int], None]) -> Iterator[bytes]:
     """Yield the pieces, and report the total number of bytes so far."""
     moved = 0
     for piece in pieces:

@@ -191,7 +191,7 @@ class ObstoreMover:
         return path[len(below) :] if path.startswith(below) else ""
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[Any]:
+    def _translated(self) -> Iterator[Any]:
         """Yield obstore, with its exceptions translated for the error table."""
         import obstore
 
@@ -200,12 +200,12 @@ class ObstoreMover:
         except CloudtrainError:
             raise
         except (obstore.exceptions.BaseError, FileNotFoundError, ValueError) as exc:
-            if (told := _refusal(exc, self._keys.failure if self._keys is not None else None)) is exc:
+            if (refusal := _refusal(exc, self._keys.failure if self._keys is not None else None)) is exc:
                 raise
-            raise told from exc
+            raise refusal from exc
 
     def _get(self, key: str, **options: Any) -> Any:
-        with self._told() as obs:
+        with self._translated() as obs:
             return obs.get(self._store, self._at(key), options=options or None)
 
     def _head(self, key: str) -> Any:
@@ -218,18 +218,18 @@ class ObstoreMover:
 
     @_apart
     def read(self, key: str) -> bytes:
-        with self._told():
+        with self._translated():
             return bytes(self._get(key).bytes())
 
     @_apart
     def write(self, key: str, data: bytes) -> None:
-        with self._told() as obs:
+        with self._translated() as obs:
             client = self._store if len(data) <= AT_ONCE else self._sender
             obs.put(client, self._at(key), data, use_multipart=False)
 
     @_apart
     def create(self, key: str, data: bytes, writer: str) -> None:
-        with self._told() as obs:
+        with self._translated() as obs:
             obs.put(self._store, self._at(key), data, mode="create", attributes={_WRITER: writer})
 
     @_apart
@@ -240,13 +240,13 @@ class ObstoreMover:
 
     @_apart
     def load(self, key: str) -> Loaded:
-        with self._told():
+        with self._translated():
             answer = self._get(key)
             return Loaded(bytes(answer.bytes()), str(answer.meta["e_tag"]), answer.meta["last_modified"].timestamp())
 
     @_apart
     def swap(self, key: str, version: str | None, data: bytes) -> str:
-        with self._told() as obs:
+        with self._translated() as obs:
             mode = "create" if version is None else {"e_tag": version}
             return str(obs.put(self._store, self._at(key), data, mode=mode)["e_tag"])
 
@@ -260,7 +260,7 @@ class ObstoreMover:
 
     @_apart
     def entries(self, prefix: str) -> dict[str, Entry]:
-        with self._told() as obs:
+        with self._translated() as obs:
             found = obs.list(self._store, self._at(prefix) or None).collect()
         entries = {self._key(meta["path"]): _entry(meta) for meta in found}
         # Folder markers ("name/") are listed as empty files.
@@ -281,7 +281,7 @@ class ObstoreMover:
 
     @_apart
     def names(self, prefix: str) -> Names:
-        with self._told() as obs:
+        with self._translated() as obs:
             found = obs.list_with_delimiter(self._store, self._at(prefix) or None)
         return [self._key(path) for path in (*found["common_prefixes"], *(meta["path"] for meta in found["objects"]))]
 
@@ -296,7 +296,7 @@ class ObstoreMover:
         self._send(key, _chunks(path, part, report, getattr(_caller, "gone", None)), part)
 
     def _send(self, key: str, chunks: Iterator[bytes], part: int) -> None:
-        with self._large, self._told() as obs:
+        with self._large, self._translated() as obs:
             obs.put(
                 self._parts,
                 self._at(key),
@@ -308,7 +308,7 @@ class ObstoreMover:
 
     @_apart
     def piece(self, key: str, start: int, end: int) -> bytes:
-        with self._slots, self._told():
+        with self._slots, self._translated():
             return bytes(self._get(key, range=(start, end)).bytes())
 
     @_apart
@@ -320,7 +320,7 @@ class ObstoreMover:
 
     @_apart
     def content(self, key: str, most: int) -> memoryview | None:
-        with self._slots, self._told():
+        with self._slots, self._translated():
             answer = self._get(key)
             total = int(answer.meta["size"])
             if total > most:
@@ -408,7 +408,7 @@ class ObstoreMover:
 
     def _pour(self, answer: Any, temp: Path, out: FileIO, moved: _Sum, *, early: bool = False) -> None:
         """Write the answer to ``out``. ``early`` starts writing to disk at once, which is slower for a small file."""
-        with self._told():
+        with self._translated():
             for chunk in answer.stream(CHUNK):
                 with disk_errors(temp):
                     rest, at = memoryview(chunk), out.tell()
@@ -420,7 +420,7 @@ class ObstoreMover:
 
     @_apart
     def copy(self, source: str, target: str) -> None:
-        with self._told() as obs:
+        with self._translated() as obs:
             obs.copy(self._store, self._at(source), self._at(target))
 
     @_apart
@@ -434,7 +434,7 @@ class ObstoreMover:
     @_apart
     def discard(self, keys: Sequence[str]) -> None:
         if self._access.kind == "s3":
-            with self._told() as obs:
+            with self._translated() as obs:
                 if keys:
                     obs.delete(self._store, [self._at(key) for key in keys])
         else:
@@ -445,7 +445,7 @@ class ObstoreMover:
         """Delete Azure's folder markers, nested ones first: a real folder must be empty by then."""
         if self._access.kind != "azure":
             return
-        with self._told() as obs:
+        with self._translated() as obs:
             found = obs.list(self._store, self._at(prefix)).collect()
         keys = [prefix, *(self._key(meta["path"]) for meta in found if meta["size"] == 0)]
         marks = [key for key, mark in zip(keys, parallel(self._is_mark, keys, jobs=SLOTS), strict=True) if key and mark]
@@ -459,7 +459,7 @@ class ObstoreMover:
         return False
 
     def _remove(self, key: str) -> None:
-        with contextlib.suppress(FileNotFoundError), self._told() as obs:
+        with contextlib.suppress(FileNotFoundError), self._translated() as obs:
             obs.delete(self._store, self._at(key))
 
 
@@ -587,7 +587,7 @@ def _refusal(exc: Exception, unsigned: Exception | None) -> Exception:
 
 
 def _answered(text: str, status: int, body: str) -> Exception:
-    said = [" ".join(told[1].split()) for tag in ("Code", "Message") if (told := _element(tag).search(text))]
+    said = [" ".join(found[1].split()) for tag in ("Code", "Message") if (found := _element(tag).search(text))]
     code = said[0] if said else ""
     if code == "NoSuchUpload":  # the upload completed, but its answer was lost
         return ConnectionError(": ".join(said))

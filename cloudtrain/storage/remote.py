@@ -459,14 +459,14 @@ class _Meter:
 
     def __init__(self, progress: Progress | None, key: str, size: int | None) -> None:
         self._progress, self._key, self._size = progress, key, size
-        self._told = 0
+        self._reported = 0
         self._lock = threading.Lock()
 
     def __call__(self, total: int) -> None:
         if self._progress is None:
             return
         with self._lock:
-            more = (total if self._size is None else min(total, self._size)) - self._told
+            more = (total if self._size is None else min(total, self._size)) - self._reported
             if more > 0:
-                self._told += more
+                self._reported += more
                 self._progress(self._key, more)

@@ -296,8 +296,8 @@ class Account:
 
     def describe(self, native_id: str) -> dict[str, Any]:
         """Return the job as the resource manager has it. Raises `NotFoundError`."""
-        told: dict[str, Any] = self.call("GET", self.url(self.native_id(native_id)), what="get job")
-        return told
+        job: dict[str, Any] = self.call("GET", self.url(self.native_id(native_id)), what="get job")
+        return job
 
     def create(self, request: Request) -> str:
         """Return the id of the request's one job; see `sdk.create`."""
@@ -316,10 +316,10 @@ class Account:
         """Return the same. Raises `ConflictError` if the job of that name belongs to another user or request."""
         name = request.body["name"]
         try:
-            told = self.describe(name)
+            job = self.describe(name)
         except NotFoundError:
             return None
-        tags = told["properties"].get("tags") or {}
+        tags = job["properties"].get("tags") or {}
         if tags.get(TAG_RUN) != run_tag(request.run):
             raise ConflictError(f"Azure ML has a job {name} of another run; choose another id", field="run_id")
         if tags.get(TAG_BODY) != request.body["tags"].get(TAG_BODY):
@@ -348,8 +348,8 @@ class Account:
 
     def compute(self, name: str) -> Mapping[str, Any]:
         """Return a cluster's properties, as ``vmSize`` and ``vmPriority``. Raises `SpecError` for an unknown name."""
-        told = self._part("compute", name, "cluster", instead="\nor leave it out, for serverless compute")
-        found: Mapping[str, Any] = (told.get("properties") or {}).get("properties") or {}
+        cluster = self._part("compute", name, "cluster", instead="\nor leave it out, for serverless compute")
+        found: Mapping[str, Any] = (cluster.get("properties") or {}).get("properties") or {}
         return found
 
     def datastore(self, name: str) -> Mapping[str, Any]:
@@ -370,15 +370,15 @@ class Account:
         """Return the run's history: status, times, error, and the logs' addresses. Kept for `pages`."""
         workspace, name = job_of(self.native_id(native_id))
         url = f"{self._service(workspace)}/history/v1.0{quote(workspace)}/runs/{quote(name)}/details"
-        told: Mapping[str, Any] = self.call("GET", url, what="get run")
-        self.details[native_id] = (time.monotonic(), told)
-        return told
+        details: Mapping[str, Any] = self.call("GET", url, what="get run")
+        self.details[native_id] = (time.monotonic(), details)
+        return details
 
     def _service(self, workspace: str) -> str:
         """Return the workspace's own service, which its discovery URL names."""
         if workspace not in self._services:
-            told = self.call("GET", self.url(workspace), what="get workspace")
-            self._services[workspace] = self.discovered(told["properties"]["discoveryUrl"])
+            answer = self.call("GET", self.url(workspace), what="get workspace")
+            self._services[workspace] = self.discovered(answer["properties"]["discoveryUrl"])
         return self._services[workspace]
 
     def discovered(self, url: str) -> str:

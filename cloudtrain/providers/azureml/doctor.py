@@ -79,11 +79,11 @@ def _caller(account: Account, who: dict[str, Any]) -> Check:
 
 
 def _workspace(account: Account, place: dict[str, Any]) -> Check:
-    told = account.call("GET", account.url(account.workspace), what="get workspace")
-    place["location"] = str(told.get("location") or "").replace(" ", "").lower()
-    place["workspace"] = told
-    kind = (told.get("identity") or {}).get("type") or "None"
-    said = f"identity {kind}, managed network {_isolation(told)}, public access {_access(told)}"
+    workspace = account.call("GET", account.url(account.workspace), what="get workspace")
+    place["location"] = str(workspace.get("location") or "").replace(" ", "").lower()
+    place["workspace"] = workspace
+    kind = (workspace.get("identity") or {}).get("type") or "None"
+    said = f"identity {kind}, managed network {_isolation(workspace)}, public access {_access(workspace)}"
     return ok("workspace", f"{account.settings.workspace_name} in {place['location']}; {said}")
 
 
@@ -113,9 +113,9 @@ def _compute(
         yield skipped("compute", "none is set: serverless")
         yield _serverless(account, place["workspace"])
         return
-    told = account.compute(name)
-    size["vm"] = str(told.get("vmSize") or "")
-    low = _SPOT.search(str(told.get("vmPriority") or ""))
+    cluster = account.compute(name)
+    size["vm"] = str(cluster.get("vmSize") or "")
+    low = _SPOT.search(str(cluster.get("vmPriority") or ""))
     text = f"cluster {name}, of {size['vm'] or 'a size that it does not report'}{', low priority' if low else ''}"
     if low and request is not None and int(request.body["limits"]["timeout"]) > LONGEST_LOW:
         days = LONGEST_LOW // 86400
@@ -165,9 +165,9 @@ def _permissions(account: Account, request: Request | None) -> Check:
 def _listed(account: Account, url: str, *, what: str) -> Iterator[Mapping[str, Any]]:
     """Yield the items of all pages. The token goes to the resource manager alone, so other next pages are dropped."""
     while url:
-        told = account.call("GET", url, what=what)
-        yield from told.get("value") or []
-        url = str(told.get("nextLink") or "")
+        page = account.call("GET", url, what=what)
+        yield from page.get("value") or []
+        url = str(page.get("nextLink") or "")
         url = url if url.startswith(f"{account.cloud.resource_manager}/") else ""
 
 

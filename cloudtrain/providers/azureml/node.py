@@ -65,8 +65,8 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
 
 
 def _topology(environ: Mapping[str, str]) -> Topology:
-    told = environ.get("MASTER_PORT", "")
-    port = int(told) if told.isdigit() and 0 < int(told) < 65535 else PORT
+    given = environ.get("MASTER_PORT", "")
+    port = int(given) if given.isdigit() and 0 < int(given) < 65535 else PORT
     nodes = int(environ.get(NODES) or environ.get("AZUREML_NODE_COUNT") or 1)
     if nodes == 1:
         return Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=port)
@@ -172,9 +172,9 @@ def token(resource: str, environ: Mapping[str, str]) -> str:
 
 def _text(key: str, url: str, headers: Mapping[str, str], *, what: str, how: str, direct: bool) -> str:
     """Return the text at ``key`` of the JSON answer. Raises `StorageError`."""
-    told = ask(lambda: urllib.request.Request(url, headers=dict(headers)), what=what, how=how, direct=direct)
+    answer = ask(lambda: urllib.request.Request(url, headers=dict(headers)), what=what, how=how, direct=direct)
     try:
-        return str(told[key])
+        return str(answer[key])
     except (KeyError, TypeError):
         raise StorageError(f"{what}: an answer without a {key.removeprefix('access_')}") from None
 

@@ -118,14 +118,14 @@ def _config(folder: Path) -> dict[str, str]:
     for place in (folder, *folder.parents):
         for name in CONFIGS:
             try:
-                told = json.loads((place / name).read_bytes())
+                config = json.loads((place / name).read_bytes())
             except (OSError, ValueError):
                 continue
-            scope = _SCOPE.fullmatch(str(told.get("Scope"))) if isinstance(told, dict) else None
+            scope = _SCOPE.fullmatch(str(config.get("Scope"))) if isinstance(config, dict) else None
             if scope is not None:  # the SDK too prefers it
                 return dict(zip(WORKSPACE, scope.groups(), strict=True))
-            if isinstance(told, dict) and all(isinstance(told.get(key), str) for key in WORKSPACE):
-                return {key: told[key] for key in WORKSPACE}
+            if isinstance(config, dict) and all(isinstance(config.get(key), str) for key in WORKSPACE):
+                return {key: config[key] for key in WORKSPACE}
     return {}
 
 

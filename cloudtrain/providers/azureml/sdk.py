@@ -54,8 +54,8 @@ def create(account: Account, request: Request) -> str:
 def check_datastore(account: Account, url: str) -> None:
     """Raise `SpecError` if the datastore is not the store's container: the job would use the wrong one."""
     name, store = account.settings.datastore, Blob.parse(url)
-    told = account.datastore(name)
-    container, owner = told.get("containerName") or told.get("filesystem"), told.get("accountName")
+    datastore = account.datastore(name)
+    container, owner = datastore.get("containerName") or datastore.get("filesystem"), datastore.get("accountName")
     if container != store.container or (store.host and store.host.partition(".")[0] != owner):
         why = f"{name!r} is container {container!r} of account {owner!r}, and the store is in {store.container!r}"
         raise SpecError(f"{why}: name the datastore of that, or make one", field="azureml.datastore")

@@ -57,8 +57,8 @@ _CATEGORIES = (
 
 def status(account: Account, native_id: str) -> Status:
     """Return the job's status: one call while it waits or runs, one more to the history if only that has the facts."""
-    told = account.describe(native_id)
-    native = str(told["properties"].get("status") or "Unknown")
+    job = account.describe(native_id)
+    native = str(job["properties"].get("status") or "Unknown")
     if native == "Running":
         account.ran.add(native_id)
     details: Mapping[str, Any] = {}
@@ -70,7 +70,7 @@ def status(account: Account, native_id: str) -> Status:
         if details.get("startTimeUtc"):
             account.started[native_id] = details["startTimeUtc"]
     details = {"startTimeUtc": account.started.get(native_id), **details}
-    return status_of(told, details, prices=account.settings.prices, ran=native_id in account.ran)
+    return status_of(job, details, prices=account.settings.prices, ran=native_id in account.ran)
 
 
 def category_of(text: str) -> str:
@@ -82,7 +82,7 @@ def category_of(text: str) -> str:
 
 
 def status_of(
-    told: Mapping[str, Any],
+    job: Mapping[str, Any],
     details: Mapping[str, Any],
     *,
     prices: Mapping[str, float] | None = None,
@@ -93,7 +93,7 @@ def status_of(
     ``ran``: a poll saw it run, even if the history lists no log. Azure reports no bill. The cost is that of all nodes
     from start to end, at ``prices`` an hour.
     """
-    properties = told["properties"]
+    properties = job["properties"]
     native = str(properties.get("status") or "Unknown")
     resources = properties.get("resources") or {}
     started, ended = time_of(details.get("startTimeUtc")), time_of(details.get("endTimeUtc"))

@@ -147,12 +147,12 @@ def store_url(
         form = f"abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/{match['path']}"
         how = f"az ml datastore show --name {datastore} shows its container"
         raise SpecError(f"a plan cannot ask for the account of {url}; write {form} ({how}), or submit", field="store")
-    told = ask(datastore)
-    container = told.get("containerName") or told.get("filesystem")
-    if not container or not told.get("accountName"):
-        kind = told.get("datastoreType") or "of an unknown kind"
+    properties = ask(datastore)
+    container = properties.get("containerName") or properties.get("filesystem")
+    if not container or not properties.get("accountName"):
+        kind = properties.get("datastoreType") or "of an unknown kind"
         raise SpecError(f"datastore {datastore!r} is {kind}, no container of Azure Storage", field="store")
-    host = f"{told['accountName']}.dfs.{told.get('endpoint') or 'core.windows.net'}"
+    host = f"{properties['accountName']}.dfs.{properties.get('endpoint') or 'core.windows.net'}"
     return f"abfs://{container}@{host}/{match['path']}".rstrip("/")
 
 
@@ -203,10 +203,10 @@ class Cloud:
 
 def cloud_of(settings: Settings) -> Cloud:
     """Return the cloud of the settings. Raises `SpecError`."""
-    name, told = settings.cloud or "AzureCloud", settings.cloud_metadata
-    if not isinstance(told, Mapping):
-        raise SpecError(f"must be a table of {', '.join(METADATA)}, not {told!r}", field="azureml.cloud_metadata")
-    if not told:
+    name, metadata = settings.cloud or "AzureCloud", settings.cloud_metadata
+    if not isinstance(metadata, Mapping):
+        raise SpecError(f"must be a table of {', '.join(METADATA)}, not {metadata!r}", field="azureml.cloud_metadata")
+    if not metadata:
         if name not in CLOUDS:
             known = ", ".join(CLOUDS)
             near = did_you_mean(name, CLOUDS) or "for any other cloud, set azureml.cloud_metadata too"
@@ -217,20 +217,20 @@ def cloud_of(settings: Settings) -> Cloud:
     if name in CLOUDS:
         raise SpecError(f"{name} is known; metadata are for a cloud of another name", field="azureml.cloud_metadata")
     for key in METADATA:
-        value, host = told.get(key), key == "storage_endpoint"
+        value, host = metadata.get(key), key == "storage_endpoint"
         if not isinstance(value, str) or not (host or value.startswith("https://")):
             form = "a host name" if host else "an https:// URL"
             raise SpecError(f"must be {form}, not {value!r}", field=f"azureml.cloud_metadata.{key}")
-    for key in told:
+    for key in metadata:
         if key not in METADATA:
             raise SpecError("no such key", field=f"azureml.cloud_metadata.{key}", hint=did_you_mean(key, METADATA))
     # The SDK keeps the first metadata of a name for the life of the process.
-    digest = hashlib.sha256(json.dumps(dict(told), sort_keys=True).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode()).hexdigest()[:8]
     return Cloud(
         name=f"{name}-{digest}",
-        resource_manager=told["resource_manager"].rstrip("/"),
-        authority=told["active_directory"].rstrip("/"),
-        studio=told["aml_resource_id"].rstrip("/"),
-        storage=told["storage_endpoint"],
-        metadata=dict(told),
+        resource_manager=metadata["resource_manager"].rstrip("/"),
+        authority=metadata["active_directory"].rstrip("/"),
+        studio=metadata["aml_resource_id"].rstrip("/"),
+        storage=metadata["storage_endpoint"],
+        metadata=dict(metadata),
     )

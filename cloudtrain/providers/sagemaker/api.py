@@ -196,8 +196,8 @@ class Account:
                 answer = exc.response
                 if str(answer.get("Error", {}).get("Code")) in ("404", "NoSuchBucket"):
                     raise NotFoundError(f"there is no bucket {name}", field="store") from None
-        told = answer["ResponseMetadata"].get("HTTPHeaders") or {}
-        return str(told.get("x-amz-bucket-region") or "")
+        headers = answer["ResponseMetadata"].get("HTTPHeaders") or {}
+        return str(headers.get("x-amz-bucket-region") or "")
 
     # ---------------------------------------------------------------------------------------------------- training jobs
 
@@ -226,10 +226,10 @@ class Account:
     def describe(self, native_id: str) -> dict[str, Any]:
         """Call DescribeTrainingJob. Raises `NotFoundError`, also for a job that is being deleted."""
         region, name = job_of(native_id)
-        told: dict[str, Any] = self.call("sagemaker", "describe_training_job", region=region, TrainingJobName=name)
-        if told["TrainingJobStatus"] == "Deleting":
+        job: dict[str, Any] = self.call("sagemaker", "describe_training_job", region=region, TrainingJobName=name)
+        if job["TrainingJobStatus"] == "Deleting":
             raise NotFoundError(f"SageMaker is deleting the training job {name}", field="run")
-        return told
+        return job
 
     def cancel(self, native_id: str) -> None:
         """Call StopTrainingJob. A job that has ended stays as it is."""

@@ -175,8 +175,8 @@ def _denied(account: Account, source: str, *asked: tuple[Sequence[str], str]) ->
     denied: list[str] = []
     for actions, resource in asked:
         given |= {"ActionNames": list(actions), "ResourceArns": [resource]}
-        told = account.call("iam", "simulate_principal_policy", **given)
-        denied += [r["EvalActionName"] for r in told["EvaluationResults"] if r["EvalDecision"] != "allowed"]
+        answer = account.call("iam", "simulate_principal_policy", **given)
+        denied += [r["EvalActionName"] for r in answer["EvaluationResults"] if r["EvalDecision"] != "allowed"]
     return denied
 
 
@@ -222,12 +222,12 @@ def _listed(account: Account, names: Sequence[str]) -> dict[str, Mapping[str, An
     token = ""
     for _ in range(PAGES):
         more = {"NextToken": token} if token else {}
-        told = account.call("service-quotas", "list_service_quotas", ServiceCode="sagemaker", MaxResults=100, **more)
-        for quota in told["Quotas"]:
+        page = account.call("service-quotas", "list_service_quotas", ServiceCode="sagemaker", MaxResults=100, **more)
+        for quota in page["Quotas"]:
             name = next((n for n in names if re.fullmatch(n, quota["QuotaName"], re.IGNORECASE)), None)
             if name is not None:
                 found[name] = quota
-        token = told.get("NextToken") or ""
+        token = page.get("NextToken") or ""
         if not token or len(found) == len(names):
             break
     return found
@@ -278,11 +278,11 @@ def _image(account: Account, image: str, own: str) -> Check:
     which = {"imageDigest": tag[2]} if tag[1] else {"imageTag": tag[0].lstrip(":")}
     where: dict[str, Any] = {"registryId": match["account"], "repositoryName": match["name"], "imageIds": [which]}
     try:
-        told = account.call("ecr", "describe_images", region=match["region"], **where)
+        answer = account.call("ecr", "describe_images", region=match["region"], **where)
     except NotFoundError:
         fix = f"push it: docker push {image}; or name another with --image"
         return failed("image", f"ECR has no {image}", fix=fix, code=SpecError.exit_code)
-    size = int((told["imageDetails"] or [{}])[0].get("imageSizeInBytes") or 0)
+    size = int((answer["imageDetails"] or [{}])[0].get("imageSizeInBytes") or 0)
     return ok("image", f"ECR has {image}" + (f", {size / (1 << 30):.1f} GiB" if size else ""))
 
 
@@ -304,8 +304,8 @@ def _network(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
     needed = count * (EFA_ADDRESSES if efa else ADDRESSES)
     problems = []
     if max(free.values(), default=0) < needed:
-        told = ", ".join(f"{name} has {number}" for name, number in free.items())
-        problems.append((f"{count} nodes need {needed} free addresses in one subnet; {told}", "choose a larger subnet"))
+        text = ", ".join(f"{name} has {number}" for name, number in free.items())
+        problems.append((f"{count} nodes need {needed} free addresses in one subnet; {text}", "choose a larger subnet"))
     if count > 1:
         problems += _closed(groups, efa=efa, encrypted=bool(body.get("EnableInterContainerTrafficEncryption")))
     if problems:
@@ -320,14 +320,14 @@ def _network(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
 def _closed(groups: Sequence[Mapping[str, Any]], *, efa: bool, encrypted: bool) -> list[tuple[str, str]]:
     """Return each traffic that the groups' rules keep from their members, with its fix."""
     names = {str(group["GroupId"]) for group in groups}
-    told = ", ".join(sorted(names))
+    ids = ", ".join(sorted(names))
     found = []
     if efa:
         for way, kind in (("in", "IpPermissions"), ("out", "IpPermissionsEgress")):
             # EFA's traffic has no IP addresses, so a rule for a range of addresses does not let it pass.
             rules = [rule for group in groups for rule in group[kind]]
             if not any(rule["IpProtocol"] == ALL and _of_members(rule, names) for rule in rules):
-                what = f"EFA needs a rule of {told} that lets all traffic {way}, between members of the group itself"
+                what = f"EFA needs a rule of {ids} that lets all traffic {way}, between members of the group itself"
                 found.append((what, f"add a self-referencing rule for all traffic, {way}bound"))
         return found
     # The nodes' own addresses are not looked up, and may be among those of any rule that names some.
@@ -340,7 +340,7 @@ def _closed(groups: Sequence[Mapping[str, Any]], *, efa: bool, encrypted: bool) 
     for protocol, port, traffic in ENCRYPTED if encrypted else PLAIN:
         if not any(_lets(rule, protocol, port) for rule in rules):
             fix = f"add an inbound self-referencing rule for {traffic}"
-            found.append((f"{told} lets no {traffic} in from its own members", fix))
+            found.append((f"{ids} lets no {traffic} in from its own members", fix))
     return found
 
 

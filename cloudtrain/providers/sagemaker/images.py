@@ -56,10 +56,10 @@ def default_image(region: str, *, gpus: Sequence[str], accelerated: bool, versio
     image with CUDA. ``version`` restricts the choice (``2.13``). Raises `SpecError` if no image is left.
     """
     table = images()
-    there = {number: told for number, told in table["versions"].items() if region in told["regions"]}
+    there = {number: facts for number, facts in table["versions"].items() if region in facts["regions"]}
     if not there:
         raise SpecError(f"no PyTorch image of AWS's is known in {region}; give an image of your own", field="image")
-    found = {n: told for n, told in there.items() if not version or n == version or n.startswith(f"{version}.")}
+    found = {n: facts for n, facts in there.items() if not version or n == version or n.startswith(f"{version}.")}
     if not found:
         known = ", ".join(there)
         raise SpecError(
@@ -67,11 +67,11 @@ def default_image(region: str, *, gpus: Sequence[str], accelerated: bool, versio
             field="sagemaker.framework_version",
             hint=did_you_mean(version, there) or f"set framework_version = {next(reversed(there))!r}, or give an image",
         )
-    serving = [n for n, told in found.items() if not accelerated or _serves(told["cuda"], gpus)]
+    serving = [n for n, facts in found.items() if not accelerated or _serves(facts["cuda"], gpus)]
     if serving:
         return f"{table['registries'][region]}/{found[serving[-1]]['gpu' if accelerated else 'cpu']}"
     names = " and ".join(dict.fromkeys(gpus))
-    if version and (others := [n for n, told in there.items() if _serves(told["cuda"], gpus)]):
+    if version and (others := [n for n, facts in there.items() if _serves(facts["cuda"], gpus)]):
         cuda = next(reversed(found.values()))["cuda"]
         why = f"the PyTorch {version} image has CUDA {cuda}, which does not serve {names}; set {others[-1]}"
         raise SpecError(why, field="sagemaker.framework_version")

@@ -94,13 +94,13 @@ def _files(body: Mapping[str, Any], host: str, hosts: list[str], instance_type: 
     """Return the three files that every container has. Their ``hosts`` are sorted as text (algo-1, algo-10, algo-2)."""
     inputs = {}
     for channel in body["InputDataConfig"]:
-        told = {
+        fields = {
             "TrainingInputMode": channel["InputMode"],
             "RecordWrapperType": "None",
             "ContentType": channel.get("ContentType"),
             "S3DistributionType": channel["DataSource"].get("S3DataSource", {}).get("S3DataDistributionType"),
         }
-        inputs[channel["ChannelName"]] = {key: value for key, value in told.items() if value is not None}
+        inputs[channel["ChannelName"]] = {key: value for key, value in fields.items() if value is not None}
     group = {"instance_group_name": GROUP, "instance_type": instance_type, "hosts": sorted(hosts)}
     resources = {
         "current_host": host,

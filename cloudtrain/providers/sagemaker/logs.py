@@ -72,12 +72,12 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
     return LogPage(lines=tuple(lines), cursor=after, more=more)
 
 
-def _created(told: Mapping[str, Any]) -> int:
+def _created(job: Mapping[str, Any]) -> int:
     """Return a job's creation in Unix milliseconds, less `OVERLAP` for clocks that differ; 0 if unknown.
 
     Without a start CloudWatch searches all of a group's time, and gives empty pages meanwhile.
     """
-    moment = told.get("CreationTime")
+    moment = job.get("CreationTime")
     return 0 if moment is None else max(0, int(unix_seconds(moment) * 1000) - OVERLAP)
 
 
@@ -114,13 +114,13 @@ def _streams(account: Account, region: str, name: str) -> list[str]:
     found: list[str] = []
     more: dict[str, Any] = {}
     while True:
-        told = account.call(
+        page = account.call(
             "logs", "describe_log_streams", region=region, logGroupName=GROUP, logStreamNamePrefix=f"{name}/", **more
         )
-        found += [str(stream["logStreamName"]) for stream in told["logStreams"]]
-        if not told.get("nextToken"):
+        found += [str(stream["logStreamName"]) for stream in page["logStreams"]]
+        if not page.get("nextToken"):
             return found
-        more = {"nextToken": told["nextToken"]}
+        more = {"nextToken": page["nextToken"]}
 
 
 def _key(event: Mapping[str, Any]) -> str:

@@ -69,9 +69,9 @@ def credentials(environ: Mapping[str, str]) -> Credentials:
         headers["Authorization"] = token
     request = urllib.request.Request(url, headers=headers)
     what, how = "reading the credentials of the job's role", "the job needs a role"
-    told = ask(lambda: request, what=what, how=how, direct=True)
+    answer = ask(lambda: request, what=what, how=how, direct=True)
     return Credentials(
-        access_key=told["AccessKeyId"], secret_key=told["SecretAccessKey"], token=told.get("Token") or ""
+        access_key=answer["AccessKeyId"], secret_key=answer["SecretAccessKey"], token=answer.get("Token") or ""
     )
 
 
@@ -173,7 +173,7 @@ class Objects:
         def send(part_address: str, first: int) -> str:
             span = {"x-amz-copy-source-range": f"bytes={first}-{min(first + COPY_BYTES, size) - 1}"}
             answer, _ = self._ask("PUT", part_address, more={**source, **span})
-            return unescape(_told("ETag", answer), {"&quot;": '"'})
+            return unescape(_element("ETag", answer), {"&quot;": '"'})
 
         self._in_parts(address, range(0, size, COPY_BYTES), send)
 
@@ -184,7 +184,7 @@ class Objects:
             while True:
                 span = f"bytes={stream.tell()}-{stream.tell() + PART_BYTES - 1}"
                 try:
-                    data, told = self._ask("GET", address, more={"Range": span})
+                    data, headers = self._ask("GET", address, more={"Range": span})
                 except _RefusedError as exc:
                     if exc.code == "InvalidRange" and stream.tell() == 0:
                         return  # an empty object
@@ -192,7 +192,7 @@ class Objects:
                         raise DigestError(f"there is no {name} in S3") from None
                     raise
                 stream.write(data)
-                if stream.tell() >= int(told.get("Content-Range", "0").rpartition("/")[2]):
+                if stream.tell() >= int(headers.get("Content-Range", "0").rpartition("/")[2]):
                     return
 
     def remove(self, name: str) -> None:
@@ -201,7 +201,7 @@ class Objects:
 
     def _in_parts(self, address: str, parts: Iterable[_Part], send: Callable[[str, _Part], str]) -> None:
         """Write an object in ``parts``; ``send`` writes one at its address and returns its tag."""
-        upload = urllib.parse.quote(_told("UploadId", self._ask("POST", f"{address}?uploads=")[0]), safe="")
+        upload = urllib.parse.quote(_element("UploadId", self._ask("POST", f"{address}?uploads=")[0]), safe="")
         query = f"uploadId={upload}"
         try:
             tags = [send(f"{address}?partNumber={number}&{query}", part) for number, part in enumerate(parts, 1)]
@@ -237,10 +237,10 @@ class Objects:
                 with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
                     data = answer.read()
                     if method != "GET" and b"<Error>" in data:  # S3 answers 200 before it knows
-                        raise StorageError(f"S3 did not complete {method} of {url}: {_told('Code', data)}")
+                        raise StorageError(f"S3 did not complete {method} of {url}: {_element('Code', data)}")
                     return data, answer.headers
             except urllib.error.HTTPError as exc:
-                code = _told("Code", exc.read()) or str(exc.code)
+                code = _element("Code", exc.read()) or str(exc.code)
                 passing = exc.code >= 500 or exc.code == 429 or code in ("SlowDown", "RequestTimeout", "ExpiredToken")
                 why = f"S3 refused {method} of {urllib.parse.urlsplit(url).path} ({code})"
                 self._keys = None
@@ -260,7 +260,7 @@ class Objects:
         return known[1]  # another thread may clear `_keys` meanwhile
 
 
-def _told(name: str, answer: bytes) -> str:
+def _element(name: str, answer: bytes) -> str:
     """Return the text of the first element called ``name``."""
     match = re.search(f"<{name}>([^<]*)</{name}>", answer.decode("utf-8", "replace"))
     return match[1] if match else ""

@@ -89,21 +89,21 @@ def status(account: Account, native_id: str) -> Status:
     return dataclasses.replace(found, cost_usd=round(found.billed_s / 3600 * price.usd_per_hour, 4))
 
 
-def status_of(told: Mapping[str, Any]) -> Status:
+def status_of(job: Mapping[str, Any]) -> Status:
     """Return the job's status."""
-    region, name = job_of(told["TrainingJobArn"])
-    primary, secondary = str(told["TrainingJobStatus"]), str(told.get("SecondaryStatus") or "")
-    state, category, reason = _state(told, primary, secondary)
-    transitions = told.get("SecondaryStatusTransitions") or []
-    resources = told.get("ResourceConfig") or {}
+    region, name = job_of(job["TrainingJobArn"])
+    primary, secondary = str(job["TrainingJobStatus"]), str(job.get("SecondaryStatus") or "")
+    state, category, reason = _state(job, primary, secondary)
+    transitions = job.get("SecondaryStatusTransitions") or []
+    resources = job.get("ResourceConfig") or {}
     count = int(resources.get("SelectedInstanceCount") or resources.get("InstanceCount") or 1)
-    billed, trained = told.get("BillableTimeInSeconds"), told.get("TrainingTimeInSeconds")
-    spot = bool(told.get("EnableManagedSpotTraining"))
+    billed, trained = job.get("BillableTimeInSeconds"), job.get("TrainingTimeInSeconds")
+    spot = bool(job.get("EnableManagedSpotTraining"))
     final = state not in ("pending", "running")
-    if billed is None and final and not _had_machines(told):
+    if billed is None and final and not _had_machines(job):
         billed = 0
-    finished = time_of(told.get("TrainingEndTime")) if final else None
-    attempts = _attempts(attempt_of(name), told["TrainingJobArn"], transitions)
+    finished = time_of(job.get("TrainingEndTime")) if final else None
+    attempts = _attempts(attempt_of(name), job["TrainingJobArn"], transitions)
     if attempts and finished is not None:
         attempts = (*attempts[:-1], dataclasses.replace(attempts[-1], ended=attempts[-1].ended or finished))
     return Status(
@@ -112,9 +112,9 @@ def status_of(told: Mapping[str, Any]) -> Status:
         reason=reason,
         category=category,
         attempts=attempts,
-        started=time_of(told.get("TrainingStartTime")),
+        started=time_of(job.get("TrainingStartTime")),
         finished=finished,
-        url=_console(str(told["TrainingJobArn"]), region, name),
+        url=_console(str(job["TrainingJobArn"]), region, name),
         instance_type=str(resources.get("SelectedInstanceType") or resources.get("InstanceType") or ""),
         billed_s=float(billed * count) if billed is not None else None,
         saved=round(1 - billed / trained, 4) if spot and billed is not None and trained else None,
@@ -127,59 +127,59 @@ def _console(arn: str, region: str, name: str) -> str:
     return f"https://{region}.{host}/sagemaker/home?region={region}#/jobs/{name}" if host else ""
 
 
-def _state(told: Mapping[str, Any], primary: str, secondary: str) -> tuple[str, str, str]:
+def _state(job: Mapping[str, Any], primary: str, secondary: str) -> tuple[str, str, str]:
     """Return (state, category, reason)."""
-    reason = one_line(told.get("FailureReason"))
+    reason = one_line(job.get("FailureReason"))
     if primary == "Completed":
         return "succeeded", "", ""
     if primary == "Failed":
         category = category_of(reason)
-        if category == "infra" and _waited_out(told):
+        if category == "infra" and _waited_out(job):
             category = "capacity"
         return "failed", category, hinted(reason or "SageMaker gives no reason", HINTS.get(category))
     if primary == "Stopped":
         limit = LIMITS.get(secondary)
         if limit is None and reason and category_of(reason) in ("capacity", "quota"):
             limit = category_of(reason)
-        if limit is None and _waited_out(told):
+        if limit is None and _waited_out(job):
             limit, reason = "capacity", reason or "no machines within max_wait (MaxPendingTimeInSeconds)"
         if limit is None:
             return "cancelled", "cancelled", reason or "it was stopped"
-        if limit == "capacity" and told.get("TrainingStartTime") is not None:
+        if limit == "capacity" and job.get("TrainingStartTime") is not None:
             return "failed", "preempted", f"{secondary}: the wait for machines after an interruption took too long"
         if limit == "timeout":
             return "failed", "timeout", "MaxRuntimeExceeded: max_runtime is used up"
         return "failed", limit, hinted(reason or f"{secondary}: no machines within max_wait", HINTS.get(limit))
     if primary == "InProgress" and secondary in PENDING:
-        return "pending", "", _progress(told, secondary)
+        return "pending", "", _progress(job, secondary)
     return "running", "", "stopping" if primary == "Stopping" else ""
 
 
-def _waited_out(told: Mapping[str, Any]) -> bool:
+def _waited_out(job: Mapping[str, Any]) -> bool:
     """Return True if the job ended without machines, and not before MaxPendingTimeInSeconds.
 
     AWS says only "can be pending before it is stopped". Its API has no name for the end state. A job that has had
     machines has not waited them out, however long its wait was.
     """
-    limit = (told.get("StoppingCondition") or {}).get("MaxPendingTimeInSeconds")
+    limit = (job.get("StoppingCondition") or {}).get("MaxPendingTimeInSeconds")
     began, ended = (
-        time_of(told.get("CreationTime")),
-        time_of(told.get("TrainingEndTime") or told.get("LastModifiedTime")),
+        time_of(job.get("CreationTime")),
+        time_of(job.get("TrainingEndTime") or job.get("LastModifiedTime")),
     )
-    if limit is None or began is None or ended is None or _had_machines(told):
+    if limit is None or began is None or ended is None or _had_machines(job):
         return False
     return ended - began >= float(limit)
 
 
-def _had_machines(told: Mapping[str, Any]) -> bool:
+def _had_machines(job: Mapping[str, Any]) -> bool:
     """Return True if the job has had machines. They may load data and images before TrainingStartTime is set."""
-    seen = {item.get("Status") for item in told.get("SecondaryStatusTransitions") or ()}
-    return told.get("TrainingStartTime") is not None or not seen.isdisjoint(WITH_MACHINES)
+    seen = {item.get("Status") for item in job.get("SecondaryStatusTransitions") or ()}
+    return job.get("TrainingStartTime") is not None or not seen.isdisjoint(WITH_MACHINES)
 
 
-def _progress(told: Mapping[str, Any], secondary: str) -> str:
+def _progress(job: Mapping[str, Any], secondary: str) -> str:
     """Return SageMaker's own words on a pending job, for people: it documents none of them."""
-    transitions = told.get("SecondaryStatusTransitions") or [{}]
+    transitions = job.get("SecondaryStatusTransitions") or [{}]
     message = one_line(transitions[-1].get("StatusMessage"))
     return f"{secondary}: {message}" if message else secondary
 

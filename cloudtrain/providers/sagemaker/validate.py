@@ -128,11 +128,11 @@ def _walk(shapes: Mapping[str, Any], name: str, value: Any, path: tuple[str, ...
 def _size(shape: Mapping[str, Any], value: Any, path: tuple[str, ...]) -> Iterator[Broken]:
     what = {"string": "characters", "list": "entries", "map": "entries"}.get(shape["type"], "")
     size = len(value) if what else value
-    told = f"has {size} {what}" if what else f"is {size}"
+    problem = f"has {size} {what}" if what else f"is {size}"
     if "max" in shape and size > shape["max"]:
-        yield Broken(path=path, message=f"{told}, at most {shape['max']}")
+        yield Broken(path=path, message=f"{problem}, at most {shape['max']}")
     if "min" in shape and size < shape["min"]:
-        yield Broken(path=path, message=f"{told}, at least {shape['min']}")
+        yield Broken(path=path, message=f"{problem}, at least {shape['min']}")
 
 
 def _text(name: str, shape: Mapping[str, Any], value: str, path: tuple[str, ...]) -> Iterator[Broken]:

@@ -151,10 +151,10 @@ def refusal(
 ) -> CloudtrainError:
     """Return the error for a refusal of ``what``. ``reason`` and ``metadata`` are its ErrorInfo's."""
     said = " ".join((message or reason or str(status)).split())[:600]
-    text, told = f"{what}: {said}", f"{reason} {said}"
-    if CAPACITY.search(told):
+    text, full = f"{what}: {said}", f"{reason} {said}"
+    if CAPACITY.search(full):
         return CapacityError(f"{text}: {HELP['capacity']}")
-    if status == 429 and (MACHINES.search(told) or (QUOTA.search(told) and not RATE.search(told))):
+    if status == 429 and (MACHINES.search(full) or (QUOTA.search(full) and not RATE.search(full))):
         return QuotaError(f"{text}: {quota_hint(said)}")
     if status == 403 and re.fullmatch(_SPENT, reason) and not RATE.search(said):
         return QuotaError(f"{text}: {quota_hint(said)}")
@@ -167,11 +167,11 @@ def refusal(
     if status == 400 and (found := _MACHINE.search(said)):
         return _no_machine(found["machine"], text.rstrip("."))
     if _ACT_AS.search(said) and status in (400, 403, 404):
-        return AuthError(f"{text}: {_allow(told, what, metadata or {})}")
-    if _NO_PROJECT.search(told) and status in (400, 403, 404):
+        return AuthError(f"{text}: {_allow(full, what, metadata or {})}")
+    if _NO_PROJECT.search(full) and status in (400, 403, 404):
         return SpecError(f"{said}; gcloud projects list names those there are", field="vertex.project")
     if status == 403:
-        return AuthError(f"{text}: {_allow(told, what, metadata or {})}")
+        return AuthError(f"{text}: {_allow(full, what, metadata or {})}")
     if status in (400, 404) and what == CREATE and _NO_IMAGE.search(said):
         return SpecError(said, field="image")
     if status == 404:
@@ -195,17 +195,17 @@ def _no_machine(name: str, text: str) -> CloudtrainError:
     return CapacityError(f"{text}: this region has none; try another location or machine{listed}")
 
 
-def _allow(told: str, what: str, metadata: Mapping[str, Any]) -> str:
+def _allow(text: str, what: str, metadata: Mapping[str, Any]) -> str:
     """Return the step that lets the caller in after a refusal of ``what``."""
-    if _DISABLED.search(told):  # an API is off, in the project whose calls are counted
-        named = _API.search(told)
+    if _DISABLED.search(text):  # an API is off, in the project whose calls are counted
+        named = _API.search(text)
         service = metadata.get("service") or (named and named["service"]) or "aiplatform.googleapis.com"
         project = str(metadata.get("consumer") or "").removeprefix("projects/") or (named and named["project"]) or ""
         return f"switch it on: gcloud services enable {service}" + (f" --project {project}" if project else "")
-    if _NO_CONSUMER.search(told):
+    if _NO_CONSUMER.search(text):
         return HELP["consumer"]
-    if _ACT_AS.search(told):
-        account = _ACCOUNT.search(told)
+    if _ACT_AS.search(text):
+        account = _ACCOUNT.search(text)
         return f"{HELP['act']} {account[0]}" if account else HELP["act"]
     if what == READ:
         return HELP["log"]
@@ -366,15 +366,15 @@ class Account:
     def describe(self, native_id: str) -> dict[str, Any]:
         """Return the CustomJob in JSON. Raises `NotFoundError`."""
         job_of(native_id)
-        told = self._ask("GET", native_id, what="get job")
-        if told.get("state") not in FINAL:
+        job = self._ask("GET", native_id, what="get job")
+        if job.get("state") not in FINAL:
             self.alive[native_id] = time.monotonic()
         elif native_id not in self.ended:
             from .status import over_for
 
             # If we saw the job alive, the monotonic clock is enough: this machine's wall clock may be fast.
-            self.ended[native_id] = time.monotonic() - (0.0 if native_id in self.alive else over_for(told))
-        return told
+            self.ended[native_id] = time.monotonic() - (0.0 if native_id in self.alive else over_for(job))
+        return job
 
     def list_jobs(self, parent: str, **query: Any) -> dict[str, Any]:
         """Return one page of the jobs below ``parent`` (``projects/P/locations/L``)."""
@@ -393,9 +393,9 @@ class Account:
         query = {"filter": f'labels.{LABEL_JOB}="{name}"', "pageToken": ""}
         jobs, more = list[dict[str, Any]](), True
         while more:
-            told = self.list_jobs(_parent(request), **query)
-            jobs += told.get("customJobs") or ()
-            query["pageToken"] = told.get("nextPageToken") or ""
+            page = self.list_jobs(_parent(request), **query)
+            jobs += page.get("customJobs") or ()
+            query["pageToken"] = page.get("nextPageToken") or ""
             more = bool(query["pageToken"])
         ours = [job for job in jobs if (job.get("labels") or {}).get(LABEL_RUN) == run_tag(request.run)]
         found = sorted(ours, key=lambda job: (unix_seconds(job["createTime"]), job["name"]))
@@ -517,14 +517,14 @@ class Account:
             what = f"{LOOK} gs://{bucket}"
             try:
                 url = f"{storage_endpoint()}/storage/v1/b/{bucket}?fields=location,locationType"
-                told = decoded(self.rest("storage", "GET", url, what=what).content, what=what)
+                answer = decoded(self.rest("storage", "GET", url, what=what).content, what=what)
             except NotFoundError:
                 if missing:
                     raise SpecError(f"there is no bucket {bucket}", field="store") from None
                 return "", "region"
             except AuthError:
                 return "", "region"  # a caller with write access may lack read access to the bucket's metadata
-            where, kind = str(told.get("location") or "").lower(), str(told.get("locationType") or "region")
+            where, kind = str(answer.get("location") or "").lower(), str(answer.get("locationType") or "region")
             self._places[bucket] = where, kind
         return self._places[bucket]
 

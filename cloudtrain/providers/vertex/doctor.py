@@ -139,8 +139,8 @@ def _bucket(account: Account, store: str) -> Check:
 
 def _permissions(account: Account) -> Check:
     path = f"/v1/projects/{account.settings.project}:testIamPermissions"
-    told = _get(account, "cloudresourcemanager", path, what="test permissions", body={"permissions": [*PERMISSIONS]})
-    denied = [name for name in PERMISSIONS if name not in (told.get("permissions") or [])]
+    answer = _get(account, "cloudresourcemanager", path, what="test permissions", body={"permissions": [*PERMISSIONS]})
+    denied = [name for name in PERMISSIONS if name not in (answer.get("permissions") or [])]
     if denied:
         fix = HELP["log" if denied == ["logging.logEntries.list"] else "role"]
         return failed("permissions", f"not allowed: {', '.join(denied)}", fix=fix, code=AuthError.exit_code)
@@ -153,11 +153,11 @@ def _service_account(account: Account) -> Check:
         return skipped("service account", "none is set: jobs run as Vertex AI's own agent, which reads no secrets")
     path = f"/v1/projects/-/serviceAccounts/{quote(email)}"
     try:
-        told = _get(account, "iam", path, what="get service account")
+        described = _get(account, "iam", path, what="get service account")
     except NotFoundError:
         fix = "gcloud iam service-accounts list names those there are; docs/vertex.md makes one"
         return failed("service account", f"there is no {email}", fix=fix, code=AuthError.exit_code)
-    if told.get("disabled"):
+    if described.get("disabled"):
         fix = f"gcloud iam service-accounts enable {email}"
         return failed("service account", f"{email} is disabled", fix=fix, code=AuthError.exit_code)
     body = {"permissions": [ACT_AS]}
@@ -181,12 +181,12 @@ def _quota(account: Account, spec: Mapping[str, Any]) -> Iterator[Check]:
     limits, token = dict[str, int | None](), ""
     for _ in range(PAGES):
         more = {"pageToken": token} if token else {}
-        told = _get(account, "cloudquotas", path, what="list quotas", pageSize=500, **more)
-        for info in told.get("quotaInfos") or []:
+        page = _get(account, "cloudquotas", path, what="list quotas", pageSize=500, **more)
+        for info in page.get("quotaInfos") or []:
             metric = str(info.get("metric") or "").partition("/")[2]
             if metric in wanted:
                 limits[metric] = _limit(info, settings.location)
-        token = told.get("nextPageToken") or ""
+        token = page.get("nextPageToken") or ""
         if not token:
             break
     rows = [_limited(metric, count, limits.get(metric), settings.location) for metric, count in wanted.items()]
@@ -269,7 +269,7 @@ def _image(account: Account, image: str) -> Check:
 def _agent(account: Account) -> str:
     """Return the account that pulls images for jobs. If the caller may not look, its number is a placeholder."""
     try:
-        told = _get(account, "cloudresourcemanager", f"/v1/projects/{account.settings.project}", what="get project")
+        project = _get(account, "cloudresourcemanager", f"/v1/projects/{account.settings.project}", what="get project")
     except CloudtrainError:
-        told = {}
-    return AGENT.format(told.get("projectNumber") or "PROJECT_NUMBER")
+        project = {}
+    return AGENT.format(project.get("projectNumber") or "PROJECT_NUMBER")

@@ -156,9 +156,9 @@ def secret(resource: str, environ: Mapping[str, str]) -> str:
     headers = {"Authorization": f"Bearer {token(environ)}"}
     request = urllib.request.Request(f"{service}/v1/{version}:access", headers=headers)
     how = "give the job's service account the role Secret Manager Secret Accessor"
-    told = ask(lambda: request, what=f"secret {version}", how=how)
+    answer = ask(lambda: request, what=f"secret {version}", how=how)
     try:
-        return base64.b64decode(told["payload"]["data"]).decode()
+        return base64.b64decode(answer["payload"]["data"]).decode()
     except (KeyError, TypeError, ValueError):
         raise StorageError(f"secret {version}: an answer without text") from None
 
@@ -169,9 +169,9 @@ def token(environ: Mapping[str, str]) -> str:
     url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     what, how = "the token of the job's service account", "set vertex.service_account"
-    told = ask(lambda: request, what=what, how=how, direct=True)
+    answer = ask(lambda: request, what=what, how=how, direct=True)
     try:
-        return str(told["access_token"])
+        return str(answer["access_token"])
     except (KeyError, TypeError):
         raise StorageError(f"{what}: an answer without a token") from None
 

@@ -74,16 +74,16 @@ def status(account: Account, native_id: str) -> Status:
     return status_of(account.describe(native_id))
 
 
-def status_of(told: Mapping[str, Any]) -> Status:
+def status_of(job: Mapping[str, Any]) -> Status:
     """Return the Status of a CustomJob in JSON.
 
     ``startTime`` is the moment when the service accepted the job, 0.13 to 0.16 s after creation in every recorded job.
     So the status names no start. Its ``limit_s`` leaves the start and the timeout to the nodes' records.
     """
-    native = str(told.get("state") or "JOB_STATE_UNSPECIFIED").removeprefix("JOB_STATE_")
-    state, category, reason = _state(native, told)
+    native = str(job.get("state") or "JOB_STATE_UNSPECIFIED").removeprefix("JOB_STATE_")
+    state, category, reason = _state(native, job)
     final = state not in ("pending", "running")
-    spec = told.get("jobSpec") or {}
+    spec = job.get("jobSpec") or {}
     machine_spec = (spec.get("workerPoolSpecs") or [{}])[0].get("machineSpec") or {}
     machine = known_machine(machine_spec)
     # A job that is being cancelled, or whose state is unknown, may never have had a machine. RUNNING has.
@@ -93,16 +93,16 @@ def status_of(told: Mapping[str, Any]) -> Status:
         native=native,
         reason=reason,
         category=category,
-        finished=time_of(told.get("endTime")) if final else None,
-        url=_url(str(told.get("name") or "")),
+        finished=time_of(job.get("endTime")) if final else None,
+        url=_url(str(job.get("name") or "")),
         instance_type=priced(machine) if machine is not None else str(machine_spec.get("machineType") or ""),
         limit_s=_seconds((spec.get("scheduling") or {}).get("timeout"), default=WEEK) if concludes else None,
     )
 
 
-def _state(native: str, told: Mapping[str, Any]) -> tuple[str, str, str]:
+def _state(native: str, job: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return (state, category, reason)."""
-    error = told.get("error") or {}
+    error = job.get("error") or {}
     code, said = int(error.get("code") or 0), one_line(error.get("message"))
     if native == "SUCCEEDED":
         return "succeeded", "", ""
@@ -126,9 +126,9 @@ def _hinted(reason: str, category: str) -> str:
     return hinted(reason, pull_hint(reason) if category == "auth" and PULL.search(reason) else hint)
 
 
-def over_for(told: Mapping[str, Any]) -> float:
+def over_for(job: Mapping[str, Any]) -> float:
     """Return the seconds since the end of a finished job, by this machine's clock."""
-    ended = time_of(told.get("endTime") or told.get("updateTime"))
+    ended = time_of(job.get("endTime") or job.get("updateTime"))
     return max(0.0, time.time() - ended) if ended is not None else 0.0
 
 
