@@ -86,7 +86,7 @@ def listed():
 
 try:
     print(json.dumps({"files": listed()}))
-except (AttributeError, ImportError, TypeError, NotImplementedError) as exc:
+except (ImportError, NotImplementedError) as exc:  # fsspec's own listing raises the second
     print(json.dumps({"missing": type(exc).__name__ + ": " + said(exc)}))
 except Exception as exc:
     word = "refused" if refused(exc) else "failed"
@@ -115,8 +115,8 @@ def find_newest(url: str, *, python: str, environ: Mapping[str, str], say: Calla
 
     Raises `RefusedError` without the right to list it, `StorageError` when the store does not answer.
 
-    Calls ``say`` for each entry that was being written over, and if ``python`` cannot read such a store. In that case
-    the script could not have written there either.
+    Calls ``say`` for each entry that was being written over, and if ``python`` has no library to list such a store. In
+    that case the script could not have written there either. Any other fault of a library is a `StorageError`.
     """
     entries: dict[str, dict[str, float]] = {}
     try:

@@ -370,20 +370,24 @@ def test_a_store_that_answers_in_time_is_resumed_from(tmp_path: Path, monkeypatc
         ("raise type('NoCredentialsError', (Exception,), {})('Unable to locate credentials')", RefusedError),
         ("raise type('CredentialRetrievalError', (Exception,), {})('metadata: Read timeout')", StorageError),
         ("raise TimeoutError('no answer')", StorageError),
-        ("fs.no_such_method()", None),
+        ("fs.no_such_method()", StorageError),
+        ("return None + path", StorageError),
+        ("raise NotImplementedError", None),
+        ("import no_such_library", None),
     ],
 )
 def test_what_a_listing_that_fails_means(
     tmp_path: Path, fake: dict[str, str], code: str, kind: type[Exception] | None
 ) -> None:
-    """Refused is not the same as silent; and a Python whose library cannot do it cannot have written there."""
+    """A refusal differs from silence. A library's fault is no proof of an empty store; a missing library is."""
     (tmp_path / "lib/fakefs.py").write_text(
         f"{FAKE}\n    def ls(self, path, detail=True, **kwargs):\n        fs = self\n        {code}\n"
     )
     if kind is None:
         found, said = ask(f"fake://{tmp_path}/store", fake)
         assert found is None
-        assert "is not looked at for checkpoints: AttributeError" in said[0]
+        assert "is not looked at for checkpoints: " in said[0]
+        assert "NotImplementedError" in said[0] or "ModuleNotFoundError" in said[0]
         return
     with pytest.raises(StorageError, match="cannot be listed") as caught:
         ask(f"fake://{tmp_path}/store", fake)
