@@ -347,8 +347,8 @@ def test_an_answer_that_is_no_json_is_one_line(plane: Plane) -> None:
     account = client(plane).account
     with pytest.raises(PlatformError, match=r"^look: the answer is not JSON$"):
         account.call("GET", f"{plane.url}/elsewhere", what="look")
-    said[0] = b""
-    assert account.call("GET", f"{plane.url}/elsewhere", what="look") is None
+    for said[0] in (b"", b"null"):
+        assert account.call("GET", f"{plane.url}/elsewhere", what="look") is None
 
 
 def test_each_call_says_what_it_was_for(plane: Plane) -> None:

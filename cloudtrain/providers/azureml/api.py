@@ -253,7 +253,7 @@ class Account:
     # --------------------------------------------------------------------------------------------------------- one call
 
     def call(self, method: str, url: str, *, what: str, body: Any = None) -> Any:
-        """Return the answer's JSON, called with the caller's token. Raises only cloudtrain's errors."""
+        """Return the answer's JSON object, or None for no content. Raises only cloudtrain's errors."""
         for again in (False, True):
             answer = self._send(method, url, what=what, signed=True, body=body)
             if answer.status_code != 401 or again:
@@ -261,8 +261,8 @@ class Account:
             self.forget()
         if answer.status_code >= 400:
             raise self._refused(answer, what)
-        body = answer.body()
-        return decoded(body, what=what) if body else None
+        content = answer.body()
+        return decoded(content, what=what) if content not in (b"", b"null") else None
 
     def fetch(self, url: str, *, what: str, headers: Mapping[str, str] | None = None, stream: bool = False) -> Any:
         """Return the answer, of any status, of an address that needs no token. No token is sent."""
