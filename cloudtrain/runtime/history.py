@@ -98,11 +98,8 @@ class Start:
         if not resumed:
             return reached.last - reached.first + 1
         self._resumed_step, self._reached = step_of(resumed), reached
-        return (
-            reached.last - self._resumed_step
-            if self._resumed_step is not None and self._resumed_step <= reached.last
-            else None
-        )
+        step = self._resumed_step
+        return reached.last - step if step is not None and step <= reached.last else None
 
     def look(self, metrics: Path) -> None:
         """Complete the record by the first step of ``metrics``, this attempt's own, as soon as there is one."""
@@ -119,9 +116,8 @@ class Start:
         if first is None:
             return
         reached, self._reached = self._reached, None
-        if (
-            self._resumed_step is None or not 0 <= first - self._resumed_step <= reached.every
-        ):  # the number may be an epoch's
+        step = self._resumed_step
+        if step is None or not 0 <= first - step <= reached.every:  # the number may be an epoch's
             self._record["lost"]["steps"] = max(0, (reached.last or 0) - first + 1)
             self._write()
 

@@ -18,7 +18,7 @@ __all__ = ["DIFFERENCES", "MARK", "NAME", "SAMPLE", "Provider", "Settings"]
 
 NAME = "sagemaker"
 MARK = ".sagemaker"
-"""The syncing agent puts ``x.sagemaker-uploading`` and ``x.sagemaker-uploaded`` beside a file ``x``. It skips
+"""The syncing agent puts ``x.sagemaker-uploading`` and ``x.sagemaker-uploaded`` next to a file ``x``. It skips
 ``x.sagemaker-ignore`` (aws/sagemaker-xgboost-container, ``checkpointing.py``)."""
 UPLOADING, UPLOADED, IGNORED = (f"{MARK}-{word}" for word in ("uploading", "uploaded", "ignore"))
 
