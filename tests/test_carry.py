@@ -115,7 +115,7 @@ def test_one_that_is_damaged_is_passed_over_aloud(here: tuple[Ran, Target], tmp_
     ran.spoil(6)
     assert target.carry(ran.url) > 0
     assert target.restored(ran.url, tmp_path) == {"step-4": before}
-    told = "step-6/0.0-6: node-1/step-6/shard-1.pt is not what was committed; the one before it is taken"
+    told = "step-6/0.0-6: node-1/step-6/shard-1.pt is not what was committed; the previous checkpoint is used"
     assert [text for text in target.said if told in text]
     ran.spoil(4)
     with pytest.raises(SpecError, match=r"resume_from: .*: nothing complete and undamaged to resume from"):
@@ -177,7 +177,7 @@ def test_a_copy_that_is_damaged_in_the_place_before_comes_from_the_run_itself(
     left = PreviousPlace(before.store, before.layout(ran.url))
     assert after.carry(ran.url, left=left) > 0
     assert after.restored(ran.url, tmp_path) == {"step-12": newest}
-    assert [text for text in after.said if "; it is copied from where it came from" in text]
+    assert [text for text in after.said if "; its source is copied again" in text]
 
 
 def test_a_file_of_another_checkpoint_of_that_name_is_not_taken_for_its_own(

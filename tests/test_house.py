@@ -236,6 +236,11 @@ def test_import_cloudtrain_loads_little() -> None:
     assert others <= sys.stdlib_module_names, others - sys.stdlib_module_names
 
 
+def test_a_remote_store_loads_no_client_before_it_is_used() -> None:
+    loaded = fresh("import sys, cloudtrain.storage.remote; print(*sys.modules)").split()
+    assert not {"botocore", "fsspec", "importlib.metadata", "obstore", "urllib.request"} & set(loaded)
+
+
 def test_all_of_it_can_be_imported_where_nothing_is_installed() -> None:
     """-S leaves site-packages out: what an image has that knows nothing of us."""
     names = [

@@ -178,7 +178,7 @@ def test_a_copy_that_is_damaged_in_the_place_before_comes_from_its_source(
     said: list[str] = []
     assert after.bring(left=left, say=said.append) > 0
     assert after.copied() == {"x": b"first", "y": b"other"}
-    assert [text for text in said if text.endswith("; it is copied from where it came from")]
+    assert [text for text in said if text.endswith("; its source is copied again")]
 
 
 def test_a_copy_in_the_place_before_needs_no_source(gcs_url: str, s3_url: str, azure_url: str) -> None:
@@ -361,7 +361,7 @@ def test_a_copy_with_a_damaged_listing_comes_from_its_source(s3: FaultyS3, liste
         assert after.copied() == {"x": b"first"}
     finally:
         MemoryFileSystem.store.clear()
-    damaged = f"{place.store.url}/{key} is damaged; it is copied from where it came from"
+    damaged = f"{place.store.url}/{key} is damaged; its source is copied again"
     assert said == [damaged, "copying train from s3://bucket/set"]
 
 

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from ..errors import CloudtrainError, StorageError
 from ..validate import url_scheme
 from .errors import Retries
-from .extras import extra_of, not_installed
 from .files import MOST_PIECES, PIECE, Entry, Loaded, Names, TransferOptions, parallel
 from .local_disk import disk_errors, write_back
 from .obstore_config import SDKS, ObstoreConfig, find_access
@@ -140,6 +139,8 @@ class ObstoreMover:
         try:
             import obstore  # noqa: F401
         except ImportError as exc:
+            from .extras import extra_of, not_installed
+
             scheme, extra = url_scheme(url), extra_of(SDKS[url_scheme(url)])
             why = "" if isinstance(exc, ModuleNotFoundError) else str(exc)
             raise not_installed(f"{scheme}://", extra, field="store", named=["obstore"], why=why) from None

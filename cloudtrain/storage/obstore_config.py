@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 
 from ..errors import AuthError, SpecError
 from ..validate import url_scheme
-from .extras import extra_of, not_installed
 from .files import TransferOptions
 
 __all__ = ["SDKS", "ObstoreConfig", "find_access"]
@@ -195,6 +194,8 @@ def _botocore(url: str, profile: str | None) -> Any:
     try:
         import botocore.session
     except ImportError:
+        from .extras import extra_of, not_installed
+
         raise not_installed(f"{url_scheme(url)}://", extra_of(_AWS), field="store", named=[_AWS]) from None
     return botocore.session.Session(profile=profile)
 
@@ -341,6 +342,8 @@ def _azure_keys(url: str, key: str, sas: str, principal: Mapping[str, str], iden
     try:
         from azure.identity import ClientSecretCredential, DefaultAzureCredential
     except ImportError:
+        from .extras import extra_of, not_installed
+
         raise not_installed(f"{url_scheme(url)}://", extra_of(_AZURE), field="store", named=[_AZURE]) from None
     if any(principal.values()):
         if lacking := [f"AZURE_STORAGE_{name.upper()}" for name, value in principal.items() if not value]:

@@ -414,7 +414,7 @@ def copy_inputs(
                 continue
         except DigestError as exc:
             if say is not None:
-                say(f"{exc}; it is copied from where it came from")
+                say(f"{exc}; its source is copied again")
         field = f"inputs.{name}"
         # The listing of this run id names the versions from before a change, so no later copy can match it.
         moved += copy(RemoteInput(item.source, item.file, name=name, field=field, restart=_ANOTHER_ID))
@@ -595,7 +595,7 @@ def _copy_newest(source: Store, place: _Place, copy: Callable[[CopySource], int]
             try:
                 return copy(_ChosenCheckpoint(source, checkpoint))
             except _DamagedError as exc:
-                say(f"{exc}; the one before it is taken")
+                say(f"{exc}; the previous checkpoint is used")
             except _GoneError:
                 break
         else:
@@ -612,7 +612,7 @@ def _from_earlier_copy(store: Store, url: str, copy: Callable[[CopySource], int]
             return copy(_ChosenCheckpoint(store, checkpoint))
         except (_DamagedError, _GoneError) as exc:
             why = str(exc)
-    say(f"{why}; it is copied from where it came from")
+    say(f"{why}; its source is copied again")
     return None
 
 

@@ -206,8 +206,8 @@ class Store:
     def stage_tree(self, tree: LocalTree, progress: Progress | None = None) -> int:
         """Upload the files of an announced tree that the store lacks, then its manifest; return the bytes uploaded."""
         present = self.files.list(f"data/{tree.digest}")
-        known = self._known_files() if self.files.copies else {}
         here = [item for item in tree.files if present.get(f"data/{tree.digest}/{item.path}") != item.size]
+        known = self._known_files() if here and self.files.copies else {}
         expect(progress, [item.size for item in here if (item.size, item.sha256) not in known])
         moved = parallel(
             lambda item: self._stage_file(tree, item, present, known, progress),
