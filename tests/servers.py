@@ -28,6 +28,8 @@ import pytest
 from worlds.vertex.gcs import Gcs
 from worlds.vertex.wire import Wire
 
+from cloudtrain.storage.files import Files
+
 AZURITE = Path.home() / ".cache" / "cloudtrain-azurite" / "node_modules" / ".bin" / "azurite-blob"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # public
 AZURITE_ACCOUNT = "devstoreaccount1"
@@ -93,6 +95,27 @@ def race(code: str, *args: str, count: int) -> list[Any]:
             racer.communicate()
 
 
+def check_swap(tree: Files, key: str, *, none: str) -> None:
+    """Check that `Files.swap` replaces one version of ``key`` once; ``none`` is a version that never was."""
+    assert tree.load(key) is None
+    with pytest.raises(FileExistsError):
+        tree.swap(key, none, b"0")
+    first = tree.swap(key, None, b"1")
+    with pytest.raises(FileExistsError):
+        tree.swap(key, None, b"2")
+    loaded = tree.load(key)
+    assert loaded is not None
+    assert (loaded.data, loaded.version) == (b"1", first)
+    assert abs(loaded.modified - time.time()) < 60
+    second = tree.swap(key, first, b"2")
+    for version in (first, None):
+        with pytest.raises(FileExistsError):
+            tree.swap(key, version, b"3")
+    loaded = tree.load(key)
+    assert loaded is not None
+    assert (loaded.data, loaded.version) == (b"2", second)
+
+
 #: For `race`: who creates which of the first ``argv[2]`` attempts of a run in the store ``argv[1]``.
 ATTEMPT_RACER = """
 from cloudtrain.provider_api.protocol import Request
@@ -117,18 +140,30 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-@pytest.fixture
-def s3_environment(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """The endpoint, with this test's environment pointing at it; no account of the machine is in reach."""
+def point_aws_at(url: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **more: str) -> None:
+    """Let this test's AWS variables lead to the server at ``url``, and to no account of this machine.
+
+    ``folder`` has no AWS configuration. ``more`` are further variables, without ``AWS_``.
+    """
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
+    values = {
+        "ENDPOINT_URL": url,
+        "ACCESS_KEY_ID": "testing",
+        "SECRET_ACCESS_KEY": "testing",
+        "DEFAULT_REGION": "us-east-1",
+        "EC2_METADATA_DISABLED": "true",
+        "CONFIG_FILE": str(folder / "no-aws-config"),
+        "SHARED_CREDENTIALS_FILE": str(folder / "no-aws-credentials"),
+    }
+    for name, value in {**values, **more}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+
+
+@pytest.fixture
+def s3_environment(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The endpoint, with this test's environment pointing at it."""
+    point_aws_at(s3_server, monkeypatch, tmp_path)
     return s3_server
 
 

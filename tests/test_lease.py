@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 from faulty import FaultyS3
 from fsspec.implementations.memory import MemoryFileSystem
-from servers import race
+from servers import point_aws_at, race
 
 from cloudtrain.errors import AuthError, StorageError
 from cloudtrain.storage import lease as leases
@@ -156,13 +156,8 @@ def test_processes_hold_it_one_after_another(url: str) -> None:
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyS3]:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
     with FaultyS3() as server:
-        words = {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
-        words |= {"DEFAULT_REGION": "us-east-1", "CONFIG_FILE": str(tmp_path), "SHARED_CREDENTIALS_FILE": str(tmp_path)}
-        for name, value in words.items():
-            monkeypatch.setenv(f"AWS_{name}", value)
+        point_aws_at(server.url, monkeypatch, tmp_path)
         yield server
         server.shutdown()
 

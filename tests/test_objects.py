@@ -27,7 +27,7 @@ import pytest
 from faulty import FAULTS, FaultyS3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from servers import AZURITE_ACCOUNT, AZURITE_KEY, azurite, free_port, required, served
+from servers import AZURITE_ACCOUNT, AZURITE_KEY, azurite, free_port, point_aws_at, required, served
 from worlds.azureml.wire import Answer, Wire
 
 from cloudtrain.errors import AuthError, DigestError, SpecError, StorageError
@@ -52,13 +52,8 @@ def wire() -> Iterator[FaultyS3]:
 @pytest.fixture
 def s3(wire: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FaultyS3:
     """An empty bucket, and this test's environment pointing at it. Parts are small."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    words = {"ENDPOINT_URL": wire.url, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "DEFAULT_REGION": "us-east-1"}
-    words |= {"MAX_ATTEMPTS": "1", "EC2_METADATA_DISABLED": "true"}
-    words |= {"CONFIG_FILE": str(tmp_path / "none"), "SHARED_CREDENTIALS_FILE": str(tmp_path / "none")}
-    for name, value in words.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
+    keys = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
+    point_aws_at(wire.url, monkeypatch, tmp_path, MAX_ATTEMPTS="1", **keys)
     monkeypatch.setattr(obstore_backend, "PIECE", 1 << 15)
     monkeypatch.setattr(obstore_backend, "CHUNK", 1 << 13)
     monkeypatch.setattr(obstore_backend, "AT_ONCE", 1 << 13)
@@ -525,7 +520,7 @@ def test_fsspec_is_configured_by_any_of_its_names(url: str, name: str, monkeypat
 
 def test_encryption_is_asked_of_s3_alone() -> None:
     for url in ("gs://b/x", "abfs://c/x", "memory://x/y"):
-        with pytest.raises(SpecError, match=r"sse: only a store in S3"):
+        with pytest.raises(SpecError, match=r"sse: the encryption can be set for a store in S3 only"):
             files(url, moving=TransferOptions(sse="AES256")).read("key")
 
 

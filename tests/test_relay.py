@@ -20,7 +20,7 @@ import foldercloud
 import pytest
 from faulty import FaultyS3
 from fsspec.implementations.memory import MemoryFileSystem
-from servers import Web
+from servers import Web, point_aws_at
 from trials import SEED, TRIALS
 
 from cloudtrain import Estimator
@@ -238,13 +238,8 @@ def test_a_client_that_comes_late_leaves_the_copy_of_a_recorded_run_alone(
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyS3]:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
     with FaultyS3() as wire:
-        words = {"ENDPOINT_URL": wire.url, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "MAX_ATTEMPTS": "1"}
-        words |= {"CONFIG_FILE": str(tmp_path / "none"), "SHARED_CREDENTIALS_FILE": str(tmp_path / "none")}
-        for name, value in (words | {"DEFAULT_REGION": "us-east-1"}).items():
-            monkeypatch.setenv(f"AWS_{name}", value)
+        point_aws_at(wire.url, monkeypatch, tmp_path, MAX_ATTEMPTS="1")
         monkeypatch.setattr(remote, "PIECE", MIB)
         yield wire
         wire.shutdown()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from faulty import FaultyS3
-from servers import Web
+from servers import Web, point_aws_at
 from trials import SEED
 
 from cloudtrain.cli import main
@@ -50,13 +50,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyS3]:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
     with FaultyS3() as wire:
-        words = {"ENDPOINT_URL": wire.url, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "MAX_ATTEMPTS": "1"}
-        words |= {"CONFIG_FILE": str(tmp_path / "none"), "SHARED_CREDENTIALS_FILE": str(tmp_path / "none")}
-        for name, value in (words | {"DEFAULT_REGION": "us-east-1"}).items():
-            monkeypatch.setenv(f"AWS_{name}", value)
+        point_aws_at(wire.url, monkeypatch, tmp_path, MAX_ATTEMPTS="1")
         for name, data in FILES.items():
             wire.put(f"set/{name}", data)
         yield wire

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from servers import ATTEMPT_RACER, free_port, race
+from servers import ATTEMPT_RACER, check_swap, free_port, race
 from worlds.vertex.gcs import Gcs
 
 from cloudtrain.errors import AuthError, DigestError, StorageError
@@ -226,22 +226,7 @@ def test_one_of_many_processes_starts_an_attempt(faithful_url: str) -> None:
 
 
 def test_swap_replaces_one_version_once(url: str) -> None:
-    tree = files(url)
-    assert tree.load("key") is None
-    with pytest.raises(FileExistsError):
-        tree.swap("key", '"0"' if "gs:" not in url else "1", b"0")
-    first = tree.swap("key", None, b"1")
-    with pytest.raises(FileExistsError):
-        tree.swap("key", None, b"2")
-    loaded = tree.load("key")
-    assert loaded is not None
-    assert (loaded.data, loaded.version) == (b"1", first)
-    assert abs(loaded.modified - time.time()) < 60
-    second = tree.swap("key", first, b"2")
-    for version in (first, None):
-        with pytest.raises(FileExistsError):
-            tree.swap("key", version, b"3")
-    assert tree.load("key")[:2] == (b"2", second)  # type: ignore[index]
+    check_swap(files(url), "key", none='"0"' if "gs:" not in url else "1")
     with pytest.raises(StorageError, match="does not exist"):
         files(elsewhere(url)).swap("key", None, b"1")
 

@@ -19,7 +19,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from servers import race
+from servers import check_swap, race
 
 from cloudtrain.errors import AuthError, DigestError, LostContactError, SpecError, StorageError
 from cloudtrain.storage.errors import Retries, UnreachableError, classify, report_retries
@@ -157,21 +157,7 @@ def test_versions_tell_a_rewrite_of_the_same_size(tree: LocalFiles | RemoteFiles
 
 
 def test_swap_replaces_one_version_once(tree: LocalFiles | RemoteFiles) -> None:
-    assert tree.load("a/key") is None
-    with pytest.raises(FileExistsError):
-        tree.swap("a/key", "0", b"0")
-    first = tree.swap("a/key", None, b"1")
-    with pytest.raises(FileExistsError):
-        tree.swap("a/key", None, b"2")
-    loaded = tree.load("a/key")
-    assert loaded is not None
-    assert (loaded.data, loaded.version) == (b"1", first)
-    assert abs(loaded.modified - time.time()) < 60
-    second = tree.swap("a/key", first, b"2")
-    for version in (first, None):
-        with pytest.raises(FileExistsError):
-            tree.swap("a/key", version, b"3")
-    assert tree.load("a/key")[:2] == (b"2", second)  # type: ignore[index]
+    check_swap(tree, "a/key", none="0")
     assert tree.list() == {"a/key": 1}
 
 
