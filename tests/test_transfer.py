@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -190,9 +191,10 @@ def test_swaps_of_many_processes_are_one_after_another(local: LocalFiles) -> Non
 def test_swaps_of_many_threads_are_one_after_another(tree: LocalFiles | RemoteFiles) -> None:
     def count(_: int) -> int:
         won = 0
-        while (found := tree.load("n")) is None or int(found.data) < 200:
-            with suppress(FileExistsError):
-                tree.swap("n", found and found.version, str(int(found.data if found else 0) + 1).encode())
+        while (found := tree.load("n")) is None or int(found.data.split()[0]) < 200:
+            number = int(found.data.split()[0]) + 1 if found else 1
+            with suppress(FileExistsError):  # no two contents are equal, as `Files.swap` asks
+                tree.swap("n", found and found.version, f"{number} {uuid.uuid4()}".encode())
                 won += 1
         return won
 

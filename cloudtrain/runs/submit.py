@@ -560,8 +560,10 @@ def _check_this_machine(plan: Plan) -> None:
     extras_of(plan.provider).check(plan.request)
     if "file" not in plan.provider.schemes:
         return
-    for name, item in plan.layout.inputs.items():  # this machine copies each to its nodes
-        if item.source is None and url_scheme(item.url) != "file":
+    # This machine copies these to its nodes. A rehearsal does not read the cloud's URLs, but what stands for them.
+    read = {mount.url for node in plan.provider.launch_spec(plan.request).nodes for mount in node.mounts}
+    for name, item in plan.layout.inputs.items():
+        if item.source is None and item.url in read and url_scheme(item.url) != "file":
             try:
                 check_openable(item.url)
             except SpecError as exc:
