@@ -48,6 +48,7 @@ __all__ = [
     "file_of_url",
     "in_store",
     "run_folder",
+    "sweep_folder",
     "to_json",
 ]
 
@@ -398,6 +399,39 @@ class Store:
         """Return result.json, or None while there is none."""
         return self._json(f"{run_folder(run_id)}/result.json")
 
+    def create_sweep(self, sweep_id: str, record: Mapping[str, Any]) -> bool:
+        """Write sweep.json; return False, without a change, if the sweep exists."""
+        return self._create(f"{sweep_folder(sweep_id)}/sweep.json", record)
+
+    def sweep(self, sweep_id: str) -> dict[str, Any] | None:
+        """Return the record of `create_sweep`, or None if there is no such sweep."""
+        record = self._json(f"{sweep_folder(sweep_id)}/sweep.json")
+        if record is not None:
+            record.pop(_TOKEN, None)
+        return record
+
+    def sweeps(self) -> list[str]:
+        """Return sweep ids, sorted."""
+        return [name for name in self.files.names("sweeps") if is_run_id(name)]
+
+    def add_sweep_entry(self, sweep_id: str, number: int, entry: Mapping[str, Any]) -> bool:
+        """Create entry ``number`` of a sweep's log; return False if another client has. The caller must have read all
+        entries before it."""
+        return self._create(_sweep_entry(sweep_id, number), entry)
+
+    def sweep_entries(self, sweep_id: str, start: int = 0) -> list[dict[str, Any]]:
+        """Return the entries of a sweep's log from number ``start`` on, up to the first that is missing."""
+        found: list[dict[str, Any] | None] = []
+        if not start:
+            count = len(self.files.names(f"{sweep_folder(sweep_id)}/log"))
+            found = parallel(lambda number: self._json(_sweep_entry(sweep_id, number)), [*range(count)])
+        while not found or found[-1] is not None:
+            found.append(self._json(_sweep_entry(sweep_id, start + len(found))))
+        entries = [entry for entry in found[: found.index(None)] if entry is not None]
+        for entry in entries:
+            entry.pop(_TOKEN, None)
+        return entries
+
     def exits(self, run_id: str) -> list[dict[str, Any]]:
         """Return the nodes' exit records in order of attempt and node, without incomplete ones."""
         return self._records(f"{run_folder(run_id)}/live/exit")
@@ -524,6 +558,15 @@ def in_store(url: str, settings: Settings, use: Callable[[Store], T]) -> T:
 def run_folder(run_id: str) -> str:
     """Return the key of the run's folder. Raises `SpecError` for an invalid run id."""
     return f"runs/{check_run_id(run_id)}"
+
+
+def sweep_folder(sweep_id: str) -> str:
+    """Return the key of the sweep's folder. Raises `SpecError` for an invalid id."""
+    return f"sweeps/{check_run_id(sweep_id)}"
+
+
+def _sweep_entry(sweep_id: str, number: int) -> str:
+    return f"{sweep_folder(sweep_id)}/log/{number:06d}.json"
 
 
 def _attempt(run_id: str, k: int, name: str) -> str:

@@ -1,0 +1,159 @@
+"""The search space of a sweep: ranges and choices by hyperparameter, random points and grids. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from random import Random
+from typing import Any
+
+from ...errors import SpecError
+from ...validate import table_of
+
+__all__ = ["Choices", "Dimension", "Params", "Range", "grid_point", "grid_size", "parse_space", "random_point"]
+
+Params = dict[str, Any]
+RANGE_KEYS = ("low", "high", "log", "step")
+MOST_GRID = 100_000
+"""Most points of a grid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Numbers from ``low`` to ``high``, both included. ``step`` 0 means every number; ``whole`` means integers."""
+
+    low: float
+    high: float
+    log: bool = False
+    step: float = 0
+    whole: bool = False
+
+    def contains(self, value: Any) -> bool:
+        """Return whether ``value`` is a number in the range; its step does not matter."""
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and self.low <= value <= self.high and (not self.whole or value == int(value))
+
+    def draw(self, random: Random) -> float:
+        """Return a random number of the range."""
+        if self.log and self.whole:
+            return min(self.high, max(self.low, round(_log_uniform(random, self.low - 0.5, self.high + 0.5))))
+        if self.log:
+            return min(self.high, max(self.low, _log_uniform(random, self.low, self.high)))
+        if self.whole or self.step:
+            return self._point(random.randrange(self.count))
+        return random.uniform(self.low, self.high)
+
+    @property
+    def count(self) -> int:
+        """The number of points of a range with a step; a whole range has the step 1 by default."""
+        return int((self.high - self.low) / (self.step or 1) + 1e-9) + 1
+
+    def _point(self, number: int) -> float:
+        point = self.low + number * (self.step or 1)
+        return point if self.whole else round(point, 12)
+
+    def points(self) -> list[float]:
+        """Return every number of a range with a step, ascending."""
+        return [self._point(number) for number in range(self.count)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """A list of values without an order."""
+
+    values: tuple[Any, ...]
+
+    def contains(self, value: Any) -> bool:
+        """Return whether ``value`` is one of the values."""
+        return any(value == each and type(value) is type(each) for each in self.values)
+
+    @property
+    def count(self) -> int:
+        """The number of values."""
+        return len(self.values)
+
+    def draw(self, random: Random) -> Any:
+        """Return a random value."""
+        return self.values[random.randrange(len(self.values))]
+
+    def points(self) -> list[Any]:
+        """Return all values."""
+        return list(self.values)
+
+
+Dimension = Range | Choices
+Space = Mapping[str, Dimension]
+
+
+def _log_uniform(random: Random, low: float, high: float) -> float:
+    return math.exp(random.uniform(math.log(low), math.log(high)))
+
+
+def parse_space(table: Any) -> dict[str, Dimension]:
+    """Return the dimensions of ``[space]`` by hyperparameter. Raises `SpecError` with the dotted field."""
+    found = {name: _dimension(value, f"space.{name}") for name, value in table_of(table, "space").items()}
+    if not found:
+        raise SpecError("must name at least one hyperparameter", field="space", hint="lr = { low = 1e-5, high = 0.1 }")
+    return found
+
+
+def _dimension(value: Any, where: str) -> Dimension:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if not value or not all(isinstance(item, (str, int, float, bool)) for item in value):
+            raise SpecError("must be a list of at least one text, number or boolean", field=where)
+        if len({(type(item), item) for item in value}) < len(value):
+            raise SpecError("has one value twice", field=where)
+        return Choices(values=tuple(value))
+    table = table_of(value, where)
+    for key in table:
+        if key not in RANGE_KEYS:
+            raise SpecError(
+                f"has no key {key!r}", field=where, hint="write { low = 1, high = 8, step = 1, log = false }"
+            )
+    numbers = {key: _number(table.get(key), f"{where}.{key}") for key in ("low", "high")}
+    low, high, log = numbers["low"], numbers["high"], table.get("log", False)
+    step = _number(table["step"], f"{where}.step") if "step" in table else 0
+    if not isinstance(log, bool):
+        raise SpecError("must be true or false", field=f"{where}.log")
+    if low >= high:
+        raise SpecError(f"must be below high, {high:g}", field=f"{where}.low")
+    if log and low <= 0:
+        raise SpecError("must be above zero on a logarithmic scale", field=f"{where}.low")
+    if "step" in table and (step <= 0 or log):
+        raise SpecError("must be above zero, and not on a logarithmic scale", field=f"{where}.step")
+    whole = all(isinstance(number, int) for number in (low, high, step))
+    return Range(low=low, high=high, log=log, step=step, whole=whole)
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise SpecError("must be a number", field=where)
+    return value
+
+
+def random_point(space: Space, seed: int, number: int) -> Params:
+    """Return the random parameters of trial ``number``. The same seed and number give the same parameters."""
+    random = Random(f"{seed}/{number}")
+    return {name: space[name].draw(random) for name in sorted(space)}
+
+
+def grid_size(space: Space) -> int:
+    """Return the number of points. Raises `SpecError` for a range without a step, and for too many points."""
+    size = 1
+    for name, dimension in space.items():
+        if isinstance(dimension, Range) and (dimension.log or not (dimension.step or dimension.whole)):
+            raise SpecError(
+                "a grid needs a step or a list of values", field=f"space.{name}", hint=f"{name} = [0.001, 0.01, 0.1]"
+            )
+        size *= dimension.count
+        if size > MOST_GRID:
+            raise SpecError(f"the grid has more than {MOST_GRID:,} points", field="space", hint="use random or tpe")
+    return size
+
+
+def grid_point(space: Space, number: int) -> Params | None:
+    """Return point ``number`` of the grid; the last name of the space changes fastest. None after the last point."""
+    point = next(islice(product(*(dimension.points() for dimension in space.values())), number, None), None)
+    return None if point is None else dict(zip(space, point, strict=True))

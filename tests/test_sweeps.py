@@ -1,0 +1,375 @@
+"""Sweeps without a platform: the file, the space, samplers, prune rules, and every decision on the log."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from cloudtrain.errors import SpecError
+from cloudtrain.runs.sweeps.decide import next_entry
+from cloudtrain.runs.sweeps.prune import costs_of, is_hopeless, value_of
+from cloudtrain.runs.sweeps.samplers import check_sampler, propose, study_of
+from cloudtrain.runs.sweeps.space import grid_point, grid_size, parse_space, random_point
+from cloudtrain.runs.sweeps.spec import Prune, SweepSpec, check_caps, check_sweep_id
+from cloudtrain.runs.sweeps.state import Entry, Outcome, State, committed, fold, used
+
+SPACE = {
+    "lr": {"low": 1e-5, "high": 1e-1, "log": True},
+    "dropout": {"low": 0.0, "high": 0.5, "step": 0.1},
+    "layers": {"low": 2, "high": 12, "step": 2},
+    "width": {"low": 16, "high": 1024, "log": True},
+    "optimizer": ["adamw", "lion"],
+}
+CAP = {"max_cost": 10.0}
+
+
+def spec_of(**tables: Any) -> SweepSpec:
+    given = {"metric": "loss", "space": SPACE, "limits": {"trials": 6, "parallel": 2}}
+    return SweepSpec.from_dict({**given, **tables})
+
+
+# ------------------------------------------------------------------------------------------------------------ the file
+
+
+def test_a_description_comes_back_from_json() -> None:
+    spec = spec_of(
+        goal="maximize", value="last", sampler="tpe", seed=3, first=[{"lr": 3e-4}], prune={"rule": "asha", "min": 3},
+        limits={"trials": 6, "max_cost": 20, "max_runtime": "2h"},
+    )  # fmt: skip
+    assert SweepSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    assert spec.limits.max_runtime == 7200
+
+
+@pytest.mark.parametrize(
+    ("tables", "field"),
+    [
+        ({"space": {}}, "space"),
+        ({"space": {"lr": {"low": 1, "high": 1}}}, "space.lr.low"),
+        ({"space": {"lr": {"low": 0, "high": 1, "log": True}}}, "space.lr.low"),
+        ({"space": {"lr": {"low": 0, "hihg": 1}}}, "space.lr"),
+        ({"space": {"lr": {"low": 0, "high": math.inf}}}, "space.lr.high"),
+        ({"space": {"lr": {"low": 0, "high": 1, "step": 0}}}, "space.lr.step"),
+        ({"space": {"lr": []}}, "space.lr"),
+        ({"space": {"lr": [1, 1]}}, "space.lr"),
+        ({"limits": {"parallel": 2}}, "limits"),
+        ({"limits": {"trails": 2}}, "limits.trails"),
+        ({"limits": {"trials": 0}}, "limits.trials"),
+        ({"limits": {"max_cost": -1}}, "limits.max_cost"),
+        ({"goal": "minimise"}, "goal"),
+        ({"sampler": "bayes"}, "sampler"),
+        ({"sampler": "grid"}, "space.lr"),
+        ({"prune": {"min": 2}}, "prune.rule"),
+        ({"prune": "hyperband"}, "prune.rule"),
+        ({"first": [{"lr": 1.0}]}, "first[0].lr"),
+        ({"first": [{"learning_rate": 1e-3}]}, "first[0].learning_rate"),
+        ({"metrc": "loss"}, "metrc"),
+    ],
+)
+def test_a_wrong_description_names_its_field(tables: Mapping[str, Any], field: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        spec_of(**tables)
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sweep_whose_trials_have_no_cap_in_the_currency_of_a_limit_is_refused() -> None:
+    for name in ("max_cost", "max_gpu_hours"):
+        limits = spec_of(limits={name: 100}).limits
+        with pytest.raises(SpecError, match=f"limits.{name}: the sweep has this limit") as caught:
+            check_caps(limits, {})
+        assert "\n" not in str(caught.value)
+        with pytest.raises(SpecError, match="100 is less than the 101 of one trial"):
+            check_caps(limits, {name: 101.0})
+        check_caps(limits, {name: 100.0})
+
+
+def test_an_id_leaves_room_for_the_number_of_a_trial() -> None:
+    assert check_sweep_id("a" * 35)
+    for wrong in ("a" * 36, "Tune", "tune--1", ""):
+        with pytest.raises(SpecError):
+            check_sweep_id(wrong)
+
+
+# ----------------------------------------------------------------------------------------------- space and samplers
+
+
+def test_random_points_lie_in_the_space_and_depend_on_seed_and_number_alone() -> None:
+    space = parse_space(SPACE)
+    points = [random_point(space, 0, number) for number in range(300)]
+    assert all(space[name].contains(value) for point in points for name, value in point.items())
+    assert {point["layers"] for point in points} == {2, 4, 6, 8, 10, 12}
+    assert {point["dropout"] for point in points} == {0.0, 0.1, 0.2, 0.3, 0.4, 0.5}
+    assert {type(point["width"]) for point in points} == {int}
+    assert sum(point["lr"] < 1e-3 for point in points) in range(110, 190)  # half of a logarithmic range
+    assert random_point(dict(reversed(space.items())), 0, 7) == points[7] != random_point(space, 1, 7)
+
+
+def test_a_grid_has_every_point_once() -> None:
+    space = parse_space({"a": [1, 2], "b": {"low": 0, "high": 2}, "c": {"low": 0.0, "high": 0.2, "step": 0.1}})
+    points = [grid_point(space, number) for number in range(grid_size(space))]
+    assert points == [
+        dict(zip("abc", item, strict=True)) for item in itertools.product([1, 2], [0, 1, 2], [0, 0.1, 0.2])
+    ]
+    assert grid_point(space, len(points)) is None
+
+
+def history(spec: SweepSpec, count: int, running: int = 0) -> State:
+    entries: list[Entry] = []
+    for n in range(count + running):
+        entries.append(trial(n, params=random_point(spec.space, 9, n)))
+    state = fold(spec, entries)
+    return state.with_outcomes(
+        Outcome(trial=n, state="stopped" if n % 3 == 2 else "succeeded", value=float(n % 5), at=n) for n in range(count)
+    )
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_equal_histories_give_equal_parameters_in_another_process(sampler: str) -> None:
+    spec = spec_of(sampler=sampler)
+    state = history(spec, 15, 3)
+    found = propose(spec, state)
+    assert found is not None
+    assert all(spec.space[name].contains(value) for name, value in found.items())
+    assert list(found) == list(spec.space) or sampler == "random"
+    assert propose(spec, history(spec, 15, 3)) == found != propose(spec, history(spec, 14, 3))
+    code = f"""
+import sys; sys.path.insert(0, {str(__file__).rpartition("/")[0]!r})
+import json, test_sweeps as t
+spec = t.spec_of(sampler={sampler!r})
+print(json.dumps(t.propose(spec, t.history(spec, 15, 3))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == found
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe", "grid"])
+def test_first_points_come_first(sampler: str) -> None:
+    space = {"lr": [0.1, 0.2], "layers": {"low": 1, "high": 3}}
+    spec = spec_of(space=space, sampler=sampler, first=[{"lr": 0.2, "layers": 3}, {"lr": 0.1}])
+    zero, one, two = (
+        propose(spec, fold(spec, [trial(k, params={"lr": 0.1, "layers": 1}) for k in range(n)])) for n in range(3)
+    )
+    assert zero == {"lr": 0.2, "layers": 3}
+    assert one is not None
+    assert one["lr"] == 0.1
+    assert one["layers"] in (1, 2, 3)
+    assert two is not None
+    assert sampler != "grid" or two == {"lr": 0.1, "layers": 1}
+
+
+def test_a_study_has_every_trial() -> None:
+    spec = spec_of(goal="maximize", sampler="random")
+    study = study_of(spec, history(spec, 6, 2))
+    assert [item.state.name for item in study.trials] == [*["COMPLETE", "COMPLETE", "PRUNED"] * 2, *["RUNNING"] * 2]
+    assert study.best_value == 4.0
+    assert study.best_trial.user_attrs == {"run": "s-0004"}
+
+
+def test_without_optuna_only_tpe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    spec = spec_of(sampler="tpe")
+    with pytest.raises(SpecError) as caught:
+        check_sampler(spec)
+    assert caught.value.hint == "run: pip install 'cloudtrain[sweep]', or use random or grid"
+    check_sampler(spec_of())
+    assert propose(spec_of(), fold(spec_of(), []))
+
+
+# -------------------------------------------------------------------------------------------------------------- rules
+
+
+def rows_of(*values: float, start: int = 1) -> list[dict[str, float]]:
+    return [{"step": step, "loss": value} for step, value in enumerate(values, start)]
+
+
+def test_asha_keeps_the_best_third_at_each_rung() -> None:
+    spec = spec_of(prune={"rule": "asha", "min": 1, "factor": 3})
+    assert spec.prune is not None
+    trials = [costs_of(rows_of(value, value - 0.1, value - 0.2), spec) for value in range(9)]
+    stopped = [is_hopeless(mine, trials[:n] + trials[n + 1 :], spec.prune) for n, mine in enumerate(trials)]
+    assert stopped == [False] * 3 + [True] * 6
+    assert not is_hopeless(trials[8], trials[:1], spec.prune)  # two trials are too few for a third
+    assert not is_hopeless([], trials, spec.prune)
+
+
+def test_asha_forgives_a_late_improvement_no_more_than_its_rung() -> None:
+    rule = Prune(rule="asha", min=3, factor=2)
+    others = [[(1.0, 0.5), (3.0, 0.5)]] * 3
+    assert not is_hopeless([(2.0, 9.0)], others, rule)
+    assert is_hopeless([(2.0, 9.0), (3.0, 9.0), (4.0, 0.1)], others, rule)
+    assert not is_hopeless([(2.0, 9.0), (3.0, 0.1)], others, rule)
+
+
+def test_median_needs_its_peers_and_compares_at_the_same_progress() -> None:
+    rule = Prune(rule="median", min=2, peers=3)
+    others = [[(1.0, cost), (2.0, cost - 1), (9.0, 0.0)] for cost in (1.0, 2.0, 3.0)]
+    assert is_hopeless([(1.0, 9.0), (2.0, 1.5)], others, rule)
+    assert not is_hopeless([(1.0, 9.0), (2.0, 0.9)], others, rule)
+    assert not is_hopeless([(1.0, 9.0)], others, rule)
+    assert not is_hopeless([(1.0, 9.0), (2.0, 1.5)], others[:2], rule)
+
+
+@pytest.mark.parametrize("rule", ["asha", "median"])
+def test_the_order_of_rows_and_trials_does_not_matter(rule: str) -> None:
+    spec = spec_of(prune={"rule": rule, "factor": 2, "peers": 2})
+    assert spec.prune is not None
+    chance = random.Random(3)
+    for _ in range(200):
+        trials = [rows_of(*(chance.random() for _ in range(chance.randint(1, 9)))) for _ in range(6)]
+        points = [costs_of(rows, spec) for rows in trials]
+        found = is_hopeless(points[0], points[1:], spec.prune)
+        shuffled = [costs_of(chance.sample(rows, len(rows)), spec) for rows in trials]
+        assert is_hopeless(shuffled[0], chance.sample(shuffled[1:], 5), spec.prune) == found
+
+
+def test_a_value_that_is_not_a_number_is_worse_than_every_other() -> None:
+    for goal in ("minimize", "maximize"):
+        spec = spec_of(goal=goal, prune={"rule": "asha", "factor": 2})
+        assert spec.prune is not None
+        good = costs_of(rows_of(-1e9 if goal == "maximize" else 1e9), spec)
+        for bad in (math.nan, math.inf, -math.inf):
+            lost = costs_of(rows_of(bad), spec)
+            assert is_hopeless(lost, [good], spec.prune)
+            assert not is_hopeless(good, [lost], spec.prune)
+
+
+def test_the_value_of_a_trial() -> None:
+    rows = rows_of(3.0, 1.0, math.nan, 2.0)
+    assert value_of(rows, spec_of()) == 1.0
+    assert value_of(rows, spec_of(goal="maximize")) == 3.0
+    assert value_of(rows, spec_of(value="last")) == 2.0
+    assert value_of(rows[:3], spec_of(value="last")) is None
+    assert value_of([{"step": 1, "loss": "low"}, {"accuracy": 1}], spec_of()) is None
+
+
+# ---------------------------------------------------------------------------------------------------------- decisions
+
+
+def trial(n: int, *, at: float = 0.0, ended: list[dict[str, Any]] | None = None, **fields: Any) -> dict[str, Any]:
+    base = {"kind": "trial", "n": n, "run": f"s-{n:04d}", "params": {"lr": 1e-3}, "cap": CAP, "at": at}
+    return {**base, "ended": ended or [], **fields}
+
+
+def after(
+    spec: SweepSpec, *entries: Entry, now: float = 1.0, points: Any = None, found: Any = ()
+) -> dict[str, Any] | None:
+    state = fold(spec, entries).with_outcomes(found)
+    return next_entry(spec, state, points or {}, now, sweep_id="s", cap=CAP)
+
+
+def done(n: int, state: str = "succeeded", cost: float | None = 1.0) -> Outcome:
+    return Outcome(trial=n, state=state, value=1.0 if state == "succeeded" else None, max_cost=cost)
+
+
+def test_it_starts_as_many_as_may_run_at_once() -> None:
+    spec = spec_of()
+    first = after(spec)
+    assert first is not None
+    assert (first["kind"], first["n"], first["run"], first["cap"]) == ("trial", 0, "s-0000", CAP)
+    assert (after(spec, trial(0)) or {})["run"] == "s-0001"
+    assert after(spec, trial(0), trial(1)) is None
+    third = after(spec, trial(0), trial(1), found=[done(1)])
+    assert third is not None
+    assert (third["n"], third["ended"]) == (2, [{"trial": 1, "state": "succeeded", "value": 1.0, "max_cost": 1.0}])
+
+
+def test_it_ends_once_when_all_trials_have() -> None:
+    spec = spec_of(limits={"trials": 2, "parallel": 2})
+    assert after(spec, trial(0), trial(1), found=[done(0)]) is None
+    end = after(spec, trial(0), trial(1), found=[done(0), done(1)])
+    assert end is not None
+    assert (end["kind"], end["why"]) == ("end", "trials")
+    assert after(spec, trial(0), trial(1), end) is None
+    assert fold(spec, [trial(0), trial(1), end]).live == []
+
+
+def test_the_budget_counts_the_cap_of_what_runs_and_the_use_of_what_has_ended() -> None:
+    spec = spec_of(limits={"max_cost": 25, "parallel": 9})
+    assert (after(spec, trial(0)) or {})["kind"] == "trial"
+    assert after(spec, trial(0), trial(1)) is None  # 20 are reserved, and one more could make 30
+    assert (after(spec, trial(0), trial(1), found=[done(0, cost=5.0)]) or {})["kind"] == "trial"
+    assert after(spec, trial(0), trial(1), found=[done(0, cost=None)]) is None  # an unknown use counts as the cap
+    end = after(spec, trial(0), trial(1), found=[done(0, cost=9.0), done(1, cost=9.0)])
+    assert (end or {})["why"] == "budget"
+    state = fold(spec, [trial(0), trial(1)]).with_outcomes([done(0, cost=4.0)])
+    assert (used(state, "max_cost"), committed(state, "max_cost")) == (4.0, 14.0)
+
+
+def test_caps_of_a_tenth_fill_a_budget_of_one() -> None:
+    spec = spec_of(limits={"max_cost": 1.0, "parallel": 20})
+    entries: list[dict[str, Any]] = []
+    state = fold(spec, entries)
+    while (entry := next_entry(spec, state, {}, 1.0, sweep_id="s", cap={"max_cost": 0.1})) is not None:
+        entries.append({**entry, "at": 0.0})
+        state = fold(spec, entries)
+    assert len(entries) == 10
+
+
+def test_time_that_is_over_stops_every_trial_and_then_ends_the_sweep() -> None:
+    spec = spec_of(limits={"max_runtime": 100})
+    assert after(spec, trial(0, at=50.0), now=149.0) is None
+    stop = after(spec, trial(0, at=50.0), now=150.0)
+    assert stop == {"kind": "stop", "trial": None, "why": "max_runtime", "ended": []}
+    assert fold(spec, [trial(0, at=50.0), stop]).stop_of(0) == "max_runtime"
+    assert after(spec, trial(0, at=50.0), stop, now=151.0) is None
+    end = after(spec, trial(0, at=50.0), stop, now=152.0, found=[done(0, "cancelled")])
+    assert (end or {})["why"] == "max_runtime"
+
+
+def test_failures_in_a_row_end_it_and_changed_limits_open_it_again() -> None:
+    spec = spec_of(limits={"trials": 9, "failures": 2})
+    failed = [done(0), done(1, "failed"), done(2, "failed")]
+    entries = [trial(0), trial(1), trial(2)]
+    assert (after(spec, *entries, found=[*failed[:2], done(2, "stopped")]) or {})["kind"] == "trial"
+    end = after(spec, *entries, found=failed)
+    assert (end or {})["why"] == "failures"
+    opened = [*entries, end or {}, {"kind": "limits", "limits": {"trials": 4}}]
+    state = fold(spec, opened)
+    assert (state.ended, state.limits.trials, state.limits.failures) == ("", 4, 2)
+    assert (after(spec, *opened) or {})["n"] == 3
+
+
+def test_three_refusals_in_a_row_end_it() -> None:
+    spec = spec_of(limits={"trials": 9, "failures": 2})
+    entries = [trial(n) for n in range(3)]
+    assert (after(spec, *entries[:2], found=[done(0, "refused"), done(1, "refused")]) or {})["kind"] == "trial"
+    assert (after(spec, *entries, found=[done(n, "refused") for n in range(3)]) or {})["why"] == "refused"
+
+
+def test_a_hopeless_trial_is_stopped_once() -> None:
+    spec = spec_of(prune={"rule": "asha", "factor": 2}, limits={"trials": 3, "parallel": 3})
+    points = {0: [(1.0, 1.0)], 1: [(1.0, 5.0)], 2: [(1.0, 0.5)]}
+    entries = [trial(0), trial(1), trial(2)]
+    stop = after(spec, *entries, points=points)
+    assert stop is not None
+    assert (stop["kind"], stop["why"]) == ("stop", "asha")
+    stopped = {stop["trial"]}
+    while (
+        stop := after(spec, *entries, *({"kind": "stop", "trial": n, "why": "asha"} for n in stopped), points=points)
+    ) is not None:
+        assert stop["trial"] not in stopped
+        stopped.add(stop["trial"])
+    assert stopped == {0, 1}
+
+
+def test_a_grid_ends_after_its_last_point() -> None:
+    spec = spec_of(space={"lr": [1, 2]}, sampler="grid", limits={"parallel": 3})
+    assert (after(spec, trial(0)) or {})["params"] == {"lr": 2}
+    assert after(spec, trial(0), trial(1)) is None
+    assert (after(spec, trial(0), trial(1), found=[done(0), done(1)]) or {})["why"] == "space"
+
+
+def test_a_cancelled_sweep_starts_nothing_and_ends_when_its_trials_have() -> None:
+    spec = spec_of()
+    stop = {"kind": "stop", "trial": None, "why": "cancelled"}
+    assert (after(spec, stop) or {})["why"] == "cancelled"
+    assert after(spec, trial(0), stop) is None
+    assert (after(spec, trial(0), stop, found=[done(0, "cancelled")]) or {})["why"] == "cancelled"
