@@ -131,11 +131,29 @@ print(json.dumps([k for k in range(int(sys.argv[2])) if store.create_attempt("ru
 # ------------------------------------------------------------------------------------------------------------------- S3
 
 
+#: moto's server. It looks at the conditions of a write and writes in two steps: one request to an object is served at a
+#: time, as S3 decides at once.
+_MOTO = """
+import threading
+from moto.s3.responses import S3Response
+from moto.server import main
+
+respond, one_at_a_time = S3Response._key_response, threading.Lock()
+
+def decided(self, *args):
+    with one_at_a_time:
+        return respond(self, *args)
+
+S3Response._key_response = decided
+main()
+"""
+
+
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Endpoint of a moto server."""
     port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", str(port)]
     with served(command, port, tmp_path_factory.mktemp("moto") / "log"):
         yield f"http://127.0.0.1:{port}"
 
