@@ -279,19 +279,6 @@ def test_a_refusal_of_a_body_that_took_long_is_tried_again(s3: FaultyS3) -> None
 # ------------------------------------------------------------------------------------- processes, threads, event loops
 
 
-def test_fifty_race_for_a_name_and_one_wins(s3: FaultyS3) -> None:
-    trees = [reach() for _ in range(50)]
-    barrier = threading.Barrier(50)
-
-    def create(number: int) -> bool:
-        barrier.wait()
-        return trees[number].create("run.json", str(number).encode())
-
-    wins = parallel(create, list(range(50)), jobs=50)
-    assert sum(wins) == 1
-    assert s3.objects["store/run.json"].data == str(wins.index(True)).encode()
-
-
 def run(code: str, *args: str, seconds: float = 60) -> str:
     words = "import os, signal, sys, threading, time\n"
     words += "from cloudtrain.storage.files import files, parallel\n"

@@ -6,32 +6,21 @@ Real clients and real servers; the hub alone is our own.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import os
 import signal
 import sys
-import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from fileservers import (
-    BUFFERED,
-    EXCLUSIVE,
-    PLAIN,
-    Server,
-    install_plain,
-    login,
-    served_ftp,
-    served_sftp,
-)
+from fileservers import Server, login, served_ftp, served_sftp
 from fsspec.config import conf
 from hub import Hub, served_hub
 from jobs import Done, Jobs
+from plain import BUFFERED, EXCLUSIVE, PLAIN
 
 from cloudtrain.errors import AuthError, CloudtrainError, ConflictError, SpecError, StorageError
 from cloudtrain.job.job import Job
@@ -39,7 +28,6 @@ from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.storage.errors import Retries
 from cloudtrain.storage.files import Files, TransferOptions, files, parallel
 from cloudtrain.storage.lease import FOLDER, MARK, Lease
-from cloudtrain.storage.local_disk import walk
 from cloudtrain.storage.remote import RemoteFiles
 from cloudtrain.store.copies import copy_inputs
 from cloudtrain.store.gc import collect
@@ -73,26 +61,6 @@ def ftp(tmp_path: Path) -> Iterator[tuple[Path, str]]:
 
 
 @pytest.fixture
-def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """``plain(text)`` registers the file system of that source, and gives the URL of an empty folder of it."""
-
-    def made(text: str) -> str:
-        from fsspec.registry import _registry
-
-        monkeypatch.setenv("PLAIN_ROOT", str(tmp_path / "plain"))
-        install_plain(tmp_path / "site", text)
-        spec = importlib.util.spec_from_file_location("plainfs", tmp_path / "site/plainfs.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        monkeypatch.setitem(_registry, "plain", module.PlainFileSystem)
-        return f"plain://team-{uuid.uuid4().hex[:8]}/store"  # what a supervisor remembers, it does by the URL
-
-    return made
-
-
-@pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "0")
@@ -107,83 +75,13 @@ def below(root: Path) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
 
 
-# ------------------------------------------------------------------------------------------------------ a tree of files
+# ------------------------------------------------------------------------------------------------------ connections
 
 
 @pytest.fixture
 def tree(plain: Callable[[str], str]) -> Files:
     """An empty store of a class that can be one."""
     return files(plain(PLAIN + EXCLUSIVE))
-
-
-def test_keys(tree: Files) -> None:
-    assert tree.list() == {}
-    assert tree.names() == []
-    assert tree.size("nothing") is None
-    odd = {"a/b": b"1", "a/c/d": b"22", "ab": b"333", "empty": b"", "ü/x y+z%20#&": b"odd"}
-    for key, data in odd.items():
-        tree.write(key, data)
-        assert (tree.read(key), tree.size(key)) == (data, len(data))
-    assert tree.list() == {key: len(data) for key, data in odd.items()}
-    assert tree.list("a") == {"a/b": 1, "a/c/d": 2}
-    assert tree.list("ab") == {}
-    assert tree.names() == ["a", "ab", "empty", "ü"]
-    assert tree.names("a") == ["b", "c"]
-    assert tree.size("a") is None
-    tree.write("ab", b"4444")
-    assert tree.read("ab") == b"4444"
-    tree.copy("a/b", "x/y")
-    assert tree.read("x/y") == b"1"
-    tree.remove("a")
-    tree.remove("a")
-    assert tree.list("a") == {}
-    tree.discard(["gone", "ab", "ü/x y+z%20#&"])
-    assert list(tree.list()) == ["empty", "x/y"]
-    for attempt in (tree.read, lambda key: tree.copy(key, "y")):
-        with pytest.raises(FileNotFoundError):
-            attempt("nothing")
-
-
-def test_large_files_and_trees_there_and_back(tree: Files, tmp_path: Path) -> None:
-    data = {"large": os.urandom(9 * MIB + 3), "sub/small": b"1", "sub/none": b""}
-    for name, content in data.items():
-        path = tmp_path / "in" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    for name, path in walk(tmp_path / "in").items():
-        tree.upload(path, f"tree/{name}")
-    assert tree.download_tree("tree", tmp_path / "out") == sorted(data)
-    assert {name: (tmp_path / "out" / name).read_bytes() for name in data} == data
-    assert b"".join(tree.pieces("tree/large", len(data["large"]))) == data["large"]
-
-
-def test_of_many_who_create_one_does(tree: Files) -> None:
-    trees = [tree, files(tree.url)]
-    for number in range(5):
-        won = parallel(lambda i, key=f"runs/{number}": trees[i % 2].create(key, b"%d" % i), list(range(8)))
-        assert tree.read(f"runs/{number}") == b"%d" % won.index(True)
-        assert sum(won) == 1
-
-
-def test_a_reader_sees_all_of_the_old_or_of_the_new(tree: Files) -> None:
-    contents, over = [bytes([n]) * 300_000 for n in range(2)], threading.Event()
-    tree.write("record", contents[0])
-    seen: list[bytes] = []
-
-    def read() -> None:
-        while not over.is_set():
-            seen.append(tree.read("record"))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        for number in range(20):
-            tree.write("record", contents[number % 2])
-    finally:
-        over.set()
-        reader.join()
-    assert all(data in contents for data in seen)
-    assert seen
 
 
 def _put(server: Server, data: dict[str, bytes]) -> Files:
@@ -310,10 +208,10 @@ def test_a_file_whose_upload_fails_is_not_there(plain: Callable[[str], str], tmp
     assert tree.read("a/large") == data
 
 
-def test_a_class_that_swallows_the_mode_is_not_believed(plain: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_class_that_swallows_the_mode_is_not_believed(plain: Callable[[str], str]) -> None:
     swallows = "\n    def pipe_file(self, path, value, **kwargs):\n        super().pipe_file(path, value)\n"
     assert "cannot create a file exclusively" in refused(plain(PLAIN + swallows))
-    assert not (tmp_path / "plain").exists()
+    assert not Path(os.environ["PLAIN_ROOT"]).exists()
 
 
 def test_submit_says_so_before_anything_is_sent(ftp: tuple[Path, str], jobs: Jobs) -> None:
@@ -395,10 +293,11 @@ def source(ftp: tuple[Path, str]) -> str:
 
 
 @pytest.fixture
-def store(plain: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def store(plain: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> str:
     """A store of that class, which this machine's processes find too."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    return plain(PLAIN + EXCLUSIVE)
+    url = plain(PLAIN + EXCLUSIVE)
+    monkeypatch.setenv("PYTHONPATH", os.environ["PLAIN_SITE"])
+    return url
 
 
 @pytest.mark.slow

@@ -10,9 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from servers import check_swap, race
+from servers import race
 
-from cloudtrain.errors import AuthError, DigestError, LostContactError, SpecError, StorageError
+from cloudtrain.errors import AuthError, LostContactError, SpecError, StorageError
 from cloudtrain.storage.errors import Retries, UnreachableError, classify, report_retries
 from cloudtrain.storage.files import LocalFiles, files, parallel
 from cloudtrain.storage.fsspec_backend import FsspecMover
@@ -46,11 +44,6 @@ def memory() -> Iterator[RemoteFiles]:
     MemoryFileSystem.pseudo_dirs[:] = [""]
     yield RemoteFiles(url="memory://bucket/store", retries=Retries(sleep=lambda _: None))
     MemoryFileSystem.store.clear()
-
-
-@pytest.fixture(params=["local", "memory"])
-def tree(request: pytest.FixtureRequest) -> LocalFiles | RemoteFiles:
-    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
 
 # ----------------------------------------------------------------------------------------------------------------- URLs
@@ -111,55 +104,7 @@ def test_a_local_store_never_imports_fsspec(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], check=True)
 
 
-# -------------------------------------------------------------------------------------------------- what both trees do
-
-
-def test_read_write_list(tree: LocalFiles | RemoteFiles) -> None:
-    assert tree.list() == {}
-    assert tree.names() == []
-    assert tree.list("missing/folder") == {}
-    assert tree.names("missing") == []
-    for key, data in {"a/b": b"1", "a/c/d": b"22", "ab": b"333", "empty": b""}.items():
-        tree.write(key, data)
-        assert tree.read(key) == data
-    assert tree.list() == {"a/b": 1, "a/c/d": 2, "ab": 3, "empty": 0}
-    assert tree.list("a") == {"a/b": 1, "a/c/d": 2}
-    assert tree.names() == ["a", "ab", "empty"]
-    assert tree.names("a") == ["b", "c"]
-    assert tree.size("ab") == 3
-    assert tree.size("empty") == 0
-    assert tree.size("a") is None
-    assert tree.size("nothing") is None
-    assert tree.exists("a/b")
-    assert not tree.exists("a")
-    tree.write("a/b", b"other")
-    assert tree.read("a/b") == b"other"
-
-
-def test_missing_is_file_not_found(tree: LocalFiles | RemoteFiles, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        tree.read("nothing")
-    with pytest.raises(FileNotFoundError):
-        tree.download("nothing", tmp_path / "here" / "file")
-    with pytest.raises(FileNotFoundError):
-        tree.copy("nothing", "else")
-    with pytest.raises(FileNotFoundError):
-        tree.upload(tmp_path / "nothing", "key")
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-def test_versions_tell_a_rewrite_of_the_same_size(tree: LocalFiles | RemoteFiles) -> None:
-    tree.write("key", b"one")
-    before = tree.entries()["key"]
-    assert tree.entries()["key"] == before
-    tree.write("key", b"two")
-    assert tree.entries()["key"].size == before.size
-    assert tree.entries()["key"].version != before.version
-
-
-def test_swap_replaces_one_version_once(tree: LocalFiles | RemoteFiles) -> None:
-    check_swap(tree, "a/key", none="0")
-    assert tree.list() == {"a/key": 1}
+# ------------------------------------------------------------------------------------------------ a folder's own locks
 
 
 #: For `race`: count to ``argv[2]`` in the file ``n`` of the store ``argv[1]``, by swaps alone; how often it was first.
@@ -186,19 +131,6 @@ def test_swaps_of_many_processes_are_one_after_another(local: LocalFiles) -> Non
     assert sum(race(COUNTER, local.url, "300", count=4)) == 300
     assert local.read("n") == b"300"
     assert os.listdir(local.root) == ["n"]
-
-
-def test_swaps_of_many_threads_are_one_after_another(tree: LocalFiles | RemoteFiles) -> None:
-    def count(_: int) -> int:
-        won = 0
-        while (found := tree.load("n")) is None or int(found.data.split()[0]) < 200:
-            number = int(found.data.split()[0]) + 1 if found else 1
-            with suppress(FileExistsError):  # no two contents are equal, as `Files.swap` asks
-                tree.swap("n", found and found.version, f"{number} {uuid.uuid4()}".encode())
-                won += 1
-        return won
-
-    assert sum(parallel(count, list(range(6)), jobs=6)) == 200
 
 
 def test_a_lock_ends_with_its_process_and_is_not_waited_for_for_ever(tmp_path: Path) -> None:
@@ -234,96 +166,6 @@ def test_a_file_system_without_locks_is_refused(local: LocalFiles, monkeypatch: 
     monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.raises(StorageError, match="the file system has no locks: No locks available"):
         local.swap("key", None, b"1")
-
-
-def test_create_is_exclusive(tree: LocalFiles | RemoteFiles) -> None:
-    assert tree.create("runs/a/run.json", b"mine")
-    assert not tree.create("runs/a/run.json", b"theirs")
-    assert tree.read("runs/a/run.json") == b"mine"
-
-
-def test_copy_and_remove(tree: LocalFiles | RemoteFiles) -> None:
-    tree.write("a/b", b"1")
-    tree.write("ab", b"2")
-    tree.copy("a/b", "x/y")
-    assert tree.read("x/y") == b"1"
-    tree.remove("a")
-    tree.remove("a")
-    tree.remove("x/y")
-    assert tree.list() == {"ab": 1}
-    with pytest.raises(StorageError, match="whole store"):
-        tree.remove("")
-
-
-def test_upload_and_download(tree: LocalFiles | RemoteFiles, tmp_path: Path) -> None:
-    data = os.urandom(3_000_000)
-    source, target = tmp_path / "source", tmp_path / "deep" / "target"
-    source.write_bytes(data)
-    moved: dict[str, int] = {}
-
-    def progress(key: str, more: int) -> None:
-        moved[key] = moved.get(key, 0) + more
-
-    tree.upload(source, "data/big", progress=progress)
-    assert moved == {"data/big": len(data)}
-    tree.download("data/big", target, sha256=digest(data), size=len(data), progress=progress)
-    assert moved == {"data/big": 2 * len(data)}
-    assert target.read_bytes() == data
-    assert os.listdir(target.parent) == ["target"]
-
-
-@pytest.mark.parametrize("wrong", [{"size": 4}, {"sha256": digest(b"else")}])
-def test_a_corrupt_download_leaves_what_was_there(
-    tree: LocalFiles | RemoteFiles, tmp_path: Path, wrong: dict[str, Any]
-) -> None:
-    tree.write("key", b"bad")
-    target = tmp_path / "out" / "file"
-    with pytest.raises(DigestError, match="promised"):
-        tree.download("key", target, **wrong)
-    assert os.listdir(target.parent) == []
-    target.write_bytes(b"good")
-    with pytest.raises(DigestError):
-        tree.download("key", target, **wrong)
-    assert os.listdir(target.parent) == ["file"]
-    assert target.read_bytes() == b"good"
-
-
-def test_trees_there_and_back(tree: LocalFiles | RemoteFiles, tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    contents = {f"d{i % 7}/f{i}": f"content {i}".encode() for i in range(50)}
-    for name, data in contents.items():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_bytes(data)
-    for name in contents:
-        tree.upload(source / name, f"in/here/{name}")
-    assert list(tree.list("in/here")) == sorted(f"in/here/{name}" for name in contents)
-    moved: list[str] = []
-    digests = {name: digest(data) for name, data in contents.items()}
-
-    def pull() -> list[str]:
-        moved.clear()
-        return tree.download_tree("in/here", target, digests=digests, progress=lambda key, _: moved.append(key))
-
-    assert pull() == sorted(contents)
-    assert {str(path.relative_to(target)): path.read_bytes() for path in walk(target).values()} == contents
-    assert set(moved) == {f"in/here/{name}" for name in contents}
-    pull()
-    assert moved == []
-    (target / "d1/f1").write_bytes(b"CONTENT 1")
-    pull()
-    assert moved == ["in/here/d1/f1"]
-    assert tree.download_tree("in/here", tmp_path / "some", select=lambda name: name.startswith("d3/f3")) == [
-        "d3/f3",
-        "d3/f31",
-        "d3/f38",
-    ]
-
-
-def test_a_tree_without_digests_is_fetched_again(tree: LocalFiles | RemoteFiles, tmp_path: Path) -> None:
-    tree.write("t/file", b"new")
-    (tmp_path / "file").write_bytes(b"old")
-    tree.download_tree("t", tmp_path)
-    assert (tmp_path / "file").read_bytes() == b"new"
 
 
 # ----------------------------------------------------------------------------------------------------------- safe paths
@@ -512,12 +354,6 @@ def test_a_killed_writer_leaves_the_whole_or_nothing(tmp_path: Path, verb: str) 
         # A dead creator's half-made file keeps nobody from the name.
         free = f"key{len(sizes)}"
         assert LocalFiles(root=root).create(free, b"next")
-
-
-def test_threads_may_share_a_tree(local: LocalFiles) -> None:
-    wins = parallel(lambda i: local.create("key", str(i).encode()), list(range(40)), jobs=16)
-    assert sum(wins) == 1
-    assert local.read("key") == str(wins.index(True)).encode()
 
 
 def test_parallel_stops_at_the_first_failure() -> None:
