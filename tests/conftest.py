@@ -16,7 +16,7 @@ from profiles import EXAMPLES, FEW, PROFILE, PROOF_EXAMPLES
 
 from cloudtrain.store import runtime_zip
 
-pytest_plugins = ["servers", "plain", "containers", "trainings", "trials", "clients", "doctoring"]
+pytest_plugins = ["servers", "plain", "jobs", "containers", "trainings", "trials", "clients", "doctoring"]
 
 # Every test has a store of its own, and needs the same zip in it.
 runtime_zip.build = functools.cache(runtime_zip.build)

@@ -214,13 +214,6 @@ raise RuntimeError(f"refused: {dict(TOKEN=token, PEM=os.environ['PEM'])}")
 """
 
 
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    made = Jobs(tmp_path)
-    yield made
-    made.close()
-
-
 @pytest.mark.slow
 def test_a_secret_leaves_in_nothing_but_the_ranks_environment(jobs: Jobs) -> None:
     jobs.write("train.py", SCRIPT)

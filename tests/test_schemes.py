@@ -40,13 +40,6 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    made = Jobs(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def sftp(tmp_path: Path) -> Iterator[Server]:
     (tmp_path / "sftp").mkdir()
     with served_sftp(tmp_path / "sftp") as server:

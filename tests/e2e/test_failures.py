@@ -11,9 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,13 +25,6 @@ pytestmark = pytest.mark.slow
 ALONE = ("--launcher", "python")
 PLAIN = ("--nodes", "2", "--launcher", "python")
 TORCH = ("--nodes", "2", "--nproc-per-node", "2")
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    made = Jobs(tmp_path)
-    yield made
-    made.close()
 
 
 def failed(done: Done, category: str = "user_error") -> dict[str, Any]:

@@ -9,8 +9,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,13 +26,6 @@ SHORT = 5
 """Longer than a rank without torch needs to start, on a busy machine too."""
 FOUND_WITHIN = 10
 """Seconds after `stall_timeout` within which a stall is found."""
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    made = Jobs(tmp_path)
-    yield made
-    made.close()
 
 
 def stalled(jobs: Jobs, done: Done) -> dict[str, Any]:

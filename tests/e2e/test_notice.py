@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,13 +72,6 @@ MANY = [
     pytest.param(one, id=f"{n}-{one}", marks=pytest.mark.proof)
     for n, one in enumerate([*ALSO, *map(trial, range(max(1, TRIALS // 100)))])
 ]
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    made = Jobs(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("one", [*(pytest.param(trial, id=str(trial)) for trial in FEW), *MANY])

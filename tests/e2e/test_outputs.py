@@ -8,8 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from jobs import Jobs
@@ -108,13 +107,6 @@ CASES = {
 
 _HEAVY = dict.fromkeys(("transformers", "accelerate"), pytest.mark.proof)
 """Frameworks that take half a minute of both cores to start; the others show the same."""
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    made = Jobs(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("framework", [pytest.param(name, marks=_HEAVY.get(name, ())) for name in CASES])

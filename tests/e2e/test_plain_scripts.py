@@ -8,8 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from jobs import Jobs
@@ -61,13 +59,6 @@ while step < args.steps:
 dist.barrier()
 dist.destroy_process_group()
 """
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    made = Jobs(tmp_path)
-    yield made
-    made.close()
 
 
 def said(run: Run, attempt: int, what: str, rank: int | None = None) -> list[str]:

@@ -8,20 +8,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from jobs import Jobs, dying
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    made = Jobs(tmp_path)
-    yield made
-    made.close()
 
 
 def words(jobs: Jobs, *flags: str) -> list[str]:

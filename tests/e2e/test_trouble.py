@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,13 +26,6 @@ WORDS = ("--interval", "30", "--pause", "0.1")
 FULL = "No space left on device"
 
 Losses = Callable[..., dict[int, str]]
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    made = Jobs(tmp_path)
-    yield made
-    made.close()
 
 
 def fill(folder: Path) -> Path:

@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,6 @@ ALL = [(script, provider) for script in SCRIPTS for provider in PROVIDERS]
 TRIED = [
     pytest.param(*ALL[n % len(ALL)], n, id=f"{n}-{'-'.join(ALL[n % len(ALL)])}") for n in range(max(3, TRIALS // 100))
 ]
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    made = Jobs(tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
