@@ -163,7 +163,7 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyS3]:
 
 
 @pytest.mark.remote
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.proof) for seed in (1, 2))])
 def test_lost_answers_make_no_second_holder(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """What a swap did before its answer was lost, its client finds out; one that gives up is not waited for long."""
     monkeypatch.setattr(leases, "_PAUSES", (0.01, 0.05))
@@ -223,11 +223,10 @@ def test_a_live_one_renews_its_mark(store: Files, elsewhere: None) -> None:
         words, began = {store.read(MARK)}, time.monotonic()
         other = threading.Thread(target=lambda: Lease(store, MARK, seconds=1.5).wait(), daemon=True)
         other.start()
-        while time.monotonic() - began < 3:
-            time.sleep(0.1)
+        while len(words) < 4 or time.monotonic() - began < 1.7:
+            time.sleep(0.05)
             words.add(store.read(MARK))
             lease.check()
-        assert len(words) >= 4
         assert other.is_alive()
     other.join(timeout=10)
 
@@ -355,7 +354,7 @@ def test_the_lease_of_a_killed_process_elsewhere_expires(url: str, holder: Any) 
     process = holder(120, "elsewhere")
     process.kill()
     process.wait()
-    assert taken_over(url, 8) >= 2.4, "it was watched, whatever the store's clock says"
+    assert taken_over(url, 5) >= 1.5, "it was watched, whatever the store's clock says"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
@@ -381,17 +380,22 @@ def test_who_was_stopped_for_too_long_does_not_go_on(url: str, holder: Any) -> N
     assert not held(files(url))
 
 
-@pytest.mark.parametrize("mark", EARLIER)
-def test_a_mark_of_an_earlier_version_counts_until_it_expires(store: Files, mark: bytes) -> None:
-    store.write(MARK, mark)
-    begun = time.monotonic()
-    announce(store, "run-1", ["a"], seconds=0.5)
-    assert time.monotonic() - begun >= 0.15
-    assert not held(store), "and is not waited for again"
-    store.write(MARK, mark)
-    with Lease(store, MARK, seconds=1) as lease:
-        lease.check()
-        assert held(store)
+def test_a_mark_of_an_earlier_version_counts_until_it_expires(store: Files) -> None:
+    """Each in a store of its own, all at once: nearly all of the time is waiting."""
+
+    def check(number: int) -> None:
+        own, mark = files(f"{store.url}/{number}"), EARLIER[number]
+        own.write(MARK, mark)
+        begun = time.monotonic()
+        announce(own, "run-1", ["a"], seconds=0.5)
+        assert time.monotonic() - begun >= 0.15
+        assert not held(own), "and is not waited for again"
+        own.write(MARK, mark)
+        with Lease(own, MARK, seconds=1) as lease:
+            lease.check()
+            assert held(own)
+
+    parallel(check, list(range(len(EARLIER))), jobs=len(EARLIER))
 
 
 class NoTimes(LocalFiles):

@@ -377,9 +377,10 @@ def test_a_store_that_answers_in_time_is_resumed_from(tmp_path: Path, monkeypatc
     ],
 )
 def test_what_a_listing_that_fails_means(
-    tmp_path: Path, fake: dict[str, str], code: str, kind: type[Exception] | None
+    tmp_path: Path, fake: dict[str, str], code: str, kind: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refusal differs from silence. A library's fault is no proof of an empty store; a missing library is."""
+    monkeypatch.setattr(direct, "PAUSES", ())
     (tmp_path / "lib/fakefs.py").write_text(
         f"{FAKE}\n    def ls(self, path, detail=True, **kwargs):\n        fs = self\n        {code}\n"
     )

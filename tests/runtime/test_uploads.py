@@ -151,6 +151,9 @@ class Fleet:
 @pytest.fixture
 def fleets(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fleet]]:
     monkeypatch.setattr("cloudtrain.runtime.uploads.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("cloudtrain.runtime.mirror.SCAN_SECONDS", 0.05)
+    monkeypatch.setattr("cloudtrain.runtime.commits.FIRST_SECONDS", 0.8)
+    monkeypatch.setattr("cloudtrain.runtime.checkpoints.QUIET_SECONDS", 0.3)
     made: list[Fleet] = []
     yield made
     for fleet in made:
