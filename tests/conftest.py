@@ -6,7 +6,9 @@ import fcntl
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +36,21 @@ settings.register_profile(
 settings.load_profile(PROFILE)
 
 _REFUSED = "CLOUDTRAIN_REQUIRE_ALL=1 lets nothing be skipped: "
+
+
+_MARKED = re.compile(r"^pytestmark = (\[.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import a module of which ``-m`` leaves no test: the SDKs of the clouds and torch take seconds a worker."""
+    words = str(config.option.markexpr).split(" and ")
+    left_out = {word.removeprefix("not ") for word in words if word.startswith("not ")}
+    if collection_path.suffix != ".py" or not collection_path.stem.startswith("test_"):
+        return None
+    found = _MARKED.search(collection_path.read_text(encoding="utf-8"))
+    marks = set(re.findall(r"pytest\.mark\.(\w+)", found[1])) if found else set()
+    marks |= {"worlds"} if collection_path.stem.endswith("_world") else set()
+    return True if marks & left_out else None
 
 
 CLOUDS = ("test_sagemaker", "test_azureml", "test_vertex")
