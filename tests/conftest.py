@@ -57,11 +57,12 @@ CLOUDS = ("test_sagemaker", "test_azureml", "test_vertex")
 """Modules with a provider's contract that leave to `make proof` what local and docker show already."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as proof what is too long for a change: on the clouds, jobs of which our own runtime decides the end.
 
     Under the proof profile every property-based test is a proof, whether it says so or not. Tests of the faked clouds
-    themselves are marked as worlds.
+    themselves are marked as worlds. First of all hooks, as xdist's own reads the groups.
     """
     for item in items:
         if item.path.stem.endswith("_world"):
