@@ -9,16 +9,18 @@ import os
 import re
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from jobs import Once
 from profiles import EXAMPLES, FEW, PROFILE, PROOF_EXAMPLES
 
 from cloudtrain.store import runtime_zip
 
-pytest_plugins = ["servers", "plain", "jobs", "containers", "trainings", "trials", "clients", "doctoring"]
+if TYPE_CHECKING:
+    from jobs import Once
+
+pytest_plugins = ["jobs", "servers", "plain", "containers", "trainings", "trials", "clients", "doctoring"]
 
 # Every test has a store of its own, and needs the same zip in it.
 runtime_zip.build = functools.cache(runtime_zip.build)
