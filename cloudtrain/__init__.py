@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .job.job import Input, Job, Resources, Source
     from .runs.run import Run
     from .runs.submit import Plan
+    from .runs.sweeps.sweep import Sweep
 
 __all__ = [
     "CloudtrainError",
@@ -23,6 +24,7 @@ __all__ = [
     "Run",
     "Source",
     "SpecError",
+    "Sweep",
     "UnsupportedError",
     "__version__",
     "attach",
@@ -40,6 +42,7 @@ _HOME = {
     "submit": "estimator",
     "Run": "runs.run",
     "Plan": "runs.submit",
+    "Sweep": "runs.sweeps.sweep",
     "Input": "job.job",
     "Job": "job.job",
     "Resources": "job.job",

@@ -23,7 +23,7 @@ FUNCTION_LINES = 60
 
 #: The rooms of the house, lowest first: each may import from the rows above its own, wherever in its code the statement
 #: stands (in a function and under TYPE_CHECKING too: a name that a module must know is a dependency).
-#: Three import by a name in a text: `provider_api.registry` a provider, `runs.run` the page about a run, and
+#: Some import by a name in a text: `provider_api.registry` a provider, `runs` the pages about a run and a sweep, and
 #: `providers._cloud` the modules of a provider's folder.
 ORDER: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())

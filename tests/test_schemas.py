@@ -200,6 +200,75 @@ def test_a_made_page_is_not_stale(tool: str, page: str, capsys: pytest.CaptureFi
 # ------------------------------------------------------------------------------------------------- what must be refused
 
 
+TUNE = """
+metric = "loss"
+job = "job.toml"
+[limits]
+trials = 3
+parallel = 2
+max_cost = 10
+[trial]
+max_cost = 2.5
+[space]
+lr = [0.1, 0.2]
+"""
+
+
+def test_a_sweep_in_every_verb(account: Account) -> None:
+    Path("tune.toml").write_text(TUNE)
+    Path("job.toml").write_text('entry_point = "train.py"\n')
+    first = account.of("sweep", "tune.toml", "--sweep-id", "s", "--detach")
+    assert (first["state"], first["exit_code"], first["counts"]["running"]) == ("running", None, 2)
+    assert first["budget"]["max_cost"] == {"limit": 10.0, "used": 0, "reserved": 5.0}
+    assert account.of("sweep", "s", "--wait-timeout", "1s", code=7)["sweep_id"] == "s"
+    assert account.of("status", "s")["trials"] == first["trials"]
+    for number, (loss, cost) in enumerate(((0.5, 1.0), (0.25, 0.5), (0.75, 2.0))):
+        run = f"s-{number:04d}"
+        metrics = Path(f".cloudtrain/runs/{run}/live/metrics/0.0-node-0.jsonl")
+        metrics.parent.mkdir(parents=True)
+        metrics.write_text(json.dumps({"step": 1, "loss": loss}) + "\n")
+        account.jobs.stand(f"{run}.0", state="succeeded", attempts=ATTEMPTS[1:], cost_usd=cost)
+        rows = account.of("reconcile")["runs"]
+        assert (rows[-1]["run_id"], rows[-1]["error"]) == ("s", None)
+    found = account.of("reconcile", "s")
+    assert account.of("reconcile", str(Path(".cloudtrain/sweeps/s").absolute())) == found
+    assert account.of("reconcile")["runs"] == []
+    assert (found["state"], found["exit_code"], found["best"]["run_id"]) == ("succeeded", 0, "s-0001")
+    assert found["budget"]["max_cost"] == {"limit": 10.0, "used": 3.5, "reserved": 0.0}
+    for verb, *words in (
+        ["status", "s"],
+        ["wait", "s"],
+        ["watch", "s"],
+        ["list", "s"],
+        ["cancel", "s"],
+        ["sweep", "s"],
+    ):
+        assert account.of(verb, *words) == found
+    assert account.of("status", "s", "s-0001")["runs"][0] == found
+    assert account.of("report", "s")["sweep_id"] == "s"
+    assert "s-0002" in Path("s.html").read_text()
+    assert account.of("pull", "s", "out")["run_id"] == "s-0001"
+    assert account.of("logs", "s", code=2)["hint"] == "to list its trials, run: cloudtrain list s"
+    more = account.of("sweep", "s", "--trials", "4", "--detach")
+    assert (more["state"], more["limits"]["trials"]) == ("running", 4)
+    assert account.of("cancel", "s")["reason"] == "cancelled"
+    assert account.of("wait", "s", code=5)["counts"]["cancelled"] == 1
+
+
+def test_a_sweep_that_cannot_be_sent(account: Account) -> None:
+    Path("job.toml").write_text('entry_point = "train.py"\n')
+    Path("tune.toml").write_text(TUNE.replace("[trial]\nmax_cost = 2.5\n", ""))
+    assert account.of("sweep", "tune.toml", code=2)["field"] == "limits.max_cost"
+    assert account.of("sweep", "none.toml", code=2)["field"] == "sweep"
+    assert account.of("sweep", "none", code=2)["field"] == "sweep"
+    assert account.of("list", "none", code=2)["field"] == "sweep"
+    Path("tune.toml").write_text(TUNE)
+    account.of("sweep", "tune.toml", "--sweep-id", "s", "--detach")
+    Path("tune.toml").write_text(TUNE.replace("0.2", "0.3"))
+    assert account.of("sweep", "tune.toml", "--sweep-id", "s", code=2)["field"] == "sweep_id"
+    assert not Path(".cloudtrain/runs/s-0002").exists()
+
+
 def test_what_is_no_answer_is_refused(account: Account) -> None:
     account.submit("r1", state="failed", category="oom", reason="too much")
     good = account.of("status", "r1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -9,17 +10,26 @@ import random
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cloudtrain.errors import SpecError
+from cloudtrain.job.job import Job
 from cloudtrain.runs.sweeps.decide import next_entry
+from cloudtrain.runs.sweeps.drive import Log
 from cloudtrain.runs.sweeps.prune import costs_of, is_hopeless, value_of
 from cloudtrain.runs.sweeps.samplers import check_sampler, propose, study_of
 from cloudtrain.runs.sweeps.space import grid_point, grid_size, parse_space, random_point
 from cloudtrain.runs.sweeps.spec import Prune, SweepSpec, check_caps, check_sweep_id
-from cloudtrain.runs.sweeps.state import Entry, Outcome, State, committed, fold, used
+from cloudtrain.runs.sweeps.state import Entry, Outcome, State, Trial, committed, fold, used
+from cloudtrain.runs.sweeps.sweep import Sweep, make_sweep, plan_of_sweep
+from cloudtrain.runs.sweeps.trials import outcome_of, trial_plan
+from cloudtrain.settings.settings import Settings
+from cloudtrain.store.gc import collect
+from cloudtrain.store.store import Store
 
 SPACE = {
     "lr": {"low": 1e-5, "high": 1e-1, "log": True},
@@ -373,3 +383,103 @@ def test_a_cancelled_sweep_starts_nothing_and_ends_when_its_trials_have() -> Non
     assert (after(spec, stop) or {})["why"] == "cancelled"
     assert after(spec, trial(0), stop) is None
     assert (after(spec, trial(0), stop, found=[done(0, "cancelled")]) or {})["why"] == "cancelled"
+
+
+# ----------------------------------------------------------------------------------------------------- native requests
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "limit"),
+    [
+        ("sagemaker", ("StoppingCondition", "MaxRuntimeInSeconds"), 7200),
+        ("azureml", ("limits", "timeout"), 6000),
+        ("vertex", ("jobSpec", "scheduling", "timeout"), "7200s"),
+    ],
+)
+def test_the_cap_of_a_trial_is_the_platforms_own_limit(
+    name: str, path: tuple[str, ...], limit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5 USD of the machine's own price, in the native request of every trial; parameters and run id differ."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    sample: Any = import_module(f"cloudtrain.providers.{name}").SAMPLE
+    settings = Settings.load(overrides=sample["settings"], provider=name, store=sample["store"])
+    job = Job.make(entry_point="train.py", max_cost=0.5, hyperparameters={"epochs": 3}, **sample["job"])
+    sweep = make_sweep(plan_of_sweep(job, settings, sweep_id="tune", cwd=tmp_path), spec_of(limits={"max_cost": 20}))
+    for n in (0, 3):
+        one = Trial(n=n, run=f"tune-{n:04d}", params={"lr": 0.1 * (n + 1)}, cap=sweep.cap)
+        plan = trial_plan(sweep.record, one, store=sweep.store, provider=sweep.provider, settings=settings)
+        assert functools.reduce(lambda found, key: found[key], path, plan.request.body) == limit
+        assert plan.hard_limit == int(str(limit).rstrip("s"))
+        assert plan.job.hyperparameters == {"epochs": 3, "lr": 0.1 * (n + 1)}
+        assert plan.job.tags == {"sweep": "tune"}
+        assert plan.run_url == f"{sample['store']}/runs/tune-{n:04d}"
+    with pytest.raises(SpecError, match=r"limits.max_gpu_hours: .* each trial needs its own max_gpu_hours"):
+        make_sweep(plan_of_sweep(job, settings, sweep_id="tune", cwd=tmp_path), spec_of(limits={"max_gpu_hours": 20}))
+
+
+# ------------------------------------------------------------------------------------------------------------ outcomes
+
+
+@pytest.mark.parametrize(
+    ("result", "stop", "state", "cost"),
+    [
+        ({"state": "succeeded", "native_id": "j", "cost": {"estimate_usd": 2.0}}, "", "succeeded", 2.0),
+        ({"state": "cancelled", "native_id": "j", "cost": {"estimate_usd": 2.0}}, "asha", "stopped", 2.0),
+        ({"state": "cancelled", "native_id": "j", "cost": {"estimate_usd": None}}, "max_runtime", "cancelled", None),
+        ({"state": "cancelled", "native_id": None, "cost": None}, "cancelled", "cancelled", 0.0),
+        (
+            {"state": "failed", "category": "timeout", "native_id": "j", "cost": {"estimate_usd": 9.0}},
+            "",
+            "capped",
+            9.0,
+        ),
+        ({"state": "failed", "category": "oom", "native_id": "j", "cost": {}}, "", "failed", None),
+        ({"state": "failed", "category": "capacity", "native_id": "j", "cost": {}}, "", "refused", None),
+        (
+            {"state": "failed", "category": "quota", "native_id": None, "cost": {"estimate_usd": None}},
+            "",
+            "refused",
+            0.0,
+        ),
+    ],
+)
+def test_the_outcome_of_a_trial(result: Mapping[str, Any], stop: str, state: str, cost: float | None) -> None:
+    one = Trial(n=4, run="s-0004", params={}, cap=CAP)
+    found = outcome_of(one, result, [{"step": 3, "loss": 0.5}], stop, spec_of())
+    assert (found.trial, found.state, found.value, found.at, found.max_cost) == (4, state, 0.5, 3.0, cost)
+
+
+def test_a_trial_without_the_metric_has_failed_and_names_its_columns() -> None:
+    one = Trial(n=0, run="s-0000", params={}, cap=CAP)
+    rows = [{"step": 1, "val_loss": 0.5}, {"step": 2, "lr": 0.1, "val_loss": 0.4}]
+    found = outcome_of(one, {"state": "succeeded", "native_id": "j"}, rows, "", spec_of())
+    assert (found.state, found.reason) == ("failed", "its metrics have no finite loss; columns: step, val_loss, lr")
+
+
+# ----------------------------------------------------------------------------------------------------------- the store
+
+
+def test_a_log_is_read_once_and_its_numbers_have_no_gap(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    assert store.sweep_entries("s") == []
+    assert [store.add_sweep_entry("s", n, {"kind": "trial", "n": n}) for n in (0, 1, 1, 2)] == [True, True, False, True]
+    log = Log(store, "s")
+    assert [entry["n"] for entry in log.read()] == [0, 1, 2]
+    assert not Log(store, "s").add({"kind": "end"})  # it has read nothing, so it may add nothing behind the others
+    assert log.add({"kind": "trial", "n": 3})
+    assert store.add_sweep_entry("s", 5, {"kind": "trial", "n": 5})
+    (tmp_path / "sweeps/s/log/000000.json").unlink()
+    assert [entry["n"] for entry in log.read()] == [0, 1, 2, 3]
+
+
+def test_gc_keeps_the_content_of_a_sweep_that_has_no_run_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    store = str(tmp_path / "store")
+    sweep = Sweep(Job.make(entry_point="train.py"), space={"lr": [1, 2]}, metric="loss", trials=2, store=store)
+    assert sweep.create()
+    assert not sweep.create()
+    found = collect(Store(store), older_than=0, delete=True)
+    assert [item for item in found.found if item.kind in ("code", "runtime")] == []
+    assert Sweep.attach(sweep.url).spec == sweep.spec

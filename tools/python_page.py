@@ -17,6 +17,7 @@ from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.pull import PullReport
 from cloudtrain.runs.run import INTERNAL, Run
 from cloudtrain.runs.submit import Plan
+from cloudtrain.runs.sweeps.sweep import Sweep
 
 HEAD = """# Python API
 
@@ -60,6 +61,7 @@ Each verb of the command line has a call:
 | `cloudtrain report` | `run.report(path)` |
 | `cloudtrain cancel` | `run.cancel()` |
 | `cloudtrain reconcile` | `Estimator.reconcile(run_or_store)` |
+| `cloudtrain sweep` | `cloudtrain.Sweep(job, space=…, metric=…).run()` |
 
 `print(plan)` and `print(run)` show a summary with the next call. A notebook shows it as a table.
 
@@ -94,6 +96,7 @@ def page() -> str:
         *_object("Job", Job, job, []),
         *_object("Run", Run, "", _properties(Run)),
         *_object("Plan", Plan, plan_text, [], only=("document",)),
+        *_object("Sweep", Sweep, "", _properties(Sweep)),
         *_object("Estimator", Estimator, "The keywords are the fields of a job and six more.", _keywords()),
     ]
     for kind in (Source, Resources, Input, Line, Status, PullReport):

@@ -43,6 +43,9 @@ VERBS: dict[str, Verb] = {
     "rehearse": Verb("Run", "submit:rehearse", "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
         "Run a job here as another platform would start it, with drills.",
         "rehearse train.py --profile prod --nodes 2 --preempt node=1,after=30s"),
+    "sweep": Verb("Run", "sweep:sweep", "FILE|SWEEP [OPTIONS]",
+        "Search for the best hyperparameters under one budget.",
+        "sweep tune.toml --trials 12 --parallel 2"),
     "stage": Verb("Run", "stage:stage", "URL [OPTIONS]",
         "Put data into the store once, for many runs; print its URL for --input.",
         "stage hf://datasets/ORG/NAME@v1/train --store s3://bucket/runs"),
@@ -70,8 +73,8 @@ VERBS: dict[str, Verb] = {
     "reconcile": Verb("Tidy", "runs:reconcile", "[RUN] [OPTIONS]",
         "Do once what a waiting client does: retry, act on max_wait, close.",
         "reconcile --store s3://bucket/runs"),
-    "list": Verb("Look", "runs:list_runs", "[OPTIONS]",
-        "List the runs of a store.",
+    "list": Verb("Look", "runs:list_runs", "[SWEEP] [OPTIONS]",
+        "List the runs of a store, or the trials of a sweep.",
         "list --tag team=vision --columns hp.lr,loss,cost"),
     "gpus": Verb("Check", "gpus:gpus", "[PATTERN] [OPTIONS]",
         "Find machines with GPUs, and what they cost.",
@@ -117,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _guarded(tokens, args, screen)
     except ReaderGone:
-        return EXIT_DETACHED if tokens[:1] in (["submit"], ["rehearse"], ["wait"]) else 0
+        return EXIT_DETACHED if tokens[:1] in (["submit"], ["rehearse"], ["sweep"], ["wait"]) else 0
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:

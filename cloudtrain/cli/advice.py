@@ -12,6 +12,7 @@ SCRIPT_VERBS = ("submit", "plan", "rehearse")
 _MEANT = {
     "cancel": "stop kill abort terminate interrupt down",
     "submit": "run launch start train create fit",
+    "sweep": "tune search hpo optimize hyperparameters",
     "stage": "upload push put import",
     "gc": "rm delete remove clean cleanup prune purge del",
     "pull": "download get fetch copy cp sync",

@@ -14,7 +14,7 @@ from ..runs.live_data import printable as tame
 from . import format
 from .common_flags import HERE, At, stoppable
 from .output import Screen, plain
-from .runs import EXIT_DETACHED, Json, More, Ours, Ref, _called, _open, each_run
+from .runs import EXIT_DETACHED, Json, More, Ours, Ref, _called, _open_any, each_run
 
 __all__ = ["report", "watch"]
 
@@ -27,6 +27,7 @@ Out = Annotated[
 def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
     """Write one HTML page about the run, that opens without a network."""
     from ..report.report import write
+    from ..runs.run import Run
 
     runs = [run, *more]
     if more and out is not None and not Path(out).is_dir():
@@ -37,9 +38,13 @@ def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json 
         )
 
     def one(word: str) -> dict[str, Any]:
-        handle = _open(word, at, screen)
-        path, result = write(handle, Path(out or "."))
-        states.append(result["state"])
+        handle = _open_any(word, at, screen)
+        if isinstance(handle, Run):
+            path, result = write(handle, Path(out or "."))
+            states.append(result["state"])
+        else:
+            path = handle.report(out or ".")
+            states.append("succeeded")
         if not json:
             screen.value(str(path), f"wrote {path}")
         return {**screen.about, "report": str(path), "exit_code": 0}
@@ -53,10 +58,15 @@ def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json 
 
 def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
     """Show a live view of the run until it ends. Without a terminal, or for JSON, print a line for each change."""
+    from ..runs.run import Run
     from .watch import Watch, follow, on_terminal
 
     with stoppable():
-        handle = _open(run, at, screen)
+        handle = _open_any(run, at, screen)
+        if not isinstance(handle, Run):
+            from .sweep import watch_sweep
+
+            return watch_sweep(handle, at, screen, json=json)
         run = _called(run, screen.about)
         try:
             if (

@@ -7,6 +7,7 @@ import json as json_
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -27,6 +28,7 @@ from .output import Screen
 if TYPE_CHECKING:
     from ..runs.listing import Wanted
     from ..runs.run import Run
+    from ..runs.sweeps.sweep import Sweep
 
 __all__ = [
     "after", "cancel", "each_run", "gc", "left", "list_runs", "logs", "pull", "pull_into", "reconcile", "say_empty",
@@ -140,16 +142,25 @@ def each_run(
 
 def status(*runs: Ref, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
     """Print state, reason, attempts and the newest complete checkpoint."""
+    from ..runs.run import Run
+
     texts: list[str] = []
 
     def one(word: str) -> dict[str, Any]:
-        result = _open(word, at, screen, names=False).result()
+        handle = _open_any(word, at, screen, names=False)
+        if not isinstance(handle, Run):
+            from .sweep import show_sweep
+
+            return show_sweep(handle, screen, json=json)
+        result = handle.result()
         texts.append(format.status_text(result, screen.now))
         if not json:
             screen.show(texts[-1] if len(texts) == 1 else "\n" + texts[-1])
         return result
 
     def then(run: str, result: dict[str, Any]) -> list[list[str]]:
+        if "sweep" in result:
+            return [["sweep", run], ["list", run], ["report", run]]
         if result["state"] in FINAL:
             return after(result, run)
         cancel = [] if str(result["reason"]).startswith(CANCELLING) else [["cancel", run]]
@@ -210,14 +221,19 @@ def wait(
 ) -> int:
     """Wait until the run has ended. Exit by its outcome."""
     from ..runs.fallback import FallbackPolicy
+    from ..runs.run import Run
 
     seconds = seconds_of(timeout, "timeout")
     with stoppable():
         handle: Run | None = None
         changes = format.Changes(screen.talk)
         try:
-            handle = _open(run, at, screen)
-            run = _called(run, screen.about)
+            opened = _open_any(run, at, screen)
+            if not isinstance(opened, Run):
+                from .sweep import drive_sweep
+
+                return drive_sweep(opened, at, screen, timeout=seconds, on_signal=on_signal, json=json)
+            handle, run = opened, _called(run, screen.about)
             retry = FallbackPolicy(handle, screen.talk)
             result = handle.wait(timeout=seconds, on_status=changes, retry=retry)
         except KeyboardInterrupt:
@@ -282,6 +298,7 @@ def pull(
 ) -> int:
     """Copy complete checkpoints, artifacts, outputs, logs and metrics, verified. Files already here are skipped."""
     from ..runs.pull import PULL_KINDS, parse_selection
+    from ..runs.run import Run
 
     parse_selection(what or PULL_KINDS)
     runs = [run] if out is None or folder is None else [run, folder, *more]
@@ -290,10 +307,11 @@ def pull(
         raise SpecError("several runs need --out", field="out", hint=f"cloudtrain pull {words} --out DIR")
 
     def one(word: str) -> dict[str, Any]:
-        handle = _open(word, at, screen)
+        opened = _open_any(word, at, screen)
+        handle, parts = (opened, what) if isinstance(opened, Run) else _best_run(opened, what, screen)
         place = Path(out or folder or handle.run_id)
         to = place / handle.run_id if len(runs) > 1 else place
-        pulled = pull_into(handle, to, screen, what=what, follow=follow)
+        pulled = pull_into(handle, to, screen, what=parts, follow=follow)
         if not json:
             screen.value(pulled["folder"])
         return {**screen.about, **pulled, "exit_code": 0}
@@ -311,10 +329,16 @@ def cancel(
     screen: Ours[Screen],
 ) -> int:
     """Stop a run and forbid further attempts. After the run's end this changes nothing."""
+    from ..runs.run import Run
+
     runs = [run, *more]
 
     def one(word: str) -> dict[str, Any]:
-        handle = _open(word, at, screen)
+        handle = _open_any(word, at, screen)
+        if not isinstance(handle, Run):
+            from .sweep import cancel_sweep
+
+            return cancel_sweep(handle, screen, wait=wait, json=json)
         handle.cancel()
         if wait:
             handle.wait(on_status=format.Changes(screen.talk))
@@ -340,6 +364,8 @@ Columns = Annotated[
 
 
 def list_runs(
+    sweep: Annotated[str | None, Parameter(name="SWEEP", help="list the trials of this sweep only")] = None,
+    /,
     *,
     limit: Limit = 50,
     everything: Annotated[bool, switch("every run, on one page", "--all")] = False,
@@ -364,6 +390,10 @@ def list_runs(
     from ..provider_api.protocol import STATES
     from ..runs.listing import Wanted, list_page
 
+    if sweep is not None:
+        from .sweep import list_trials
+
+        return list_trials(sweep, at, screen, json=json)
     for word in state or ():
         choice_of(word, (*STATES, "unknown"), "state")
     age = seconds_of(since, "since")
@@ -411,15 +441,21 @@ def reconcile(
 ) -> int:
     """Do the work of a waiting client once, for one run or for every open run of a store."""
     from ..runs.reconcile import reconcile as do
+    from ..runs.run import Run
 
     settings = at.settings()
     act = partial(do, settings=settings, cwd=Path.cwd(), environ=os.environ, say=screen.talk)
     try:
         rows = act(target)
     except NotFoundError:
-        if target is None or _is_place(target):
+        if target is None:
             raise
-        rows = act(_find_run(target, at).run_id)
+        found = _find(target, at)
+        if not isinstance(found, Run):
+            from .sweep import reconcile_sweep
+
+            return reconcile_sweep(found, screen, json=json)
+        rows = act(found.run_id)
     code = max((int(row["exit_code"]) for row in rows), default=0)
     for row in rows:
         if row["error"]:
@@ -495,20 +531,27 @@ def pull_into(
     return pulled
 
 
-def _find_run(word: str, at: Where) -> Run:
-    """Return the run that ``word`` means. Raises `NotFoundError` for none, `SpecError` for several.
+def _find(word: str, at: Where) -> Run | Sweep:
+    """Return the run or the sweep that ``word`` means. Raises `NotFoundError` for none, `SpecError` for several.
 
-    An id or a URL is opened as it is. The runs of the store are listed only if there is no such run.
+    An id or a URL is opened as it is, as a run and then as a sweep. Only if there is neither, the runs of the store are
+    listed.
     """
     settings = at.settings()
     if word == NEWEST:
         return _at(_newest(settings), settings)
     try:
         return _at(word, settings)
-    except NotFoundError:
+    except NotFoundError as exc:
+        from ..runs.sweeps.sweep import open_sweep
+
+        if word != LAST:
+            place = settings.store if url_scheme(word) else settings.resolved()
+            with suppress(NotFoundError):
+                return open_sweep(settings.resolved(word), store_url=place, cwd=Path.cwd(), settings=settings)
         found = "" if _is_place(word) else _meant(word, settings)
         if not found:
-            raise
+            raise exc from None
     return _at(found, settings)
 
 
@@ -548,15 +591,48 @@ def _newest(settings: Settings) -> str:
     return found
 
 
-def _open(word: str, at: Where, screen: Screen, *, names: bool = True) -> Run:
-    """Open the run that ``word`` means. Print its id if ``word`` is another word, unless ``names`` is false."""
-    handle = _find_run(word, at)
+def _open_any(word: str, at: Where, screen: Screen, *, names: bool = True) -> Run | Sweep:
+    """Open the run or sweep that ``word`` means. Print its id if ``word`` is another word, unless ``names`` is
+    false."""
+    from ..runs.run import Run
+
+    handle = _find(word, at)
+    if not isinstance(handle, Run):
+        screen.about = {"sweep": handle.url, "sweep_id": handle.id}
+        return handle
     screen.about = {"run": handle.url, "run_id": handle.run_id}
     if names and word != handle.run_id and not _is_place(word):
         screen.talk(f"run: {handle.run_id}")
     return handle
 
 
+def _open(word: str, at: Where, screen: Screen) -> Run:
+    """Open the run that ``word`` means, as `_open_any`. Raises `SpecError` for a sweep."""
+    from ..runs.run import Run
+
+    handle = _open_any(word, at, screen)
+    if isinstance(handle, Run):
+        return handle
+    hint = f"to list its trials, run: cloudtrain list {handle.id}"
+    raise SpecError(f"{word!r} is a sweep, and this verb needs one run", field="run", hint=hint)
+
+
+def _best_run(sweep: Sweep, what: list[str] | None, screen: Screen) -> tuple[Run, list[str] | None]:
+    """Return the run of the sweep's best trial, and the parts to pull. Raises `NotFoundError` for a sweep without one.
+
+    If the script has no pointer to its best checkpoint, ``checkpoints:best`` stands for the latest one.
+    """
+    best = sweep.best
+    if best is None:
+        raise NotFoundError(f"no trial of {sweep.id} has succeeded yet", field="run")
+    run = best.run
+    screen.about = {"run": run.url, "run_id": run.run_id}
+    screen.talk(f"best trial: {run.run_id}, {sweep.spec.metric} {best.value:.6g}")
+    if what is None or "best" in run.store.pointers(run.run_id):
+        return run, what
+    return run, [word.replace("checkpoints:best", "checkpoints:latest") for word in what]
+
+
 def _called(word: str, about: Mapping[str, Any]) -> str:
     """Return the name of a run for the next commands: its id, or its URL if ``word`` is one."""
-    return word if _is_place(word) else str(about["run_id"])
+    return word if _is_place(word) else str(about.get("run_id") or about["sweep_id"])

@@ -51,7 +51,15 @@ from .submit import (
 from .submit import make_plan as plan_of
 from .submit import send_plan as send
 
-__all__ = ["FallbackPolicy", "name_of", "only_first", "plan_with_fallbacks", "submit_with_fallbacks", "where"]
+__all__ = [
+    "FallbackPolicy",
+    "StoredBundle",
+    "name_of",
+    "only_first",
+    "plan_with_fallbacks",
+    "submit_with_fallbacks",
+    "where",
+]
 
 
 def plan_with_fallbacks(
@@ -288,7 +296,7 @@ class FallbackPolicy(Retry):
         if own != layout and not store.files.exists(f"runs/{layout.run_id}/run.json"):
             layout = own
         runtime = partial(self._held, f"runtime/{layout.runtime_digest}/cloudtrain.pyz")
-        known = _Kept(
+        known = StoredBundle(
             root=Path(),
             entry_point=record["code"]["entry_point"],
             files=(),
@@ -353,7 +361,7 @@ class FallbackPolicy(Retry):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Kept(Bundle):
+class StoredBundle(Bundle):
     """A bundle in a store: ``known`` is its entry in run.json, ``fetch`` returns its archive."""
 
     known: Mapping[str, Any]

@@ -15,13 +15,14 @@ from ..errors import CloudtrainError, LostContactError, NotFoundError
 from ..job.job import is_run_id
 from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.local_disk import local_path, normalize
-from ..store.store import Store
+from ..store.store import Store, in_store
 from ..validate import url_scheme
 from .fallback import FallbackPolicy
 from .listing import recorded_runs
 from .log_sources import ASK_SECONDS, patiently
 from .outcome import one_line
 from .run import Run, open_run
+from .sweeps.sweep import open_sweep
 
 __all__ = ["reconcile", "reconcile_run", "reconcile_store"]
 
@@ -54,6 +55,8 @@ def reconcile(
 def _is_store(target: str, cwd: Path) -> bool:
     parent, _, name = target.replace(os.sep, "/").rstrip("/").rpartition("/")
     if url_scheme(target) or parent:
+        if parent.rpartition("/")[2] == "sweeps":
+            return False
         return parent.rpartition("/")[2] != "runs"
     return (cwd / name / "runs").is_dir() or not is_run_id(name)
 
@@ -93,7 +96,7 @@ def _code(exc: Exception) -> int:
 def reconcile_store(
     store: Store | str, *, environ: Mapping[str, str], say: Say | None = None, settings: Settings = NO_SETTINGS
 ) -> list[Row]:
-    """Run `reconcile_run` on every run of the store without a result, in order of ids.
+    """Run `reconcile_run` on every run of the store without a result, in order of ids, then step its sweeps.
 
     A run that only another machine knows is named in ``error``, but its ``exit_code`` is 0. Raises `NotFoundError` for
     a folder that does not exist, and the errors of listing the store. ``settings`` have this machine's identity, and
@@ -116,4 +119,33 @@ def reconcile_store(
                 silent |= {id(run.provider)} if exc.passing else set()
                 row["exit_code"] = row["exit_code"] if exc.passing else 0
             rows.append(row)
+    return rows + _sweep_rows(store, url, environ, say, settings)
+
+
+def _sweep_rows(
+    store: Store | str, url: str, environ: Mapping[str, str], say: Say | None, settings: Settings
+) -> list[Row]:
+    """Make the steps of each sweep that has not ended, and return its row: ``run`` is the sweep's URL.
+
+    A sweep whose trials are processes of another machine is left to that machine.
+    """
+    opened = in_store(url, settings, lambda found: found) if isinstance(store, str) else store
+    rows: list[Row] = []
+    for sweep_id in opened.sweeps():
+        if opened.sweep_ended(sweep_id):
+            continue
+        row = {"run": f"{url}/sweeps/{sweep_id}", "run_id": sweep_id, "provider": None, **_STANDS, "done": []}
+        try:
+            sweep = open_sweep(sweep_id, store_url=url, settings=settings)
+            row["provider"] = sweep.provider.name
+            if sweep.provider.retried_by == "supervisor" and local_path(url) is None:
+                continue
+            result = sweep.step(on_change=row["done"].append, environ=environ)
+            row |= {"state": result["state"], "reason": result["reason"], "error": None, "exit_code": 0}
+        except Exception as exc:  # noqa: BLE001 - one unreadable sweep must not stop the others
+            row |= {"error": one_line(exc), "exit_code": _code(exc)}
+        if say is not None:
+            for line in row["done"]:
+                say(f"{sweep_id}: {line}")
+        rows.append(row)
     return rows

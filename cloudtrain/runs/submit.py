@@ -54,8 +54,10 @@ __all__ = [
     "link_fallbacks",
     "load_plan",
     "make_plan",
+    "plan_record",
     "run_of_plan",
     "send_plan",
+    "stage_content",
     "with_recorded_origin",
     "with_resume_warning",
 ]
@@ -587,9 +589,8 @@ def _check_not_refused(run: Run) -> None:
 def _staged(plan: Plan, say: Callable[[str], None], moved: Progress | None) -> Staged:
     """Upload what the store lacks, and copy a new run's remote data that its nodes cannot read; return the amounts."""
     say("uploading what the store lacks")
-    layout, store, upload, left = plan.layout, plan.store, plan.upload, plan.fallbacks.left
-    zipped = upload.runtime or partial(runtime_zip.build, upload.node_half or type(plan.provider))
-    staged = store.stage(layout, archive=upload.bundle.archive, pyz=zipped, trees=upload.trees, progress=moved, say=say)
+    layout, store, left = plan.layout, plan.store, plan.fallbacks.left
+    staged = stage_content(plan, say=say, moved=moved)
     sources = layout.resume_source or any(item.source for item in layout.inputs.values())
     if not sources or store.files.exists(f"runs/{plan.run_id}/run.json"):  # an existing run has its copies
         return staged
@@ -604,6 +605,17 @@ def _staged(plan: Plan, say: Callable[[str], None], moved: Progress | None) -> S
     return dataclasses.replace(staged, data_bytes=staged.data_bytes + copied)
 
 
+def stage_content(plan: Plan, *, say: Callable[[str], None] | None = None, moved: Progress | None = None) -> Staged:
+    """Upload the code, cloudtrain.pyz and the local inputs of a plan that the store lacks; return the amounts.
+
+    They stay announced until `Store.create_run` or `Store.withdraw`. Raises the errors of `Store.stage`.
+    """
+    upload = plan.upload
+    zipped = upload.runtime or partial(runtime_zip.build, upload.node_half or type(plan.provider))
+    archive = upload.bundle.archive
+    return plan.store.stage(plan.layout, archive=archive, pyz=zipped, trees=upload.trees, progress=moved, say=say)
+
+
 def run_of_plan(plan: Plan, staged: Staged | None = None) -> Run:
     """Return the run of ``plan``; ``staged`` is what was uploaded for it."""
     return Run(store=plan.store, run_id=plan.run_id, provider=plan.provider, settings=plan.settings, staged=staged)
@@ -611,13 +623,13 @@ def run_of_plan(plan: Plan, staged: Staged | None = None) -> Run:
 
 def _record(plan: Plan) -> dict[str, Any]:
     known = plan.fallbacks
-    following: list[Mapping[str, Any]] = [*map(_plan_record, known.further)] or [*known.rest]
+    following: list[Mapping[str, Any]] = [*map(plan_record, known.further)] or [*known.rest]
     extra = {"fallbacks": following, "first": known.first, "refusals": list(known.refusals)}
     head = {"protocol": 1, "version": _version.__version__, "created": time.time()}
-    return {**head, **_plan_record(plan), **{key: value for key, value in extra.items() if value}}
+    return {**head, **plan_record(plan), **{key: value for key, value in extra.items() if value}}
 
 
-def _plan_record(plan: Plan) -> dict[str, Any]:
+def plan_record(plan: Plan) -> dict[str, Any]:
     """Return the entries of run.json about a plan itself."""
     document = plan._document()
     return {

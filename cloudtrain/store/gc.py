@@ -1,8 +1,8 @@
 """Find and remove the content of a store that no run refers to.
 
-A run refers to its own folder and everything that its run.json names. A client that is staging refers to everything
-that it announces (`lease`). In doubt a thing is kept: an unreadable run.json stops all deletion, and without file times
-nothing is old enough.
+A run refers to its own folder and everything that its run.json names. A sweep refers to everything in its sweep.json.
+A client that is staging refers to everything that it announces (`lease`). In doubt a thing is kept: an unreadable
+run.json stops all deletion, and without file times nothing is old enough.
 """
 
 from __future__ import annotations
@@ -180,6 +180,7 @@ class _Named:
         self._store = store
         self._words: set[str] = set()
         self._known: set[str] = set()
+        self._sweeps: set[str] = set()
         self.unreadable: set[str] = set()
         self.without: set[str] = set()
 
@@ -189,6 +190,9 @@ class _Named:
         for key, entry in files.entries(FOLDER).items():
             if key != MARK and not (now and entry.modified and now - entry.modified >= ANNOUNCED):
                 self._take(files.read, key)
+        for sweep_id in self._store.sweeps():  # the next trial needs the sweep's code, data and runtime
+            if sweep_id not in self._sweeps and self._take(files.read, f"sweeps/{sweep_id}/sweep.json") is not None:
+                self._sweeps.add(sweep_id)
         runs = [name for name in files.names("runs") if name not in self._known]
         found = parallel(lambda name: self._take(files.read, f"runs/{name}/run.json"), runs)
         # A client that continued another's run may have used other content, which only its request names.
@@ -281,7 +285,7 @@ def _half_written(store: Store) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     if root is None:
         return found
-    for top in ("code", "runtime", "data", "runs", FOLDER):
+    for top in ("code", "runtime", "data", "runs", "sweeps", FOLDER):
         for folder, _, names in os.walk(root / top):
             for path in (Path(folder, name) for name in names if name.startswith(TEMP)):
                 with contextlib.suppress(FileNotFoundError):

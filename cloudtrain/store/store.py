@@ -414,6 +414,12 @@ class Store:
         """Return sweep ids, sorted."""
         return [name for name in self.files.names("sweeps") if is_run_id(name)]
 
+    def sweep_ended(self, sweep_id: str) -> bool:
+        """Return whether the newest entry of a sweep's log is its end. Reads that entry alone."""
+        count = len(self.files.names(f"{sweep_folder(sweep_id)}/log"))
+        newest = self._json(_sweep_entry(sweep_id, count - 1)) if count else None
+        return newest is not None and newest.get("kind") == "end"
+
     def add_sweep_entry(self, sweep_id: str, number: int, entry: Mapping[str, Any]) -> bool:
         """Create entry ``number`` of a sweep's log; return False if another client has. The caller must have read all
         entries before it."""

@@ -1,0 +1,302 @@
+"""The verb ``sweep``, and the other verbs for the id of a sweep in place of a run's."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from ..errors import EXIT_CODES, AuthError, LostContactError, NotFoundError, SpecError, StorageError
+from ..job.job import Job, anchored
+from ..runs.summary import columns
+from ..runs.sweeps.spec import CURRENCIES, SweepSpec
+from ..runs.sweeps.sweep import CAPS, Sweep, make_sweep, open_sweep, plan_of_sweep
+from ..runs.sweeps.view import change_lines, limits_text, value_text
+from ..settings.settings import Settings
+from ..validate import near_or_all, table_of, toml_loads, url_scheme
+from .common_flags import HERE, At, OnSignal, Where, stoppable, switch, undisturbed
+from .flags import job_of
+from .output import Screen
+from .runs import EXIT_DETACHED, Json, Ours, WaitTimeout, seconds_of
+from .submit import NO_FLAGS, Provider, Set, settings_pairs
+
+__all__ = [
+    "cancel_sweep",
+    "drive_sweep",
+    "find_sweep",
+    "list_trials",
+    "reconcile_sweep",
+    "show_sweep",
+    "sweep",
+    "sweep_text",
+    "watch_sweep",
+]
+
+WATCH_SECONDS = 2.0
+"""Seconds between two looks of ``watch``."""
+
+
+def sweep(
+    target: Annotated[
+        str, Parameter(name="FILE|SWEEP", help="tune.toml to start a sweep, or a sweep's id to continue it")
+    ],
+    /,
+    *,
+    trials: Annotated[int | None, Parameter(help="limit: trials in all")] = None,
+    parallel: Annotated[int | None, Parameter(help="limit: trials at once")] = None,
+    max_cost: Annotated[float | None, Parameter(metavar="USD", help="limit: US dollars of all trials")] = None,
+    max_gpu_hours: Annotated[float | None, Parameter(metavar="HOURS", help="limit: GPU hours of all trials")] = None,
+    max_runtime: Annotated[
+        str | None, Parameter(metavar="DURATION", help="limit: time from the first trial on")
+    ] = None,
+    failures: Annotated[int | None, Parameter(help="limit: failed trials in a row")] = None,
+    sweep_id: Annotated[str | None, Parameter(metavar="ID", help="id of a new sweep")] = None,
+    rehearse: Annotated[bool, switch("run a new sweep's trials here, as the provider would start them")] = False,
+    detach: Annotated[bool, switch("start the first trials and return", "--detach", "-d")] = False,
+    wait_timeout: WaitTimeout = None,
+    on_signal: OnSignal = "detach",
+    provider: Provider = None,
+    settings: Set = None,
+    at: At = HERE,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """Search for the best hyperparameters under one budget. Each trial is a run; Ctrl-C leaves the trials alone."""
+    given: dict[str, Any] = {
+        "trials": trials,
+        "parallel": parallel,
+        "max_cost": max_cost,
+        "max_gpu_hours": max_gpu_hours,
+    }
+    given |= {"max_runtime": max_runtime, "failures": failures}
+    limits = {key: value for key, value in given.items() if value is not None}
+    chosen = at.settings(overrides=settings_pairs(settings), cwd=Path.cwd(), provider=provider)
+    if target.endswith(".toml"):
+        handle = _made(target, limits, chosen, sweep_id, rehearse)
+        handle.create()
+    else:
+        handle = find_sweep(target, chosen)
+        handle.change(limits)
+    _say_start(handle, screen)
+    if detach:
+        return _emit(handle.step(on_change=screen.talk), screen, at, json, code=0)
+    return drive_sweep(
+        handle, at, screen, timeout=seconds_of(wait_timeout, "wait_timeout"), on_signal=on_signal, json=json
+    )
+
+
+def _made(file: str, limits: Mapping[str, Any], settings: Settings, sweep_id: str | None, rehearse: bool) -> Sweep:
+    """Return the sweep that ``file`` describes, with ``limits`` in place of its own."""
+    job, tables = _read(Path(file))
+    tables["limits"] = {**table_of(tables.get("limits", {}), "limits"), **limits}
+    spec = SweepSpec.from_dict(tables)
+    plan = plan_of_sweep(job, settings, sweep_id=sweep_id, cwd=Path.cwd(), rehearse=_rehearsal if rehearse else None)
+    return make_sweep(plan, spec)
+
+
+def _rehearsal(job: Job, settings: Settings, run_id: str, cwd: Path) -> Any:
+    from ..engine.rehearse import plan_rehearsal
+
+    return plan_rehearsal(job, settings=settings, run_id=run_id, cwd=cwd)
+
+
+def _read(path: Path) -> tuple[Job, dict[str, Any]]:
+    """Return the job of tune.toml, with the caps of ``[trial]``, and the tables of the sweep. Raises `SpecError`."""
+    try:
+        tables = toml_loads(path.read_text(encoding="utf-8"), where=str(path))
+    except FileNotFoundError:
+        raise NotFoundError(f"no such file: {path}", field="sweep") from None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise StorageError(f"cannot read {path}: {exc}") from None
+    given, trial = tables.pop("job", None), table_of(tables.pop("trial", {}), "trial")
+    for key in trial:
+        if key not in CAPS:
+            raise SpecError("is not a limit of a trial", field=f"trial.{key}", hint=near_or_all(key, CAPS))
+    if isinstance(given, str):
+        job = job_of(str(path.parent / given), None, NO_FLAGS, None, cwd=Path.cwd())
+    elif isinstance(given, Mapping):
+        job = Job.from_dict(anchored(dict(given), path.parent))
+    else:
+        raise SpecError("must be the path of a job file, or a table of a job's fields", field="job")
+    return job.replace(**trial), tables
+
+
+def find_sweep(word: str, settings: Settings) -> Sweep:
+    """Return the sweep that ``word`` names: an id, or a URL or path. Raises `NotFoundError` for none."""
+    place = settings.store if url_scheme(word) else settings.resolved()
+    return open_sweep(settings.resolved(word), store_url=place, cwd=Path.cwd(), settings=settings)
+
+
+def _say_start(handle: Sweep, screen: Screen) -> None:
+    """Print the limits, and the most that the trials can cost."""
+    screen.about = {"sweep": handle.url, "sweep_id": handle.id}
+    limits = handle.limits
+    screen.talk(f"sweep {handle.id} on {handle.record['provider']}: {limits_text(limits)}")
+    for name, unit in zip(CURRENCIES, ("USD", "GPU hours"), strict=True):
+        cap, limit = handle.cap.get(name), limits.get(name)
+        if cap is None:
+            continue
+        if limits.get("trials"):
+            screen.talk(f"at worst: {limits['trials']} trials x {cap:g} {unit} = {limits['trials'] * cap:g} {unit}")
+        if limit is not None:
+            screen.talk(f"the limit of {limit:g} {unit} lets at least {math.floor(limit / cap + 1e-9)} trials run")
+
+
+def drive_sweep(handle: Sweep, at: Where, screen: Screen, *, timeout: float | None, on_signal: str, json: bool) -> int:
+    """Drive a sweep to its end. Return the exit code of its outcome, or 7 if a signal ended the drive."""
+    with stoppable():
+        try:
+            handle.run(timeout=timeout, on_change=screen.talk)
+        except KeyboardInterrupt:
+            return _stopped(handle, at, screen, on_signal, json)
+        except (AuthError, LostContactError) as exc:
+            screen.next(["sweep", handle.id], ["status", handle.id], where=at.flags)
+            raise (
+                exc if isinstance(exc, LostContactError) else LostContactError(f"{exc}; the trials continue")
+            ) from None
+    return _emit(handle.result(), screen, at, json)
+
+
+def _stopped(handle: Sweep, at: Where, screen: Screen, on_signal: str, json: bool) -> int:
+    if on_signal == "cancel":
+        screen.talk("\nstopping every trial (--on-signal cancel)")
+        with undisturbed():
+            result = cancel_sweep(handle, screen, wait=False, json=json)
+        code = EXIT_CODES["cancelled"]
+        if json:
+            screen.emit({**result, "exit_code": code})
+        return code
+    screen.talk("\nno longer driving the sweep; its trials continue, and no new one starts")
+    if json:
+        screen.emit({**screen.about, "error": "interrupted; the trials continue", "exit_code": EXIT_DETACHED})
+    screen.next(["sweep", handle.id], ["status", handle.id], ["cancel", handle.id], where=at.flags)
+    return EXIT_DETACHED
+
+
+def _emit(result: Mapping[str, Any], screen: Screen, at: Where, json: bool, code: int | None = None) -> int:
+    """Print the summary and the next commands. Return the exit code."""
+    if json:
+        screen.emit(result)
+    else:
+        screen.show(sweep_text(result))
+    name = str(result["sweep_id"])
+    more = [["pull", name, "--what", "checkpoints:best"], ["report", name]] if result["best"] else [["list", name]]
+    screen.next(*([["sweep", name], ["cancel", name]] if result["exit_code"] is None else more), where=at.flags)
+    return int(result["exit_code"] or 0) if code is None else code
+
+
+def sweep_text(result: Mapping[str, Any]) -> str:
+    """Return the summary of a sweep for people, as ``status`` prints it."""
+    counts, best = result["counts"], result["best"]
+    state = str(result["state"]) + (f": {result['reason']}" if result["reason"] else "")
+    rows = [("sweep", str(result["sweep_id"])), ("state", state), ("provider", str(result["provider"]))]
+    words = [f"{count} {name}" for name, count in counts.items() if count]
+    rows.append(("trials", f"{len(result['trials'])}: {', '.join(words)}" if words else "none yet"))
+    if best:
+        found = " ".join(f"{name}={value_text(value)}" for name, value in best["params"].items())
+        rows += [("best", f"{result['metric']} {value_text(best['value'])} in {best['run_id']}"), ("with", found)]
+    for name, label, unit in (("max_cost", "cost", "USD"), ("max_gpu_hours", "GPU hours", "hours")):
+        budget = result["budget"][name]
+        if budget["limit"] is not None or budget["used"]:
+            limit = "" if budget["limit"] is None else f" of {budget['limit']:g}"
+            rows.append((label, f"{budget['used']:.2f} used, {budget['reserved']:.2f} reserved{limit} {unit}"))
+    return columns(rows)
+
+
+def show_sweep(handle: Sweep, screen: Screen, *, json: bool) -> dict[str, Any]:
+    """Print the summary for ``status`` and return it."""
+    result = handle.result()
+    if not json:
+        screen.show(sweep_text(result))
+    return result
+
+
+def trial_table(result: Mapping[str, Any]) -> str:
+    """Return the trials as a table, in order."""
+    names = list(dict.fromkeys(name for row in result["trials"] for name in row["params"]))
+    head = ("run_id", "state", str(result["metric"]), *names)
+    rows = [
+        (
+            row["run_id"],
+            row["state"],
+            "-" if row["value"] is None else value_text(row["value"]),
+            *(value_text(row["params"].get(name, "-")) for name in names),
+        )
+        for row in result["trials"]
+    ]
+    return columns([head, *rows])
+
+
+def list_trials(word: str, at: Where, screen: Screen, *, json: bool) -> int:
+    """Print one line a trial of the sweep that ``word`` names."""
+    handle = find_sweep(word, at.settings())
+    result = handle.result()
+    if json:
+        screen.emit(result)
+    else:
+        screen.show(trial_table(result))
+    screen.next(["status", handle.id], ["report", handle.id], where=at.flags)
+    return 0
+
+
+def cancel_sweep(handle: Sweep, screen: Screen, *, wait: bool, json: bool) -> dict[str, Any]:
+    """Stop every trial of a sweep and return the summary; with ``wait`` once they have stopped."""
+    handle.cancel()
+    if wait:
+        handle.run(on_change=screen.talk)
+    result = handle.result()
+    word = str(result["state"]) if result["exit_code"] is not None else "cancelling"
+    if not json:
+        screen.value(word, f"{handle.id}: {word}")
+    return result
+
+
+def reconcile_sweep(handle: Sweep, screen: Screen, *, json: bool) -> int:
+    """Make the steps of a sweep that are possible now. Return 0."""
+    result = handle.step(on_change=screen.talk)
+    if json:
+        screen.emit(result)
+    else:
+        screen.show(sweep_text(result))
+    return 0
+
+
+def watch_sweep(handle: Sweep, at: Where, screen: Screen, *, json: bool) -> int:
+    """Print a line for each change of a sweep until it ends. It starts no trial and stops none. Return 0."""
+    before, line, say = handle.state(), "", screen.talk if json else screen.data
+    with stoppable():
+        try:
+            while True:
+                now = handle.state()
+                result = handle.summary(now)
+                for text in change_lines(handle.spec, before, now):
+                    say(text)
+                if sweep_line(result) != line:
+                    line = sweep_line(result)
+                    say(line)
+                before = now
+                if result["exit_code"] is not None:
+                    break
+                time.sleep(WATCH_SECONDS)
+        except KeyboardInterrupt:
+            screen.talk("\nno longer watching; the sweep continues")
+            screen.next(["watch", handle.id], ["sweep", handle.id], where=at.flags)
+            return EXIT_DETACHED
+    return _emit(result, screen, at, json, code=0)
+
+
+def sweep_line(result: Mapping[str, Any]) -> str:
+    """Return a sweep in one line: the running trials, the best value so far, the budget."""
+    counts, best, words = result["counts"], result["best"], []
+    words.append(f"{len(result['trials'])} trials, {counts['running']} running")
+    if best:
+        words.append(f"best {result['metric']} {value_text(best['value'])} (trial {best['trial']})")
+    for name, unit in zip(CURRENCIES, ("USD", "GPU hours"), strict=True):
+        budget = result["budget"][name]
+        if budget["limit"] is not None:
+            words.append(f"{budget['used']:.2f} + {budget['reserved']:.2f} of {budget['limit']:g} {unit}")
+    return "; ".join(words)

@@ -1,0 +1,171 @@
+"""One HTML page about a sweep, which opens offline: best value over trials, parallel coordinates, every trial."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import SpecError
+from ..runs.sweeps.spec import CURRENCIES
+from ..runs.sweeps.sweep import Sweep
+from ..runs.sweeps.view import limits_text, value_text
+from ..storage.local_disk import disk_errors, make_durable, temp_file
+from ..validate import without_secrets
+from .markup import Html, html_table, page, tag
+
+__all__ = ["sweep_page", "write_sweep"]
+
+WIDTH, HEIGHT = 560.0, 230.0
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 540.0, 24.0, 196.0
+BEST_LINES = 3
+"""Trials whose lines stand out among the parallel coordinates."""
+Row = Mapping[str, Any]
+
+
+def write_sweep(sweep: Sweep, path: Path) -> Path:
+    """Write the page to ``path``, a file or a folder; in a folder it is ``<sweep id>.html``. Return the file.
+
+    Raises `SpecError` when there is no folder to write it to, and `StorageError`.
+    """
+    if path.is_dir():
+        path /= f"{sweep.id}.html"
+    if not path.parent.is_dir():
+        raise SpecError(f"there is no folder {path.parent} to write {path.name} to", field="out")
+    text = sweep_page(sweep.result(), store=sweep.store.url)
+    with disk_errors(path), temp_file(path) as temp:
+        temp.write_text(text, encoding="utf-8")
+        make_durable(temp, path)
+    return path
+
+
+def sweep_page(result: Row, *, store: str) -> Html:
+    """Return the page of a sweep whose `Sweep.result` is ``result``. Pure."""
+    sign = 1 if result["goal"] == "minimize" else -1
+    known = [row for row in result["trials"] if row["value"] is not None]
+    known.sort(key=lambda row: sign * row["value"])
+    state, metric = str(result["state"]), str(result["metric"])
+    head = tag("h1", tag("span", state, class_=f"state {state}"), str(result["sweep_id"]))
+    parts = [head, tag("p", str(result["reason"]), class_="reason") if result["reason"] else None]
+    parts += [tag("h2", "Summary"), html_table("Summary", ("", ""), _facts(result), hide=True)]
+    if known:
+        charts = [_best_chart(result["trials"], metric, sign), _coordinates(known, metric)]
+        parts += [tag("h2", "Curves"), tag("div", *charts, class_="charts")]
+    parts += [tag("h2", "Trials"), _trials(result, known, store)]
+    return page(f"{state}: {result['sweep_id']}", tag("main", *parts))
+
+
+def _facts(result: Row) -> list[tuple[str, str]]:
+    best = result["best"]
+    rows = [("metric", f"{result['metric']}, {result['goal']}"), ("provider", str(result["provider"]))]
+    if best:
+        found = ", ".join(f"{name}={value_text(value)}" for name, value in best["params"].items())
+        rows.append(("best", f"{value_text(best['value'])} in {best['run_id']} with {found}"))
+    counts = [f"{count} {name}" for name, count in result["counts"].items() if count]
+    rows += [("trials", ", ".join(counts) or "none yet"), ("limits", limits_text(result["limits"]))]
+    for name, unit in zip(CURRENCIES, ("USD", "GPU hours"), strict=True):
+        budget = result["budget"][name]
+        if budget["used"] or budget["limit"] is not None:
+            rows.append((unit, f"{budget['used']:.2f} used, {budget['reserved']:.2f} reserved"))
+    return rows
+
+
+def _trials(result: Row, known: Sequence[Row], store: str) -> Html:
+    """Return the table of all trials, best first; each is a link to its run."""
+    names = list(dict.fromkeys(name for row in result["trials"] for name in row["params"]))
+    others = [row for row in result["trials"] if row["value"] is None]
+    rows = [
+        (
+            tag("a", row["run_id"], href=f"{without_secrets(store)}/runs/{row['run_id']}"),
+            row["state"],
+            "" if row["value"] is None else value_text(row["value"]),
+            *(value_text(row["params"].get(name, "")) for name in names),
+            "" if row["cost_usd"] is None else f"{row['cost_usd']:.2f}",
+            row["reason"],
+        )
+        for row in [*known, *others]
+    ]
+    return html_table("Trials, best first", ("run", "state", result["metric"], *names, "USD", "reason"), rows)
+
+
+def _best_chart(trials: Sequence[Row], metric: str, sign: int) -> Html:
+    """Return the values of the trials as dots, and the best one so far as a line."""
+    known = [(row["trial"], row["value"]) for row in trials if row["value"] is not None]
+    low, high = min(value for _, value in known), max(value for _, value in known)
+    last = max(trials[-1]["trial"], 1)
+    dots, line, best = list[Html](), list[str](), math.inf
+    for n, value in known:
+        x, y = _scaled(n, 0, last, LEFT, RIGHT), _scaled(value, low, high, BOTTOM, TOP)
+        dots.append(tag("circle", cx=x, cy=y, r="3", class_="dot line"))
+        if sign * value < best:
+            line += [f"{x:.1f},{_scaled(sign * best, low, high, BOTTOM, TOP):.1f}"] if line else []
+            best = sign * value
+        line.append(f"{x:.1f},{_scaled(sign * best, low, high, BOTTOM, TOP):.1f}")
+    words = f"{len(known)} values from {value_text(low)} to {value_text(high)}; the best is {value_text(sign * best)}."
+    labels = [
+        _label(value_text(high), LEFT - 6, TOP + 4, "end"),
+        _label(value_text(low), LEFT - 6, BOTTOM + 4, "end"),
+        _label("0", LEFT, BOTTOM + 20, "middle"),
+        _label(f"trial {last}", RIGHT, BOTTOM + 20, "end"),
+    ]
+    drawing = [*_frame(), tag("polyline", points=" ".join(line), class_="line"), *dots, *labels]
+    return _figure(f"{metric}, the best so far", words, drawing)
+
+
+def _coordinates(known: Sequence[Row], metric: str) -> Html:
+    """Return the parallel coordinates: a line for each trial through its parameters and its value."""
+    names = [*dict.fromkeys(name for row in known for name in row["params"]), metric]
+    columns = [[row["value"] if name == metric else row["params"].get(name) for row in known] for name in names]
+    heights = [_heights(column) for column in columns]
+    across = [_scaled(number, 0, max(len(names) - 1, 1), LEFT, RIGHT) for number in range(len(names))]
+    lines = []
+    for number in reversed(range(len(known))):  # the best ones last, on top
+        points = " ".join(f"{x:.1f},{column[number]:.1f}" for x, column in zip(across, heights, strict=True))
+        lines.append(tag("polyline", points=points, class_="line" if number < BEST_LINES else "line band"))
+    drawing = [tag("line", x1=x, x2=x, y1=TOP, y2=BOTTOM, class_="axis") for x in across]
+    for x, name, column in zip(across, names, columns, strict=True):
+        low, high = _ends(column)
+        drawing += [_label(name, x, BOTTOM + 32, "middle"), _label(low, x, BOTTOM + 16, "middle")]
+        drawing.append(_label(high, x, TOP - 8, "middle"))
+    words = f"Each line is a trial; the {min(BEST_LINES, len(known))} best ones are strong. The last axis is {metric}."
+    return _figure("Parallel coordinates", words, [*drawing, *lines])
+
+
+def _heights(column: Sequence[Any]) -> list[float]:
+    """Return the height of each value: by size (logarithmic for a wide range), else by order of appearance."""
+    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in column):
+        low, high = min(column), max(column)
+        if low > 0 and high / low >= 100:
+            return [_scaled(math.log(value), math.log(low), math.log(high), BOTTOM, TOP) for value in column]
+        return [_scaled(value, low, high, BOTTOM, TOP) for value in column]
+    kinds = list(dict.fromkeys(str(value) for value in column))
+    return [_scaled(kinds.index(str(value)), 0, max(len(kinds) - 1, 1), BOTTOM, TOP) for value in column]
+
+
+def _ends(column: Sequence[Any]) -> tuple[str, str]:
+    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in column):
+        return value_text(min(column)), value_text(max(column))
+    kinds = list(dict.fromkeys(str(value) for value in column))
+    return kinds[0], kinds[-1]
+
+
+def _scaled(value: float, low: float, high: float, start: float, end: float) -> float:
+    return (start + end) / 2 if high == low else start + (value - low) / (high - low) * (end - start)
+
+
+def _frame() -> list[Html]:
+    return [
+        tag("line", x1=LEFT, x2=RIGHT, y1=BOTTOM, y2=BOTTOM, class_="axis"),
+        tag("line", x1=LEFT, x2=LEFT, y1=TOP, y2=BOTTOM, class_="axis"),
+    ]
+
+
+def _label(text: str, x: float, y: float, anchor: str) -> Html:
+    return tag("text", text, x=x, y=y, text_anchor=anchor)
+
+
+def _figure(title: str, words: str, drawing: Sequence[Html]) -> Html:
+    box = f"0 0 {WIDTH:g} {HEIGHT:g}"
+    svg = tag("svg", tag("title", title), tag("desc", words), *drawing, viewBox=box, role="img")
+    return tag("figure", tag("h3", title), svg, tag("figcaption", words))

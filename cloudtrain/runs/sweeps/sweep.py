@@ -1,0 +1,454 @@
+"""The handle of a sweep: create it, open it from any machine, drive it, and read its results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ... import _version
+from ...errors import CloudtrainError, ConflictError, LostContactError, NotFoundError, SpecError, StorageError
+from ...job.job import Job, new_run_id
+from ...provider_api.protocol import Provider
+from ...settings.settings import NO_SETTINGS, Settings, StoreCredentials
+from ...storage.local_disk import local_path
+from ...store.store import Store
+from ...validate import did_you_mean, json_value, url_scheme
+from ..fallback import only_first
+from ..log_sources import Contact
+from ..pull import PATIENCE
+from ..run import Run
+from ..submit import Plan, make_plan, plan_record, stage_content
+from .decide import run_of_trial
+from .drive import Driver, Log, writer
+from .samplers import check_sampler, propose, study_of
+from .spec import CURRENCIES, DIGITS, SweepSpec, check_caps, check_sweep_id
+from .state import State, Trial, fold
+from .trials import TAG, RunTrials, trial_plan
+from .view import best_of, change_lines, sweep_summary
+
+if TYPE_CHECKING:
+    from optuna import Study
+
+__all__ = ["CAPS", "Best", "Sweep", "make_sweep", "open_sweep", "plan_of_sweep"]
+
+LONGEST_ID = 40 - DIGITS
+FIRST_PAUSE = 0.5
+"""Seconds between two looks at first; they grow to the provider's longest."""
+CAPS = (*CURRENCIES, "max_runtime")
+NEEDS = ("sweep_id", "spec", "cap", "run", "provider", "settings", "job", "layout", "code")
+"""Keys of sweep.json without which a sweep cannot continue."""
+Say = Callable[[str], None]
+
+
+def _silent(text: str) -> None:
+    """Print nothing."""
+
+
+class JobHolder(Protocol):
+    """An object with a job and the keywords of `cloudtrain.submit`, such as an Estimator."""
+
+    job: Job
+    provider: str | None
+    store: str | None
+    profile: str | None
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best trial so far: its number, its run, its parameters and the value of the metric."""
+
+    trial: int
+    run: Run
+    params: dict[str, Any]
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """The parts of a handle: sweep.json, its store, and the plan of trial 0 for a sweep that is not recorded yet."""
+
+    record: dict[str, Any]
+    store: Store
+    provider: Provider | None
+    settings: Settings
+    plan: Plan | None = None
+
+
+class Sweep:
+    """A search over hyperparameters under one budget. Each trial is an ordinary run.
+
+    ::
+
+        sweep = Sweep(
+            Job.make(entry_point="train.py", max_runtime="10m"),
+            space={"lr": {"low": 1e-5, "high": 1e-1, "log": True}, "width": [64, 128]},
+            metric="val_loss",
+            trials=12,
+            parallel=2,
+        )
+        sweep.run()
+        sweep.best.params
+        sweep = Sweep.attach(sweep.url)  # later, from any machine
+
+    ``job`` is a Job or an Estimator. Its ``max_cost``, ``max_gpu_hours`` and ``max_runtime`` are the caps of one trial.
+    ``space``, ``metric``, ``goal``, ``value``, ``sampler``, ``seed``, ``first`` and ``prune`` are the fields of
+    tune.toml, and so are the limits ``trials`` to ``failures``. ``sweep_id`` names the sweep. The last four keywords
+    are those of `cloudtrain.submit`.
+
+    Raises `SpecError` with the field. Nothing is written or sent before `run`, `step` or `create`.
+    """
+
+    def __init__(
+        self,
+        job: Job | JobHolder,
+        *,
+        space: Mapping[str, Any],
+        metric: str,
+        goal: str = "minimize",
+        value: str = "best",
+        sampler: str = "random",
+        seed: int = 0,
+        first: Sequence[Mapping[str, Any]] = (),
+        prune: str | Mapping[str, Any] | None = None,
+        trials: int | None = None,
+        parallel: int = 1,
+        max_cost: float | None = None,
+        max_gpu_hours: float | None = None,
+        max_runtime: int | str | None = None,
+        failures: int = 5,
+        sweep_id: str | None = None,
+        provider: str | None = None,
+        store: str | None = None,
+        profile: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        limits: dict[str, Any] = {
+            "trials": trials,
+            "parallel": parallel,
+            "max_cost": max_cost,
+            "max_gpu_hours": max_gpu_hours,
+        }
+        limits |= {"max_runtime": max_runtime, "failures": failures}
+        tables = {"metric": metric, "goal": goal, "value": value, "sampler": sampler, "seed": seed, "prune": prune}
+        tables |= {"space": dict(space), "first": [dict(point) for point in first]}
+        tables["limits"] = {key: item for key, item in limits.items() if item is not None}
+        spec = SweepSpec.from_dict({key: item for key, item in tables.items() if item is not None})
+        if not isinstance(job, Job):
+            provider, store, profile = provider or job.provider, store or job.store, profile or job.profile
+            settings, job = settings or job.settings, job.job
+        where: Any = {"provider": provider, "store": store}
+        chosen = Settings.load(overrides=settings, profile=profile, **where)
+        self._fill(_new(plan_of_sweep(job, chosen, sweep_id=sweep_id, cwd=Path.cwd()), spec))
+
+    def _fill(self, found: _Found) -> None:
+        self.record, self.store, self._provider = found.record, found.store, found.provider
+        self._settings, self._plan = found.settings, found.plan
+        self.spec, self.id = SweepSpec.from_dict(found.record["spec"]), str(found.record["sweep_id"])
+        self._log = Log(found.store, self.id)
+
+    @classmethod
+    def attach(cls, sweep: str, *, store: str | None = None, profile: str | None = None) -> Sweep:
+        """Return the sweep with this URL, or with this id in ``store`` (default: the setting).
+
+        Raises `NotFoundError` if there is none.
+        """
+        settings = Settings.load(store=store, profile=profile)
+        place = settings.store if url_scheme(sweep) else settings.resolved()
+        return open_sweep(settings.resolved(sweep), store_url=place, cwd=Path.cwd(), settings=settings)
+
+    def __repr__(self) -> str:
+        return f"Sweep({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """The URL of the sweep's folder: enough to find it again from any machine."""
+        return f"{self.store.url}/sweeps/{self.id}"
+
+    @property
+    def cap(self) -> dict[str, float]:
+        """The limits of one trial, by job field."""
+        return dict(self.record["cap"])
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The limits now, by name, with every change. Reads the store."""
+        return dataclasses.asdict(fold(self.spec, self._log.read()).limits)
+
+    @property
+    def provider(self) -> Provider:
+        """The provider, with the settings of the sweep's creator."""
+        if self._provider is None:
+            self._provider = self._settings.provider_of(self.record)
+        return self._provider
+
+    # ------------------------------------------------------------------------------------------------------- the drive
+
+    def create(self) -> bool:
+        """Stage the code and record the sweep, unless it is recorded. Return whether this call recorded it.
+
+        Raises `ConflictError` if another sweep has the id, and the errors of storage.
+        """
+        if self._plan is None:
+            return False
+        check_sampler(self.spec)
+        trial_plan(self.record, self._first_trial(), store=self.store, provider=self.provider, settings=self._settings)
+        try:
+            stage_content(self._plan)
+            created = self.store.create_sweep(self.id, self.record)
+        finally:
+            self.store.withdraw(self._plan.run_id)
+        stored = self.store.sweep(self.id) or {}
+        if not created and _identity(stored) != _identity(self.record):
+            text = f"{self.id!r} is already the id of another sweep in {self.store.url}"
+            raise ConflictError(text, field="sweep_id", hint=f"to continue that one: cloudtrain sweep {self.id}")
+        self.record, self._plan = stored, None
+        return created
+
+    def _first_trial(self) -> Trial:
+        params = propose(self.spec, State(limits=self.spec.limits)) or {}
+        return Trial(n=0, run=run_of_trial(self.id, 0), params=params, cap=self.cap)
+
+    def run(
+        self, *, timeout: float | None = None, on_change: Say | None = print, patience: float = PATIENCE
+    ) -> Best | None:
+        """Create the sweep if need be, and drive it to its end. Return the best trial.
+
+        ``timeout`` (seconds) raises `LostContactError`; ``on_change`` takes a line for each change. Ctrl-C and an
+        error leave the running trials alone: call `run` again, here or elsewhere. ``patience`` is in seconds.
+        """
+        self.create()
+        say = on_change or _silent
+        driver, contact = self._driver(say), Contact(clock=time.monotonic, patience=patience)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        before, pause = driver.state(), FIRST_PAUSE
+        while True:
+            again = self._step(driver, contact)
+            now = driver.known
+            for line in change_lines(self.spec, before, now):
+                say(line)
+            if now.ended and not now.live:
+                return self.best
+            pause = FIRST_PAUSE if again or now != before else pause
+            before = now
+            if contact.lost:
+                raise LostContactError(f"{contact.error} (for {patience:.0f} s now; the sweep's trials continue)")
+            if deadline is not None and time.monotonic() >= deadline:
+                raise LostContactError(f"sweep {self.id} has not ended within the timeout; its trials continue")
+            if not again:
+                time.sleep(pause if deadline is None else max(0.0, min(pause, deadline - time.monotonic())))
+                pause = min(max(self.provider.max_poll_s, FIRST_PAUSE), pause * 1.5)
+
+    def _step(self, driver: Driver, contact: Contact) -> bool:
+        """Make one step. Report a platform or remote store that does not answer to ``contact``; raise other errors."""
+        again = False
+        try:
+            again = driver.step()
+            driver.raise_first()
+        except LostContactError as exc:
+            if not exc.passing:
+                raise
+            contact.heard(exc)
+        except StorageError as exc:
+            if local_path(self.store.url) is not None:
+                raise
+            contact.heard(exc)
+        else:
+            contact.heard(None)
+        return again
+
+    def step(self, *, on_change: Say | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Do once what `run` does all the time, until nothing can be added now. Return the summary.
+
+        ``environ`` has the values of ``env:`` references (default: this process's). Raises the errors of store and platform.
+        """
+        self.create()
+        say = on_change or _silent
+        driver = self._driver(say, environ)
+        before = driver.state()
+        while driver.step():
+            pass
+        for line in change_lines(self.spec, before, driver.known):
+            say(line)
+        driver.raise_first()
+        return self.summary(driver.known)
+
+    def _driver(self, say: Say, environ: Mapping[str, str] | None = None) -> Driver:
+        return Driver(
+            spec=self.spec,
+            sweep_id=self.id,
+            cap=self.cap,
+            log=self._log,
+            trials=self._trials(say, environ),
+            by=writer(),
+            fresh=self.provider.min_poll_s,
+        )
+
+    def _trials(self, say: Say = _silent, environ: Mapping[str, str] | None = None) -> RunTrials:
+        return RunTrials(
+            self.record,
+            self.spec,
+            store=self.store,
+            provider=self.provider,
+            settings=self._settings,
+            environ=os.environ if environ is None else environ,
+            say=say,
+        )
+
+    def change(self, limits: Mapping[str, Any]) -> None:
+        """Replace these limits; this opens an ended sweep again. Raises `SpecError` for an invalid limit."""
+        while limits:
+            state = fold(self.spec, self._log.read())
+            changed = state.limits.changed(limits)
+            self.spec.check(changed)
+            check_caps(changed, self.cap)
+            if self._add({"kind": "limits", "limits": dict(limits)}):
+                return
+
+    def cancel(self) -> None:
+        """Stop every trial and start no further one. It does not wait for the end; a second call change_lines nothing.
+
+        Raises the errors of store and platform.
+        """
+        while not ((state := fold(self.spec, self._log.read())).ended or state.closing):
+            self._add({"kind": "stop", "trial": None, "why": "cancelled"})
+        self.step()
+
+    def _add(self, entry: Mapping[str, Any]) -> bool:
+        return self._log.add({**entry, "ended": [], "by": writer(), "at": time.time()})
+
+    # ----------------------------------------------------------------------------------------------------- the results
+
+    def state(self) -> State:
+        """Return the state by the log and the runs of the trials that it leaves open. Asks the platform about these."""
+        state, trials = fold(self.spec, self._log.read()), self._trials()
+        found = []
+        for trial in state.live:
+            with contextlib.suppress(CloudtrainError):  # not sent yet, or a platform that does not answer
+                trials.run(trial).result()
+                if (kept := self.store.result(trial.run)) is not None:
+                    found.append(trials.outcome(trial, kept, state.stop_of(trial.n)))
+        return state.with_outcomes(found)
+
+    def result(self) -> dict[str, Any]:
+        """Return the object that ``cloudtrain status --json`` prints for a sweep."""
+        return self.summary(self.state())
+
+    def summary(self, state: State) -> dict[str, Any]:
+        """Return the object of `result` for a state that was read before."""
+        return sweep_summary(self.spec, state, url=self.url, sweep_id=self.id, provider=str(self.record["provider"]))
+
+    @property
+    def best(self) -> Best | None:
+        """The best trial that has succeeded, or None. Reads the store."""
+        state = self.state()
+        found = best_of(self.spec, state)
+        if found is None or found.value is None:
+            return None
+        trial = state.trials[found.trial]
+        return Best(trial=trial.n, run=self._trials().run(trial), params=dict(trial.params), value=found.value)
+
+    def study(self) -> Study:
+        """Return an `optuna.Study` in memory with every trial: all of Optuna's plots take it.
+
+        Raises `SpecError` if Optuna is not installed.
+        """
+        return study_of(self.spec, self.state())
+
+    def report(self, path: str | Path = ".") -> Path:
+        """Write one HTML page about the sweep, which opens without a network. Return its path.
+
+        ``path`` is a file or a folder; in a folder the file is ``<sweep id>.html``.
+        """
+        page: Path = import_module("cloudtrain.report.sweep").write_sweep(self, Path(path))
+        return page
+
+
+def plan_of_sweep(
+    job: Job,
+    settings: Settings,
+    *,
+    sweep_id: str | None,
+    cwd: Path,
+    rehearse: Callable[[Job, Settings, str, Path], Plan] | None = None,
+) -> Plan:
+    """Return the plan of a sweep's job, with the id of its first trial. Reads files only; a fallback is left out.
+
+    ``rehearse`` makes the plan in place of `make_plan`. Raises the errors of `make_plan`.
+    """
+    chosen = sweep_id or new_run_id(job.name)[:LONGEST_ID].rstrip("-")
+    first = run_of_trial(check_sweep_id(chosen), 0)
+    job, settings = job.replace(tags={**job.tags, TAG: chosen}), only_first(settings)[0]
+    job = job.replace(env={"WANDB_RUN_GROUP": chosen, **job.env})
+    if rehearse is not None:
+        return rehearse(job, settings, first, cwd)
+    return make_plan(job, settings=settings, run_id=first, cwd=cwd)
+
+
+def make_sweep(plan: Plan, spec: SweepSpec) -> Sweep:
+    """Return the sweep over the job of ``plan``, which `plan_of_sweep` made. Nothing is written yet.
+
+    Raises `SpecError` if a trial has no cap in the currency of a limit.
+    """
+    return _handle(_new(plan, spec))
+
+
+def _new(plan: Plan, spec: SweepSpec) -> _Found:
+    cap = {name: value for name in CAPS if (value := getattr(plan.job, name)) is not None}
+    check_caps(spec.limits, cap)
+    head = {"protocol": 1, "version": _version.__version__, "created": time.time()}
+    head |= {"sweep_id": plan.run_id[:-DIGITS], "spec": json_value(spec.to_dict(), "sweep"), "cap": cap}
+    record = {**head, **plan_record(plan)}
+    return _Found(record=record, store=plan.store, provider=plan.provider, settings=plan.settings, plan=plan)
+
+
+def _identity(record: Mapping[str, Any]) -> list[Any]:
+    """Return the facts that two clients of one new sweep must share."""
+    return [*(record.get(key) for key in ("spec", "job_digest", "provider")), record.get("code", {}).get("digest")]
+
+
+def _handle(found: _Found) -> Sweep:
+    sweep = Sweep.__new__(Sweep)
+    sweep._fill(found)
+    return sweep
+
+
+def open_sweep(ref: str, *, store_url: str, cwd: Path | None = None, settings: Settings = NO_SETTINGS) -> Sweep:
+    """Return the sweep ``ref``: the URL or path of its folder, or its id in the store at ``store_url``.
+
+    Raises `NotFoundError` with the nearest id if there is none.
+    """
+    ref = (ref if url_scheme(ref) else ref.replace(os.sep, "/")).rstrip("/")
+    where, sweep_id = store_url, ref
+    if url_scheme(ref) or "/" in ref:
+        parent, _, sweep_id = ref.rpartition("/")
+        where, _, folder = parent.rpartition("/")
+        if folder != "sweeps":
+            raise NotFoundError(f"{ref!r} is not the URL of a sweep, <store>/sweeps/<sweep id>", field="sweep")
+
+    def read(caller: StoreCredentials) -> tuple[Store, dict[str, Any], StoreCredentials]:
+        store = Store(where or "/", cwd=cwd, storage=caller, moving=settings.moving)
+        record = None
+        with contextlib.suppress(SpecError):  # no id of a sweep
+            record = store.sweep(check_sweep_id(sweep_id))
+        if record is None:
+            near = did_you_mean(sweep_id, store.sweeps())
+            raise NotFoundError(f"no sweep {sweep_id!r} in {store.url}", field="sweep", hint=near)
+        if missing := [key for key in NEEDS if key not in record]:
+            raise StorageError(f"{store.url}/sweeps/{sweep_id}/sweep.json is damaged: it has no {missing[0]}")
+        return store, record, caller
+
+    store, record, caller = settings.let_in(where, read)
+    provider = None
+    with contextlib.suppress(CloudtrainError):  # the records can be read without the provider too
+        provider = settings.provider_of(record)
+        if local_path(store.url) is None and (own := caller.own(store.url, provider)) is not None:
+            store = Store(store.url, storage=own, moving=settings.moving_of(record))
+    return _handle(_Found(record=record, store=store, provider=provider, settings=settings))

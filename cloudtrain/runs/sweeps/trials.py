@@ -1,0 +1,184 @@
+"""The runs of a sweep's trials: plan each from the sweep's record, send it, look after it, and read its outcome."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...errors import AuthError, StorageError
+from ...job.job import Job, Source
+from ...provider_api.protocol import Layout, Provider
+from ...settings.settings import Settings
+from ...store import runtime_zip
+from ...store.store import Store
+from ..fallback import FallbackPolicy, StoredBundle
+from ..handover import REFUSALS
+from ..live_data import LiveRunReader
+from ..metrics import merge_metrics
+from ..run import Run
+from ..submit import Plan, Upload, later_choices, send_plan, with_resume_warning
+from .prune import Points, costs_of, value_of
+from .spec import RULES, SweepSpec
+from .state import Outcome, Trial
+
+__all__ = ["TAG", "RunTrials", "outcome_of", "trial_plan"]
+
+TAG = "sweep"
+"""Name of the tag by which the platform and `list` know the trials of a sweep."""
+NO_MACHINE = ("capacity", "quota", "auth")
+Say = Callable[[str], None]
+
+
+class RunTrials:
+    """The trials of a sweep whose sweep.json is ``record``. ``environ`` has the values of ``env:`` references."""
+
+    def __init__(
+        self,
+        record: Mapping[str, Any],
+        spec: SweepSpec,
+        *,
+        store: Store,
+        provider: Provider,
+        settings: Settings,
+        environ: Mapping[str, str],
+        say: Say = lambda text: None,
+    ) -> None:
+        self._record, self._spec, self._environ, self._say = record, spec, environ, say
+        self._store, self._provider, self._settings = store, provider, settings
+        self._readers: dict[int, LiveRunReader] = {}
+        self._final: dict[int, Points] = {}
+        self._sent: set[int] = set()
+
+    def run(self, trial: Trial) -> Run:
+        """Return the handle of a trial's run."""
+        return Run(store=self._store, run_id=trial.run, provider=self._provider, settings=self._settings)
+
+    def advance(self, trial: Trial, stop: str) -> Outcome | None:
+        """Send the trial if it was not sent, stop it if ``stop`` gives a reason, and do a waiting client's work once.
+
+        Return its outcome once its run has a result. Raises the errors of store and platform.
+        """
+        result = self._store.result(trial.run)
+        if result is None:
+            run = self.run(trial)
+            if stop:
+                self._store.cancel(trial.run)  # first of all: a client that is about to send it sees this
+            if trial.n not in self._sent:
+                self._send(trial)
+            say = partial(self._line, trial)
+            run.reconcile(retry=FallbackPolicy(run, say, environ=self._environ))
+            result = self._store.result(trial.run)
+        return None if result is None else self.outcome(trial, result, stop)
+
+    def outcome(self, trial: Trial, result: Mapping[str, Any], stop: str) -> Outcome:
+        """Return the outcome of a trial whose run has this ``result``."""
+        return outcome_of(trial, result, self._rows(trial), stop, self._spec)
+
+    def points(self, trial: Trial) -> Points:
+        """Return the points of the trial's metrics so far. Those of a run with a result are read once."""
+        if trial.n in self._final:
+            return self._final[trial.n]
+        is_final = self._store.result(trial.run) is not None
+        points = costs_of(self._rows(trial), self._spec)
+        if is_final:
+            self._final[trial.n] = points
+            self._readers.pop(trial.n, None)
+        return points
+
+    def _rows(self, trial: Trial) -> list[dict[str, Any]]:
+        reader = self._readers.setdefault(trial.n, LiveRunReader(self._store, trial.run))
+        return merge_metrics(reader.metrics().values())
+
+    def _send(self, trial: Trial) -> None:
+        """Send the trial, unless a client has. A refusal is recorded in the run, and no error here."""
+        if self._store.submitted(trial.run, 0) is None:
+            plan = trial_plan(self._record, trial, store=self._store, provider=self._provider, settings=self._settings)
+            try:
+                send_plan(plan, environ=self._environ)
+            except (AuthError, *REFUSALS):
+                if self._store.refused(trial.run, 0) is None:
+                    raise
+        self._sent.add(trial.n)
+
+    def _line(self, trial: Trial, text: str) -> None:
+        self._say(f"{trial.run}: {text}")
+
+
+def outcome_of(
+    trial: Trial, result: Mapping[str, Any], rows: list[dict[str, Any]], stop: str, spec: SweepSpec
+) -> Outcome:
+    """Return the outcome of a trial by its run's result and metrics rows. Pure.
+
+    A trial that succeeded without the metric has failed. A run that was never sent has cost nothing.
+    """
+    state, category, reason = str(result["state"]), result.get("category"), str(result.get("reason") or "")
+    value, native, cost = value_of(rows, spec), result.get("native_id"), result.get("cost") or {}
+    if state == "cancelled" and stop in RULES:
+        state, reason = "stopped", stop
+    elif state == "failed" and (native is None or category in NO_MACHINE):
+        state = "refused"
+    elif state == "failed" and category == "timeout":
+        state = "capped"
+    elif state == "succeeded" and value is None:
+        columns = ", ".join(dict.fromkeys(key for row in rows for key in row)) or "none"
+        state, reason = "failed", f"its metrics have no finite {spec.metric}; columns: {columns}"
+    points = costs_of(rows, spec)
+    return Outcome(
+        trial=trial.n,
+        state=state,
+        value=value,
+        at=points[-1][0] if points else None,
+        max_cost=0.0 if native is None else cost.get("estimate_usd"),
+        max_gpu_hours=0.0 if native is None else cost.get("gpu_hours"),
+        reason=reason if state != "succeeded" else "",
+    )
+
+
+def trial_plan(
+    record: Mapping[str, Any], trial: Trial, *, store: Store, provider: Provider, settings: Settings
+) -> Plan:
+    """Return the plan of a trial, made from sweep.json alone: its code, data and cloudtrain.pyz are in the store.
+
+    Raises the errors of `Provider.plan`.
+    """
+    base = Layout.from_dict(record["layout"])
+    job = Job.from_dict(record["job"])
+    job = job.replace(hyperparameters={**job.hyperparameters, **trial.params})
+    layout = dataclasses.replace(base, run_id=trial.run)
+
+    def own(url: str) -> str:
+        return url.replace(f"{base.run}/", f"{layout.run}/", 1)
+
+    inputs = {name: dataclasses.replace(item, url=own(item.url)) for name, item in base.inputs.items()}
+    layout = dataclasses.replace(layout, inputs=inputs, resume=base.resume and own(base.resume))
+    code, runtime = f"code/{base.code_digest}/code.tar.gz", f"runtime/{base.runtime_digest}/cloudtrain.pyz"
+    built_here = runtime_zip.digest(type(provider)) == base.runtime_digest
+    bundle = StoredBundle(
+        root=Path(),
+        entry_point=record["code"]["entry_point"],
+        files=(),
+        git=record["code"]["git"],
+        known=record["code"],
+        fetch=partial(_held, store, code),
+    )
+    return Plan(
+        job=job,
+        source=Source(path=".", entry_point=record["code"]["entry_point"]),
+        provider=provider,
+        store=store,
+        layout=layout,
+        request=with_resume_warning(provider.plan(job, layout), layout),
+        later=later_choices(provider, job, layout),
+        upload=Upload(bundle=bundle, runtime=None if built_here else partial(_held, store, runtime)),
+        settings=settings,
+    )
+
+
+def _held(store: Store, key: str) -> bytes:
+    try:
+        return store.files.read(key)
+    except FileNotFoundError:
+        raise StorageError(f"{store.url}/{key} is missing: the sweep's content was removed") from None
