@@ -148,13 +148,17 @@ VARIANTS = {
 
 
 WITHOUT_TORCH = ("only-python", "user-without-passwd", "python-3.13-no-torch", "read-only-root", "tiny-shm")
-"""Variants whose ranks do not train together in the suite, as torch takes seconds to start; in the proof they do."""
+"""Variants whose ranks need not train together, as torch takes seconds to start; in the proof they do, too."""
+IN_SUITE = ("user-without-passwd", "read-only-root")
 
 
 @pytest.mark.parametrize(
     ("variant", "gloo"),
     [
-        *((variant, False) for variant in WITHOUT_TORCH),
+        *(
+            pytest.param(variant, False, marks=() if variant in IN_SUITE else pytest.mark.proof)
+            for variant in WITHOUT_TORCH
+        ),
         *(
             pytest.param(variant, True, marks=pytest.mark.proof)
             for variant, (tag, _) in VARIANTS.items()
@@ -193,8 +197,8 @@ def test_a_node_on_any_image(
 @pytest.mark.parametrize(
     ("tag", "words"),
     [
-        ("nopython", "this image has no python3 and no python"),
-        ("arm64", "is for linux/"),
+        pytest.param("nopython", "this image has no python3 and no python", marks=pytest.mark.proof),
+        pytest.param("arm64", "is for linux/", marks=pytest.mark.proof),
         ("none", "is not here and cannot be pulled"),
     ],
 )
@@ -283,7 +287,7 @@ def test_an_image_without_torch_says_so(small: Containers) -> None:
 # -------------------------------------------------------------------------------- what happens to nodes
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.proof)])
 def test_a_killed_node_is_named_and_its_peers_stop(small: Containers, number: int) -> None:
     small.jobs.write("train.py", HOLD)
     process = small.start("train.py", "killed", *BOTH)
@@ -306,6 +310,7 @@ def test_a_removed_node_is_named(small: Containers) -> None:
     assert done.json["reason"].startswith(("node 1: cloudtrain-removed-", "node 1 was killed by signal 9"))
 
 
+@pytest.mark.proof
 def test_a_killed_client_leaves_a_run_that_ends_well(small: Containers) -> None:
     small.jobs.write("train.py", "import time\nfor i in range(60): print('line', i, flush=True); time.sleep(0.05)\n")
     process = small.start("train.py", "client", *BOTH)
@@ -352,6 +357,7 @@ def test_a_killed_supervisor_and_guard_are_cleared_up_after_by_a_look(small: Con
     assert small.ended(process).code == EXIT_CODES["infra"]
 
 
+@pytest.mark.proof
 def test_a_killed_guard_changes_nothing(small: Containers) -> None:
     small.jobs.write("train.py", HOLD)
     process = small.start("train.py", "guarded", *BOTH)
@@ -409,6 +415,7 @@ def test_more_cores_than_there_are_is_capacity(small: Containers) -> None:
     assert all(attempt["ended"] for attempt in done.json["attempts"])
 
 
+@pytest.mark.proof
 def test_cancel_tells_the_script_and_leaves_nothing(small: Containers) -> None:
     small.jobs.write("train.py", HOLD)
     process = small.start("train.py", "cancelled", *BOTH)
@@ -566,7 +573,8 @@ def test_limits_user_labels_and_mounts_arrive_and_secrets_stay_out(small: Contai
 # ---------------------------------------------------------------------------------------------------- the engine itself
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("SIGKILL", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
 def test_an_engine_that_is_restarted_is_waited_for(
     jobs: Jobs, daemon: Daemon, images: Callable[[str], str], how: str
 ) -> None:

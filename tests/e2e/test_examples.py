@@ -1,6 +1,6 @@
 """Every example, by the commands of its section in docs/examples.md, and what that section says is to be seen.
 
-One trains in the suite, which has to be short; all of them in the proof, and whole, which CI runs too, or killed.
+They train in the proof alone: whole, which CI runs too, or killed.
 """
 
 from __future__ import annotations
@@ -429,9 +429,8 @@ def test_powersgd_goes_on_with_the_errors_of_each_rank(trainings: Trainings, tmp
 # --------------------------------------------------------------------------------------------- other people's libraries
 
 
-@pytest.mark.parametrize(
-    "killed", [pytest.param(False, id="whole"), pytest.param(True, id="killed", marks=pytest.mark.proof)]
-)
+@pytest.mark.proof
+@KILLED
 def test_a_lightning_script(jobs: Jobs, killed: bool) -> None:
     example = Example(jobs, "lightning_digits")
     if killed:
