@@ -262,9 +262,19 @@ STEPS = {
 }
 
 
+FEW_DEATHS = (("retry Provider.submit", "after"), ("wait Store.expire", "after"))
+"""In the suite, where `test_schedules` has thousands of orders of them; all of them are proof."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("step", "moment"),
+    [
+        pytest.param(step, moment, marks=() if (step, moment) in FEW_DEATHS else pytest.mark.proof)
+        for step in STEPS
+        for moment in ("before", "after")
+    ],
+)
 def test_a_client_that_dies_leaves_what_the_next_goes_on_from(place: Place, step: str, moment: str) -> None:
     """Once more, and one job for each attempt, each with its record, and the end that would have been."""
     owner = "foldercloud" if STEPS[step].startswith("Provider") else "cloudtrain.store.store"

@@ -45,6 +45,7 @@ def soaking(soak: Soak, made: Iterator[Callable[[], None]]) -> Iterator[Soak]:
     soak.scratch.rmdir()
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(PATIENCE + 300)
 def test_one_here_and_one_in_a_cloud(tmp_path: Path, engine: Any, images: Callable[[str], str]) -> None:
     soak = Soak(tmp_path, SEED, engine, short=True)

@@ -53,7 +53,8 @@ def submit(jobs: Jobs, *flags: str) -> list[str]:
     return ["submit", "train.py", "--store", str(jobs.store), "--json", "--run-id", "the-one", *flags]
 
 
-FEW = [("create_run", "after"), ("submit", "after"), ("supervise", "after"), ("write_submitted", "before")]
+FEW = [("submit", "after")]
+"""Deaths in the suite, where `test_schedules` has thousands of orders of them; all of them are proof."""
 
 
 @pytest.mark.parametrize(
@@ -91,15 +92,10 @@ def test_a_client_that_dies_leaves_nothing_or_a_run_that_goes_on(jobs: Jobs, ste
     jobs.gone(3)
 
 
+@pytest.mark.proof
 @pytest.mark.docker
-@pytest.mark.parametrize(
-    ("step", "moment"),
-    [
-        pytest.param(step, moment, marks=[] if (step, moment) == ("submit", "after") else [pytest.mark.proof])
-        for step in STEPS
-        for moment in ("before", "after")
-    ],
-)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_client_that_dies_leaves_no_second_run_in_containers(
     jobs: Jobs, images: Callable[[str], str], nothing_left: None, step: str, moment: str
 ) -> None:
@@ -117,7 +113,9 @@ def test_a_client_that_dies_leaves_no_second_run_in_containers(
     jobs.gone(3)
 
 
-@pytest.mark.parametrize("step", ["stage", "create_run", "write_submitted"])
+@pytest.mark.parametrize(
+    "step", ["create_run", *(pytest.param(step, marks=pytest.mark.proof) for step in ("stage", "write_submitted"))]
+)
 def test_the_id_of_a_crashed_submit_is_not_given_to_another_job(jobs: Jobs, step: str) -> None:
     wrapper = dying(STEPS[step], "after")
     jobs.start(*submit(jobs, "--detach"), python=wrapper).communicate(timeout=60)
@@ -164,7 +162,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("clients", [2, 5])
+@pytest.mark.parametrize("clients", [pytest.param(2, marks=pytest.mark.proof), 5])
 def test_equal_submits_at_once_are_one_run(jobs: Jobs, clients: int) -> None:
     """Held back until all have staged, then let go together."""
     jobs.write(".cloudtrainignore", "go*\n")
@@ -205,7 +203,7 @@ sys.exit({code})
 """
 
 
-@pytest.mark.parametrize("code", [0, 5])
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.proof), 5])
 def test_a_run_outlives_its_client_and_another_shell_sees_every_line_once(jobs: Jobs, code: int) -> None:
     jobs.write("train.py", COUNTS.format(code=code))
     client = jobs.start(*submit(jobs, "--nodes", "2", "--launcher", "python"))

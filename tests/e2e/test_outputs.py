@@ -105,8 +105,8 @@ CASES = {
 }
 
 
-_HEAVY = dict.fromkeys(("transformers", "accelerate"), pytest.mark.proof)
-"""Frameworks that take half a minute of both cores to start; the others show the same."""
+_HEAVY = dict.fromkeys(("lightning", "transformers", "accelerate"), pytest.mark.proof)
+"""Frameworks that take half a minute of both cores to start; CI runs them in its slice of the proof."""
 
 
 @pytest.mark.parametrize("framework", [pytest.param(name, marks=_HEAVY.get(name, ())) for name in CASES])
@@ -145,7 +145,7 @@ def test_outputs_come_back_from_containers_and_from_rehearsals_of_every_cloud(
     """The three clouds as `rehearse` starts them here."""
     jobs.write("train.py", OWN)
     jobs.write(".gitignore", "lightning_logs/\n")
-    image, store = images("torch"), str(jobs.store)
+    image, store = images("py313"), str(jobs.store)
     words = ["submit", "train.py", "--provider", "docker", "--image", image, "--store", store]
     if target != "docker":
         sample = importlib.import_module(f"cloudtrain.providers.{target}").SAMPLE
@@ -154,9 +154,7 @@ def test_outputs_come_back_from_containers_and_from_rehearsals_of_every_cloud(
         for name, value in sample["settings"].items():
             words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     out = jobs.tmp / "out"
-    done = jobs.cli(
-        *words, "--nodes", "2", "--nproc-per-node", "2", "--run-id", "home", "--pull", str(out), timeout=240
-    )
+    done = jobs.cli(*words, "--nodes", "2", "--launcher", "python", "--run-id", "home", "--pull", str(out), timeout=240)
     assert done.code == 0, done.err
     found = {path.relative_to(out / "outputs").as_posix() for path in (out / "outputs").rglob("*") if path.is_file()}
     assert found == {"lightning_logs/version_0/checkpoints/epoch=1-step=10.ckpt", "model.pt"}
