@@ -493,7 +493,7 @@ def test_a_run_in_s3_goes_on_in_a_folder_to_the_same_bits(s3_url: str, jobs: Job
 
 
 @pytest.mark.docker
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_local_run_goes_on_as_a_cloud_would_run_it(
     tmp_path: Path, images: Any, nothing_left: None, jobs: Jobs, expected: str
 ) -> None:

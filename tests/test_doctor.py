@@ -508,7 +508,7 @@ def test_the_grace_of_this_machine_is_measured(tmp_path: Path) -> None:
     assert told["report"]["allreduce"]["right"]
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.docker
 def test_all_containers_are_looked_at(tmp_path: Path, images: Callable[[str], str]) -> None:
     command = [sys.executable, "-m", "cloudtrain", "doctor", "docker", "--job", *SHAPE, "--json"]

@@ -122,7 +122,7 @@ def test_the_first_command_names_all_that_is_missing(provider: str, bare: Path) 
     assert f"pip install '{bare.parents[2]}/my clone[{provider}]'" in said
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("provider", ["local", "sagemaker"])
 def test_that_command_is_all_it_takes(provider: str, bare: Path) -> None:

@@ -554,7 +554,7 @@ def test_sagemaker_loses_a_machine(rehearsals: Rehearsals) -> None:
 
 
 @pytest.mark.docker
-@pytest.mark.slow
+@pytest.mark.proof
 def test_vertex_takes_a_machine_back(rehearsals: Rehearsals) -> None:
     secret = "gcp:projects/contract/secrets/contract/versions/1"
     done = rehearsals.run(
@@ -581,7 +581,7 @@ def test_vertex_takes_a_machine_back(rehearsals: Rehearsals) -> None:
 
 
 @pytest.mark.docker
-@pytest.mark.slow
+@pytest.mark.proof
 def test_azureml_takes_a_machine_back_and_a_waiting_client_goes_on(
     rehearsals: Rehearsals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_the_scripts_know_nothing_of_us() -> None:
         assert "cloudtrain" not in path.read_text().lower(), path.name
 
 
+@pytest.mark.proof
 def test_plain_torchrun(theirs: Theirs) -> None:
     words = ("--", "--data", "{inputs.train}", "--epochs", "2", "--save", "{artifact_dir}")
     done = theirs.rehearse("vertex", "plain_torchrun.py", *words)
@@ -92,6 +93,7 @@ def test_sagemaker_s_script_mode(theirs: Theirs) -> None:
     assert told["job"]
 
 
+@pytest.mark.proof
 def test_vertex_s_cluster_spec(theirs: Theirs) -> None:
     """It finds its peers by itself, at the port that the service names; gs:// is /gcs to it."""
     words = ("--launcher", "python", "--", "--data", "{inputs.train}", "--epochs", "1")
@@ -101,6 +103,7 @@ def test_vertex_s_cluster_spec(theirs: Theirs) -> None:
     assert kept.keys() >= {"model/model.pt", "checkpoints/last", "logs/events.0", "logs/events.1"}
 
 
+@pytest.mark.proof
 def test_azureml_s_variables_and_outputs(theirs: Theirs) -> None:
     """./outputs is where its users write; it is kept with the run."""
     words = ("--", "--data", "{inputs.train}", "--epochs", "1")

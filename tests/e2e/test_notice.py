@@ -62,19 +62,17 @@ def trial(number: int) -> Trial:
     return Trial("docker" if number % 5 == 4 else "local", ("--kind", kind, *own), tuple(notices))
 
 
-FEW = [Trial("local", ("--kind", "folder"), (Notice(0, 7, 0.01),))]
-ALSO = [
+FEW = [
+    Trial("local", ("--kind", "folder"), (Notice(0, 7, 0.01),)),
     Trial("local", ("--kind", "again", "--handler", "--workers", "2"), (Notice(0, 7, 0.01), Notice(1, 0, 3.0))),
     Trial("local", ("--kind", "folder"), (Notice(1, 12, 0.02), Notice(0, -1, 0.2), Notice(1, 0, 0.0))),
     Trial("local", ("--kind", "file"), (Notice(1, 8, 0.02), Notice(0, -1, 0.3))),
 ]
-MANY = [
-    pytest.param(one, id=f"{n}-{one}", marks=pytest.mark.proof)
-    for n, one in enumerate([*ALSO, *map(trial, range(max(1, TRIALS // 100)))])
-]
+ALL = [pytest.param(one, id=f"{n}-{one}") for n, one in enumerate([*FEW, *map(trial, range(max(1, TRIALS // 100)))])]
 
 
-@pytest.mark.parametrize("one", [*(pytest.param(trial, id=str(trial)) for trial in FEW), *MANY])
+@pytest.mark.proof
+@pytest.mark.parametrize("one", ALL)
 def test_no_step_is_lost(
     jobs: Jobs,
     one: Trial,
