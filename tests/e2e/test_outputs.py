@@ -138,7 +138,9 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.docker
-@pytest.mark.parametrize("target", ["docker", "sagemaker", "azureml", "vertex"])
+@pytest.mark.parametrize(
+    "target", ["docker", "azureml", *(pytest.param(name, marks=pytest.mark.proof) for name in ("sagemaker", "vertex"))]
+)
 def test_outputs_come_back_from_containers_and_from_rehearsals_of_every_cloud(
     jobs: Jobs, images: Callable[[str], str], nothing_left: None, target: str
 ) -> None:
