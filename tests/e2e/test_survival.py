@@ -82,16 +82,16 @@ def trial(number: int) -> Trial:
     )  # fmt: skip
 
 
-FEW = [Trial("local", "rank", 3, "dcp", "step", 107, 0.05)]
-ALSO = [
+FEW = [
+    Trial("local", "rank", 3, "dcp", "step", 107, 0.05),
     Trial("docker", "node", 1, "folder", "step", 100, 0.02),
     Trial("local", "node", 0, "folder", "saving", 90, 0.25),
     Trial("docker", "node", 1, "file", "step", 150, 0.02),
 ]
-MANY = [
-    pytest.param(one, id=name, marks=pytest.mark.proof)
+ALL = [
+    pytest.param(one, id=name)
     for name, one in [
-        *((str(one), one) for one in ALSO),
+        *((str(one), one) for one in FEW),
         *((f"{n}-{trial(n)}", trial(n)) for n in range(max(2, TRIALS // 50))),
     ]
 ]
@@ -106,7 +106,8 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
     made.close()
 
 
-@pytest.mark.parametrize("one", [*(pytest.param(trial, id=str(trial)) for trial in FEW), *MANY])
+@pytest.mark.proof
+@pytest.mark.parametrize("one", ALL)
 def test_a_killed_run_goes_on(
     jobs: Jobs,
     one: Trial,
