@@ -133,6 +133,7 @@ def test_a_kill_while_the_store_is_full_loses_nothing_that_was_complete(jobs: Jo
         jobs.gone()
 
 
+@pytest.mark.proof
 def test_a_full_scratch_disk_is_named(jobs: Jobs) -> None:
     with small_disk(jobs.tmp / "scratch", "24m") as scratch:
         jobs.environ["TMPDIR"] = str(scratch)
