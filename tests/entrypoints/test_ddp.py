@@ -58,7 +58,10 @@ def test_a_checkpoint_each_epoch_and_nothing_half_written(two: Launched) -> None
 
 def test_one_plain_process_sees_the_same_losses(two: Launched, tmp_path: Path) -> None:
     """The global batch decides: only the order of float sums differs, and one epoch lets that grow little."""
-    one = Launched(tmp_path, "ddp.py", "--train", str(DIGITS.parent)).finish()
+    one = Launched(tmp_path, "ddp.py", "--train", str(DIGITS.parent))
+    one.until(PER_EPOCH)
+    one.preempt_file.touch()
+    one.finish()
     assert (one.code, one.err) == (0, "")
     first_epoch = range(1, PER_EPOCH + 1)
     assert [one.losses()[step] for step in first_epoch] == pytest.approx(
