@@ -70,11 +70,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.stem.endswith("_world"):
             item.add_marker("worlds")
         if (scope := _scope(item)) is not None:
-            item.add_marker(pytest.mark.xdist_group(scope))
+            _group(item, scope)
         alike = item.get_closest_marker("by_runtime") is not None and item.path.stem in CLOUDS
         seeded = PROFILE == "proof" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
         if alike or seeded:
             item.add_marker("proof")
+
+
+def _group(item: pytest.Item, scope: str) -> None:
+    """Let one worker run all items of ``scope``: xdist 3.8 names them by ``_nodeid``, which pytest 9.2 does not read."""
+    item.add_marker(pytest.mark.xdist_group(scope))
+    if vars(item.config.option).get("loadgroup") and hasattr(item, "_id"):
+        item._id = type(item._id).parse(f"{item.nodeid}@{scope}")
 
 
 def _scope(item: pytest.Item) -> str | None:
