@@ -112,6 +112,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "site/foldercloud.py").unlink()  # the module is that of this process
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setattr(runtime_zip, "build", built)
+    monkeypatch.setattr(ProviderExtras, "arrival_s", 0.05)  # for a job of this platform, which is a file
     monkeypatch.chdir(tmp_path)
 
 
