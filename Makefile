@@ -59,7 +59,7 @@ demo: $(READY)
 	    --input train=examples/data/digits.csv.gz --store $(DEMO_STORE) --max-runtime 10m --pull out/demo
 	@echo; echo "In out/demo are now:"; cd out/demo; for each in artifacts checkpoints; do echo "  $$each/" $$(ls $$each); done; \
 	    echo "  logs/" *.json*
-	@echo; echo "To go on with README.md: . $(BIN)/activate"
+	@echo; echo "To continue with README.md: . $(BIN)/activate"
 
 lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && \

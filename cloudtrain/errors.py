@@ -96,6 +96,10 @@ class CloudtrainError(Exception):
         if self.hint:
             self.__notes__ = [f"hint: {self.hint}"]
 
+    def with_hint(self) -> str:
+        """Return the message and its hint in one line, for a record or a log without a line for the hint."""
+        return f"{str(self).rstrip('.')}; {' '.join(self.hint.split())}" if self.hint else str(self)
+
     def _render_traceback_(self) -> list[str]:
         """Return the lines that a notebook shows: your own frames, the message and the hint."""
         from traceback import format_exception

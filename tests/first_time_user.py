@@ -152,7 +152,7 @@ On a new machine, {python}:
 
 """
 SECOND = """
-## A job of one's own, to pulled checkpoints
+## A job of your own, to pulled checkpoints
 
 The script is the one from the [README](../README.md#your-first-job).
 

@@ -661,7 +661,7 @@ def test_a_checkpoint_that_is_damaged_in_the_place_before_comes_from_the_run_its
     store.files.write(shards[0], bytes(len(store.files.read(shards[0]))))
     (row,) = places.reconcile()
     assert row["exit_code"] == StorageError.exit_code
-    assert "submit the same job again with --run-id r where the run can be read" in str(row["error"])
+    assert "has no complete copy of it" in str(row["error"])
     assert handover.next_of(store, "r") is None
     assert not places.stores[1].files.exists("runs/r/run.json")
     again = Ran(f"file://{places.folder}/theirs")

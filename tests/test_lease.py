@@ -235,7 +235,7 @@ def test_who_lost_its_mark_deletes_no_more(store: Files) -> None:
     with Lease(store, MARK, seconds=1) as lease:
         store.write(MARK, b"another's")
         time.sleep(0.3)
-        with pytest.raises(StorageError, match="start again"):
+        with pytest.raises(StorageError, match="run the same command again"):
             lease.check()
     assert store.read(MARK) == b"another's"
 
@@ -243,7 +243,7 @@ def test_who_lost_its_mark_deletes_no_more(store: Files) -> None:
 def test_who_was_held_up_does_nothing_more(store: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     with Lease(store, MARK, seconds=60) as lease:
         lease._since = (0.0, 0.0)
-        with pytest.raises(StorageError, match="held up, so that another client may have taken over"):
+        with pytest.raises(StorageError, match="held up for too long, so another client may have taken over"):
             lease.check()
     assert not held(store), "it was ours all the same"
 

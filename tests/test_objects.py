@@ -457,7 +457,7 @@ BLOB = "abfs://c@a.dfs.core.windows.net/x"
             "s3_additional_kwargs is not supported",
         ),
         ("s3://b/x", KEYS, {"client_kwargs": {"verify": False}}, "option client_kwargs.verify is not supported"),
-        ("s3://b/x", KEYS, {"key": "a"}, "key and secret count only together"),
+        ("s3://b/x", KEYS, {"key": "a"}, "only one of the options key and secret"),
         ("s3://b--x-s3/x", KEYS, {}, "directory buckets are not supported"),
         ("s3://arn:aws:s3:eu-west-1:1:accesspoint/x", KEYS, {}, "ARNs and directory buckets are not supported"),
         ("s3://b//x", KEYS, {}, "has an empty part"),
@@ -507,7 +507,7 @@ def test_fsspec_is_configured_by_any_of_its_names(url: str, name: str, monkeypat
 
 def test_encryption_is_asked_of_s3_alone() -> None:
     for url in ("gs://b/x", "abfs://c/x", "memory://x/y"):
-        with pytest.raises(SpecError, match=r"sse: the encryption can be set for a store in S3 only"):
+        with pytest.raises(SpecError, match=r"sse: encryption can be set only for a store in S3"):
             files(url, moving=TransferOptions(sse="AES256")).read("key")
 
 

@@ -111,7 +111,7 @@ def test_it_goes_on_from_what_is_recorded(site: Site) -> None:
 
 
 def test_nobody_chooses_it(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="cloudtrain rehearse --provider NAME"):
+    with pytest.raises(SpecError, match="cloudtrain rehearse SCRIPT --provider NAME"):
         Settings(provider="rehearsal").make_provider()
     assert "rehearsal" not in provider_names()
     assert not [name for name in provider_names() if name.startswith("_")]

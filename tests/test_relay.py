@@ -139,9 +139,11 @@ def test_what_is_no_tree_or_no_file_is_said(gcs_url: str, s3_url: str) -> None:
     tree = files(gcs_url)
     tree.write("set/LICENSE", b"1")
     tree.write("odd.v2/a", b"1")
-    with pytest.raises(SpecError, match=r"inputs.train: .*/LICENSE holds no file; of a single file, give a URL that"):
+    with pytest.raises(
+        SpecError, match=r"inputs.train: .*/LICENSE holds no file\nhint: for a single file, give a URL that"
+    ):
         Place(f"{gcs_url}/set/LICENSE", s3_url).bring()
-    with pytest.raises(SpecError, match=r"there is no file .*/odd.v2; of a folder, let the URL end in /"):
+    with pytest.raises(SpecError, match=r"there is no file .*/odd.v2\nhint: for a folder, let the URL end in /"):
         Place(f"{gcs_url}/odd.v2", s3_url).bring()
     assert Place(f"{gcs_url}/odd.v2/", s3_url).bring() == 1
     one, other = (Place(f"{gcs_url}/set{end}", s3_url).layout().inputs["train"].url for end in ("", "/"))
@@ -311,7 +313,7 @@ def test_a_source_that_goes_away_is_said_to_have(s3: FaultyS3, gcs_url: str, mon
         return pieces(self, key, size)
 
     monkeypatch.setattr(RemoteFiles, "pieces", leaving)
-    with pytest.raises(StorageError, match=r"s3://bucket/set/b went away while it was copied") as no:
+    with pytest.raises(StorageError, match=r"s3://bucket/set/b was deleted while it was copied") as no:
         place.bring()
     assert no.value.hint == "send the job again with another --run-id"
 

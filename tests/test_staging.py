@@ -293,7 +293,7 @@ def test_a_source_that_changes_meanwhile_is_an_error(
         ("s3://bucket/none", "s3://bucket/none holds no file", SpecError),
         ("s3://bucket/none.csv", "there is no file s3://bucket/none.csv", SpecError),
         ("http://127.0.0.1:9/folder", "names no file, and HTTP cannot list a folder", SpecError),
-        ("azureml:data:1", "has a scheme that cannot be copied", SpecError),
+        ("azureml:data:1", "cloudtrain cannot copy from this scheme", SpecError),
     ],
 )
 def test_what_cannot_be_staged_is_one_line_and_leaves_nothing(

@@ -42,11 +42,7 @@ Script = Annotated[
 Flags = Annotated[JobFlags, Parameter(name="*")]
 Provider = Annotated[
     str | None,
-    Parameter(
-        name=("--provider", "-p"),
-        metavar="NAME",
-        help="where to run; default: setting provider, local",
-    ),
+    Parameter(name=("--provider", "-p"), metavar="NAME", help="where to run; default: setting provider, local"),
 ]
 Fallback = Annotated[
     str | None,
@@ -56,15 +52,10 @@ RunId = Annotated[str | None, Parameter(metavar="ID", help="id of the run; defau
 Set = Annotated[list[str] | None, many("a setting; repeatable", "KEY=VALUE", "--set")]
 PlanFile = Annotated[str | None, Parameter(name="--plan", metavar="PATH", help="send this saved `plan --json`")]
 Request = Annotated[bool, switch("on a terminal: the exact request, before the summary")]
-Yes = Annotated[bool, switch("send without asking, whatever it may cost", "--yes", "-y")]
+Yes = Annotated[bool, switch("send without a question about the cost", "--yes", "-y")]
 Verbose = Annotated[bool, switch("list every file")]
 LocalStore = Annotated[
-    str,
-    Parameter(
-        metavar="DIR",
-        show_default=False,
-        help="local folder for rehearsals; default: ./.cloudtrain",
-    ),
+    str, Parameter(metavar="DIR", show_default=False, help="local folder for rehearsals; default: ./.cloudtrain")
 ]
 Maps = Annotated[list[str] | None, many("a local path for a remote URL; repeatable", "URL=PATH", "--map")]
 Image = Annotated[str, Parameter(metavar="IMAGE", help="local image to use instead of the job's", show_default=False)]
@@ -456,7 +447,7 @@ def _follow(run: Run, at: Where, seconds: float | None, following: Following, sc
         try:
             extra["pulled"] = pull_into(run, Path(following.pull_to), screen)
         except CloudtrainError as exc:  # print the outcome of the run all the same
-            screen.talk(f"error: pull: {exc}")
+            screen.error(f"pull: {exc}", exc.hint)
             code = code or exc.exit_code
             extra |= {"error": f"pull: {exc}", "exit_code": code}
     if following.json:

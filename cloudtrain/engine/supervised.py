@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -109,12 +110,15 @@ class SupervisedProvider(ProviderExtras):
 
     # ---------------------------------------------------------------------------------------------------------- a plan
 
-    def _refuse(self, job: Job, layout: Layout, fields: Mapping[str, str]) -> None:
-        """Raise `UnsupportedError` if one of ``fields`` (dotted name: why) is set or an input cannot be read."""
+    def _refuse(self, job: Job, layout: Layout, fields: Mapping[str, str], instead: Mapping[str, str]) -> None:
+        """Raise `UnsupportedError` if one of ``fields`` (dotted name: why) is set or an input cannot be read.
+
+        ``instead`` has the hints of some of the fields.
+        """
         for name, why in fields.items():
             owner = job.resources if name.startswith("resources.") else job
             if getattr(owner, name.rpartition(".")[2]) not in (None, False):
-                raise UnsupportedError(self.name, name, why)
+                raise UnsupportedError(self.name, name, why, hint=instead.get(name, ""))
         for name, reference in job.secrets.items():
             if not reference.startswith("env:"):
                 raise UnsupportedError(self.name, f"secrets.{name}", "only env:NAME can be read on this machine")
@@ -123,9 +127,8 @@ class SupervisedProvider(ProviderExtras):
             if item.shard:
                 raise UnsupportedError(self.name, f"inputs.{name}.shard", "every node reads the same files")
             if item.mode == "mount" and url_scheme(item.url) != "file":
-                raise UnsupportedError(
-                    self.name, f"inputs.{name}.mode", "a remote input can only be copied; use mode copy"
-                )
+                why = "a remote input can only be copied"
+                raise UnsupportedError(self.name, f"inputs.{name}.mode", why, hint="use mode copy")
 
     def _mounts(self, layout: Layout, attempt: int, *, root: str = "") -> tuple[list[Mount], list[str]]:
         """Return a node's mounts below ``root``, and the arguments with which `cloudtrain.pyz` finds them."""
@@ -479,7 +482,8 @@ def check_readable(mounts: Sequence[Mount], user: str, root: str) -> None:
         shift = 6 if found.st_uid == int(uid) else 3 if found.st_gid == int(gid or uid) else 0
         if (found.st_mode >> shift) & wanted != wanted:
             name = f"inputs.{rest.partition('/')[0]}" if place == "inputs" else "resume_from"
-            raise SpecError(f"the user {user} may not read {path}; allow it (chmod), or leave user unset", field=name)
+            hint = f"run: chmod -R o+rX {shlex.quote(str(path))}\nor leave docker.user unset"
+            raise SpecError(f"the user {user} may not read {path}", field=name, hint=hint)
 
 
 def refuse(path: Path, exc: errors.CloudtrainError) -> None:

@@ -157,7 +157,7 @@ class Supervisor:
             mounts.start_syncing()
             state, category, reason = ("succeeded", "", "") if succeeded else self._all_attempts(mounts)
         except CloudtrainError as exc:
-            state, category, reason = "failed", "infra", str(exc)
+            state, category, reason = "failed", "infra", exc.with_hint()
         except Exception as exc:  # noqa: BLE001  the last line of defence of an unattended process
             state, category, reason = "failed", "infra", f"the supervisor failed: {type(exc).__name__}: {exc}"
             sys.stderr.write(reason + "\n")
@@ -313,7 +313,7 @@ class Supervisor:
                 state, category, reason, resumed = self._start(name, launch, mounts)
             except (NodeError, SpecError, CapacityError, StorageError) as exc:
                 # The nodes cannot start: the attempt's end, like any other.
-                state, category, reason = "failed", _category_of(exc), str(exc)
+                state, category, reason = "failed", _category_of(exc), exc.with_hint()
                 if self._cancelled(mounts):
                     state, category, reason = CANCELLED
             if (remarks := self.engine.remarks()) and reason:

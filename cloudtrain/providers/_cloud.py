@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..provider_api.checks import Check
 
 __all__ = [
+    "ANOTHER_ID",
     "Backoff",
     "CloudProvider",
     "check_size",
@@ -47,6 +48,8 @@ __all__ = [
 ]  # fmt: skip
 
 GIB = 1 << 30
+ANOTHER_ID = "choose another run id (--run-id)"
+"""The hint if the platform has a job of the run id already."""
 LONGEST_HOLD = 300.0
 """Longest pause in seconds that a service can ask for."""
 REASON = 1024
@@ -125,8 +128,8 @@ def secret_references(
     for name, reference in job.secrets.items():
         field, (given, _, rest) = f"secrets.{name}", reference.partition(":")
         if given == "env":
-            why = f"values of this machine do not travel; create it there: {create(rest)}"
-            raise UnsupportedError(provider, field, why)
+            hint = f"to create the secret there, run: {create(rest)}\nthen refer to it as {known.partition(' only')[0]}"
+            raise UnsupportedError(provider, field, "its nodes cannot read this machine's variables", hint=hint)
         if given != scheme:
             raise UnsupportedError(provider, field, f"its nodes fetch {known}")
         yield field, rest
@@ -152,8 +155,8 @@ def pinned_machine(
     check_size(provider, job, known)
     gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
     if gpu is not None and not (known.is_for(gpu) and known.gpu_count == gpu.count):
-        why = f"{name} has {known.gpus or 'no GPU'}, not {gpu}; leave one of the two out"
-        raise UnsupportedError(provider, "resources.gpu", why)
+        why = f"{name} has {known.gpus or 'no GPU'}, not {gpu}"
+        raise UnsupportedError(provider, "resources.gpu", why, hint="leave out gpu or instance_type")
     return name, known
 
 
@@ -162,8 +165,8 @@ def check_size(provider: str, job: Job, machine: Machine) -> None:
     for field in ("cpus", "memory_gb"):
         if not machine.has(**{"cpus": None, "memory_gb": None, field: getattr(job.resources, field)}):
             has = f"{machine.vcpus} cores and {machine.memory_gib or 0:g} GiB"
-            why = f"{machine.instance_type} has {has}; leave one of the two out"
-            raise UnsupportedError(provider, f"resources.{field}", why)
+            why, hint = f"{machine.instance_type} has {has}", f"leave out {field} or instance_type"
+            raise UnsupportedError(provider, f"resources.{field}", why, hint=hint)
 
 
 def processes_of(job: Job, gpu_index: int, machine: Machine | None) -> int:
@@ -177,8 +180,8 @@ def check_tags(tags: Mapping[str, str], *, reserved: Sequence[str], most: int) -
     """Raise `SpecError` for tags that begin with a ``reserved`` prefix, and for more than ``most``."""
     for key in tags:
         if key.lower().startswith(tuple(reserved)):
-            why = f"tags that begin with {' or '.join(reserved)} are not yours to set"
-            raise SpecError(why, field=f"tags.{key}")
+            why = f"names that begin with {' or '.join(reserved)} are reserved"
+            raise SpecError(why, field=f"tags.{key}", hint="choose another name for the tag")
     if len(tags) > most:
         raise SpecError(f"has {len(tags)} entries, at most {most}", field="tags")
 
@@ -272,7 +275,7 @@ class Backoff:
     def check(self, host: str, *, name: str, what: str) -> None:
         """Raise `LostContactError` if ``host``, which a user calls ``name``, is held."""
         if (left := self.left(host)) > 0:
-            raise LostContactError(f"{what}: {name} asks for {left:.0f} s more before the next call")
+            raise LostContactError(f"{what}: {name} asks for a pause of {left:.0f} s before the next call")
 
     def note(self, host: str, answer: Any) -> None:
         """Hold ``host`` if its answer has status 429, or 503 with a time."""

@@ -96,7 +96,8 @@ class Provider(SupervisedProvider):
     def __init__(self, **settings: Any) -> None:
         self.settings = Settings(**settings)
         if not self.settings.target:
-            raise SpecError("a rehearsal is made by: cloudtrain rehearse --provider NAME", field="provider")
+            hint = "to rehearse a platform, run: cloudtrain rehearse SCRIPT --provider NAME"
+            raise SpecError("rehearsal is not a provider that a job can name", field="provider", hint=hint)
 
     @property
     def target(self) -> Target:
@@ -218,4 +219,4 @@ class Provider(SupervisedProvider):
     @staticmethod
     def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         """Raise `SpecError`: the nodes of a rehearsal run the target's `node_environment`."""
-        raise SpecError("a node of a rehearsal is its target's", field="provider")
+        raise SpecError("the nodes of a rehearsal use the environment of its target", field="provider")

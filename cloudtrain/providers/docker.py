@@ -81,11 +81,14 @@ PARTS: Mapping[str, Sequence[str]] = {
 """Lists of tables, and the fields of each, first that of the place on the node. (The engine takes a ``target`` too.)"""
 _CONTAINER = "options.docker.nodes.*.container."
 _REFUSED = {
-    "resources.instance_type": "its only machine is this one; put instance_type under on.<provider>",
-    "resources.disk_gb": "an engine can limit a container's disk on few file systems only; where yours can, say so in "
-    "options.docker.nodes.*.container.HostConfig.StorageOpt",
+    "resources.instance_type": "its only machine is this one",
+    "resources.disk_gb": "an engine can limit a container's disk on few file systems only",
     "resources.spot": "this machine is never taken away",
     "max_wait": "containers start at once",
+}
+_INSTEAD = {
+    "resources.instance_type": "put instance_type under on.PROVIDER in a job file",
+    "resources.disk_gb": "if your engine can, set options.docker.nodes.*.container.HostConfig.StorageOpt",
 }
 
 
@@ -129,11 +132,11 @@ class Provider(SupervisedProvider):
                 field="image",
                 hint="name one: --image pytorch/pytorch:2.8.0-cuda12.8-cudnn9-runtime",
             )
-        self._refuse(job, layout, _REFUSED)
+        self._refuse(job, layout, _REFUSED, _INSTEAD)
         for tag in job.tags:
             if tag.startswith("cloudtrain."):
-                why = "labels that begin with cloudtrain. are its own; choose another name"
-                raise SpecError(why, field=f"tags.{tag}")
+                why, hint = "names that begin with cloudtrain. are reserved", "choose another name for the tag"
+                raise SpecError(why, field=f"tags.{tag}", hint=hint)
         labels = {**origin_tags(layout), **dict(sorted(job.tags.items()))}
         gpus = job.resources.gpus[gpu_index] if job.resources.gpu else None
         mounts, words = self._mounts(layout, attempt, root=ROOT)
@@ -177,8 +180,8 @@ class Provider(SupervisedProvider):
             raise SpecError("the container engine has no runtime for NVIDIA GPUs", field="resources.gpu", hint=hint)
         uid = nodes[0].user and nodes[0].user.partition(":")[0]
         if uid and int(uid) != os.geteuid() and os.geteuid() != 0:
-            why = f"uid {uid} could not write the run's folder, and only root may give it to another"
-            raise SpecError(f"{why}; leave user unset", field="docker.user")
+            why = f"uid {uid} could not write the run's folder, and only root may change its owner"
+            raise SpecError(why, field="docker.user", hint="leave docker.user unset")
         if uid and int(uid) != os.geteuid():
             check_readable(nodes[0].mounts, str(nodes[0].user), ROOT)
         check_image(api, str(nodes[0].image), nodes[0].platform)

@@ -33,14 +33,18 @@ OWNED = (
     *(f"nodes.*.{name}" for name in ("cpus", "memory", "shm", "container")),
 )
 _REFUSED = {
-    "image": "it runs this machine's own Python; use --provider docker, or put the image under on.<provider>",
-    "resources.instance_type": "its only machine is this one; put instance_type under on.<provider>",
+    "image": "it runs this machine's own Python",
+    "resources.instance_type": "its only machine is this one",
     "resources.cpus": "processes share all cores of this machine",
     "resources.memory_gb": "processes share the memory of this machine",
     "resources.disk_gb": "processes share the disk of this machine",
     "resources.shm_gb": "processes share /dev/shm of this machine",
     "resources.spot": "this machine is never taken away",
     "max_wait": "processes start at once",
+}
+_INSTEAD = {
+    "image": "use --provider docker, or put the image under on.PROVIDER in a job file",
+    "resources.instance_type": "put instance_type under on.PROVIDER in a job file",
 }
 
 
@@ -70,10 +74,11 @@ class Provider(SupervisedProvider):
         self.settings = replace(made, prices=checked_prices(made.prices, self.name))
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
-        self._refuse(job, layout, _REFUSED)
+        self._refuse(job, layout, _REFUSED, _INSTEAD)
         for tag in job.tags:
             if tag.startswith("cloudtrain."):
-                raise SpecError("tags that begin with cloudtrain. are its own", field=f"tags.{tag}")
+                hint = "choose another name for the tag"
+                raise SpecError("names that begin with cloudtrain. are reserved", field=f"tags.{tag}", hint=hint)
         gpus = job.resources.gpus[gpu_index] if job.resources.gpu else None
         mounts, words = self._mounts(layout, attempt)
         node = NodeSpec(command=[self.settings.python, *words], mounts=mounts, gpus=gpus.count if gpus else 0)
@@ -93,7 +98,8 @@ class Provider(SupervisedProvider):
         nodes, context = self.launch_spec(request).nodes, request.context
         python = nodes[0].command[0]
         if shutil.which(python) is None:
-            raise SpecError(f"there is no {python} to run", field="local.python")
+            hint = "set local.python to the path of a Python, or leave it out"
+            raise SpecError(f"there is no program {python}", field="local.python", hint=hint)
         several = context["launcher"] == "torchrun" and context["nodes"] * context["processes"] > 1
         if several and not has_torch(python):
             if python == sys.executable:

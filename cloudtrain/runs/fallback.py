@@ -147,7 +147,7 @@ def submit_with_fallbacks(
         over = run.store.result(run.run_id) is not None
         if over and next_of(run.store, run.run_id) is None:  # else another client has moved it on
             raise _nowhere(run, refused, hint=exc.hint) from None
-        say(f"{name_of(newest)} refused it: {exc}")
+        say(f"{name_of(newest)} refused it: {exc.with_hint()}")
     onward = FallbackPolicy(run, say, environ=environ, plans=plans, progress=progress, moved=moved)
     while True:
         if (refused := _refused(run)) is not None:
@@ -280,7 +280,7 @@ class FallbackPolicy(Retry):
         try:
             send(plan, environ=self._environ, progress=self._progress, moved=self._moved, decide=decide)
         except (CapacityError, QuotaError) as exc:
-            self._say(f"{name_of(plan)} refused it: {exc}")
+            self._say(f"{name_of(plan)} refused it: {exc.with_hint()}")
 
     # -------------------------------------------------------------------------------------- the next place, as recorded
 

@@ -98,7 +98,7 @@ def deliver(
             native = patiently(send) if noted is None else str(noted["native_id"])
         except refusals as exc:
             with contextlib.suppress(CloudtrainError):
-                store.write_refused(run.run_id, attempt, category=category_of(exc), reason=str(exc))
+                store.write_refused(run.run_id, attempt, category=category_of(exc), reason=exc.with_hint())
                 handover.wait_for_earlier_version(store, run.run_id, attempt)
             raise
         if native is None:
@@ -220,7 +220,7 @@ class Retry:
         try:
             request = run.provider.plan(job.replace(**rest), self._layout, number, gpu_index)
         except SpecError as exc:
-            self._say(f"no further attempt: {exc}")
+            self._say(f"no further attempt: {exc.with_hint()}")
             return False
         values = self._secrets(number)
         if store.create_attempt(run.run_id, number, request):
@@ -231,7 +231,8 @@ class Retry:
             except LostContactError as exc:
                 if not exc.passing:
                     raise
-                self._say(f"attempt {number} could not be sent yet: {exc}")  # `resend` or the next client sends it
+                why = exc.with_hint()
+                self._say(f"attempt {number} could not be sent yet: {why}")  # `resend` or the next client sends it
         return True  # or another client has started it
 
     def _is_alive(self, attempt: int, result: Mapping[str, Any]) -> bool:
@@ -270,7 +271,7 @@ class Retry:
         try:
             deliver(run, request, values, say=self._say)
         except handover.REFUSALS as exc:
-            self._say(f"attempt {request.attempt} was refused: {exc}")
+            self._say(f"attempt {request.attempt} was refused: {exc.with_hint()}")
 
 
 def category_of(exc: Exception) -> str:

@@ -48,8 +48,9 @@ def main(argv: list[str]) -> int:
         key = (options.context.parent / "key").read_bytes()
         return Node(context=context, site=site, attempt=options.attempt, key=key, inbox=inbox).run()
     except (CloudtrainError, OSError, ValueError, KeyError) as exc:
-        sys.stderr.write(f"cloudtrain: this node cannot start: {exc}\n")
-        _leave_cause(failure_file, f"this node cannot start: {exc}")
+        why = f"this node cannot start: {exc.with_hint() if isinstance(exc, CloudtrainError) else exc}"
+        sys.stderr.write(f"cloudtrain: {why}\n")
+        _leave_cause(failure_file, why)
         return 1
 
 

@@ -206,7 +206,7 @@ class Node:
             if found := self.space.gpu_trouble(lambda over: self._pump(lambda: over() or self._over())):
                 self._fail(self._setup(*found))
         except CloudtrainError as exc:
-            self._fail(self._setup(str(exc), "user_error" if isinstance(exc, SpecError) else "infra"))
+            self._fail(self._setup(exc.with_hint(), "user_error" if isinstance(exc, SpecError) else "infra"))
         if self.me != 0:
             self._pump(lambda: bool(self.attempt) or 0 in self.gone or self._unmet(), self._join_deadline())
         self._tell({"t": "ready", "failures": [f.to_dict() for f in self.failures]})
@@ -222,7 +222,7 @@ class Node:
                 if not self._over():
                     self._agree_on_resume()
             except CloudtrainError as exc:
-                self._fail(self._setup(str(exc), "infra"))
+                self._fail(self._setup(exc.with_hint(), "infra"))
             self.peers.clear()
         else:
             self._pump(lambda: self.go is not None or self.released or self._over() or 0 in self.gone)
@@ -282,7 +282,7 @@ class Node:
             space.bring_back(self.live)
         except StorageError as exc:
             self.code = 1
-            return self._fail(self._setup(str(exc), "infra"))
+            return self._fail(self._setup(exc.with_hint(), "infra"))
         if name := self.go["resume"]:
             resume = str(restored[name].path if name in restored else space.checkpoints / name)
         else:

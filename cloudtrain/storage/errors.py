@@ -195,11 +195,12 @@ def translate(exc: BaseException, where: str) -> Exception:
     if kind == "taken":
         return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), where)
     if kind == "auth":
+        hint = ""
         if any(map(_is_bare_refusal, _chain(exc))):
-            reason += "; credentials that have expired?"
+            hint = "sign in again: the credentials may have expired"
         if "AuthorizationPermissionMismatch" in reason:  # signed in, but without a role for the data
-            reason += "; it takes the role Storage Blob Data Contributor on the container"
-        return AuthError(f"{where}: no access: {reason}")
+            hint = "give the caller the role Storage Blob Data Contributor on the container"
+        return AuthError(f"{where}: no access: {reason}", hint=hint)
     if kind == "disk" and isinstance(exc, OSError):
         return StorageError(f"{exc.filename or where}: {exc.strerror or reason}")
     if kind == "transient" and (why := _unreachable(exc)):

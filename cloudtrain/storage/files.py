@@ -449,7 +449,7 @@ class LocalFiles(Trees):
                 count += len(data)
                 yield data
         if count != size:
-            raise StorageError(f"{path}: {count} bytes came instead of {size}; it changed")
+            raise StorageError(f"{path} changed while it was read: {count} bytes instead of {size}")
 
     def receive(self, key: str, size: int, pieces: Callable[[], Generator[bytes, None, None]]) -> None:
         path = self._writable(key)
@@ -483,7 +483,7 @@ class LocalFiles(Trees):
 
     def remove(self, prefix: str) -> None:
         if not prefix:
-            raise StorageError(f"{self.root}: the whole store is not removed")
+            raise StorageError(f"{self.root}: cloudtrain never removes a whole store")
         path = self._path(prefix)
         with disk_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if path.is_dir() and not path.is_symlink():

@@ -172,7 +172,7 @@ class FsspecMover:
         except FileNotFoundError:
             there = {}
         if there.get("type") != "file":
-            raise StorageError(f"{info['name']}: a symbolic link, and not to a file; nothing follows it here")
+            raise StorageError(f"{info['name']}: this symbolic link does not lead to a file")
         return {**there, "name": info["name"]}
 
     def names(self, prefix: str) -> Names:

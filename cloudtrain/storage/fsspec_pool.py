@@ -69,14 +69,15 @@ def open_url(url: str, options: Mapping[str, Any], *, most: int) -> Clients:
     except ImportError as exc:
         raise _uninstalled(scheme, package, exc) from exc
     except ValueError as exc:
-        raise SpecError(f"no file system is known for {scheme}: URLs", field="store") from exc
+        hint = "check the scheme, or install the package that adds it to fsspec"
+        raise SpecError(f"fsspec knows no file system for {scheme}: URLs", field="store", hint=hint) from exc
 
     def make() -> tuple[Any, str]:
         try:
             return opened()
         except TypeError as exc:  # an option that this kind of URL does not have, or a missing one
-            where = f"FSSPEC_{scheme.upper()}_… or ~/.config/fsspec"
-            raise SpecError(f"{url}: {exc}; fsspec reads options from {where}", field="store") from exc
+            hint = f"correct fsspec's options in FSSPEC_{scheme.upper()}_… or ~/.config/fsspec"
+            raise SpecError(f"{url}: {exc}", field="store", hint=hint) from exc
 
     def opened() -> tuple[Any, str]:
         from fsspec.core import url_to_fs
@@ -178,8 +179,9 @@ def check_store(url: str, kind: type[Any]) -> None:
     scheme = url_scheme(url)
     if scheme in _EXCLUSIVE or (scheme not in WEB and _says_so(kind)):
         return
-    why = 'cannot create a file exclusively (it takes no mode="create"), so that two clients could start one run'
-    raise SpecError(f"{url} cannot be a store: {kind.__name__} {why}; use another one", field="store")
+    why = "cannot create a file exclusively, so two clients could start one run"
+    hint = "use s3://…, abfs://…, gs://… or a folder"
+    raise SpecError(f"{url} cannot be a store: {kind.__name__} {why}", field="store", hint=hint)
 
 
 def _says_so(kind: type[Any]) -> bool:

@@ -122,7 +122,8 @@ class Lease:
         """Raise `StorageError` if another client may have taken over."""
         late = max(time.monotonic() - self._since[0], time.time() - self._since[1]) > self._seconds / 2
         if self._lost or late:
-            raise StorageError("held up, so that another client may have taken over; start again")
+            why = "this client was held up for too long, so another client may have taken over"
+            raise StorageError(why, hint="run the same command again")
 
     def _until(self, step: Callable[[], bool]) -> None:
         pause = _PAUSES[0]

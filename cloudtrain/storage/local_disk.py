@@ -103,7 +103,7 @@ def _file_part(url: str) -> str:
     if rest.startswith("//"):
         host, slash, tail = rest[2:].partition("/")
         if host not in ("", "localhost"):
-            raise SpecError(f"{url!r} names a host; write file:///path", field="store")
+            raise SpecError(f"{url!r} names a host", field="store", hint="write file:///PATH")
         rest = slash + tail
     return rest[1:] if _SLASHED_DRIVE.match(rest) else rest
 
@@ -138,7 +138,7 @@ def inside(folder: Path, key: str) -> Path:
     if not parts:
         raise StorageError("unsafe path ''")
     if not safe(key):
-        raise StorageError(f"unsafe path {key[:80]!r}: no file here can be called so")
+        raise StorageError(f"unsafe path {key[:80]!r}: this system allows no such name")
     path = folder.joinpath(*parts)
     if _through_link(folder, parts[:-1]):
         root, parent = os.path.realpath(folder), os.path.realpath(path.parent)
@@ -198,7 +198,7 @@ def _walk(folder: Path, prefix: str, above: tuple[tuple[int, int], ...], found: 
                 _check_name(key)
                 found[key] = item
             else:
-                raise StorageError(f"{item.path}: neither a file nor a folder, but a dangling link or a device")
+                raise StorageError(f"{item.path} is a broken link or a device, not a file or folder")
 
 
 def _check_name(key: str) -> None:
@@ -389,9 +389,9 @@ def verify(path: Path, key: str, sha256: str | None, size: int | None) -> None:
 def check_promise(key: str, got: int, digest: Callable[[], str], sha256: str | None, size: int | None) -> None:
     """Check a size and a digest as `verify` does; ``digest`` is called only if one is expected."""
     if size is not None and got != size:
-        raise DigestError(f"{key}: {got} bytes, not the {size} promised")
+        raise DigestError(f"{key} has {got} bytes instead of {size}")
     if sha256 is not None and (found := digest()) != sha256:
-        raise DigestError(f"{key}: sha256 is {found}, not the {sha256} promised")
+        raise DigestError(f"{key} has SHA-256 {found} instead of {sha256}")
 
 
 def is_same(path: Path, size: int, sha256: str | None) -> bool:

@@ -130,7 +130,8 @@ def _s3(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving
         raise SpecError(f"{word} is set, which AWS's SDK does not know", field="sse", hint=hint)
     bucket, root = _parts(url)
     if bucket.startswith("arn:") or bucket.endswith("--x-s3"):
-        raise SpecError(f"{url}: ARNs and directory buckets are not supported", field="store")
+        hint = "use the name of a general-purpose bucket"
+        raise SpecError(f"{url}: ARNs and directory buckets are not supported", field="store", hint=hint)
     anonymous, keys = _true(options.get("anon")), _static_keys(options, environ)
     session, profile = options.get("session"), options.get("profile")
     region = client.get("region_name") or environ.get("AWS_DEFAULT_REGION")
@@ -175,7 +176,8 @@ def _static_keys(options: Mapping[str, Any], environ: Mapping[str, str]) -> tupl
     key, secret, token = (options.get(name) for name in ("key", "secret", "token"))
     if key or secret or token:
         if not (key and secret):
-            raise SpecError("fsspec's options key and secret count only together", field="store")
+            why = "fsspec has only one of the options key and secret"
+            raise SpecError(why, field="store", hint="set both of them, or neither")
     else:
         key, secret, token = (environ.get(name) for name in _AWS_KEYS)
     return (str(key), str(secret), token) if key and secret else None
@@ -347,7 +349,8 @@ def _azure_keys(url: str, key: str, sas: str, principal: Mapping[str, str], iden
         raise not_installed(f"{url_scheme(url)}://", extra_of(_AZURE), field="store", named=[_AZURE]) from None
     if any(principal.values()):
         if lacking := [f"AZURE_STORAGE_{name.upper()}" for name, value in principal.items() if not value]:
-            raise SpecError(f"the service principal is incomplete: {', '.join(lacking)} not set", field="store")
+            why = f"the service principal is incomplete: {', '.join(lacking)} not set"
+            raise SpecError(why, field="store", hint="set that too, or unset the rest of the service principal")
         credential: Any = ClientSecretCredential(**principal, **identity)
     else:
         credential = DefaultAzureCredential(**identity)

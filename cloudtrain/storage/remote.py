@@ -170,7 +170,8 @@ class RemoteFiles(Trees):
         if self._region:
             options["client_kwargs"] = {**options.get("client_kwargs", {}), "region_name": self._region}
         if self._moving.sse and scheme not in ("s3", "s3a"):
-            raise SpecError(f"the encryption can be set for a store in S3 only, not for {scheme}:", field="sse")
+            why = f"encryption can be set only for a store in S3, not for {scheme}:"
+            raise SpecError(why, field="sse", hint="remove sse and sse_kms_key_id from the settings")
         if scheme in OBSTORE:
             return ObstoreMover.open(self._url, options, moving=self._moving, retries=self._retries)
         return FsspecMover.open(self._url, options, moving=self._moving, retries=self._retries or Retries())
@@ -253,7 +254,8 @@ class RemoteFiles(Trees):
                 if self.exists(key):
                     return number > 0 and self._call(key, lambda mover: mover.wrote(key, writer))
             retries.pause(number)
-        raise unanswered or StorageError(f"{self._url}/{key}: other writers stay in the way")
+        why = f"{self._url}/{key}: other clients change it all the time"
+        raise unanswered or StorageError(why, hint="run the same command again")
 
     def load(self, key: str) -> Loaded | None:
         parts_of(key)
@@ -279,7 +281,8 @@ class RemoteFiles(Trees):
             if version is None and isinstance(unanswered, FileNotFoundError):
                 raise StorageError(f"{self._url}: the bucket or container does not exist") from unanswered
             retries.pause(number)  # a 409 is another writer, which may still fail
-        raise StorageError(f"{self._url}/{key}: other writers stay in the way") from unanswered
+        why = f"{self._url}/{key}: other clients change it all the time"
+        raise StorageError(why, hint="run the same command again") from unanswered
 
     def entry(self, key: str) -> Entry | None:
         """Return the file at ``key``, None if there is none. ``size`` is -1 if the server does not say."""
@@ -370,7 +373,8 @@ class RemoteFiles(Trees):
             end = min(start + PIECE, size)
             data = self._call(key, lambda mover: one(mover, start, end))
             if len(data) != end - start:
-                raise StorageError(f"{self._url}/{key}: {len(data)} bytes came instead of {end - start}; it changed")
+                came = f"{len(data)} bytes instead of {end - start}"
+                raise StorageError(f"{self._url}/{key} changed while it was read: {came}")
             return data
 
         starts = iter(range(0, size, PIECE))
@@ -430,7 +434,7 @@ class RemoteFiles(Trees):
 
     def remove(self, prefix: str) -> None:
         if not prefix:
-            raise StorageError(f"{self._url}: the whole store is not removed")
+            raise StorageError(f"{self._url}: cloudtrain never removes a whole store")
         parts_of(prefix)
         with contextlib.suppress(FileNotFoundError):
             self._call(prefix, lambda mover: mover.remove(prefix))
@@ -438,13 +442,13 @@ class RemoteFiles(Trees):
     def discard(self, keys: Sequence[str]) -> None:
         for key in keys:
             if not parts_of(key):
-                raise StorageError(f"{self._url}: the whole store is not removed")
+                raise StorageError(f"{self._url}: cloudtrain never removes a whole store")
         if keys:
             self._call(keys[0], lambda mover: mover.discard(keys))
 
     def prune(self, prefix: str) -> None:
         if not parts_of(prefix):
-            raise StorageError(f"{self._url}: the whole store is not removed")
+            raise StorageError(f"{self._url}: cloudtrain never removes a whole store")
         with contextlib.suppress(FileNotFoundError):
             self._call(prefix, lambda mover: mover.prune(prefix))
 

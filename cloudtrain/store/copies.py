@@ -56,6 +56,7 @@ TRIES = 4
 LOOKS = 4
 """Tries to find the newest checkpoint: an unfinished run deletes its older ones."""
 _ANOTHER_ID = "send the job again with another --run-id"
+_ANOTHER_RUN = f"name another run, or leave {FIELD} out to start from the beginning"
 _BELOW = "live/checkpoints"
 _WITHIN = re.compile(r"(.+)/runs/([^/]+)(/.*)?")
 _TAG = re.compile(r"\bETag=(?:W/)?\"?([^\"\s]+)", re.IGNORECASE)
@@ -214,7 +215,7 @@ class Copy:
             with contextlib.closing(self._source.pieces(path, entry)) as pieces:
                 yield from pieces
         except FileNotFoundError:
-            raise StorageError(f"{where} went away while it was copied", hint=self._source.restart) from None
+            raise StorageError(f"{where} was deleted while it was copied", hint=self._source.restart) from None
         except (CloudtrainError, GeneratorExit):
             raise
         except Exception as exc:  # back ends raise any class; the table sorts them
@@ -244,7 +245,7 @@ class Copy:
             why = f"{self._source.shown}: {min(changed)} changed while it was copied"
             raise StorageError(why, hint=self._source.restart)
         if wrong:
-            raise OverwrittenError(f"{self._at(min(wrong))} is not what was written: another client writes there")
+            raise OverwrittenError(f"{self._at(min(wrong))} has changed: another client writes to the same place")
 
     def _save(self) -> None:
         """Merge the digests into the journal, where other clients of the same copy save theirs."""
@@ -289,9 +290,11 @@ def list_source(source: CopySource) -> dict[str, Entry]:
     found = source.entries()
     for path, entry in found.items():
         if not safe(path):
-            raise SpecError(f"{source.shown}: {path!r} is no name that every system takes", field=source.field)
+            why = f"{source.shown}: not every system allows the name {path!r}"
+            raise SpecError(why, field=source.field, hint="rename that file")
         if entry.size < 0:
-            raise StorageError(f"{source.shown}: the server does not say how large {path} is; copy it to a store")
+            why = f"{source.shown}: the server does not say how large {path} is"
+            raise StorageError(why, hint="copy the data to your store, and use that URL")
     return found
 
 
@@ -355,12 +358,13 @@ class RemoteInput(CopySource):
         if self._file is None:
             found = source.entries()
             if not found:
-                why = "; of a single file, give a URL that ends in something like .csv" if source.entry("") else ""
-                raise SpecError(f"{self.shown} holds no file{why}", field=self.field)
+                hint = "for a single file, give a URL that ends in a suffix such as .csv" if source.entry("") else ""
+                raise SpecError(f"{self.shown} holds no file", field=self.field, hint=hint)
             return found
         entry = source.entry("")
         if entry is None:
-            raise SpecError(f"there is no file {self.shown}; of a folder, let the URL end in /", field=self.field)
+            hint = "for a folder, let the URL end in /"
+            raise SpecError(f"there is no file {self.shown}", field=self.field, hint=hint)
         return {self._file: entry}
 
     def pieces(self, path: str, entry: Entry) -> Generator[bytes, None, None]:
@@ -385,7 +389,7 @@ class _EarlierCopy(CopySource):
 
     def check(self, path: str, sha256: str) -> None:
         if sha256 != self._digests[path]:
-            raise DigestError(f"{self.shown}/{path} is not what was copied there")
+            raise DigestError(f"{self.shown}/{path} has changed since it was copied there")
 
 
 def copy_inputs(
@@ -457,7 +461,7 @@ def _earlier_copy(left: PreviousPlace | None, name: str, item: LayoutInput) -> _
     there = store.files.list(folder)
     for path, entry in found.items():
         if there.get(f"{folder}/{path}") != entry.size:
-            raise DigestError(f"{store.url}/{folder}/{path} is not what was copied there")
+            raise DigestError(f"{store.url}/{folder}/{path} has changed since it was copied there")
     return _EarlierCopy(store, folder, found, digests, name)
 
 
@@ -531,7 +535,8 @@ def resume_copy_url(url: str, store: Store, run_id: str, schemes: Collection[str
     if read or url.startswith(f"{store.url}/") or _place(url) is None:
         return None
     if scrubbed(url) != url:
-        raise SpecError(f"{scrubbed(url)} holds a password, key or signature; leave it out, and sign in", field=FIELD)
+        why = f"{scrubbed(url)} holds a password, key or signature"
+        raise SpecError(why, field=FIELD, hint="leave it out of the URL, and sign in")
     return f"{store.url}/runs/{run_id}/resume/{_BELOW}"
 
 
@@ -583,8 +588,9 @@ def copy_checkpoint(
     except SpecError as exc:
         if left is None:
             raise
-        why = f"{exc.message}, and {left.store.url} has no copy of it that is whole; submit the same job again"
-        raise StorageError(f"{FIELD}: {why} with --run-id {layout.run_id} where the run can be read") from None
+        why = f"{FIELD}: {exc.message}, and {left.store.url} has no complete copy of it"
+        hint = f"on a machine that can read that run, submit the same job again with --run-id {layout.run_id}"
+        raise StorageError(why, hint=hint) from None
     return _copy_newest(source, place, copy, say)
 
 
@@ -599,8 +605,10 @@ def _copy_newest(source: Store, place: _Place, copy: Callable[[CopySource], int]
             except _GoneError:
                 break
         else:
-            raise SpecError(f"{place.title}: nothing complete and undamaged to resume from", field=FIELD)
-    raise StorageError(f"{place.title}: its checkpoints were deleted faster than they could be copied; start again")
+            why = f"{place.title}: nothing complete and undamaged to resume from"
+            raise SpecError(why, field=FIELD, hint=_ANOTHER_RUN)
+    why = f"{place.title}: its checkpoints were deleted faster than they could be copied"
+    raise StorageError(why, hint="run the same command again")
 
 
 def _from_earlier_copy(store: Store, url: str, copy: Callable[[CopySource], int], say: Say) -> int | None:
@@ -628,8 +636,7 @@ def _candidates(source: Store, place: _Place) -> list[Checkpoint]:
     root = f"runs/{place.run_id}/{place.below}/"
     found = resumable([item for item in source.checkpoints(place.run_id) if f"{item.key}/".startswith(root)])
     if not found:
-        hint = f"name another run, or leave {FIELD} out to start from the beginning"
-        raise SpecError(f"{place.title} has no complete checkpoint", field=FIELD, hint=hint)
+        raise SpecError(f"{place.title} has no complete checkpoint", field=FIELD, hint=_ANOTHER_RUN)
     return found[::-1]
 
 
@@ -664,7 +671,7 @@ class _ChosenCheckpoint(CopySource):
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
             files = None
         if files != dict(checkpoint.files):
-            raise _GoneError(f"{self.shown} has gone")
+            raise _GoneError(f"{self.shown} was deleted")
         return data
 
     def entries(self) -> dict[str, Entry]:
@@ -677,8 +684,8 @@ class _ChosenCheckpoint(CopySource):
         try:
             yield from self._files.pieces(f"{self._key}/{path[len(self._below) + 1 :]}", entry.size)
         except FileNotFoundError:
-            raise _GoneError(f"{self.shown} has gone") from None
+            raise _GoneError(f"{self.shown} was deleted") from None
 
     def check(self, path: str, sha256: str) -> None:
         if sha256 != self._entries[path].version:
-            raise _DamagedError(f"{self.shown}: {path[len(self._below) + 1 :]} is not what was committed")
+            raise _DamagedError(f"{self.shown}: {path[len(self._below) + 1 :]} has changed since its commit")

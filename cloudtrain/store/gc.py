@@ -169,7 +169,8 @@ def _refuse_unreadable(named: _Named) -> None:
     if named.unreadable:
         names = ", ".join(sorted(named.unreadable)[:3])
         raise StorageError(
-            f"nothing is removed: run.json of {names} cannot be read, so the files that it needs are unknown"
+            f"nothing is removed: run.json of {names} cannot be read, so the files that it needs are unknown",
+            hint="delete the folders of these runs in the store, if you do not need them",
         )
 
 

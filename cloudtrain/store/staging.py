@@ -88,7 +88,8 @@ def stage_input(
             tree.known.keep()
         return _staged(store, str(path), tree.digest, tree.files, path.name if path.is_file() else None, copied)
     if url_scheme(url) not in RELAYED:
-        raise SpecError(f"{without_secrets(url)} has a scheme that cannot be copied", field=FIELD)
+        why = f"{without_secrets(url)}: cloudtrain cannot copy from this scheme"
+        raise SpecError(why, field=FIELD, hint="download the data, and give the path of the file or folder")
     check_listable(url, FIELD)
     file = file_of_url(url)
     source = RemoteInput(url, file, name="data", field=FIELD)
@@ -98,7 +99,8 @@ def stage_input(
             return _staged(store, source.shown, digest, listed, file, copied)
         except (FileNotFoundError, OverwrittenError):
             if number + 1 == TRIES:
-                raise StorageError(f"other clients keep removing the copy of {source.shown}; start again") from None
+                why = f"other clients keep removing the copy of {source.shown}"
+                raise StorageError(why, hint="run the same command again") from None
     raise AssertionError
 
 
@@ -182,7 +184,7 @@ def _pieces(store: Store, key: str, size: int) -> Generator[bytes, None, None]:
     try:
         yield from store.files.pieces(key, size)
     except FileNotFoundError:  # `receive` takes that for its target's
-        raise OverwrittenError(f"{key} has gone: another client has removed it") from None
+        raise OverwrittenError(f"another client has removed {key}") from None
 
 
 @contextlib.contextmanager

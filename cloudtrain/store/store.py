@@ -248,7 +248,8 @@ class Store:
             if tree.known is not None:
                 tree.known.forget(path)
                 tree.known.keep()
-            raise StorageError(f"{path} changed while it was being staged; start again") from exc
+            hint = "run the same command again when the file no longer changes"
+            raise StorageError(f"{path} changed while it was being staged", hint=hint) from exc
         return item.size
 
     def _known_files(self) -> dict[tuple[int, str], str]:
@@ -271,9 +272,8 @@ class Store:
         Raises `StorageError` if it was staged so long ago that its announcement may have expired.
         """
         if any(time.time() - since > _STAGING for _, since in self._announced.get(layout.run_id, [])):
-            raise StorageError(
-                "it took days to stage this, so that some of it may have been removed again; start again"
-            )
+            why = "staging took days, so another client may have removed some of the files"
+            raise StorageError(why, hint="run the same command again")
         created = self._create(f"{run_folder(layout.run_id)}/run.json", record)
         self.withdraw(layout.run_id)
         return created
@@ -544,7 +544,8 @@ def _checked(url: str) -> str:
     cannot be a store. For a URL of a cloud's web page or API, the hint is the store that it stands for."""
     if local_path(url) is None and scrubbed(url) != url:
         why = "holds a password, key or signature, which every record of a run would quote"
-        raise SpecError(f"{scrubbed(url)} {why}; leave it out, and sign in as docs/storage.md says", field="store")
+        hint = "leave it out of the URL, and sign in as docs/storage.md says"
+        raise SpecError(f"{scrubbed(url)} {why}", field="store", hint=hint)
     if url_scheme(url) in NO_STORES:
         meant = (match.expand(store) for pattern, store in _MEANT if (match := re.match(pattern, url, re.IGNORECASE)))
         how = next((f"use {store}" for store in meant), f"use {STORES} or a folder")

@@ -48,7 +48,7 @@ def test_it_leaves_no_trace_here_and_takes_none_along(
 
 def test_a_datastore_of_another_container_is_refused(idle: AzureMLWorld) -> None:
     idle.plane.datastore("elsewhere", f"{idle.plane.container}-2")
-    for name, says in (("elsewhere", "name the datastore of that"), ("nowhere", "az ml datastore list")):
+    for name, says in (("elsewhere", "the store's container"), ("nowhere", "az ml datastore list")):
         provider = find_provider("azureml")(**{**idle.settings, "datastore": name})
         plan = idle.plan()
         request = provider.plan(plan.job, plan.layout)

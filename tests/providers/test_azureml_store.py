@@ -48,7 +48,7 @@ def test_a_datastore_is_its_container(url: str, told: Mapping[str, Any], contain
     [
         ("azureml://team/paths/a", "store", "is not azureml://datastores/NAME/paths/"),
         ("azureml://datastores/team/a", "store", "is not azureml://datastores/NAME/paths/"),
-        ("azureml://datastores/other/paths/a", "azureml.datastore", "the store lies in 'other'"),
+        ("azureml://datastores/other/paths/a", "azureml.datastore", "the store is in 'other'"),
         (LONG.format("g", "").replace("Vision", "speech"), "store", "the settings name 1111-2222/training/vision"),
         (LONG.format("g", "").replace("1111", "9999"), "store", "is in the workspace 9999-2222/training/Vision"),
     ],
@@ -61,14 +61,14 @@ def test_what_is_no_place_of_this_workspace_is_refused(url: str, field: str, wor
 
 
 def test_a_datastore_that_is_no_container_is_refused() -> None:
-    with pytest.raises(SpecError, match="'team' is AzureFile, no container of Azure Storage"):
+    with pytest.raises(SpecError, match="'team' is not a container of Azure Storage \(AzureFile\)"):
         resolved(SHORT, {"datastoreType": "AzureFile", "accountName": "acct", "fileShareName": "s"})
 
 
 def test_a_plan_asks_nobody_and_says_what_to_write() -> None:
     with pytest.raises(SpecError) as caught:
         store_url(SHORT, "team", None, workspace=WORKSPACE)
-    assert "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/a/b" in str(caught.value)
+    assert "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/a/b" in caught.value.hint
     assert "\n" not in str(caught.value)
 
 
@@ -146,4 +146,5 @@ def test_a_store_of_another_cloud_is_refused() -> None:
     with pytest.raises(SpecError) as caught:
         provider().storage("abfs://c@acct.dfs.core.chinacloudapi.cn/s")
     assert caught.value.field == "azureml.cloud"
-    assert "core.chinacloudapi.cn: name the store's cloud" in str(caught.value)
+    assert "core.chinacloudapi.cn" in str(caught.value)
+    assert caught.value.hint == "set cloud to the cloud of the store"

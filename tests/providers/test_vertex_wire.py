@@ -49,7 +49,7 @@ BUCKET = "contract-bucket"
 SETTINGS = {"project": "contract", "location": "europe-west4", "service_account": TRAINER, "log_drain": 0}
 PLANS = Plans(Provider, SETTINGS, f"gs://{BUCKET}/store", {"image": "team/trainer:1"})
 HOUR = 3600
-AGAIN = "whether an earlier call has created the job is not known"
+AGAIN = "an earlier call may have created the job"
 
 
 @pytest.fixture
@@ -160,8 +160,9 @@ def test_a_job_of_that_label_that_was_another_request_is_nobodys(plane: Plane) -
     with pytest.raises(ConflictError) as caught:
         provider.submit(request)
     name = request.body["displayName"]
-    why = f"Vertex AI has a job {name} of an earlier run of that id, which was another job; choose another id"
+    why = f"Vertex AI has a job {name} of an earlier run of that id, which was another job"
     assert str(caught.value) == f"run_id: {why}"
+    assert caught.value.hint == "choose another run id (--run-id)"
     assert provider.find(request) is None
     assert operations(plane, since) == ["GET bucket", "GET customJobs", "GET customJobs"]
 
@@ -232,7 +233,7 @@ def test_only_an_answer_that_leaves_it_open_is_followed_by_doubt(
     plane.quotas["custom_model_training_cpus"] = 0
     with pytest.raises(LostContactError if unsure else QuotaError) as caught:
         provider.submit(request)
-    assert str(caught.value).endswith(f"; {AGAIN}: look in {PARENT}") == unsure
+    assert str(caught.value).endswith(f"; {AGAIN}") == unsure
     assert plane.jobs == {}
 
 
@@ -360,7 +361,7 @@ def test_a_service_that_asks_to_be_left_alone_is(
     before = len(plane.wire.calls)
     with pytest.raises(CloudtrainError) as caught:
         provider.status(NOWHERE)
-    waits = re.fullmatch(r"get job: Google Cloud asks for (\d+) s more before the next call", str(caught.value))
+    waits = re.fullmatch(r"get job: Google Cloud asks for a pause of (\d+) s before the next call", str(caught.value))
     assert (waits is not None) == (most > 0)
     assert waits is None or int(waits[1]) <= most
     assert (len(plane.wire.calls) > before) == (most <= 0)
@@ -504,7 +505,9 @@ def test_a_region_without_the_machine_is_left_for_the_next(
 
 def test_one_region_without_the_machine_is_one_line(plane: Plane) -> None:
     plane.lacking.add("europe-west4")
-    with pytest.raises(CapacityError, match=r"try another location or machine; Google's page of 2026 lists .*us-east4"):
+    with pytest.raises(
+        CapacityError, match=r"hint: try another location or machine\nGoogle's page of 2026 lists .*us-east4"
+    ):
         client().submit(PLANS.planned(gpu="H100:8"))
 
 
@@ -550,7 +553,9 @@ def test_a_caller_that_may_not_count_calls_against_our_project_does_without(
 def test_another_quota_project_that_has_no_vertex_is_named(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     users(plane, monkeypatch, OTHER)
     plane.consumer = False
-    with pytest.raises(AuthError, match=f": gcloud services enable aiplatform.googleapis.com --project {OTHER}$"):
+    with pytest.raises(
+        AuthError, match=f"hint: switch it on: gcloud services enable aiplatform.googleapis.com --project {OTHER}$"
+    ):
         client().status(NOWHERE)
 
 
@@ -577,12 +582,12 @@ def test_a_log_that_others_read_as_well_says_why_it_is_refused(plane: Plane) -> 
     [
         (
             ("US-CENTRAL1", "region"),
-            f"store: gs://{BUCKET} is in us-central1, and the jobs are in europe-west4; set vertex.location, or make a "
-            "bucket there: gcloud storage buckets create gs://NAME --location=europe-west4",
+            f"store: gs://{BUCKET} is in us-central1, and the jobs are in europe-west4; set vertex.location to "
+            "us-central1, or run: gcloud storage buckets create gs://NAME --location=europe-west4",
         ),
         (
             ("EU", "multi-region"),
-            f"store: gs://{BUCKET} is a multi-region bucket (eu), which no job can mount; make one in europe-west4: "
+            f"store: gs://{BUCKET} is a multi-region bucket (eu), which no job can mount; run: "
             "gcloud storage buckets create gs://NAME --location=europe-west4",
         ),
     ],
@@ -595,7 +600,7 @@ def test_a_store_that_jobs_cannot_mount_is_refused_before_anything_is_made(
     plane.wire.calls.clear()
     with pytest.raises(SpecError) as caught:
         client().submit(PLANS.planned())
-    assert str(caught.value) == says
+    assert caught.value.with_hint() == says
     assert operations(plane) == ["GET bucket"]
 
 
@@ -673,7 +678,7 @@ def test_inputs_and_checkpoints_elsewhere(plane: Plane) -> None:
     ):
         with pytest.raises(SpecError) as caught:
             made.submit(request)
-        assert str(caught.value) == f"{field}: {why}; copy what is needed into one in europe-west4"
+        assert caught.value.with_hint() == f"{field}: {why}; copy the data into a bucket in europe-west4"
     assert plane.jobs == {}
     for attempt in (1, 2):
         made.submit(planned(attempt, here=ours, far="gs://far/x", nowhere="gs://no-such-bucket/x"))
@@ -700,7 +705,9 @@ def test_without_credentials_one_line_says_how_to_sign_in(
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     for call in (lambda: client().status(NOWHERE), lambda: client().storage("gs://b/x"), own.credentials):
-        with pytest.raises(AuthError, match=r"^no Google Cloud credentials: sign in .*gcloud auth application-default"):
+        with pytest.raises(
+            AuthError, match=r"^no Google Cloud credentials\nhint: sign in .*gcloud auth application-default"
+        ):
             call()
     assert client().storage("/a/folder") == {}
 

@@ -32,7 +32,7 @@ from ...errors import (
 from ...job.job import run_tag
 from ...provider_api.protocol import Request
 from ...storage import extras
-from .._cloud import Backoff, decoded
+from .._cloud import ANOTHER_ID, Backoff, decoded
 from .request import TAG_BODY, TAG_RUN
 from .urls import cloud_of
 
@@ -141,18 +141,19 @@ def refusal(status: int, code: str, message: str, *, what: str) -> CloudtrainErr
     if status in (408, 429) or status >= 500:
         return LostContactError(f"Azure ML does not answer now: {text} (status {status})")
     if status == 401:
-        return AuthError(f"{text}: {HELP['expired']}")
+        return AuthError(text, hint=HELP["expired"])
     if status == 403 and not QUOTA.search(said):
-        return AuthError(f"{text}: {HELP['role']}")
+        return AuthError(text, hint=HELP["role"])
     field = "azureml.workspace_name" if status == 404 and _NO_WORKSPACE.search(said) else ""
     if field := _PLACES.get(code, field):
-        return SpecError(f"{said}; check subscription, group and workspace", field=field)
+        hint = "check subscription_id, resource_group and workspace_name"
+        return SpecError(said, field=field, hint=hint)
     if status == 404:  # before the patterns below: the missing name may contain their words
         return NotFoundError(text)
     if QUOTA.search(f"{code} {said}"):
-        return QuotaError(f"{text}: {quota_hint(said)}")
+        return QuotaError(text, hint=quota_hint(said))
     if CAPACITY.search(f"{code} {said}"):
-        return CapacityError(f"{text}: another size, region or time, or a longer max_wait")
+        return CapacityError(text, hint="try another size, region or time, or a longer max_wait")
     if status == 409 or _TAKEN.search(f"{code} {said}"):
         return ConflictError(text, field="run_id")
     if _NO_COMPUTE.search(f"{code} {said}"):
@@ -173,7 +174,7 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
     if isinstance(exc, known.ClientAuthenticationError) and exc.status_code in (None, 400):
         # The token service refuses a secret or a refresh token with 400 (AADSTS…). A chain lists its tries below that.
         first = next(filter(None, map(str.strip, str(exc).splitlines())), type(exc).__name__)
-        return AuthError(f"no Azure credentials: {HELP['none']} ({first[:200]})")
+        return AuthError(f"no Azure credentials ({first[:200]})", hint=HELP["none"])
     # A body that ended too soon: azure-core wraps the connection's error in a HttpResponseError.
     broken = getattr(exc, "response", None) is None and isinstance(getattr(exc, "inner_exception", None), OSError)
     if broken or isinstance(exc, (known.ServiceRequestError, known.ServiceResponseError)):
@@ -321,10 +322,10 @@ class Account:
             return None
         tags = job["properties"].get("tags") or {}
         if tags.get(TAG_RUN) != run_tag(request.run):
-            raise ConflictError(f"Azure ML has a job {name} of another run; choose another id", field="run_id")
+            raise ConflictError(f"Azure ML has a job {name} of another run", field="run_id", hint=ANOTHER_ID)
         if tags.get(TAG_BODY) != request.body["tags"].get(TAG_BODY):
-            why = f"Azure ML has a job {name} of an earlier run of that id, which was another job; choose another id"
-            raise ConflictError(why, field="run_id")
+            why = f"Azure ML has a job {name} of an earlier run of that id, which was another job"
+            raise ConflictError(why, field="run_id", hint=ANOTHER_ID)
         return self.native_id(name)
 
     def native_id(self, name: str) -> str:

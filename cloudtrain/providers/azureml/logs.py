@@ -137,7 +137,8 @@ def _bytes(account: Account, native_id: str, name: str, begin: int, most: int) -
             account.run_details(native_id)
     if answer.status_code == 404:
         return None  # the history names files before they exist
-    raise LostContactError(f"read {name}: its SAS is refused (403); does the storage account let this machine in?")
+    hint = "let this machine through the firewall of the storage account"
+    raise LostContactError(f"read {name}: the storage account refuses its SAS (403)", hint=hint)
 
 
 def _body(answer: Any, skip: int, most: int, *, what: str) -> bytes:

@@ -62,16 +62,14 @@ FORM = re.compile(
 """Series, cores, features and version: Azure's page of conventions for names of virtual machines."""
 JOB_TIERS, PRIORITIES = ("spot", "basic", "standard", "premium"), ("low", "medium", "high")
 ENVIRONMENT = r"azureml:(//registries/[^/\s]+/environments/\S+|[^/\s]\S*|/subscriptions/\S+)"
+_HOW_ENVIRONMENT = "write azureml:NAME:VERSION, azureml:NAME@latest or azureml://…"
 PATTERNS = {
-    "identity": (r"\w*|managed_identity:[\w-]+", "write managed_identity:CLIENT-ID, or the kind alone"),
-    "environment": (
-        f"({ENVIRONMENT})?",
-        "{!r} is no environment: azureml:NAME:VERSION, azureml:NAME@latest or azureml://…",
-    ),
-    "compute": (r"([A-Za-z][A-Za-z0-9-]{1,31})?", "{!r} is not the name of a cluster"),
-    "datastore": (r"[A-Za-z0-9_]+", "{!r} is not the name of a datastore"),
+    "identity": (r"\w*|managed_identity:[\w-]+", "is not an identity", "write managed_identity:CLIENT-ID"),
+    "environment": (f"({ENVIRONMENT})?", "is not an environment", _HOW_ENVIRONMENT),
+    "compute": (r"([A-Za-z][A-Za-z0-9-]{1,31})?", "is not the name of a cluster", ""),
+    "datastore": (r"[A-Za-z0-9_]+", "is not the name of a datastore", ""),
 }
-"""Form of each setting, and the message for another one."""
+"""Form of each setting, and the message and hint for another one."""
 IDENTITIES = ("aml_token", "user_identity", "managed_identity")
 _REGISTERED = re.compile(r"azureml:(?!//)|azureml://.+/data/[^/]+/(versions|labels)/[^/]+$")
 """A data asset of the workspace or a registry; no path."""
@@ -97,12 +95,13 @@ def checked(settings: Settings) -> Settings:
             choice_of(value, choices, f"azureml.{name}")
     if settings.identity:
         choice_of(settings.identity.partition(":")[0], IDENTITIES, "azureml.identity")
-    for name, (pattern, why) in PATTERNS.items():
+    for name, (pattern, why, how) in PATTERNS.items():
         value = getattr(settings, name)
         if not re.fullmatch(pattern, value):
-            raise SpecError(why.format(value), field=f"azureml.{name}")
+            raise SpecError(f"{value!r} {why}", field=f"azureml.{name}", hint=how)
     if settings.compute and settings.job_tier:
-        raise SpecError("is for serverless compute: a cluster has a tier of its own", field="azureml.job_tier")
+        why, how = f"is for serverless compute, and compute is {settings.compute!r}", "remove job_tier or compute"
+        raise SpecError(why, field="azureml.job_tier", hint=how)
     cloud_of(settings)
     found = {} if any(getattr(settings, name) for name in WORKSPACE) else _config(Path.cwd())
     return dataclasses.replace(
@@ -137,7 +136,7 @@ def _check_account(settings: Settings, store: str) -> None:
     storage(store, cloud_of(settings), {})
     for name in WORKSPACE:
         if not re.fullmatch(r"[\w().-]{1,90}", getattr(settings, name)):
-            raise SpecError(f"{getattr(settings, name)!r} is no such name", field=f"azureml.{name}")
+            raise SpecError(f"{getattr(settings, name)!r} is not a valid name", field=f"azureml.{name}")
 
 
 # ------------------------------------------------------------------------------------------------------------- the plan
@@ -213,16 +212,16 @@ def _machine(settings: Settings, job: Job, gpu_index: int) -> tuple[str, Machine
     """Return the instance type, empty on a cluster, and its entry in the catalogue."""
     wanted = job.resources
     if wanted.disk_gb:
-        why = "a machine has the disk of its size, and no more can be added"
-        raise UnsupportedError(NAME, "resources.disk_gb", why)
+        why, hint = "its machines have disks of a fixed size", "leave disk_gb out, or name a larger instance_type"
+        raise UnsupportedError(NAME, "resources.disk_gb", why, hint=hint)
     if settings.compute:
         _check_cluster(settings, job)
         return "", None
     if wanted.instance_type:
         name, known = pinned_machine(NAME, job, gpu_index, form=FORM, prefix="Standard_")
         if known is None and ACCELERATED.match(name) and not (wanted.nproc_per_node or wanted.gpu):
-            why = f"how many GPUs {name} has is not known here: say how many processes"
-            raise SpecError(why, field="resources.nproc_per_node")
+            why = f"is not set, and cloudtrain does not know how many GPUs {name} has"
+            raise SpecError(why, field="resources.nproc_per_node", hint="add --nproc-per-node N")
         return name, known
     if wanted.gpu:
         found = catalog.for_gpu(NAME, wanted.gpus[gpu_index], cpus=wanted.cpus, memory_gb=wanted.memory_gb)
@@ -235,12 +234,14 @@ def _machine(settings: Settings, job: Job, gpu_index: int) -> tuple[str, Machine
 
 def _check_cluster(settings: Settings, job: Job) -> None:
     """Raise `UnsupportedError` for fields that a cluster fixes already. ``gpu`` sets the ranks a node."""
-    wanted, whose = job.resources, f"cluster {settings.compute} has one size of machines; leave it out, or the setting"
+    wanted, own = job.resources, f"cluster {settings.compute} has one size of machine"
     for name in ("instance_type", "spot", "cpus", "memory_gb"):
         if getattr(wanted, name):
-            raise UnsupportedError(NAME, f"resources.{name}", f"{whose} compute")
+            hint = f"remove {name} from the job, or the setting azureml.compute"
+            raise UnsupportedError(NAME, f"resources.{name}", own, hint=hint)
     if len(wanted.gpu) > 1:
-        raise UnsupportedError(NAME, "resources.gpu", f"cluster {settings.compute} has one kind of GPU: name that one")
+        why = f"cluster {settings.compute} has one kind of GPU"
+        raise UnsupportedError(NAME, "resources.gpu", why, hint="name only that GPU")
 
 
 def _variables(settings: Settings, count: int) -> dict[str, str]:
@@ -254,7 +255,7 @@ def _environment(settings: Settings, job: Job) -> str | dict[str, str]:
     if job.image and not job.image.startswith("azureml:"):
         return {"image": job.image}
     if job.image and not re.fullmatch(ENVIRONMENT, job.image):
-        raise UnsupportedError(NAME, "image", f"{job.image!r} is no environment: azureml:NAME:VERSION or azureml://…")
+        raise UnsupportedError(NAME, "image", f"{job.image!r} is not an environment", hint=_HOW_ENVIRONMENT)
     return job.image or settings.environment
 
 
@@ -293,7 +294,8 @@ def _inputs(settings: Settings, layout: Layout) -> tuple[dict[str, Any], dict[st
     for channel, item in layout.inputs.items():
         name, field = channel.replace("-", "_"), f"inputs.{channel}"  # names never differ by this alone
         if name.lower() in (*OWN_INPUTS.values(), RESUME, LIVE):
-            raise UnsupportedError(NAME, field, "an input of that name is cloudtrain's own; choose another")
+            why = "cloudtrain itself has an input of that name"
+            raise UnsupportedError(NAME, field, why, hint="choose another name")
         inputs[name] = _channel(settings, layout, item, field)
         paths[f"{'file' if item.file else 'input'}.{channel}"] = _placeholder("inputs", name)
     return inputs, paths
@@ -311,7 +313,8 @@ def _folder(settings: Settings, url: str, *, mode: str) -> dict[str, str]:
 
 def _channel(settings: Settings, layout: Layout, item: LayoutInput, field: str) -> dict[str, str]:
     if item.shard:
-        raise UnsupportedError(NAME, f"{field}.shard", "every node of a command job sees a whole input")
+        why, hint = "every node of a job sees a whole input", "leave shard out, and let each rank pick its files"
+        raise UnsupportedError(NAME, f"{field}.shard", why, hint=hint)
     path = for_job(item.url, store=layout.store, datastore=settings.datastore, field=field)
     # A mount gains nothing for one file. A folder is mounted unless asked, as by Azure ML itself.
     mode = {"copy": "download", "mount": "ro_mount"}.get(item.mode, "download" if item.file else "ro_mount")
@@ -327,8 +330,8 @@ def _timeout(settings: Settings, job: Job, gpu_index: int, notes: list[str]) -> 
     low = _tier(settings, job) == "spot"
     if job.max_runtime > (longest := LONGEST_LOW if low else LONGEST):
         where, days = " on low-priority machines" if low else "", longest // 86400
-        why = f"Azure ML ends a job{where} after {days} days; say {days}d or less"
-        raise UnsupportedError(NAME, "max_runtime", why)
+        why = f"Azure ML ends a job{where} after {days} days"
+        raise UnsupportedError(NAME, "max_runtime", why, hint=f"add --max-runtime {days}d, or less")
 
     def names(at: int) -> list[str]:
         return [_machine(settings, job, at)[0] or settings.compute]
@@ -387,6 +390,6 @@ def _switches(settings: Settings, job: Job, notes: list[str]) -> Iterator[tuple[
 def _tier(settings: Settings, job: Job) -> str:
     """Return the tier of serverless machines, empty for Azure ML's own default."""
     if job.resources.spot and settings.job_tier not in ("", "spot"):
-        why = f"is {settings.job_tier}, and the job asks for spot machines; leave one out"
-        raise SpecError(why, field="azureml.job_tier")
+        why = f"is {settings.job_tier}, and the job asks for spot machines"
+        raise SpecError(why, field="azureml.job_tier", hint="remove job_tier from the settings, or spot from the job")
     return "spot" if job.resources.spot else settings.job_tier

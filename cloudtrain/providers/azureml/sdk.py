@@ -58,7 +58,8 @@ def check_datastore(account: Account, url: str) -> None:
     container, owner = datastore.get("containerName") or datastore.get("filesystem"), datastore.get("accountName")
     if container != store.container or (store.host and store.host.partition(".")[0] != owner):
         why = f"{name!r} is container {container!r} of account {owner!r}, and the store is in {store.container!r}"
-        raise SpecError(f"{why}: name the datastore of that, or make one", field="azureml.datastore")
+        how = "to find the datastore of the store's container, run: az ml datastore list -o table"
+        raise SpecError(why, field="azureml.datastore", hint=how)
 
 
 def _check_cluster(account: Account, request: Request) -> None:
@@ -73,7 +74,7 @@ def _check_cluster(account: Account, request: Request) -> None:
         gpu = Gpu.parse(asked)
         if not (known.is_for(gpu) and known.gpu_count == gpu.count):
             why = f"cluster {compute} is of {size}, which has {known.gpus or 'no GPU'}, not {gpu}"
-            raise UnsupportedError(NAME, "resources.gpu", why)
+            raise UnsupportedError(NAME, "resources.gpu", why, hint="name the cluster's GPU, or another cluster")
 
 
 def _put(account: Account, request: Request) -> None:

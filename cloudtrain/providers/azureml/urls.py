@@ -93,8 +93,10 @@ def check_url(url: str, field: str) -> None:
     """Raise `UnsupportedError` for text that no run's URL may hold, such as a SAS. The message does not repeat it."""
     amiss = _AMISS.search(url) or (url_scheme(url) != "https" and re.search("%", url))
     if amiss:
-        why = "a SAS or query would be kept in the records; use a datastore or an identity" if amiss[0] == "?" else ""
-        raise UnsupportedError(NAME, field, f"its URL holds {amiss[0]!r}: {why or 'rename it'}")
+        why, hint = f"its URL holds {amiss[0]!r}", "rename the file or folder"
+        if amiss[0] == "?":
+            why, hint = f"{why}: the run's records would show a SAS or query", "use a datastore or an identity"
+        raise UnsupportedError(NAME, field, why, hint=hint)
 
 
 def for_job(url: str, *, store: str, datastore: str, field: str) -> str:
@@ -107,8 +109,8 @@ def for_job(url: str, *, store: str, datastore: str, field: str) -> str:
     if blob.within(Blob.parse(store)):
         return datastore_uri(datastore, blob.path)
     if (other := blob.wasbs()) is None:
-        example = f"abfs://{blob.container}@ACCOUNT.dfs.core.windows.net/{blob.path}"
-        raise UnsupportedError(NAME, field, f"a job needs the account: {example}, or azureml://datastores/…")
+        hint = f"write abfs://{blob.container}@ACCOUNT.dfs.core.windows.net/{blob.path}, or azureml://datastores/…"
+        raise UnsupportedError(NAME, field, f"{url} does not name the storage account", hint=hint)
     return other
 
 
@@ -141,17 +143,17 @@ def store_url(
         why = f"is in the workspace {'/'.join(named.groups())}, and the settings name {'/'.join(workspace)}"
         raise SpecError(why, field="store")
     if match["name"] != datastore:
-        why = f"is {datastore!r}, and the store lies in {match['name']!r}: set it to that"
-        raise SpecError(why, field="azureml.datastore")
+        why = f"is {datastore!r}, and the store is in {match['name']!r}"
+        raise SpecError(why, field="azureml.datastore", hint=f"set datastore = {match['name']!r}")
     if ask is None:
-        form = f"abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/{match['path']}"
-        how = f"az ml datastore show --name {datastore} shows its container"
-        raise SpecError(f"a plan cannot ask for the account of {url}; write {form} ({how}), or submit", field="store")
+        how = f"write abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/{match['path']}, or submit without a plan"
+        how += f"\nto see the container and account, run: az ml datastore show --name {datastore}"
+        raise SpecError(f"a plan asks no server, so it cannot find the account of {url}", field="store", hint=how)
     properties = ask(datastore)
     container = properties.get("containerName") or properties.get("filesystem")
     if not container or not properties.get("accountName"):
-        kind = properties.get("datastoreType") or "of an unknown kind"
-        raise SpecError(f"datastore {datastore!r} is {kind}, no container of Azure Storage", field="store")
+        kind = properties.get("datastoreType") or "unknown kind"
+        raise SpecError(f"datastore {datastore!r} is not a container of Azure Storage ({kind})", field="store")
     host = f"{properties['accountName']}.dfs.{properties.get('endpoint') or 'core.windows.net'}"
     return f"abfs://{container}@{host}/{match['path']}".rstrip("/")
 
@@ -170,7 +172,7 @@ def storage(url: str, cloud: Cloud, environ: Mapping[str, str]) -> dict[str, Any
         return options
     if host["suffix"] != cloud.storage:
         why = f"is {cloud.name}, whose accounts are in {cloud.storage}, and the store is in {host['suffix']}"
-        raise SpecError(f"{why}: name the store's cloud", field="azureml.cloud")
+        raise SpecError(why, field="azureml.cloud", hint="set cloud to the cloud of the store")
     options |= {"account_name": host["account"], "account_host": f"{host['account']}.blob.{host['suffix']}"}
     options["authority"] = cloud.authority
     if cloud.metadata is not None:
@@ -215,7 +217,8 @@ def cloud_of(settings: Settings) -> Cloud:
         manager, authority, studio = (f"https://{host}" for host in hosts)
         return Cloud(name=name, resource_manager=manager, authority=authority, studio=studio, storage=storage)
     if name in CLOUDS:
-        raise SpecError(f"{name} is known; metadata are for a cloud of another name", field="azureml.cloud_metadata")
+        why, hint = f"is set, and {name} needs none", "remove cloud_metadata, or give your cloud another name"
+        raise SpecError(why, field="azureml.cloud_metadata", hint=hint)
     for key in METADATA:
         value, host = metadata.get(key), key == "storage_endpoint"
         if not isinstance(value, str) or not (host or value.startswith("https://")):

@@ -41,7 +41,7 @@ def _service(value: Any, where: str) -> Mapping[str, Any]:
     if kind not in tuple(SERVICES):  # a list has no hash
         raise SpecError(f"{kind!r} is none of {', '.join(SERVICES)}", field=f"{where}.type")
     if value.get("nodes", "all") != "all":
-        raise SpecError("can be all, or be left out: node 0", field=f"{where}.nodes")
+        raise SpecError("can only be all", field=f"{where}.nodes", hint="leave it out for node 0 alone")
     return dict.fromkeys(SERVICES[kind], str)
 
 
@@ -98,4 +98,5 @@ def check_body(body: Mapping[str, Any], *, serverless: bool) -> None:
     """Raise `SpecError` for parts of ``body`` that contradict each other."""
     resources, where = body["resources"], f"options.{NAME}.resources"
     if resources.get("locations") and not serverless:
-        raise SpecError("are for serverless compute: a cluster has one region", field=f"{where}.locations")
+        why, hint = "are for serverless compute: a cluster has one region", "remove locations, or the setting compute"
+        raise SpecError(why, field=f"{where}.locations", hint=hint)

@@ -22,6 +22,7 @@ from ...errors import (
 from ...job.job import run_tag
 from ...provider_api.protocol import Request
 from ...storage.extras import translated
+from .._cloud import ANOTHER_ID
 from .request import FIELDS, TAG_RUN
 from .validate import field_at
 
@@ -65,6 +66,7 @@ _SAID: tuple[tuple[re.Pattern[str], type[CloudtrainError]], ...] = (
 _CONSTRAINT = re.compile(r"Value .*? at '([A-Za-z.]+)[^']*' failed to satisfy constraint", re.S)
 _LIST = re.compile(r"\[[^\]]{80,}\]")
 _QUOTA = re.compile(r"service limit '([^']+)'")
+_REGION = "set sagemaker.region, or the variable AWS_REGION"
 HELP: Mapping[str, str] = {
     "region": "choose another region or type: aws ec2 describe-instance-type-offerings lists those of a region",
     "quota": "ask for more: aws service-quotas list-service-quotas --service-code sagemaker",
@@ -90,17 +92,19 @@ def error_of(exc: Exception) -> CloudtrainError | None:
     if isinstance(exc, known.ClientError):
         return _refusal(exc)
     if isinstance(exc, known.ProfileNotFound):
-        return SpecError(f"{text}; aws configure list-profiles names those there are", field="sagemaker.profile")
+        hint = "to list the profiles, run: aws configure list-profiles"
+        return SpecError(text, field="sagemaker.profile", hint=hint)
     if isinstance(exc, known.NoRegionError):
-        return SpecError("is not set; give it, or set AWS_REGION", field="sagemaker.region")
+        return SpecError("is not set", field="sagemaker.region", hint=_REGION)
     if isinstance(exc, known.ParamValidationError):
-        return SpecError(f"the installed boto3 does not know this request: {text}; update boto3", field="options")
+        why = f"the installed boto3 does not know this request: {text}"
+        return SpecError(why, field="options", hint="run: pip install --upgrade boto3")
     if isinstance(exc, (known.UnauthorizedSSOTokenError, known.SSOTokenLoadError, known.TokenRetrievalError)):
-        return AuthError(f"{text}: {HELP['expired']}")
+        return AuthError(text, hint=HELP["expired"])
     if isinstance(exc, (known.NoCredentialsError, known.PartialCredentialsError)):
-        return AuthError(f"no AWS credentials: {HELP['none']}")
+        return AuthError("no AWS credentials", hint=HELP["none"])
     if isinstance(exc, (known.CredentialRetrievalError, known.NoAuthTokenError, known.RefreshWithMFAUnsupportedError)):
-        return AuthError(f"{text}: {HELP['none']}")
+        return AuthError(text, hint=HELP["none"])
     if isinstance(exc, (known.HTTPClientError, known.ConnectionError)):
         return LostContactError(f"AWS does not answer: {text}")
     if isinstance(exc, (known.BotoCoreError, boto3.exceptions.Boto3Error)):
@@ -119,22 +123,22 @@ def _refusal(exc: Any) -> CloudtrainError:
         kind = CapacityError  # no quota brings the machine there: a fallback moves on
     if kind is None:
         kind = LostContactError if status >= 500 or status == 429 else PlatformError
-    text = f"{exc.operation_name}: {message or code or f'status {status}'}"
+    text, hint = f"{exc.operation_name}: {message or code or f'status {status}'}", ""
     if kind is SpecError:
         return _blamed(text)
     if kind is AuthError and "not authorized to perform" in message and "PassRole" not in message:
-        text = f"{text} ({code}): {HELP['policy']}"
+        text, hint = f"{text} ({code})", HELP["policy"]
     elif kind is AuthError:
         role = "PassRole" in message or "role" in message.lower()
-        text = f"{text} ({code}): {HELP['expired' if code in EXPIRED else 'role' if role else 'none']}"
+        text, hint = f"{text} ({code})", HELP["expired" if code in EXPIRED else "role" if role else "none"]
     elif kind is CapacityError:
-        text = f"{text}: {HELP['region']}"
+        hint = HELP["region"]
     elif kind is QuotaError:
         named = _QUOTA.search(message)
-        text = f"{text}: {HELP['quota']}" + (f" (quota {named[1]!r})" if named else "")
+        hint = HELP["quota"] + (f" (quota {named[1]!r})" if named else "")
     elif kind is LostContactError:
         text = f"AWS does not answer now: {code}: {message}"
-    return kind(text)
+    return kind(text, hint=hint)
 
 
 def _blamed(text: str) -> SpecError:
@@ -174,7 +178,7 @@ class Account:
                 from botocore.config import Config
 
                 if not region:
-                    raise SpecError("is not set; give it, or set AWS_REGION", field="sagemaker.region")
+                    raise SpecError("is not set", field="sagemaker.region", hint=_REGION)
                 config = Config(
                     connect_timeout=TIMEOUT,
                     read_timeout=TIMEOUT,
@@ -209,8 +213,8 @@ class Account:
             found = self.find(request)
             if found is None:
                 name = request.body["TrainingJobName"]
-                why = f"SageMaker has a training job {name} of another run; choose another id"
-                raise ConflictError(why, field="run_id") from None
+                why = f"SageMaker has a training job {name} of another run"
+                raise ConflictError(why, field="run_id", hint=ANOTHER_ID) from None
             return found
 
     def find(self, request: Request) -> str | None:

@@ -58,14 +58,15 @@ def default_image(region: str, *, gpus: Sequence[str], accelerated: bool, versio
     table = images()
     there = {number: facts for number, facts in table["versions"].items() if region in facts["regions"]}
     if not there:
-        raise SpecError(f"no PyTorch image of AWS's is known in {region}; give an image of your own", field="image")
+        why = f"cloudtrain knows no PyTorch image of AWS in {region}"
+        raise SpecError(why, field="image", hint="name an image of your own with --image")
     found = {n: facts for n, facts in there.items() if not version or n == version or n.startswith(f"{version}.")}
     if not found:
         known = ", ".join(there)
         raise SpecError(
             f"no PyTorch {version} image in {region}; there are {known}",
             field="sagemaker.framework_version",
-            hint=did_you_mean(version, there) or f"set framework_version = {next(reversed(there))!r}, or give an image",
+            hint=did_you_mean(version, there) or f"set framework_version = {next(reversed(there))!r}, or name an image",
         )
     serving = [n for n, facts in found.items() if not accelerated or _serves(facts["cuda"], gpus)]
     if serving:
@@ -73,10 +74,10 @@ def default_image(region: str, *, gpus: Sequence[str], accelerated: bool, versio
     names = " and ".join(dict.fromkeys(gpus))
     if version and (others := [n for n, facts in there.items() if _serves(facts["cuda"], gpus)]):
         cuda = next(reversed(found.values()))["cuda"]
-        why = f"the PyTorch {version} image has CUDA {cuda}, which does not serve {names}; set {others[-1]}"
-        raise SpecError(why, field="sagemaker.framework_version")
-    why = f"none of AWS's PyTorch images in {region} serves {names}; choose another GPU, or give an image of your own"
-    raise SpecError(why, field="image")
+        why = f"the PyTorch {version} image has CUDA {cuda}, which does not serve {names}"
+        raise SpecError(why, field="sagemaker.framework_version", hint=f"set framework_version = {others[-1]!r}")
+    why = f"none of AWS's PyTorch images in {region} serves {names}"
+    raise SpecError(why, field="image", hint="choose another GPU, or name an image of your own with --image")
 
 
 def _serves(cuda: str, gpus: Sequence[str]) -> bool:
@@ -92,16 +93,16 @@ def check_image(image: str, *, region: str, arch: str, in_vpc: bool, provider: s
     words = image.rpartition("/")[2].lower()
     if (arch == "arm64" and _X86.search(words)) or (arch == "x86_64" and _ARM.search(words)):
         other = "linux/arm64" if arch == "arm64" else "linux/amd64"
-        why = f"{image} is of another architecture than the instances; build it with docker build --platform {other}"
-        raise UnsupportedError(provider, "image", why)
+        why, hint = f"{image} is for another architecture than the machines", f"docker build --platform {other} …"
+        raise UnsupportedError(provider, "image", why, hint=f"to build it for them, run: {hint}")
     match, why, path = _ECR.fullmatch(image), "", image
     if match is None and not in_vpc:
         why = "it pulls from Amazon ECR only, or in a VPC (subnets) from a registry that is reached there"
     elif match is not None and match["region"] != region:
-        why = f"{image} lies in {match['region']}, and jobs in {region} pull from there only"
+        why = f"{image} is in {match['region']}, and jobs in {region} pull only from {region}"
         path = match["repository"] + match["tag"]
     if why:
-        raise UnsupportedError(provider, "image", f"{why}; copy it: {_copy(path, region, source=image)}")
+        raise UnsupportedError(provider, "image", why, hint=f"to copy it, run: {_copy(path, region, source=image)}")
     return match is not None
 
 

@@ -84,7 +84,8 @@ def checked(settings: Settings) -> Settings:
     """Return ``settings`` with their region, checked. Raises `SpecError`."""
     if bool(settings.subnets) != bool(settings.security_group_ids):
         missing = "security_group_ids" if settings.subnets else "subnets"
-        raise SpecError("a VPC takes both subnets and security_group_ids", field=f"sagemaker.{missing}")
+        why = "is not set, and a VPC needs both subnets and security_group_ids"
+        raise SpecError(why, field=f"sagemaker.{missing}")
     region = settings.region or _region(settings.profile, os.environ)
     catalog.check_region("sagemaker.region", region, tuple(images()["registries"]))
     return dataclasses.replace(
@@ -131,7 +132,8 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     check_inputs(Provider, layout.inputs)
     _check_secrets(settings, job)
     if job.resources.shm_gb:
-        raise UnsupportedError(NAME, "resources.shm_gb", "the size of /dev/shm is SageMaker's own; use fewer workers")
+        why, hint = "SageMaker itself sets the size of /dev/shm", "leave shm_gb out, and use fewer DataLoader workers"
+        raise UnsupportedError(NAME, "resources.shm_gb", why, hint=hint)
     types = _instance_types(job, gpu_index)
     known = [found for name in types if (found := catalog.machine(NAME, name)) is not None]
     arch = known[0].arch if known else "x86_64"
@@ -189,9 +191,10 @@ def _check_secrets(settings: Settings, job: Job) -> None:
     known = "aws:ARN only, a secret of Secrets Manager or SSM"
     for field, arn in secret_references(NAME, job, scheme="aws", known=known, create=create):
         if not re.fullmatch(r"arn:aws[a-z-]*:(secretsmanager|ssm):[a-z0-9-]+:\d{12}:(secret:|parameter/).+", arn):
-            raise SpecError(f"{arn!r} is no ARN of a secret or parameter", field=field)
+            raise SpecError(f"{arn!r} is not the ARN of a secret or parameter", field=field)
         if settings.enable_network_isolation:
-            raise UnsupportedError(NAME, field, "under network isolation a container reaches no secret")
+            why, hint = "under network isolation a container reaches no secret", "turn enable_network_isolation off"
+            raise UnsupportedError(NAME, field, why, hint=hint)
 
 
 # ------------------------------------------------------------------------------------------------------------- machines
@@ -228,10 +231,10 @@ def _check_unknown(job: Job, types: Sequence[str]) -> None:
     if name is None:
         return
     if not (job.resources.nproc_per_node or job.resources.gpu):
-        why = f"how many accelerators {name} has is not known here: say how many processes"
-        raise SpecError(why, field="resources.nproc_per_node")
+        why = f"is not set, and cloudtrain does not know how many accelerators {name} has"
+        raise SpecError(why, field="resources.nproc_per_node", hint="add --nproc-per-node N")
     if not job.image and name.startswith("ml.trn"):
-        raise SpecError(f"{name} needs an image with AWS Neuron; give one", field="image")
+        raise SpecError(f"{name} needs an image with AWS Neuron", field="image", hint="name one with --image")
 
 
 def _resources(settings: Settings, job: Job, types: Sequence[str], known: Sequence[Machine]) -> dict[str, Any]:
@@ -270,7 +273,8 @@ def _restart_notes(job: Job, kept: int, *, isolated: bool) -> list[str]:
 
 def _image(settings: Settings, job: Job, types: Sequence[str], known: Sequence[Machine], arch: str) -> str:
     if arch != "x86_64":
-        raise SpecError("AWS's PyTorch images are for x86-64; give one for linux/arm64", field="image")
+        hint = "name an image for linux/arm64 with --image"
+        raise SpecError("AWS's PyTorch images are for x86-64", field="image", hint=hint)
     gpus, version = [m.gpu for m in known if m.gpu], settings.framework_version
     accelerated = bool(gpus or job.resources.gpu) or any(map(ACCELERATED.match, types))
     return default_image(settings.region, gpus=gpus, accelerated=accelerated, version=version)
@@ -306,14 +310,15 @@ def _channels(layout: Layout) -> list[dict[str, Any]]:
     for name, item in layout.inputs.items():
         field = f"inputs.{name}"
         if name in (*CHANNELS.values(), RESUME):
-            raise UnsupportedError(NAME, field, "a channel of that name is cloudtrain's own; choose another")
+            why = "cloudtrain itself has a channel of that name"
+            raise UnsupportedError(NAME, field, why, hint="choose another name")
         if url_scheme(item.url) in ("fsx", "efs"):
             channels.append(_file_system(name, item.url, mode=item.mode, shard=item.shard))
             continue
         if item.file and item.mode == "mount":
             folder = item.url.rpartition("/")[0]
-            why = f"FastFile mounts folders, not one object; use mode copy, or name the folder {folder}/"
-            raise UnsupportedError(NAME, f"{field}.mode", why)
+            why, hint = "FastFile mounts folders, not one object", f"use mode copy, or name the folder {folder}/"
+            raise UnsupportedError(NAME, f"{field}.mode", why, hint=hint)
         # Without the closing slash the prefix would match neighbouring folders too.
         uri = item.url if item.file else f"{item.url.rstrip('/')}/"
         mode = {"mount": "FastFile"}.get(item.mode, "File")
@@ -336,9 +341,11 @@ def _s3(name: str, uri: str, *, mode: str = "File", shard: bool = False) -> dict
 def _file_system(name: str, url: str, *, mode: str, shard: bool) -> dict[str, Any]:
     """Return the channel of ``efs://fs-0123abcd/folder`` or ``fsx://fs-0123abcd/mount-name/folder``, read-only."""
     if shard:
-        raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole file system")
+        why, hint = "every node sees a whole file system", "leave shard out, and let each rank pick its files"
+        raise UnsupportedError(NAME, f"inputs.{name}.shard", why, hint=hint)
     if mode == "copy":
-        raise UnsupportedError(NAME, f"inputs.{name}.mode", "a file system is mounted, never copied")
+        why = "a file system is mounted, never copied"
+        raise UnsupportedError(NAME, f"inputs.{name}.mode", why, hint="leave mode out")
     system, _, path = url.partition("://")[2].partition("/")
     source = {
         "FileSystemId": system,
@@ -352,7 +359,8 @@ def _file_system(name: str, url: str, *, mode: str, shard: bool) -> dict[str, An
 def _stopping(settings: Settings, job: Job, types: Sequence[str], gpu_index: int, notes: list[str]) -> dict[str, int]:
     """Return the hard limits, and add notes on them. A warm pool is paid for too."""
     if job.max_runtime > MAX_RUNTIME:
-        raise UnsupportedError(NAME, "max_runtime", "a training job runs for at most 28 days")
+        why = "a training job runs for at most 28 days"
+        raise UnsupportedError(NAME, "max_runtime", why, hint="add --max-runtime 28d, or less")
     held, names = settings.keep_alive_period, partial(_instance_types, job)
     runtime, said = hard_limit(job, NAME, names, gpu_index=gpu_index, own=settings.prices, held=held)
     notes += said
@@ -363,8 +371,8 @@ def _stopping(settings: Settings, job: Job, types: Sequence[str], gpu_index: int
         condition["MaxWaitTimeInSeconds"] = runtime + (job.max_wait or SPOT_WAIT)
     elif job.max_wait is not None:
         if not all(ACCELERATED.match(name) for name in types):
-            why = "SageMaker limits the wait for spot and accelerated machines only"
-            raise UnsupportedError(NAME, "max_wait", why)
+            why = "SageMaker can limit the wait only for spot machines and for machines with GPUs"
+            raise UnsupportedError(NAME, "max_wait", why, hint="leave max_wait out")
         if not PENDING[0] <= job.max_wait <= PENDING[1]:
             raise UnsupportedError(NAME, "max_wait", "it must be between 30 minutes and 28 days")
         condition["MaxPendingTimeInSeconds"] = job.max_wait
@@ -451,6 +459,7 @@ def _fields(body: Mapping[str, Any], job: Job, tags: Mapping[str, str]) -> dict[
 
 
 _CONFIG = "AlgorithmSpecification.TrainingImageConfig"
+_IN_VPC = "set sagemaker.subnets and sagemaker.security_group_ids"
 
 
 def _check_rules(
@@ -458,32 +467,37 @@ def _check_rules(
 ) -> None:
     """Check the rules that botocore's model lacks."""
     if settings.keep_alive_period and job.resources.spot:
-        raise SpecError("a warm pool is for machines on demand, not for spot", field="sagemaker.keep_alive_period")
+        why, hint = "SageMaker has no warm pools of spot machines", "remove keep_alive_period, or spot"
+        raise SpecError(why, field="sagemaker.keep_alive_period", hint=hint)
     if settings.debug_shell and settings.enable_network_isolation:
-        raise SpecError("no shell reaches a container under network isolation", field="sagemaker.debug_shell")
+        why = "no shell reaches a container under network isolation"
+        raise SpecError(why, field="sagemaker.debug_shell", hint="turn enable_network_isolation off")
     for name, item in layout.inputs.items():
         if url_scheme(item.url) in ("fsx", "efs") and not settings.subnets:
-            raise SpecError("a file system is reached in its VPC: set subnets", field=f"inputs.{name}")
+            why = "a file system is reached only in its VPC, and the settings name none"
+            raise SpecError(why, field=f"inputs.{name}", hint=_IN_VPC)
         if item.shard and item.file:
-            raise UnsupportedError(NAME, f"inputs.{name}.shard", "one file is one shard")
+            why, hint = "one file cannot be split between nodes", "leave shard out, or name a folder"
+            raise UnsupportedError(NAME, f"inputs.{name}.shard", why, hint=hint)
     for machine in known:
         if machine.disk_gb is None:
             continue
         if settings.volume_kms_key:
-            why = f"{machine.instance_type} encrypts its own disks; leave it out"
-            raise SpecError(why, field="sagemaker.volume_kms_key")
+            why = f"{machine.instance_type} encrypts its own disks"
+            raise SpecError(why, field="sagemaker.volume_kms_key", hint="remove volume_kms_key")
         if (job.resources.disk_gb or 0) > machine.disk_gb:
             why = f"{machine.instance_type} has {machine.disk_gb} GB of its own, and no more can be added"
-            raise UnsupportedError(NAME, "resources.disk_gb", why)
+            raise UnsupportedError(NAME, "resources.disk_gb", why, hint="leave disk_gb out, or name another machine")
     resources, spot = body["ResourceConfig"], job.resources.spot
     for name in ("TrainingPlanArn", "InstancePlacementConfig"):
         if name in resources and (spot or "InstancePreferences" in resources):
-            why = "is neither for spot machines nor for a list of GPUs; pin instance_type"
-            raise SpecError(why, field=f"options.{NAME}.ResourceConfig.{name}")
+            why, hint = "is neither for spot machines nor for a list of GPUs", "set instance_type, without spot"
+            raise SpecError(why, field=f"options.{NAME}.ResourceConfig.{name}", hint=hint)
     config = body["AlgorithmSpecification"].get("TrainingImageConfig", {})
     in_vpc = config.get("TrainingRepositoryAccessMode") == "Vpc"
     if config and not (in_vpc and settings.subnets):
-        raise SpecError("is for an image that is reached in a VPC: set subnets", field=f"options.{NAME}.{_CONFIG}")
+        why = "is only for an image that is reached in a VPC"
+        raise SpecError(why, field=f"options.{NAME}.{_CONFIG}", hint=_IN_VPC)
     for key in body["Environment"]:
         if key.startswith("CLOUDTRAIN_") and key != FAILURE_VARIABLE:
             raise SpecError("is set by cloudtrain itself", field=f"options.{NAME}.Environment.{key}")

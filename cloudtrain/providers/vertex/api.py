@@ -38,7 +38,7 @@ from ...provider_api import catalog
 from ...provider_api.protocol import Request
 from ...storage import extras
 from ...validate import unix_seconds
-from .._cloud import Backoff, decoded
+from .._cloud import ANOTHER_ID, Backoff, decoded
 from . import NAME
 from .machines import REGIONS, REGIONS_DATE
 from .node import GCS
@@ -153,25 +153,25 @@ def refusal(
     said = " ".join((message or reason or str(status)).split())[:600]
     text, full = f"{what}: {said}", f"{reason} {said}"
     if CAPACITY.search(full):
-        return CapacityError(f"{text}: {HELP['capacity']}")
+        return CapacityError(text, hint=HELP["capacity"])
     if status == 429 and (MACHINES.search(full) or (QUOTA.search(full) and not RATE.search(full))):
-        return QuotaError(f"{text}: {quota_hint(said)}")
+        return QuotaError(text, hint=quota_hint(said))
     if status == 403 and re.fullmatch(_SPENT, reason) and not RATE.search(said):
-        return QuotaError(f"{text}: {quota_hint(said)}")
+        return QuotaError(text, hint=quota_hint(said))
     if status in (408, 429) or status >= 500 or reason == "ABORTED":  # of two concurrent calls, one must try again
         return LostContactError(f"Google Cloud does not answer now: {text} (status {status})")
     if status == 401:
-        return AuthError(f"{text}: {HELP['expired']}")
+        return AuthError(text, hint=HELP["expired"])
     if PULL.search(said) and status in (400, 403, 404):
-        return AuthError(f"{text.rstrip('.')}: {pull_hint(said)}")
+        return AuthError(text, hint=pull_hint(said))
     if status == 400 and (found := _MACHINE.search(said)):
         return _no_machine(found["machine"], text.rstrip("."))
     if _ACT_AS.search(said) and status in (400, 403, 404):
-        return AuthError(f"{text}: {_allow(full, what, metadata or {})}")
+        return AuthError(text, hint=_allow(full, what, metadata or {}))
     if _NO_PROJECT.search(full) and status in (400, 403, 404):
-        return SpecError(f"{said}; gcloud projects list names those there are", field="vertex.project")
+        return SpecError(said, field="vertex.project", hint="to list your projects, run: gcloud projects list")
     if status == 403:
-        return AuthError(f"{text}: {_allow(full, what, metadata or {})}")
+        return AuthError(text, hint=_allow(full, what, metadata or {}))
     if status in (400, 404) and what == CREATE and _NO_IMAGE.search(said):
         return SpecError(said, field="image")
     if status == 404:
@@ -191,8 +191,8 @@ def _no_machine(name: str, text: str) -> CloudtrainError:
     same = [m for m in catalog.machines(NAME) if m.instance_type == name]
     # An N1 name may mean a machine without GPUs or with any of several.
     known = ", ".join(sorted(REGIONS.get(same[0].accelerator, ()))) if len({m.accelerator for m in same}) == 1 else ""
-    listed = f"; Google's page of {REGIONS_DATE} lists its GPUs in {known}" if known else ""
-    return CapacityError(f"{text}: this region has none; try another location or machine{listed}")
+    listed = f"\nGoogle's page of {REGIONS_DATE} lists its GPUs in {known}" if known else ""
+    return CapacityError(f"{text}: this region has none", hint=f"try another location or machine{listed}")
 
 
 def _allow(text: str, what: str, metadata: Mapping[str, Any]) -> str:
@@ -239,7 +239,7 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
     # By name: a status does not import the exceptions of a creation.
     names = {base.__name__ for base in type(exc).__mro__}
     if isinstance(exc, auth.DefaultCredentialsError):
-        return AuthError(f"no Google Cloud credentials: {HELP['none']}")
+        return AuthError("no Google Cloud credentials", hint=HELP["none"])
     if (
         isinstance(exc, (auth.TransportError, http.RequestException, ConnectionError, TimeoutError))
         or (isinstance(exc, auth.RefreshError) and exc.retryable)
@@ -247,16 +247,17 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
     ):
         return LostContactError(f"Google Cloud does not answer: {what}: {text[:300]}")
     if isinstance(exc, auth.GoogleAuthError):
-        return AuthError(f"{what}: the credentials are refused ({text[:200]}): {HELP['expired']}")
+        return AuthError(f"{what}: the credentials are refused ({text[:200]})", hint=HELP["expired"])
     if isinstance(exc, (TypeError, AttributeError)) and (module := _raised_in(exc)).startswith(_SIGN_IN):
         if module == "google.oauth2._client":  # it looks for a token in any 200, also a proxy's page
             return LostContactError(f"Google Cloud does not answer: {what}: the answer to a sign-in is not JSON")
-        return AuthError(f"{what}: the credentials cannot be used ({type(exc).__name__}: {text[:200]}): {HELP['none']}")
+        why = f"{what}: the credentials cannot be used ({type(exc).__name__}: {text[:200]})"
+        return AuthError(why, hint=HELP["none"])
     if "GoogleAPICallError" in names:
         return _refused(exc, what)
     if "ParseError" in names:
-        why = f"the installed google-cloud-aiplatform does not know this request: {text}; update it"
-        return SpecError(why, field="options")
+        why = f"the installed google-cloud-aiplatform does not know this request: {text}"
+        return SpecError(why, field="options", hint="run: pip install --upgrade google-cloud-aiplatform")
     if "GoogleAPIError" in names:
         return PlatformError(f"{what}: {type(exc).__name__}: {text[:300]}")
     return None
@@ -403,8 +404,8 @@ class Account:
             return None
         labels = found[0]["labels"]
         if labels.get(LABEL_REQUEST) != request.body["labels"][LABEL_REQUEST]:
-            why = f"Vertex AI has a job {name} of an earlier run of that id, which was another job; choose another id"
-            raise ConflictError(why, field="run_id")
+            why = f"Vertex AI has a job {name} of an earlier run of that id, which was another job"
+            raise ConflictError(why, field="run_id", hint=ANOTHER_ID)
         return str(found[0]["name"])
 
     def create(self, request: Request) -> str:
@@ -424,8 +425,8 @@ class Account:
             raise
         except CloudtrainError as exc:
             if name in self._unsure:  # it may be our own first job that uses the quota
-                why = f"{exc}; whether an earlier call has created the job is not known: look in {parent}"
-                raise LostContactError(why) from None
+                why = f"{exc}; an earlier call may have created the job"
+                raise LostContactError(why, hint=f"look for the job in {parent}") from None
             raise
         return self._first(request, ours)
 
@@ -501,15 +502,11 @@ class Account:
             there, kind = self.place(bucket, missing=field == "store")
             if kind != "region":
                 why = f"gs://{bucket} is a {kind} bucket ({there}), which no job can mount"
-                fix = (
-                    f"make one in {location}: {make}"
-                    if field == "store"
-                    else f"copy what is needed into one in {location}"
-                )
-                raise SpecError(f"{why}; {fix}", field=field)
+                fix = f"copy the data into a bucket in {location}"
+                raise SpecError(why, field=field, hint=f"run: {make}" if field == "store" else fix)
             if field == "store" and there not in (location, ""):
                 why = f"gs://{bucket} is in {there}, and the jobs are in {location}"
-                raise SpecError(f"{why}; set vertex.location, or make a bucket there: {make}", field=field)
+                raise SpecError(why, field=field, hint=f"set vertex.location to {there}, or run: {make}")
 
     def place(self, bucket: str, *, missing: bool = False) -> tuple[str, str]:
         """Return (location, kind) of a bucket; ("", "region") if the caller may not look at it."""

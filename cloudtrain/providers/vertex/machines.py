@@ -81,7 +81,8 @@ def _pinned(job: Job, name: str, gpu: Gpu | None) -> Machine:
     fitting = [m for m in same if m.is_for(gpu) and m.gpu_count == gpu.count] if gpu else bare or same
     if not fitting:
         there = ", ".join(m.gpus for m in same if m.gpu) or "no GPU"
-        raise UnsupportedError(NAME, "resources.gpu", f"{name} has {there}, not {gpu}; leave one of the two out")
+        why = f"{name} has {there}, not {gpu}"
+        raise UnsupportedError(NAME, "resources.gpu", why, hint="leave out gpu or instance_type")
     found = fitting[0]
     check_size(NAME, job, found)
     return found
@@ -94,10 +95,11 @@ def _unknown(name: str, gpu: Gpu | None) -> Machine:
         raise UnsupportedError(NAME, "resources.instance_type", why)
     catalog.check_name(NAME, name, FORM)
     if gpu is not None or ACCELERATED.match(name):
-        why = f"which GPUs {name} has is not known here; leave instance_type out, or name one that is"
-        raise UnsupportedError(NAME, "resources.instance_type", why)
+        why, hint = f"cloudtrain does not know which GPUs {name} has", "name another machine, or only a GPU with --gpu"
+        raise UnsupportedError(NAME, "resources.instance_type", why, hint=hint)
     if name.startswith(ATTACHED):
-        raise SpecError(f"there is no {name} for training; the smallest is {FIRST}", field="resources.instance_type")
+        hint = f"the smallest one is {FIRST}"
+        raise SpecError(f"there is no {name} for training", field="resources.instance_type", hint=hint)
     return catalog.Machine(instance_type=name)
 
 
@@ -107,13 +109,13 @@ def check_available(job: Job, machine: Machine, *, strategy: str, reserved: bool
     Sources: Compute Engine's page on A3 machines, and Google's page configure-compute of serverless training.
     """
     if machine.spot_only and strategy not in ("SPOT", "FLEX_START"):
-        why = "is for spot and FLEX_START only: set spot, a max_wait or vertex.strategy"
+        why, hint = "comes only as spot or by FLEX_START", "add --spot or --max-wait, or set vertex.strategy"
     elif machine.accelerator in RESERVED and not reserved:
-        why = "needs a shared reservation: set vertex.reservation"
+        why, hint = "needs a shared reservation", "set vertex.reservation"
     else:
         return
     field = "resources.gpu" if job.resources.gpu else "resources.instance_type"
-    raise UnsupportedError(NAME, field, f"{machine.instance_type} {why}")
+    raise UnsupportedError(NAME, field, f"{machine.instance_type} {why}", hint=hint)
 
 
 def advice(machine: Machine, *, strategy: str, reserved: bool, location: str) -> Iterator[str]:

@@ -40,7 +40,8 @@ def main(pyz: str, arguments: Sequence[str]) -> NoReturn:
             for before, word in zip(["", *words], words, strict=False)
         ]
     except (CloudtrainError, OSError, ValueError, http.client.HTTPException) as exc:
-        sys.stderr.write(f"cloudtrain: this node cannot start: {exc}\n")
+        why = exc.with_hint() if isinstance(exc, CloudtrainError) else exc
+        sys.stderr.write(f"cloudtrain: this node cannot start: {why}\n")
         sys.stderr.flush()
         os._exit(AGAIN)  # a bucket, a metadata server or a disk: no failure of the script's
     # Held back until the runtime has a handler: the kernel drops PID 1's signals without one.
@@ -54,8 +55,8 @@ def await_file(path: str, patience: float = PATIENCE) -> None:
     while not os.path.exists(path):
         if time.monotonic() > end:
             bucket = path.removeprefix(f"{GCS}/").partition("/")[0]
-            why = "is its bucket in one region, the job's, and may the job's service account read and write it?"
-            raise StorageError(f"{path} does not appear (gs://{bucket} at {GCS}): {why}")
+            how = "make the bucket in the job's region, and let the job's service account read and write it"
+            raise StorageError(f"{path} does not appear (gs://{bucket} at {GCS})", hint=how)
         time.sleep(0.5)
 
 

@@ -47,8 +47,8 @@ AFFINITIES: Mapping[str, str] = {"any": "ANY_RESERVATION", "none": "NO_RESERVATI
 FLEX_SECONDS = 7 * 86400
 """Longest timeout of a job on FLEX_START: Vertex AI's page on the Dynamic Workload Scheduler."""
 _PATTERNS: Mapping[str, tuple[str, str]] = {
-    "project": (r"[a-z0-9][a-z0-9.:-]{0,62}", "is not a project's id; gcloud projects list names those there are"),
-    "location": (r"[a-z]+-[a-z]+\d+", "is not one region, like europe-west4: a run's store is one bucket, in one"),
+    "project": (r"[a-z0-9][a-z0-9.:-]{0,62}", "is not the id of a project"),
+    "location": (r"[a-z]+-[a-z]+\d+", "is not a region"),
     "service_account": (r"[^@\s/]+@[^@\s/]+", "is not the e-mail address of a service account"),
     "network": (r"projects/\d+/global/networks/[a-z0-9-]+", "is not projects/NUMBER/global/networks/NAME"),
     "tensorboard": (
@@ -65,6 +65,10 @@ _PATTERNS: Mapping[str, tuple[str, str]] = {
         "is not any, none or projects/P/zones/Z/reservations/R",
     ),
 }  # fmt: skip
+_HOW: Mapping[str, str] = {
+    "project": "to list your projects, run: gcloud projects list",
+    "location": "write one region, such as europe-west4",
+}
 OWNED = (
     *("displayName", "labels", "encryptionSpec", "jobSpec.serviceAccount", "jobSpec.network"),
     *("jobSpec.baseOutputDirectory", "jobSpec.tensorboard", "jobSpec.enableWebAccess", "jobSpec.persistentResourceId"),
@@ -88,17 +92,18 @@ def checked(settings: Settings) -> Settings:
     for name, (pattern, why) in _PATTERNS.items():
         value = getattr(settings, name)
         if value and not (isinstance(value, str) and re.fullmatch(pattern, value)):
-            raise SpecError(f"{value!r} {why}", field=f"{NAME}.{name}")
+            raise SpecError(f"{value!r} {why}", field=f"{NAME}.{name}", hint=_HOW.get(name, ""))
     catalog.check_region(f"{NAME}.location", settings.location, machines.LOCATIONS)
     if settings.strategy:
         choice_of(settings.strategy, STRATEGIES, f"{NAME}.strategy")
     if settings.strategy == "FLEX_START" and _reserved(settings):
-        raise SpecError("FLEX_START takes none of a reservation's machines; leave one out", field=f"{NAME}.strategy")
+        why, hint = "FLEX_START cannot use a reservation", "remove strategy or reservation"
+        raise SpecError(why, field=f"{NAME}.strategy", hint=hint)
     if settings.persistent_resource_id and _reserved(settings):
-        why = "a job on a persistent resource cannot use a reservation; leave one of the two out"
-        raise SpecError(why, field=f"{NAME}.reservation")
+        why, hint = "a persistent resource cannot use a reservation", "remove persistent_resource_id or reservation"
+        raise SpecError(why, field=f"{NAME}.reservation", hint=hint)
     if settings.tensorboard and not settings.service_account:
-        raise SpecError("a job with a tensorboard needs one", field=f"{NAME}.service_account")
+        raise SpecError("is not set, and a job with a tensorboard needs it", field=f"{NAME}.service_account")
     if isinstance(settings.log_drain, bool) or not isinstance(settings.log_drain, int) or settings.log_drain < 0:
         raise SpecError("must be a whole number of seconds", field=f"{NAME}.log_drain")
     return dataclasses.replace(settings, prices=checked_prices(settings.prices, NAME))
@@ -118,7 +123,7 @@ def _check_store(store: str) -> None:
 
 def _check_url(url: str, field: str) -> None:
     if amiss := _AMISS.search(url):
-        raise UnsupportedError(NAME, field, f"its URL holds {amiss[0]!r}: rename it")
+        raise UnsupportedError(NAME, field, f"its URL holds {amiss[0]!r}", hint="rename the file or folder")
 
 
 # ------------------------------------------------------------------------------------------------------------- the plan
@@ -131,8 +136,8 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     check_inputs(Provider, layout.inputs)
     _check_secrets(settings, job)
     if job.resources.shm_gb:
-        why = "no field of a custom job sets the size of /dev/shm; use fewer DataLoader workers"
-        raise UnsupportedError(NAME, "resources.shm_gb", why)
+        why = "no field of a custom job sets the size of /dev/shm"
+        raise UnsupportedError(NAME, "resources.shm_gb", why, hint="leave shm_gb out, and use fewer DataLoader workers")
     machine = machines.machine_of(job, gpu_index)
     notes = machines.notes_of(machine, job.resources.instance_count)
     name = job_name(layout.run, attempt, gpu_index)
@@ -172,7 +177,7 @@ def _check_secrets(settings: Settings, job: Job) -> None:
         if not re.fullmatch(r"projects/[\w.:-]+/secrets/[\w-]{1,255}(/versions/(latest|[\w-]+))?", secret, re.ASCII):
             raise SpecError(f"{secret!r} is not projects/P/secrets/S, or projects/P/secrets/S/versions/V", field=field)
         if not settings.service_account:
-            why = f"is not set, and {field} is read as it: Vertex's own account reads no secrets"
+            why = f"is not set, and {field} needs it: Vertex AI's own account reads no secrets"
             raise SpecError(why, field=f"{NAME}.service_account")
 
 
@@ -254,11 +259,13 @@ def _channel(name: str, item: LayoutInput) -> tuple[str, str]:
     """Return an input's kind, and its path on the node."""
     field = f"inputs.{name}"
     if item.shard:
-        raise UnsupportedError(NAME, f"{field}.shard", "every node sees a whole input")
+        why, hint = "every node sees a whole input", "leave shard out, and let each rank pick its files"
+        raise UnsupportedError(NAME, f"{field}.shard", why, hint=hint)
     _check_url(item.url, field)
     if url_scheme(item.url) == "nfs":
         if item.mode == "copy":
-            raise UnsupportedError(NAME, f"{field}.mode", "a file system is mounted, never copied")
+            why = "a file system is mounted, never copied"
+            raise UnsupportedError(NAME, f"{field}.mode", why, hint="leave mode out")
         return "input", f"{NFS}/{name}"
     path = mounted(item.url.rstrip("/"))
     if item.mode == "copy":
@@ -276,7 +283,8 @@ def _file_systems(settings: Settings, layout: Layout) -> list[dict[str, str]]:
         if not server or not path:
             raise SpecError(f"{item.url!r} is not nfs://SERVER/PATH", field=f"inputs.{name}")
         if not settings.network:
-            raise SpecError("a file system is reached in its VPC: set vertex.network", field=f"inputs.{name}")
+            why = "a file system is reached only in its VPC, and vertex.network is not set"
+            raise SpecError(why, field=f"inputs.{name}", hint="set vertex.network to that VPC's network")
         found.append({"server": server, "path": f"/{path.rstrip('/')}", "mountPoint": name})
     return found
 
@@ -288,7 +296,8 @@ def _scheduling(settings: Settings, job: Job, machine: Machine, gpu_index: int, 
     notes += said
     strategy = _strategy(settings, job, machine, notes)
     if strategy == "FLEX_START" and seconds > FLEX_SECONDS:
-        raise UnsupportedError(NAME, "max_runtime", "a job on FLEX_START runs for at most 7 days")
+        why = "a job on FLEX_START runs for at most 7 days"
+        raise UnsupportedError(NAME, "max_runtime", why, hint="add --max-runtime 7d, or less")
     machines.check_available(job, machine, strategy=strategy, reserved=_reserved(settings))
     notes += machines.advice(machine, strategy=strategy, reserved=_reserved(settings), location=settings.location)
     scheduling: dict[str, Any] = {"timeout": f"{seconds}s", "restartJobOnWorkerRestart": True}
@@ -304,7 +313,8 @@ def _strategy(settings: Settings, job: Job, machine: Machine, notes: list[str]) 
     if job.resources.spot:
         for name, given in (("strategy", settings.strategy), ("reservation", _reserved(settings))):
             if given:
-                raise SpecError("the job asks for spot machines; leave one of the two out", field=f"{NAME}.{name}")
+                hint = f"remove {name} from the settings, or spot from the job"
+                raise SpecError("is set, and the job asks for spot machines", field=f"{NAME}.{name}", hint=hint)
         notes.append("spot: Vertex AI itself starts the job again, up to six times, when its machines are taken back")
         return "SPOT"
     flexible = machine.accelerator in machines.FLEXIBLE
@@ -351,7 +361,7 @@ def _labels(job: Job, layout: Layout, attempt: int, name: str) -> dict[str, str]
     check_tags(job.tags, reserved=("cloudtrain-", "goog"), most=LABEL_COUNT)
     for key, value in job.tags.items():
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}", key) or not re.fullmatch(r"[a-z0-9_-]{0,63}", value):
-            why = "a label, and its value, is lower-case letters, digits, _ and -, 63 at most; it begins with a letter"
+            why = "a label holds at most 63 lower-case letters, digits, _ and -, and begins with a letter"
             raise SpecError(why, field=f"tags.{key}")
     return {**own, **_origin(layout.origin), **dict(sorted(job.tags.items()))}
 

@@ -42,11 +42,12 @@ def check_body(body: Mapping[str, Any]) -> None:
         _check_env(pool["containerSpec"].get("env", []), sum(int(pool["replicaCount"]) for pool in pools))
         if "pythonPackageSpec" in pool:
             where = f"options.{NAME}.jobSpec.workerPoolSpecs.*.pythonPackageSpec"
-            raise SpecError("a pool has a container, which is cloudtrain's, or a package; never both", field=where)
+            raise SpecError("is not allowed: each pool has cloudtrain's container", field=where)
     scheduling = body["jobSpec"]["scheduling"]
     if scheduling.get("disableRetries") and scheduling.get("strategy") == "SPOT":
         where = f"options.{NAME}.jobSpec.scheduling.disableRetries"
-        raise SpecError("spot machines that are taken back are such a retry; leave one of the two out", field=where)
+        why = "is set, and a job on spot machines needs such retries"
+        raise SpecError(why, field=where, hint="remove disableRetries, or spot")
 
 
 def _message(table: Mapping[str, Any], name: str, value: Any, where: str) -> None:
@@ -104,10 +105,12 @@ def _check_env(variables: list[Mapping[str, str]], count: int) -> None:
     """Check the variables; ``count`` is the job's nodes."""
     where = f"options.{NAME}.jobSpec.workerPoolSpecs.*.containerSpec.env"
     if len(variables) > ENV_COUNT:
-        raise SpecError(f"has {len(variables)} variables, at most {ENV_COUNT}; a job's own env needs none", field=where)
+        why = f"has {len(variables)} variables, at most {ENV_COUNT}"
+        raise SpecError(why, field=where, hint="use the job's own env, which has no such limit")
     names = [item.get("name", "") for item in variables]
     if names[:1] != [NODES] or variables[0].get("value") != str(count):
-        raise SpecError(f"cloudtrain itself sets the first, {NODES}; yours begin with index 1", field=where)
+        why = f"cloudtrain itself sets the first variable, {NODES}"
+        raise SpecError(why, field=where, hint="begin with index 1")
     for number, name in enumerate(names):
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise SpecError(f"{name!r} is not a name for an environment variable", field=f"{where}.{number}.name")
