@@ -139,9 +139,7 @@ def test_what_is_no_tree_or_no_file_is_said(gcs_url: str, s3_url: str) -> None:
     tree = files(gcs_url)
     tree.write("set/LICENSE", b"1")
     tree.write("odd.v2/a", b"1")
-    with pytest.raises(
-        SpecError, match=r"inputs.train: .*/LICENSE holds no file\nhint: for a single file, give a URL that"
-    ):
+    with pytest.raises(SpecError, match=r"inputs.train: .*/LICENSE holds no file\nhint: for a single file, give"):
         Place(f"{gcs_url}/set/LICENSE", s3_url).bring()
     with pytest.raises(SpecError, match=r"there is no file .*/odd.v2\nhint: for a folder, let the URL end in /"):
         Place(f"{gcs_url}/odd.v2", s3_url).bring()

@@ -61,7 +61,7 @@ def test_what_is_no_place_of_this_workspace_is_refused(url: str, field: str, wor
 
 
 def test_a_datastore_that_is_no_container_is_refused() -> None:
-    with pytest.raises(SpecError, match="'team' is not a container of Azure Storage \(AzureFile\)"):
+    with pytest.raises(SpecError, match=r"'team' is not a container of Azure Storage \(AzureFile\)"):
         resolved(SHORT, {"datastoreType": "AzureFile", "accountName": "acct", "fileShareName": "s"})
 
 

@@ -505,9 +505,7 @@ def test_a_region_without_the_machine_is_left_for_the_next(
 
 def test_one_region_without_the_machine_is_one_line(plane: Plane) -> None:
     plane.lacking.add("europe-west4")
-    with pytest.raises(
-        CapacityError, match=r"hint: try another location or machine\nGoogle's page of 2026 lists .*us-east4"
-    ):
+    with pytest.raises(CapacityError, match=r"hint: try another location or machine\nGoogle's page .*us-east4"):
         client().submit(PLANS.planned(gpu="H100:8"))
 
 
@@ -553,9 +551,7 @@ def test_a_caller_that_may_not_count_calls_against_our_project_does_without(
 def test_another_quota_project_that_has_no_vertex_is_named(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     users(plane, monkeypatch, OTHER)
     plane.consumer = False
-    with pytest.raises(
-        AuthError, match=f"hint: switch it on: gcloud services enable aiplatform.googleapis.com --project {OTHER}$"
-    ):
+    with pytest.raises(AuthError, match=f"hint: .*services enable aiplatform.googleapis.com --project {OTHER}$"):
         client().status(NOWHERE)
 
 
@@ -705,9 +701,7 @@ def test_without_credentials_one_line_says_how_to_sign_in(
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     for call in (lambda: client().status(NOWHERE), lambda: client().storage("gs://b/x"), own.credentials):
-        with pytest.raises(
-            AuthError, match=r"^no Google Cloud credentials\nhint: sign in .*gcloud auth application-default"
-        ):
+        with pytest.raises(AuthError, match=r"^no Google Cloud credentials\nhint: sign in .*gcloud auth"):
             call()
     assert client().storage("/a/folder") == {}
 
