@@ -329,7 +329,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("resources.instance_type", {}, {"instance_type": "a b"}, "not the name"),
     ("max_runtime", {}, {"max_runtime": 59}, "at least 60 s"),
     ("max_runtime", {}, {"max_runtime": 21 * 86400 + 1}, "after 21 days\nhint: add --max-runtime 21d"),
-    ("max_runtime", {}, {"max_runtime": "8d", "spot": True}, "on low-priority machines after 7 days\nhint: add --max-runtime 7d"),
+    ("max_runtime", {}, {"max_runtime": "8d", "spot": True}, "machines after 7 days\nhint: add --max-runtime 7d"),
     ("max_runtime", {"job_tier": "spot"}, {"max_runtime": "8d"}, "after 7 days"),
     ("max_cost", {}, {"max_cost": 5, "instance_type": "Standard_D4ds_v4"}, '"Standard_D4ds_v4" ='),
     ("max_cost", {}, {"max_cost": 0.001}, "60 s"),
