@@ -55,7 +55,7 @@ def test_a_python_without_torch(examiner: Examiner) -> None:
 def test_a_python_that_there_is_none(examiner: Examiner) -> None:
     found = examiner("--set", "python=/no/such/python")
     found.failed("torch", "does not start", fix="set python", code=2)
-    found.failed("gpus", "there is no /no/such/python", fix="local.python", code=2)
+    found.failed("gpus", "there is no program /no/such/python", fix="local.python", code=2)
 
 
 def test_gpus_that_there_are_none(examiner: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,7 +284,7 @@ def test_walk_follows_links_but_no_circles(tmp_path: Path) -> None:
         walk(tmp_path / "tree")
     (tmp_path / "tree" / "sub" / "up").unlink()
     (tmp_path / "tree" / "gone").symlink_to("nowhere")
-    with pytest.raises(StorageError, match="dangling"):
+    with pytest.raises(StorageError, match="broken link"):
         walk(tmp_path / "tree")
     (tmp_path / "tree" / "gone").unlink()
     (tmp_path / "tree" / "a\\b").write_bytes(b"")

@@ -392,7 +392,7 @@ def test_a_quota_that_does_not_reach_names_the_one_to_ask_for(idle: AzureMLWorld
     with pytest.raises(QuotaError) as caught:
         idle.send(idle.plan(run_id="early"))
     assert caught.value.exit_code == 4
-    assert "96 dedicated vCPUs of Standard NCADSA100v4 family" in str(caught.value)
+    assert "96 dedicated vCPUs of Standard NCADSA100v4 family" in caught.value.hint
     assert idle.plane.jobs == {}
     idle.plane.wire.faults.clear()
     run = idle.send(idle.plan(run_id="late"))

@@ -263,7 +263,7 @@ REFUSALS: list[tuple[int, str, str, type[CloudtrainError], str]] = [
 def test_refusals(status: int, code: str, message: str, kind: type[CloudtrainError], says: str) -> None:
     found = refusal(status, code, message, what="get job")
     assert type(found) is kind, found
-    assert says in str(found)
+    assert says in found.with_hint()
     assert "\n" not in str(found)
 
 
@@ -275,7 +275,7 @@ def test_errors_of_azures_libraries() -> None:
     for exc in (known.ClientAuthenticationError(chain), CredentialUnavailableError(chain)):
         found = error_of(exc, what="get job")
         assert isinstance(found, AuthError)
-        assert "az login" in str(found)
+        assert "az login" in found.hint
         assert "\n" not in str(found)
     cut = OSError("Connection broken: IncompleteRead(10 bytes read, 90 more expected)")
     broken = [known.IncompleteReadError(cut, error=cut), known.HttpResponseError(cut, error=cut)]

@@ -240,7 +240,7 @@ def test_a_profile_that_is_none_is_told_of_by_its_field() -> None:
 
     found = aws.error_of(ProfileNotFound(profile="p"))
     assert isinstance(found, SpecError)
-    assert (found.field, "aws configure list-profiles" in str(found)) == ("sagemaker.profile", True)
+    assert (found.field, "aws configure list-profiles" in found.hint) == ("sagemaker.profile", True)
 
 
 @pytest.fixture

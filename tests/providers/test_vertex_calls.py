@@ -391,8 +391,8 @@ def refused(world: VertexWorld, kind: type[CloudtrainError], code: int, *says: s
         provider.submit(request)
     assert type(caught.value) is kind, caught.value
     assert caught.value.exit_code == code
-    text = str(caught.value)
-    assert "\n" not in text
+    assert "\n" not in str(caught.value)
+    text = caught.value.with_hint()
     for word in says:
         assert word in text
     assert world.plane.jobs == {}

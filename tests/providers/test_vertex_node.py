@@ -539,7 +539,7 @@ def _caught(pid: int) -> int:
 
 
 def test_a_bucket_that_does_not_appear_is_told(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"gs://gcs at .*one region"):
+    with pytest.raises(StorageError, match=r"gs://gcs at .*\nhint: make the bucket in the job's region"):
         prepare.await_file("gcs/runs/r/context.json", patience=0)
 
 

@@ -349,8 +349,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("vertex.service_account", {"service_account": ""}, {"secrets": {"T": "gcp:projects/p/secrets/s"}}, "secrets.T"),
     ("tags.Team", {}, {"tags": {"Team": "x"}}, "lower-case"),
     ("tags.team", {}, {"tags": {"team": "Vision"}}, "lower-case"),
-    ("tags.goog-x", {}, {"tags": {"goog-x": "y"}}, "not yours"),
-    ("tags.cloudtrain-run", {}, {"tags": {"cloudtrain-run": "y"}}, "not yours"),
+    ("tags.goog-x", {}, {"tags": {"goog-x": "y"}}, "reserved"),
+    ("tags.cloudtrain-run", {}, {"tags": {"cloudtrain-run": "y"}}, "reserved"),
     ("tags", {}, {"tags": {f"t{n}": "" for n in range(59)}}, "at most 56"),
 ]
 _SPEC = "options.vertex.jobSpec"
@@ -384,7 +384,7 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     (
         f"{_SPEC}.workerPoolSpecs.*.pythonPackageSpec",
         {"jobSpec": {"workerPoolSpecs": {"0": {"pythonPackageSpec": {"pythonModule": "x"}}}}},
-        "never both",
+        "cloudtrain's container",
     ),
 ]
 

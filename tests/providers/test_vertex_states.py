@@ -335,7 +335,7 @@ def test_refusals(status: int, message: str, reason: str, kind: type[CloudtrainE
     error = refusal(status, message, what="create job", reason=reason)
     assert type(error) is kind, error
     assert error.exit_code == code
-    assert says in str(error)
+    assert says in error.with_hint()
     assert "\n" not in str(error)
 
 
@@ -350,7 +350,7 @@ def test_refusals(status: int, message: str, reason: str, kind: type[CloudtrainE
 def test_what_lets_a_caller_in_is_of_the_call(what: str, role: str) -> None:
     error = refusal(403, "The caller does not have permission.", what=what, reason="PERMISSION_DENIED")
     assert isinstance(error, AuthError)
-    assert role in str(error)
+    assert role in error.hint
 
 
 def test_what_googles_libraries_raise() -> None:
