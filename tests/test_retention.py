@@ -250,7 +250,7 @@ def test_staging_that_took_days_is_not_recorded(local: Store, monkeypatch: pytes
     local.stage(layout, archive=lambda: b"", pyz=b"")
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 6 * DAY)
-    with pytest.raises(StorageError, match="start again"):
+    with pytest.raises(StorageError, match="run the same command again"):
         local.create_run(layout, {"protocol": 1, "layout": {"code_digest": OLD_CODE}})
     assert "slow" not in local.runs()
 
@@ -274,7 +274,7 @@ def test_who_lost_its_right_meanwhile_removes_no_more(local: Store, monkeypatch:
             time.sleep(0.02)
 
     monkeypatch.setattr(local.files, "discard", suspended)
-    with pytest.raises(StorageError, match="start again"):
+    with pytest.raises(StorageError, match="run the same command again"):
         collect(local, older_than=0, delete=True, lease=4.0)
     assert len(gone) == 1
 

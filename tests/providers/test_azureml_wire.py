@@ -217,7 +217,7 @@ def test_an_answer_that_is_lost_is_no_second_job(plane: Plane) -> None:
 
 def test_a_role_that_lacks_is_named(plane: Plane) -> None:
     plane.wire.faults.append(Fault.denied("PUT job", ACTION, f"/subscriptions/{SUBSCRIPTION}"))
-    with pytest.raises(AuthError, match=rf"^create job: .*{ACTION}.*'AzureML Data Scientist' on the workspace"):
+    with pytest.raises(AuthError, match=rf"^create job: .*{ACTION}.*\n.*'AzureML Data Scientist' on the workspace"):
         client(plane).submit(plans(plane).planned())
     assert plane.jobs == {}
 
@@ -307,10 +307,10 @@ def test_what_the_sdk_itself_will_not_send_is_one_line(plane: Plane) -> None:
         (
             Refusal(401, "Odd", "who"),
             AuthError,
-            "get job: who (Odd): sign in again (az login); the submitted run continues",
+            "get job: who (Odd); sign in again (az login); the submitted run continues",
         ),
-        (Refusal(403, "Odd", "no"), AuthError, "get job: no (Odd): give the caller the role 'AzureML Data Scientist'"),
-        (Refusal(403, "Odd", "over quota"), QuotaError, "get job: over quota (Odd): ask for more in Azure ML's Studio"),
+        (Refusal(403, "Odd", "no"), AuthError, "get job: no (Odd); give the caller the role 'AzureML Data Scientist'"),
+        (Refusal(403, "Odd", "over quota"), QuotaError, "get job: over quota (Odd); ask for more in Azure ML's Studio"),
         (Refusal(404, "Odd", "gone"), NotFoundError, "get job: gone (Odd)"),
         (Refusal(404, "WorkspaceNotFound", "gone"), SpecError, "azureml.workspace_name: gone; check subscription"),
         (Refusal(409, "Odd", "there"), ConflictError, "run_id: get job: there (Odd)"),
@@ -329,7 +329,7 @@ def test_every_refusal_is_one_of_ours(plane: Plane, refusal: Refusal | None, kin
     with pytest.raises(CloudtrainError) as caught:
         client(plane).status(f"{plane.id}/jobs/none")
     assert type(caught.value) is kind
-    assert str(caught.value).startswith(says)
+    assert caught.value.with_hint().startswith(says)
     assert "\n" not in str(caught.value)
     assert plane.wire.count("GET job") == (2 if refusal is not None and refusal.status == 401 else 1)
 

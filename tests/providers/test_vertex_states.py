@@ -269,8 +269,8 @@ def test_a_hint_names_the_agent_that_pulls_images() -> None:
 )
 def test_a_disabled_service_is_named_alone(error: dict[str, Any], command: str) -> None:
     message, reason, metadata = answered(json.dumps({"error": error}).encode())
-    text = str(refusal(403, message, what="list quotas", reason=reason, metadata=metadata))
-    assert text.endswith(f"switch it on: {command}")
+    error = refusal(403, message, what="list quotas", reason=reason, metadata=metadata)
+    assert error.hint == f"switch it on: {command}"
 
 
 def test_how_long_a_job_has_been_over() -> None:
