@@ -396,7 +396,7 @@ def test_the_verb(local: Store, tmp_path: Path, capsys: pytest.CaptureFixture[st
     local.files.write("runs/broken/run.json", b"{")
     assert "run.json of broken cannot be read" in gc(place, capsys=capsys)[2]
     code, _, err = gc(place, "--delete", capsys=capsys)
-    assert (code, err.count("\n")) == (8, 1)
+    assert (code, err.count("\n")) == (8, 2)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

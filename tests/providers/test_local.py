@@ -147,7 +147,7 @@ def test_limits_of_money_and_of_gpus(tmp_path: Path) -> None:
     ("fields", "field", "words"),
     [
         ({"image": "python:3.12"}, "image", "--provider docker"),
-        ({"instance_type": "big"}, "resources.instance_type", "on.<provider>"),
+        ({"instance_type": "big"}, "resources.instance_type", "on.PROVIDER"),
         ({"cpus": 1}, "resources.cpus", "share all cores"),
         ({"memory_gb": 1}, "resources.memory_gb", "share the memory"),
         ({"disk_gb": 1}, "resources.disk_gb", "share the disk"),
@@ -165,7 +165,7 @@ def test_refuses(world: FakePlatform, fields: Fields, field: str, words: str) ->
     with pytest.raises(UnsupportedError) as caught:
         world.plan(fields)
     assert (caught.value.field, caught.value.provider, caught.value.exit_code) == (field, "local", 2)
-    assert words in caught.value.why
+    assert words in caught.value.with_hint()
 
 
 @pytest.mark.parametrize(
