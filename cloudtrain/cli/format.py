@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Changes",
-    "Moved", "came", "collected", "collected_line", "duration", "leftovers", "max_runtime", "outcome",
+    "Moved", "came", "collected", "collected_line", "duration", "fix", "leftovers", "max_runtime", "outcome",
     "plan_text", "price_text", "pulled", "run_table", "sent", "size_text", "stall_timeout", "state_line",
     "status_text", "still_pending", "table", "when",
 ]  # fmt: skip
@@ -162,6 +162,23 @@ def outcome(result: Mapping[str, Any]) -> str:
     if failure.get("traceback"):
         lines += ["  " + line for line in str(failure["traceback"]).rstrip().splitlines()]
     return "\n".join(lines)
+
+
+_FIXES = {
+    "ModuleNotFoundError": "list the package in a file and add --requirements FILE, or use an image that has it",
+    "FileNotFoundError": "nodes have only your code and inputs: add --input data=PATH, and read $CLOUDTRAIN_INPUT_DATA",
+}
+_FIXES_BY_CATEGORY = {
+    "oom": "use a smaller batch, or a machine or GPU with more memory",
+    "stalled": "if the script is silent for longer than that, add a longer --stall-timeout",
+}
+
+
+def fix(result: Mapping[str, Any]) -> str:
+    """Return the usual way out of a failed run's error; empty if its traceback must do."""
+    exception = str((result.get("failure") or {}).get("exception") or "")
+    kind = exception.partition(":")[0].rpartition(".")[2]
+    return _FIXES_BY_CATEGORY.get(str(result.get("category")), "") or _FIXES.get(kind, "")
 
 
 LISTED = ("run_id", "state", "category", "provider", "created", "name")

@@ -247,6 +247,7 @@ def wait(
                 raise
             raise left(exc, handle, run, at, screen) from None
     screen.talk(format.outcome(result))
+    screen.hint(format.fix(result))
     say_empty(handle, result, screen)
     if json:
         screen.emit(result)

@@ -442,6 +442,7 @@ def _follow(run: Run, at: Where, seconds: float | None, following: Following, sc
         raise left(exc, run, run.run_id, at, screen) from None
     code, extra = int(result["exit_code"]), dict[str, Any]()
     screen.talk(format.outcome(result))
+    screen.hint(format.fix(result))
     say_empty(run, result, screen)
     if following.pull_to is not None:
         try:

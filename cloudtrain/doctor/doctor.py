@@ -118,7 +118,7 @@ def _checks(settings: Settings, fields: Mapping[str, Any], job: Job | None, cwd:
         yield check
         stopped = stopped or (check.status == "failed" and check.name in ("sdk", "credentials"))
     if store and stopped and local_path(store) is None:
-        yield skipped("store", "no SDK and no credentials to reach it")
+        yield skipped("store", "the failed check above comes first")
     elif store:
         yield round_trip(files(store, storage=made.storage, moving=moving))
 

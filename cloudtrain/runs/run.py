@@ -889,7 +889,8 @@ def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Set
         except SpecError as exc:
             if not isinstance(exc, NotFoundError) and exc.field != "run_id":
                 raise
-            near = did_you_mean(run_id, run.store.runs())
+            listed = f"to list the runs, run: cloudtrain list --store {run.store.url}"
+            near = did_you_mean(run_id, run.store.runs()) or listed
             raise NotFoundError(f"no run {run_id!r} in {run.store.url}", field="run", hint=near) from None
         return run, caller
 

@@ -94,12 +94,12 @@ def plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     wanted, retries = document["resources"], document["retries"]
     rows.append(("instance", _plan_instance(wanted)))
     if wanted["instance_types"] or wanted["price"]:  # else this machine starts the nodes and has no price
-        rows.append(("price", price_text(wanted["price"], wanted["instance_types"])))
-    starter = RETRIED_BY.get(retries["by"], retries["by"])
+        rows.append(("price", price_text(wanted["price"], wanted["instance_types"]).removeprefix("price ")))
+    starter = f"{retries['count']}, started by {RETRIED_BY.get(retries['by'], retries['by'])}"
     return [
         *rows,
         ("limits", _plan_limits(document["limits"])),
-        ("retries", f"{retries['count'] or 'none'}, started by {starter}"),
+        ("retries", starter if retries["count"] else "none (--retries)"),
         ("disk", _plan_disk(document["disk"])),
         ("sends", f"{request['operation']} (attempt {request['attempt']})"),
         *(("note", text) for text in document["notes"]),

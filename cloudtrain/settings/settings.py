@@ -499,6 +499,7 @@ def _profile(read: _Read, name: str, field: str = "") -> _Layer:
     hint = f'{name} is a provider; write a profile with provider = "{name}"' if name in provider_names() else ""
     if not read.profiles:
         where = f"{read.path} has no [{'.'.join(filter(None, [read.base.table, _PROFILES, name]))}]"
+        hint = hint or ("" if read.path else "to write one, run: cloudtrain init --provider PROVIDER")
         raise SpecError(where if read.path else f"there is no {FILE} in this folder or above", field=field, hint=hint)
     if name not in read.profiles:
         raise SpecError(
