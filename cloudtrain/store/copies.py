@@ -245,7 +245,7 @@ class Copy:
             why = f"{self._source.shown}: {min(changed)} changed while it was copied"
             raise StorageError(why, hint=self._source.restart)
         if wrong:
-            raise OverwrittenError(f"{self._at(min(wrong))} has changed: another client writes to the same place")
+            raise OverwrittenError(f"{self._at(min(wrong))} has changed: another client writes the same files")
 
     def _save(self) -> None:
         """Merge the digests into the journal, where other clients of the same copy save theirs."""
