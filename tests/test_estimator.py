@@ -224,7 +224,8 @@ train()
         ("Job.make(entry_point='t.py', instance_cout=2)", "SpecError: instance_cout: ", "did you mean"),
         ("cloudtrain.plan(Job.make(entry_point='none.py'))", "none.py", ""),
         ("cloudtrain.submit(Job.make(entry_point='t.py'), provider='locl')", "locl", "local"),
-        ("cloudtrain.attach('none')", "NotFoundError: run: no run 'none'", ""),
+        ("cloudtrain.attach('none')", "NotFoundError: run: no run 'none'", "cloudtrain list"),
+        ("cloudtrain.plan('t.py')", "SpecError: job: must be a Job, not str", "Job.make(entry_point='t.py')"),
     ],
 )
 def test_an_error_shows_your_own_lines_alone(tmp_path: Path, call: str, message: str, hint: str) -> None:
@@ -258,7 +259,8 @@ def test_a_notebook_shows_the_cell_alone(tmp_path: Path, monkeypatch: pytest.Mon
     caught.value.__traceback__ = trace.tb_next if trace is not None else None  # this test's own frame
     shown = caught.value._render_traceback_()
     assert [line.strip() for line in shown if "File" in line] == ['File "<cell 1>", line 2, in <module>']
-    assert shown[-1].startswith("cloudtrain.errors.NotFoundError: run: no run 'none'")
+    assert shown[-2].startswith("cloudtrain.errors.NotFoundError: run: no run 'none'")
+    assert shown[-1].startswith("hint: to list the runs, run: cloudtrain list")
 
 
 def test_another_error_and_another_hook_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

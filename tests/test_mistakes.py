@@ -81,6 +81,7 @@ VERBS = [
     M("delete twin", 2, "no verb 'delete'", "cloudtrain gc"),
     M("ssh twin", 2, "no verb 'ssh'", "debug_shell"),
     M("download twin", 2, "no verb 'download'", "cloudtrain pull"),
+    M("resume twin", 2, "no verb 'resume'", "--resume-from"),
     M("tail twin", 2, "no verb 'tail'", "cloudtrain logs"),
     M("describe twin", 2, "no verb 'describe'", "cloudtrain status"),
     M("dryrun train.py", 2, "no verb 'dryrun'", "cloudtrain plan"),
@@ -132,7 +133,7 @@ FLAGS = [
     M("submit train.py --metric loss", 2, "loss", "loss="),
     M("submit train.py --metric 'loss=loss ([0-9'", 2, "loss", ""),
     M("submit train.py --metric 'loss=loss [0-9]+'", 2, "group", ""),
-    M("submit train.py --profile nope", 2, "nope", ""),
+    M("submit train.py --profile nope", 2, "nope", "cloudtrain init"),
 ]
 SCRIPTS = [
     M("submit tarin.py", 2, "tarin.py", "train.py"),
@@ -213,7 +214,7 @@ PLACES = [
     M("schema nope", 2, "nope", ""),
 ]
 RUNS = [
-    M("status nope", 2, "no run 'nope'|nope", ""),
+    M("status nope", 2, "no run 'nope'|nope", "cloudtrain list"),
     M("status twon", 2, "twon", "twin"),
     M("wait nope", 2, "nope", ""),
     M("logs nope", 2, "nope", ""),
@@ -247,7 +248,7 @@ RUNS = [
     M("list --since yesterday", 2, "yesterday", ""),
     M("submit leaves.py --run-id leaves", 1, shows="the data folder is empty"),
     M("submit exits3.py --run-id exits", 1, shows="code 3"),
-    M("submit imports.py --run-id imports", 1, shows="nowhere_to_be_found"),
+    M("submit imports.py --run-id imports", 1, shows="nowhere_to_be_found", hint="--requirements"),
     M("submit train.py --run-id argparse -- --stepz 3", 1, shows="unrecognized arguments: --stepz 3"),
 ]
 TABLES = {"verbs": VERBS, "flags": FLAGS, "scripts": SCRIPTS, "places": PLACES, "runs": RUNS}
@@ -315,5 +316,7 @@ def test_a_mistake_ends_with_one_line_that_helps(
         assert re.search(row.hint, hints), err
         assert row.hint == "" or hints.removeprefix("hint: ").strip() not in errors[0], err
         assert len(errors[0]) <= 400, err
+    elif row.hint:
+        assert re.search(row.hint, hints), err
     if row.code != 1:
         assert {item.name for item in runs.iterdir()} == before, "a refused command left a run behind"
