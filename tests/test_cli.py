@@ -599,7 +599,7 @@ def test_a_run_that_is_not_there_is_exit_2(verb: str, demo: Path) -> None:
     done = run_cli(verb, "nosuch-1", "--json", cwd=demo)
     assert done.returncode == 2, done.stderr
     assert "nosuch-1" in json.loads(done.stdout)["error"]
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.count("\n") == 2
 
 
 def test_a_taken_run_id_is_exit_2_and_starts_nothing(good: subprocess.CompletedProcess[str], demo: Path) -> None:
