@@ -271,7 +271,7 @@ def test_an_estimate_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
     cluster, text = made({**CLUSTER, "prices": {"gpu-cluster": 1}})
     assert cluster is not None
     assert (cluster["usd_for_hard_limit"], cluster["instance_type"]) == (2.0, "gpu-cluster")
-    assert "price unknown" in made({"prices": {}}, instance_type="Standard_D4ds_v4")[1]
+    assert re.search("price +unknown", made({"prices": {}}, instance_type="Standard_D4ds_v4")[1])
     later, _ = made({"prices": {}}, gpu=["T4:1", "T4:4"])
     assert later is not None
     assert later["instance_type"] == "Standard_NC64as_T4_v3"
