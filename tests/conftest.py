@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _group(item: pytest.Item, scope: str) -> None:
-    """Let one worker run all items of ``scope``: xdist 3.8 names them by ``_nodeid``, which pytest 9.2 does not read."""
+    """Let one worker run all items of ``scope``. xdist 3.8 does so by ``_nodeid``, which pytest 9.2 does not read."""
     item.add_marker(pytest.mark.xdist_group(scope))
     if vars(item.config.option).get("loadgroup") and hasattr(item, "_id"):
         item._id = type(item._id).parse(f"{item.nodeid}@{scope}")
