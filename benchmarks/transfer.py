@@ -38,7 +38,7 @@ from common import (
     sides,
 )
 
-from cloudtrain.storage.digest_cache import SETTLED
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -325,7 +325,7 @@ def again(place: Place, count: int) -> list[Figure]:
     found = []
     for files, target in ((SMALL, 0.05), (10 * SMALL, 0.5)):
         source = made(place.folder / f"data{files}", files, SMALL_BYTES // 8)
-        time.sleep(SETTLED + 1)  # of files that have just been written no digest is believed
+        time.sleep(CLIENT_TIMINGS.digest_settled + 1)  # of files that have just been written no digest is believed
         costs = [place.cost(AGAIN, "up", place.fresh(), str(source)) for _ in range(count)]
         value = statistics.median(cost.wall for cost in costs)
         found.append(Figure(name=f"unchanged {files:,} files staged again", value=value, target=target, unit="s"))

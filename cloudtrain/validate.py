@@ -7,19 +7,23 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import SpecError, scrubbed
 
 __all__ = [
-    "BRIEF", "DEEPEST", "brief", "choice_of", "did_you_mean", "duration", "is_price", "json_loads", "json_or_text",
-    "json_value", "parse_duration", "parse_since", "parse_size", "respelt", "sequence_of", "similar", "table_of",
-    "text_of", "texts_of", "toml_loads", "unix_seconds", "url_scheme", "whole_number", "without_secrets",
+    "BRIEF", "DEEPEST", "TEST_TIMINGS", "brief", "choice_of", "did_you_mean", "duration", "is_price", "json_loads",
+    "json_or_text", "json_value", "parse_duration", "parse_since", "parse_size", "respelt", "sequence_of", "similar",
+    "table_of", "text_of", "texts_of", "timings_of", "toml_loads", "unix_seconds", "url_scheme", "whole_number",
+    "without_secrets",
 ]  # fmt: skip
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?!\\)")
+T = TypeVar("T")
+TEST_TIMINGS = "CLOUDTRAIN_TEST_TIMINGS"
+"""Variable with which cloudtrain's own tests shorten waits: ``node.silence=12,client.lease_pauses=0.1/0.2``."""
 BRIEF = 300
 _LONGEST = 100 * 366 * 86400
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?(B|kB|KB|MB|GB|TB)?")
@@ -166,6 +170,18 @@ def duration(seconds: float) -> str:
             words.append(f"{left // length}{name}")
             left %= length
     return "".join(words[:2]) or "0s"
+
+
+def timings_of(kind: Callable[..., T], half: str, text: str) -> T:
+    """Return the ``kind`` of waits with those of ``half`` in ``text``. Raises `TypeError`, `ValueError`."""
+    pairs = [pair.replace("=", ".", 1).split(".", 2) for pair in text.split(",") if pair]
+    return kind(
+        **{
+            name: tuple(float(each) for each in value.split("/") if each) if "/" in value else float(value)
+            for where, name, value in pairs
+            if where == half
+        }
+    )
 
 
 def toml_loads(text: str, *, where: str) -> dict[str, Any]:

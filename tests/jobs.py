@@ -22,7 +22,9 @@ import pytest
 
 from cloudtrain import schemas
 from cloudtrain.runs.run import Run, open_run
-from cloudtrain.runtime import timings
+from cloudtrain.runtime.timings import Timings
+from cloudtrain.storage.timings import ClientTimings
+from cloudtrain.validate import TEST_TIMINGS
 
 CLI = [sys.executable, "-m", "cloudtrain"]
 Once = Callable[[str, Callable[[], Any]], Any]
@@ -96,8 +98,9 @@ class Jobs:
         return sorted(p.parent.name for p in (self.store / "runs").glob("*/run.json"))
 
     def shorten(self, **seconds: float) -> None:
-        """Set other `Timings` for all that is started from now on."""
-        self.environ[timings.VARIABLE] = ",".join(f"{name}={value}" for name, value in seconds.items())
+        """Set other `Timings` and `ClientTimings` for all that is started from now on."""
+        halves = dict.fromkeys(vars(Timings()), "node") | dict.fromkeys(vars(ClientTimings()), "client")
+        self.environ[TEST_TIMINGS] = ",".join(f"{halves[name]}.{name}={value}" for name, value in seconds.items())
 
     # ---------------------------------------------------------------------------------------------------- processes
 

@@ -21,7 +21,8 @@ from cloudtrain.errors import StorageError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.storage import digest_cache
-from cloudtrain.storage.digest_cache import KEPT, SEEN, SETTLED, DigestCache, cache_folder
+from cloudtrain.storage.digest_cache import KEPT, DigestCache, cache_folder
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
 
 
@@ -53,7 +54,7 @@ def found(known: DigestCache, path: Path) -> str | None:
 
 
 def test_a_file_that_was_read_long_after_its_change_is_known_at_once(tree: Path, tmp_path: Path) -> None:
-    first = later(tree, tmp_path / "cache", SETTLED + 1)
+    first = later(tree, tmp_path / "cache", CLIENT_TIMINGS.digest_settled + 1)
     assert first.of(tree / "a") == digest(b"aaaa")
     first.keep()
     again = later(tree, tmp_path / "cache")
@@ -63,7 +64,8 @@ def test_a_file_that_was_read_long_after_its_change_is_known_at_once(tree: Path,
 
 def test_a_file_that_was_just_written_is_read_until_its_times_have_settled(tree: Path, tmp_path: Path) -> None:
     """The clock of a file system stands still for a while: a second change may leave the same times."""
-    for seconds, expected in ((0.0, None), (0.5, None), (SEEN + 1, None), (SEEN + 2, digest(b"aaaa"))):
+    unchanged = CLIENT_TIMINGS.digest_unchanged
+    for seconds, expected in ((0.0, None), (0.5, None), (unchanged + 1, None), (unchanged + 2, digest(b"aaaa"))):
         known = later(tree, tmp_path / "cache", seconds)
         assert found(known, tree / "a") == expected
         known.of(tree / "a")
@@ -72,7 +74,7 @@ def test_a_file_that_was_just_written_is_read_until_its_times_have_settled(tree:
 
 @pytest.mark.parametrize("how", ["content", "same size and time", "another file"])
 def test_a_changed_file_is_read(tree: Path, tmp_path: Path, how: str) -> None:
-    known = later(tree, tmp_path / "cache", SETTLED + 1)
+    known = later(tree, tmp_path / "cache", CLIENT_TIMINGS.digest_settled + 1)
     known.of(tree / "a")
     known.keep()
     before = os.stat(tree / "a")
@@ -103,7 +105,7 @@ def test_what_is_written_through_a_mapping_is_read(tree: Path, tmp_path: Path) -
 def test_where_times_do_not_tell_it_is_read(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None, expected: bool
 ) -> None:
-    known = later(tree, tmp_path / "cache", SETTLED + 1)
+    known = later(tree, tmp_path / "cache", CLIENT_TIMINGS.digest_settled + 1)
     known.of(tree / "a")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(digest_cache, "_types", lambda: {os.stat(tree).st_dev: kind} if kind else {})
@@ -112,14 +114,14 @@ def test_where_times_do_not_tell_it_is_read(
 
 def test_no_folder_above_the_cache(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    known = later(tree, Path("cache"), SETTLED + 1)
+    known = later(tree, Path("cache"), CLIENT_TIMINGS.digest_settled + 1)
     known.of(tree / "a")
     known.keep()
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_remembered(tree: Path, tmp_path: Path) -> None:
-    known = later(tree, tmp_path / "cache", SETTLED + 1)
+    known = later(tree, tmp_path / "cache", CLIENT_TIMINGS.digest_settled + 1)
     old = os.stat(tree / "a")
     time.sleep(0.02)
     (tree / "a").write_bytes(b"bbbb")
@@ -133,7 +135,7 @@ def test_whatever_stands_in_the_cache_a_wrong_shape_is_no_answer(
 ) -> None:
     base = tmp_path_factory.mktemp("shape")
     (base / "a").write_bytes(b"aaaa")
-    known = later(base, base / "x" / "cache", SETTLED + 1)
+    known = later(base, base / "x" / "cache", CLIENT_TIMINGS.digest_settled + 1)
     (base / "x").mkdir()
     known.of(base / "a")
     known.keep()
@@ -246,7 +248,7 @@ def test_an_unchanged_tree_is_staged_again_without_being_read(
 ) -> None:
     """Only who does not read believes a digest that is wrong; it is seen before anything is uploaded by it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    old = time.time() - 10 * SETTLED
+    old = time.time() - 10 * CLIENT_TIMINGS.digest_settled
     os.utime(tree / "a", (old, old))
     job, store = Job.make(entry_point="t.py", inputs={"x": str(tree)}), Store(str(tmp_path / "store"))
 
@@ -263,7 +265,8 @@ def test_an_unchanged_tree_is_staged_again_without_being_read(
     (cached,) = (tmp_path / "cache" / "cloudtrain" / "digests").iterdir()
     content = json.loads(cached.read_bytes())
     looks, sha256, _, read = content["files"]["a"]
-    content["files"]["a"] = [looks, sha256, read - SEEN, read]  # its change time is of now, and cannot be set back
+    since = read - CLIENT_TIMINGS.digest_unchanged  # its change time is of now, and cannot be set back
+    content["files"]["a"] = [looks, sha256, since, read]
     cached.write_text(json.dumps(content))
     assert submit() == (first[0], 0)
     content["files"]["a"][1] = "f" * 64

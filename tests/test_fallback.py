@@ -48,6 +48,7 @@ from cloudtrain.runs.submit import load_plan
 from cloudtrain.settings.settings import Settings
 from cloudtrain.storage import lease
 from cloudtrain.storage.files import LocalFiles, parallel
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store import runtime_zip
 from cloudtrain.store.store import Store
 
@@ -447,7 +448,7 @@ def test_who_waits_sends_a_further_gpu_whose_client_died(places: Places, monkeyp
     run = places.attach()
     waits = FallbackPolicy(run)
     monkeypatch.setattr(FallbackPolicy, "send", send)
-    monkeypatch.setattr(retry, "UNSENT_SECONDS", 0.0)
+    monkeypatch.setattr(CLIENT_TIMINGS, "unsent", 0.0)
     result = run.wait(retry=waits, on_status=lambda status: [
         places.clouds[0].stand("r.1", state="succeeded") for _ in places.jobs()[0]
     ], timeout=20)  # fmt: skip
@@ -916,7 +917,7 @@ def test_one_client_sends_and_the_others_see_what_came_of_it(
     tmp_path: Path, installed: None, monkeypatch: pytest.MonkeyPatch, refused: bool
 ) -> None:
     """On a platform that takes no name for a job, two calls at once would be two jobs."""
-    monkeypatch.setattr(lease, "_PAUSES", (0.005, 0.02))
+    monkeypatch.setattr(CLIENT_TIMINGS, "lease_pauses", (0.005, 0.02))
     places, sent, inside, send = Places(tmp_path / "places", 1), list[int](), set[int](), Provider.submit
     if refused:
         places.clouds[0].refuse("quota", "no more")
@@ -944,7 +945,7 @@ def test_one_client_sends_and_the_others_see_what_came_of_it(
 def test_a_client_of_an_earlier_version_that_may_be_sending_is_waited_for(
     tmp_path: Path, installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "LEASE", 1.5)
+    monkeypatch.setattr(CLIENT_TIMINGS, "sending", 1.5)
     places = Places(tmp_path / "places", 1)
     places.clouds[0].refuse("quota", "no more")
     places.stores[0].files.write("runs/r/attempts/0/sending/0123456789abcdef.json", b"{}")
@@ -962,7 +963,7 @@ def places_category(places: Places) -> str:
 @pytest.fixture
 def boundaries(installed: None, monkeypatch: pytest.MonkeyPatch) -> Boundaries:
     monkeypatch.setattr(ProviderExtras, "arrival_s", 0.0)
-    monkeypatch.setattr(lease, "_PAUSES", (0.005, 0.02))
+    monkeypatch.setattr(CLIENT_TIMINGS, "lease_pauses", (0.005, 0.02))
     return Boundaries(monkeypatch)
 
 
@@ -1068,7 +1069,7 @@ def meetings(boundaries: Boundaries, folder: Path, kind: str, most: int, *, stal
 def test_two_clients_at_once_start_one_job(
     boundaries: Boundaries, tmp_path: Path, kind: str, stalls: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "LEASE", 3.0 if stalls else 60.0)
+    monkeypatch.setattr(CLIENT_TIMINGS, "sending", 3.0 if stalls else 60.0)
     if stalls:  # as a whole, its renewals too
         monkeypatch.setattr(lease.Lease, "_renew", lambda lease: lease._ended.wait())
     meetings(boundaries, tmp_path / "meetings", kind, count, stalls=stalls)

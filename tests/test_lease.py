@@ -26,6 +26,7 @@ from cloudtrain.storage.errors import Retries
 from cloudtrain.storage.files import Entry, Files, Loaded, LocalFiles, files, parallel
 from cloudtrain.storage.lease import FOLDER, MARK, Lease, announce, is_released, withdraw
 from cloudtrain.storage.remote import RemoteFiles
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 
 EARLIER = [
     b"0123456789abcdef" * 2,
@@ -135,7 +136,8 @@ HOLDER = """
 import time
 from cloudtrain.storage import lease
 from cloudtrain.storage.files import files
-lease._PAUSES = (0.01, 0.05)
+from cloudtrain.storage.timings import CLIENT_TIMINGS
+CLIENT_TIMINGS.lease_pauses = (0.01, 0.05)
 tree = files(sys.argv[1])
 tree.load("n")
 ready()
@@ -166,7 +168,7 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyS3]:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.proof) for seed in (1, 2))])
 def test_lost_answers_make_no_second_holder(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """What a swap did before its answer was lost, its client finds out; one that gives up is not waited for long."""
-    monkeypatch.setattr(leases, "_PAUSES", (0.01, 0.05))
+    monkeypatch.setattr(CLIENT_TIMINGS, "lease_pauses", (0.01, 0.05))
     draw = random.Random(seed)
     s3.faults = [draw.choice(["lost", "lost", "reset", "refuse", None, None, None]) for _ in range(600)]
     inside, took = set[int](), list[int]()
@@ -264,7 +266,7 @@ def test_a_kept_lease_is_left_to_its_expiry(store: Files, elsewhere: None, monke
         assert time.monotonic() - began >= 0.5, "this process has given it up"
     with Lease(store, MARK, seconds=60) as lease:
         lease.kept = True
-    monkeypatch.setattr(leases, "GIVEN_UP", 0.5)
+    monkeypatch.setattr(CLIENT_TIMINGS, "lease_given_up", 0.5)
     began = time.monotonic()
     with Lease(store, MARK, seconds=60, after=60):
         assert 0.5 <= time.monotonic() - began < 30, "and a process knows that its own call has ended"

@@ -11,7 +11,8 @@ import pytest
 
 from cloudtrain.provider_api.protocol import AttemptInfo, Request, Status
 from cloudtrain.runs.attempts import AttemptPolicy
-from cloudtrain.runs.max_wait import AGAIN_SECONDS, MaxWait
+from cloudtrain.runs.max_wait import MaxWait
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
 
 T0 = 1_700_000_000.0
@@ -51,7 +52,7 @@ def test_what_does_not_end_is_cancelled_again_after_a_while_and_by_any_other_cli
     wait, store, clock = begun(tmp_path)
     clock.now = T0 + LIMIT + 1
     assert wait.ends(0, PENDING) == WHY
-    clock.now += AGAIN_SECONDS
+    clock.now += CLIENT_TIMINGS.cancel_again
     assert wait.ends(0, PENDING) == ""
     clock.now += 1
     assert wait.ends(0, PENDING) == WHY

@@ -36,6 +36,7 @@ from cloudtrain.storage.errors import Retries
 from cloudtrain.storage.files import TransferOptions, files, parallel
 from cloudtrain.storage.obstore_config import find_access
 from cloudtrain.storage.remote import RemoteFiles
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 
 pytestmark = pytest.mark.remote
 
@@ -254,7 +255,7 @@ def test_an_upload_whose_last_answer_was_lost_is_sent_again(s3: FaultyS3, tmp_pa
 
 
 def test_a_body_may_take_long_and_an_answer_may_not(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(obstore_backend, "SILENCE", timedelta(seconds=0.3))
+    monkeypatch.setattr(CLIENT_TIMINGS, "http_silence", 0.3)
     tree = reach(tries=1)
     s3.faults = ["late", "late"]
     tree.write("code", b"0" * 10_000)
@@ -914,7 +915,7 @@ def test_what_kept_a_request_from_being_signed_is_told_of_it_alone() -> None:
 
 
 def signature(container: str) -> str:
-    from datetime import datetime, timedelta, timezone
+    from datetime import datetime, timezone
 
     from azure.storage.blob import ContainerSasPermissions, generate_container_sas
 

@@ -32,6 +32,7 @@ from cloudtrain.provider_api.protocol import Layout, Request
 from cloudtrain.providers.azureml.api import named
 from cloudtrain.runs.submit import make_plan
 from cloudtrain.settings.settings import Settings
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
 
 SHA = "c0ffee" + "0" * 34
@@ -94,7 +95,7 @@ def test_the_digest_of_an_image() -> None:
 
 
 def test_an_answer_that_does_not_come_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "PATIENCE", 0.05)
+    monkeypatch.setattr(CLIENT_TIMINGS, "provenance", 0.05)
     release = threading.Event()
 
     def refused() -> str:

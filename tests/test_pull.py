@@ -22,6 +22,7 @@ from test_run import RUNNING, SUCCEEDED, T0, ClientRetried, World, failed
 from cloudtrain.errors import ConflictError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from cloudtrain.runs import pull as pull_module
 from cloudtrain.runs.pull import PullReport, parse_selection, pull
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 
 
 @pytest.fixture
@@ -272,15 +273,16 @@ def test_only_the_marks_of_the_runs_own_platform_stay_in_the_store(tmp_path: Pat
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from cloudtrain.runs import pull
+from cloudtrain.runs.pull import pull
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
-pull._SAVED = 0.0
+CLIENT_TIMINGS.pull_save = 0.0
 left = [int(sys.argv[3])]
 def progress(key, more):
     left[0] -= more
     if left[0] < 0:
         os.kill(os.getpid(), signal.SIGKILL)
-pull.pull(Store(sys.argv[1]), "r1", Path(sys.argv[2]), progress=progress)
+pull(Store(sys.argv[1]), "r1", Path(sys.argv[2]), progress=progress)
 """
 
 
@@ -467,7 +469,7 @@ def test_one_that_is_asked_for_and_written_over_all_the_time_is_an_error(
 def test_of_two_pulls_into_one_folder_the_second_waits_and_says_so_in_the_end(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull_module, "ANOTHER_SECONDS", 0.3)
+    monkeypatch.setattr(CLIENT_TIMINGS, "pull_other", 0.3)
     world.checkpoint("step-1")
     out, refused = tmp_path / "out", []
 

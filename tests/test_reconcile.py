@@ -27,6 +27,7 @@ from cloudtrain.runs.reconcile import reconcile, reconcile_store
 from cloudtrain.runs.retry import Retry
 from cloudtrain.runs.run import Run
 from cloudtrain.settings.settings import Settings
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
 
 FAILED = {"state": "failed", "category": "infra", "reason": "the machine burnt"}
@@ -412,7 +413,7 @@ def test_a_platform_that_does_not_answer_is_waited_for_once(place: Place, monkey
     for run_id in ("a", "b", "c"):
         place.submit(run_id)
     monkeypatch.setattr("cloudtrain.settings.settings.find_provider", lambda name: Silent)
-    monkeypatch.setattr("cloudtrain.runs.reconcile.ASK_SECONDS", 1.0)
+    monkeypatch.setattr(CLIENT_TIMINGS, "platform", 1.0)
     rows = place.reconcile()
     assert [row["exit_code"] for row in rows] == [7, 7, 7]
     assert Silent.asked <= 6

@@ -28,6 +28,7 @@ from cloudtrain.provider_api.registry import find_provider, provider_names
 from cloudtrain.providers._rehearsal import DIRECT, EVERYWHERE, SECRETS
 from cloudtrain.runs.submit import Plan, make_plan
 from cloudtrain.settings.settings import Settings
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 
 CLOUDS = ("azureml", "sagemaker", "vertex")
 
@@ -341,7 +342,7 @@ def test_it_begins_again_as_often_as_the_platform_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, starts: int
 ) -> None:
     supervisor, rules = supervised(Site(tmp_path, target))
-    monkeypatch.setattr("cloudtrain.engine.supervisor.RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(CLIENT_TIMINGS, "restart", 0.0)
     simulation = supervisor.provider.launch_spec(supervisor.request)
 
     class Taken:
@@ -366,8 +367,8 @@ def test_it_begins_again_as_often_as_the_platform_does(
         def signal(self, name: str) -> None:
             self.told = name == rules.stop_signal
 
-    monkeypatch.setattr("cloudtrain.engine.supervisor.SIGNAL_SECONDS", 0.0)
-    monkeypatch.setattr("cloudtrain.engine.supervisor.POLL_SECONDS", 0.0)
+    monkeypatch.setattr(CLIENT_TIMINGS, "stop_again", 0.0)
+    monkeypatch.setattr(CLIENT_TIMINGS, "node_look", 0.0)
     supervisor.engine = Taken()  # type: ignore[assignment]
     mounts = _Mounts(folder=supervisor.folder, store=supervisor.store, run_id="r")
     state, category, reason = supervisor._attempt(supervisor.request, simulation, mounts)

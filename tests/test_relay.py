@@ -32,7 +32,7 @@ from cloudtrain.storage import remote
 from cloudtrain.storage.errors import CannotSwapError
 from cloudtrain.storage.files import TransferOptions, files, parallel
 from cloudtrain.storage.remote import RemoteFiles
-from cloudtrain.store import copies
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.copies import PreviousPlace, copy_inputs
 from cloudtrain.store.store import Store
 from cloudtrain.validate import without_secrets
@@ -210,7 +210,7 @@ def test_a_client_that_comes_late_leaves_the_copy_of_a_recorded_run_alone(
     """It was suspended: the other has copied everything and recorded the run, whose nodes read the copy."""
     place, late = Place(f"{gcs_url}/set", s3_url), Place(f"{gcs_url}/set", s3_url)
     data = fill(place.source)
-    monkeypatch.setattr(copies, "PERIOD", 0.01)
+    monkeypatch.setattr(CLIENT_TIMINGS, "copy_save", 0.01)
     begun, goes_on, moved = threading.Event(), threading.Event(), list[int]()
 
     def progress(key: str, count: int) -> None:
@@ -406,11 +406,11 @@ import json, sys, time
 from cloudtrain.runs.listing import list_page
 from cloudtrain.storage import remote
 from cloudtrain.provider_api.protocol import Layout
-from cloudtrain.store import copies
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.copies import copy_inputs
 from cloudtrain.store.store import Store
 from cloudtrain.storage.files import TransferOptions
-remote.PIECE, copies.PERIOD = 65536, 0.02
+remote.PIECE, CLIENT_TIMINGS.copy_save = 65536, 0.02
 given = json.loads(sys.argv[1])
 store = Store(given["store"], moving=TransferOptions(concurrency=2))
 print("begins", flush=True)

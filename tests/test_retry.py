@@ -14,8 +14,9 @@ from cloudtrain.errors import LostContactError, PlatformError, QuotaError, SpecE
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, ProviderExtras, Request, Status
 from cloudtrain.runs.log_sources import patiently
-from cloudtrain.runs.retry import UNSENT_SECONDS, Retry
+from cloudtrain.runs.retry import Retry
 from cloudtrain.runs.run import Run
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
 
 
@@ -211,7 +212,7 @@ def test_what_a_rival_recorded_who_died_is_sent_by_whoever_waits(tmp_path: Path)
     run, platform, clock, retry = rivalled(tmp_path, lambda *_: None)
     assert run.wait(retry=retry, poll=5.0, timeout=600.0)["state"] == "succeeded"
     assert [r.attempt for r in platform.sent] == [1]
-    assert UNSENT_SECONDS <= clock.now <= UNSENT_SECONDS + 30
+    assert CLIENT_TIMINGS.unsent <= clock.now <= CLIENT_TIMINGS.unsent + 30
 
 
 def test_a_platform_that_is_silent_just_then_gets_the_next_attempt_later(
@@ -229,24 +230,24 @@ def test_a_platform_that_is_silent_just_then_gets_the_next_attempt_later(
 
 def test_a_rival_that_is_slow_is_waited_for(tmp_path: Path) -> None:
     def slow(run: Run, platform: Platform, request: Request) -> None:
-        if clock.now > UNSENT_SECONDS / 2 and not platform.sent:
+        if clock.now > CLIENT_TIMINGS.unsent / 2 and not platform.sent:
             run.store.write_submitted("r", 1, platform.submit(request))
 
     run, platform, clock, retry = rivalled(tmp_path, slow)
     assert run.wait(retry=retry, poll=5.0, timeout=600.0)["state"] == "succeeded"
     assert [r.attempt for r in platform.sent] == [1]
-    assert clock.now < UNSENT_SECONDS
+    assert clock.now < CLIENT_TIMINGS.unsent
 
 
 def test_a_cancelled_run_gets_nothing_of_a_rival_sent(tmp_path: Path) -> None:
     def cancels(run: Run, platform: Platform, request: Request) -> None:
-        if clock.now > UNSENT_SECONDS / 2:
+        if clock.now > CLIENT_TIMINGS.unsent / 2:
             run.store.cancel("r")
 
     run, platform, clock, retry = rivalled(tmp_path, cancels)
     assert run.wait(retry=retry, poll=5.0, timeout=600.0)["state"] in ("failed", "cancelled")
     retry.resend(1, clock.now)
-    retry.resend(1, clock.now + UNSENT_SECONDS)
+    retry.resend(1, clock.now + CLIENT_TIMINGS.unsent)
     assert platform.sent == []
 
 

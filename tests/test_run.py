@@ -40,7 +40,8 @@ from cloudtrain.runs.attempts import NOT_RETRIED
 from cloudtrain.runs.listing import list_page
 from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.outcome import iso_time
-from cloudtrain.runs.run import NEXT_SECONDS, Run, open_run
+from cloudtrain.runs.run import Run, open_run
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
 from cloudtrain.validate import unix_seconds
 
@@ -1000,7 +1001,7 @@ def test_following_waits_for_the_attempt_that_another_client_begins(world: World
     world.says(numbered(1))
     world.time.at = [
         (5, lambda: world.platform.jobs.update({"job-0": failed()})),
-        (5 + NEXT_SECONDS - 10, next_attempt),
+        (5 + CLIENT_TIMINGS.next_attempt - 10, next_attempt),
         (300, lambda: world.platform.jobs.update({"job-1": SUCCEEDED})),
     ]
     lines = list(world.run().logs(follow=True))
@@ -1012,8 +1013,8 @@ def test_following_waits_for_the_attempt_that_another_client_begins(world: World
     ("retries", "ended", "seconds"),
     [
         (0, failed(), 5),
-        (1, failed(), 5 + NEXT_SECONDS),
-        (1, failed(finished=T0 - 60), 5 + NEXT_SECONDS - 65),
+        (1, failed(), 5 + CLIENT_TIMINGS.next_attempt),
+        (1, failed(finished=T0 - 60), 5 + CLIENT_TIMINGS.next_attempt - 65),
         (1, failed(finished=T0 - 1000), 5),
         (1, failed(min(NOT_RETRIED)), 5),
         (1, SUCCEEDED, 5),

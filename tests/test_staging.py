@@ -212,10 +212,10 @@ CLIENT = """
 import sys, time
 from pathlib import Path
 from cloudtrain.storage import remote
-from cloudtrain.store import copies
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.staging import stage_input
 from cloudtrain.store.store import Store
-remote.PIECE, copies.PERIOD = 16384, 0.01
+remote.PIECE, CLIENT_TIMINGS.copy_save = 16384, 0.01
 def progress(key, count):
     print(count, flush=True)
     time.sleep(0.01)

@@ -16,6 +16,7 @@ import pytest
 from foldercloud import NAME, Provider, install
 
 from cloudtrain import cli
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 
 SUBMIT = ("submit", "train.py", "--provider", NAME, "--run-id", "r", "--max-runtime", "1h")
 
@@ -169,7 +170,7 @@ def test_ctrl_c_while_it_submits_says_whether_there_is_a_run(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(where.replace(":", "."), interrupted)
-    monkeypatch.setattr("cloudtrain.cli.submit.ARRIVAL", 0.1)
+    monkeypatch.setattr(CLIENT_TIMINGS, "arrival", 0.1)
     monkeypatch.syspath_prepend(place.environ["PYTHONPATH"])
     monkeypatch.setenv(f"CLOUDTRAIN_{NAME.upper()}_FOLDER", str(place.code.parent / "jobs"))
     monkeypatch.chdir(place.code)

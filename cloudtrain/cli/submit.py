@@ -19,6 +19,7 @@ from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job
 from ..provider_api.protocol import FINAL
 from ..runs.summary import fallback_text, files_text, summary
 from ..settings.settings import Settings
+from ..storage.timings import CLIENT_TIMINGS
 from . import format
 from .common_flags import HERE, At, OnSignal, Where, many, stoppable, switch
 from .flags import JobFlags, given_flags, job_of
@@ -67,8 +68,6 @@ Kill = Annotated[list[str] | None, many("drill: a machine is lost without notice
 
 NO_FLAGS = JobFlags()
 NO_RUN = "interrupted before anything was sent; there is no run"
-ARRIVAL = 5.0
-"""Seconds in which a request on its way becomes a job; a local supervisor takes one or two to start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +292,7 @@ def _arrived(run: Run) -> bool:
     """Wait a moment for an interrupted request to become a job of the platform. Return whether that is known."""
     from ..runs.handover import cut_off
 
-    until = time.monotonic() + ARRIVAL
+    until = time.monotonic() + CLIENT_TIMINGS.arrival
     while time.monotonic() < until and cut_off(run.store, run.run_id, 0):
         if run.result()["native_id"] is not None:
             return True

@@ -20,9 +20,9 @@ from ..report.markup import quantity
 from ..runs.live_data import LiveRunReader, NodeData, printable
 from ..runs.log_order import Line, line_label
 from ..runs.outcome import first_line, public_result, status_of
-from ..runs.pull import EVERY
 from ..runs.run import Run
 from ..runs.summary import plural
+from ..storage.timings import CLIENT_TIMINGS
 from ..store.checkpoint import Checkpoint
 from ..validate import duration
 from . import format
@@ -188,7 +188,7 @@ class Watch:
             except CloudtrainError as exc:  # asking for the state finds out whether it is lost for good
                 self.picture = replace(self.picture, trouble=first_line(str(exc)), when=self._clock())
             now = self._ticks()
-            self._due = now + max(EVERY, SHARE * (now - began))
+            self._due = now + max(CLIENT_TIMINGS.pull_look, SHARE * (now - began))
         self._on_picture(self.picture)
 
     def _looked(self) -> Picture:

@@ -11,6 +11,7 @@ from pathlib import Path
 from ..errors import CapacityError, CloudtrainError, SpecError, StorageError
 from ..provider_api.checks import Check, failed, failure, ok, skipped, tried, unknown
 from ..provider_api.protocol import Request
+from ..storage.timings import CLIENT_TIMINGS
 
 __all__ = ["of_containers", "of_processes"]
 
@@ -18,7 +19,6 @@ GIB = 1 << 30
 LEAST_GIB = 1
 """Free disk below which logs and a checkpoint do not fit."""
 TORCH = "import torch; print(torch.__version__, torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-SECONDS = 120
 
 
 def of_processes(
@@ -70,11 +70,13 @@ def of_containers(request: Request | None, check: Callable[[Request], None]) -> 
 def _torch(python: str, install: str) -> Check:
     version, gpus, problem = "", "", ""
     try:
-        done = subprocess.run([python, "-c", TORCH], capture_output=True, text=True, errors="replace", timeout=SECONDS)
+        done = subprocess.run(
+            [python, "-c", TORCH], capture_output=True, text=True, errors="replace", timeout=CLIENT_TIMINGS.torch_check
+        )
     except OSError as exc:
         problem = f"{python} does not start: {exc.strerror}"
     except subprocess.TimeoutExpired:
-        problem = f"{python} imports torch for over {SECONDS} s"
+        problem = f"{python} imports torch for over {CLIENT_TIMINGS.torch_check:.0f} s"
     else:
         version, gpus = [*done.stdout.split()[-2:], "", ""][:2]
         if done.returncode:

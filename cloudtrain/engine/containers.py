@@ -26,8 +26,9 @@ from typing import Any, TypeVar
 
 from ..errors import StorageError
 from ..provider_api.launch_spec import LaunchSpec, NodeSpec
+from ..storage.timings import CLIENT_TIMINGS
 from . import ENGINE_PREFIX, NodeError, last_line, staged
-from .docker_api import LABEL, PATIENCE_SECONDS, away, check_image, clear, make_client, remove_container, run_label, why
+from .docker_api import LABEL, away, check_image, clear, make_client, remove_container, run_label, why
 from .processes import share_of_gpus
 
 __all__ = ["ContainerEngine", "ContainerNode"]
@@ -104,7 +105,7 @@ class ContainerEngine:
     # ------------------------------------------------------------------------------------------- waiting for the engine
 
     def patiently(self, work: Callable[[Any], T], given_up: Callable[[], bool] = lambda: False) -> T:
-        """Call ``work(client)`` until the engine answers, for up to `PATIENCE_SECONDS` of one absence.
+        """Call ``work(client)`` until the engine answers, for up to `ClientTimings.docker_silence` of one absence.
 
         Raises `NodeError` then, or once ``given_up()``, and for a refusal that ``work`` does not handle.
         """
@@ -118,7 +119,7 @@ class ContainerEngine:
             except (OSError, docker.errors.DockerException) as exc:
                 if not away(exc):
                     raise NodeError(f"the container engine fails: {why(exc)}") from None
-                if self._note_absence() > PATIENCE_SECONDS or given_up():
+                if self._note_absence() > CLIENT_TIMINGS.docker_silence or given_up():
                     raise NodeError(f"the container engine does not answer: {why(exc)}") from None
                 time.sleep(0.5)
             else:

@@ -20,9 +20,9 @@ from platform import machine
 from typing import Any
 
 from ..errors import CloudtrainError, SpecError
+from ..storage.timings import CLIENT_TIMINGS
 
 __all__ = [
-    "API_SECONDS",
     "LABEL",
     "away",
     "check_image",
@@ -35,9 +35,6 @@ __all__ = [
     "why",
 ]
 
-API_SECONDS = 120
-PATIENCE_SECONDS = 600.0
-"""Longest wait for an engine that does not answer."""
 LABEL = "cloudtrain."
 
 
@@ -80,7 +77,7 @@ def make_client(version: str) -> Any:
 
     context = _context()
     given = docker.utils.kwargs_from_env() if context is None else {"tls": context.tls()}
-    return docker.APIClient(**{"base_url": _address(), **given}, version=version, timeout=API_SECONDS)
+    return docker.APIClient(**{"base_url": _address(), **given}, version=version, timeout=CLIENT_TIMINGS.docker_call)
 
 
 def _is_remote(where: str) -> bool:
@@ -227,7 +224,7 @@ def remove_container(api: Any, container: str) -> None:
 
 def guard(label: str) -> None:
     """Remove the run's containers after its supervisor was killed. The guard process runs this once its stdin ends."""
-    deadline, quiet = time.monotonic() + PATIENCE_SECONDS, 0
+    deadline, quiet = time.monotonic() + CLIENT_TIMINGS.docker_silence, 0
     while quiet < 2 and time.monotonic() < deadline:
         try:
             quiet = 0 if clear(connect(), label) else quiet + 1

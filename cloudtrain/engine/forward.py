@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from ..storage.timings import CLIENT_TIMINGS
+
 __all__ = ["main"]
 
 CHUNK = 1 << 16
-PATIENCE = 10.0
-"""Seconds for which a connection waits for a target that does not listen yet."""
 
 
 async def _dial(target: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the target, retrying for `PATIENCE` seconds. Raises `OSError`."""
-    end = asyncio.get_running_loop().time() + PATIENCE
+    """Connect to the target, retrying for `ClientTimings.forward` seconds. Raises `OSError`."""
+    end = asyncio.get_running_loop().time() + CLIENT_TIMINGS.forward
     while True:
         try:
             return await asyncio.open_connection(target, port)

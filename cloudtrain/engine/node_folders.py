@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Protocol
 
 from ..provider_api.launch_spec import LaunchSpec, Mount
+from ..storage.timings import CLIENT_TIMINGS
 
 __all__ = ["LocalObjects", "NodeFolders", "Objects", "Sync"]
-
-SYNC_SECONDS = 0.3
 
 
 class Objects(Protocol):
@@ -171,7 +170,7 @@ class NodeFolders:
         self._thread.start()
 
     def _keep_in_step(self) -> None:
-        while not self._over.wait(SYNC_SECONDS):
+        while not self._over.wait(CLIENT_TIMINGS.folder_sync):
             try:
                 self._step(whole=False)
             except OSError as exc:  # a full disk may have room again

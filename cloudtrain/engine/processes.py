@@ -27,16 +27,14 @@ from typing import IO, Any
 from ..errors import CapacityError, SpecError, StorageError
 from ..provider_api.launch_spec import LaunchSpec, NodeSpec
 from ..runtime.host_facts import kill_users, users
-from ..runtime.timings import TIMINGS
 from ..storage.local_disk import put
+from ..storage.timings import CLIENT_TIMINGS
 from . import ENGINE_PREFIX, boot_id, staged
 
 __all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "has_torch", "share_of_gpus"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROC = Path("/proc/self")
-ORPHAN_SECONDS = TIMINGS.stop_grace + 20.0
-"""Seconds that nodes without a supervisor have to end: their stop grace, and some for a slow disk."""
 
 
 @dataclass
@@ -83,7 +81,7 @@ class ProcessEngine:
         """Do nothing: processes need nothing that is not here."""
 
     def take_over(self, folder: Path, given_up: Callable[[], bool]) -> None:
-        nodes, deadline = folder / "nodes", time.monotonic() + ORPHAN_SECONDS
+        nodes, deadline = folder / "nodes", time.monotonic() + CLIENT_TIMINGS.stop_grace + CLIENT_TIMINGS.orphans
         started = dict(_started(nodes))
         places = [nodes, *(Path(each["scratch"]) for each in started.values())]
 

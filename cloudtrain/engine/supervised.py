@@ -42,7 +42,7 @@ from ..provider_api.protocol import (
     check_inputs,
     context_of,
 )
-from ..runtime.timings import TIMINGS
+from ..storage.timings import CLIENT_TIMINGS
 from ..validate import did_you_mean, url_scheme
 from . import boot_id, last_line
 
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PREEMPTED",
-    "STOP_GRACE",
     "SupervisedProvider",
     "check_readable",
     "clear_containers",
@@ -60,7 +59,6 @@ __all__ = [
     "refuse",
 ]
 
-STOP_GRACE = TIMINGS.stop_grace
 PREEMPTED = 75
 """Exit code of a node after a stop with notice (EX_TEMPFAIL). The supervisor starts the nodes again."""
 MAX_RESTARTS = 10
@@ -72,7 +70,6 @@ OWNED = (
 """Fields that `options` cannot change in any such request."""
 _STUCK = re.compile(r"mirror: cannot copy checkpoint (?P<name>\S+) to .+: (?P<why>[^:\n]+); trying again")
 """The line that a node's `cloudtrain.runtime.mirror` prints."""
-START_SECONDS = 60.0
 PAGE_BYTES = 1 << 20
 SCHEMES = frozenset({"file", "s3", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
 """Schemes that the supervisor can fetch; ``file`` is this machine's own."""
@@ -175,7 +172,7 @@ class SupervisedProvider(ProviderExtras):
             retries=job.retries,
             restart_on=(PREEMPTED,),
             max_restarts=MAX_RESTARTS,
-            stop_grace=STOP_GRACE,
+            stop_grace=CLIENT_TIMINGS.stop_grace,
         )
         body = {**body, **LaunchSpec(nodes=nodes, rules=rules).to_dict()}
         for name in job.options.get(self.name, {}):
@@ -233,7 +230,7 @@ class SupervisedProvider(ProviderExtras):
         with process.stdin as pipe:
             pipe.write(json.dumps(dict(secrets)).encode())
         threading.Thread(target=process.wait, daemon=True).start()
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + CLIENT_TIMINGS.supervisor_start
         while not (folder / "status.json").exists():
             if process.poll() is not None and not (folder / "status.json").exists():
                 _raise_refusal(folder / "refused.json")
@@ -243,7 +240,9 @@ class SupervisedProvider(ProviderExtras):
             if time.monotonic() > deadline:
                 with contextlib.suppress(ProcessLookupError):  # it must not start the job after this error
                     os.killpg(process.pid, signal.SIGKILL)
-                raise PlatformError(f"the supervisor has not started within {START_SECONDS:.0f} s: see {folder}")
+                raise PlatformError(
+                    f"the supervisor has not started within {CLIENT_TIMINGS.supervisor_start:.0f} s: see {folder}"
+                )
             time.sleep(0.01)
 
     def find(self, request: Request) -> str | None:

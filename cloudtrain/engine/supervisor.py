@@ -30,11 +30,11 @@ from ..runs.attempts import AttemptPolicy, Ending, History, Next, Usage, excepti
 from ..runs.outcome import records_of, was_lost
 from ..runs.run import Run
 from ..runtime.checkpoints import COMMIT, complete, resumable_checkpoints
-from ..runtime.link import SILENCE_TIMEOUT
 from ..runtime.node import UNMIRRORED
 from ..runtime.timings import TIMINGS
 from ..storage.files import Files, TransferOptions, files
 from ..storage.local_disk import local_path
+from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store
 from . import Engine, NodeError, NodeHandle, boot_id, last_line, make_engine
 from .fault_injection import Injection, InjectionPlan
@@ -45,24 +45,6 @@ __all__ = ["Supervisor", "main"]
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.1
-HEARTBEAT_SECONDS = 5.0
-SYNC_SECONDS = 5.0
-PATIENCE_SECONDS = 1800.0
-"""Seconds that a remote store may be away before a finished run gives up on it."""
-LOCAL_SECONDS = 10.0
-"""The same for a local store, at least, once the time limit is used up."""
-FINISH_SECONDS = 600.0
-"""How long the other nodes may take to come down by themselves once one has failed."""
-LOST_SECONDS = 15.0
-"""The same once a peer has missed one of them."""
-UNMET_SECONDS = 3.0
-"""The same before the nodes have met: they would wait for it in vain."""
-RESTART_SECONDS = TIMINGS.restart
-LOCK_SECONDS = 10.0
-"""Seconds in which clients that look at a killed supervisor release its lock."""
-SIGNAL_SECONDS = 1.0
-"""Seconds between stop signals to a node: a Python that has just started has no handler yet."""
 KILLED = (137, 143)
 """Exit codes of nodes that a platform itself ended, by SIGKILL or SIGTERM."""
 CHECKPOINTS = "checkpoints/"
@@ -108,7 +90,7 @@ class Supervisor:
         self.spent = self._before = 0.0  # seconds of running: of all attempts, and of those of killed supervisors
         self._waited = 0.0  # seconds of waiting for the store or the disk
         self._frozen_since: float | None = None
-        self._limit = PATIENCE_SECONDS  # the attempt's time limit, once it is known
+        self._limit = CLIENT_TIMINGS.store_silence  # the attempt's time limit, once it is known
         self.drills = InjectionPlan(self.request.body.get("drills", ()))
         self._lost: set[int] = set()
         self._idle: list[Injection] = []
@@ -190,13 +172,13 @@ class Supervisor:
         _replace_json(self.folder / "status.json", self.state)
 
     def _patiently(self, work: Callable[[], T]) -> T:
-        """Retry ``work()`` while the store or the disk fails, for `PATIENCE_SECONDS` or until cancelled.
+        """Retry ``work()`` while the store or the disk fails, for `ClientTimings.store_silence` or until cancelled.
 
         A store on this machine does not come back like a network: it may not make the run outlast its time limit.
         """
-        patience = PATIENCE_SECONDS
+        patience = CLIENT_TIMINGS.store_silence
         if local_path(self.store.url) is not None:
-            patience = min(patience, max(LOCAL_SECONDS, self._limit - self.spent - self._waited))
+            patience = min(patience, max(CLIENT_TIMINGS.local_store_silence, self._limit - self.spent - self._waited))
         deadline, pause = time.monotonic() + patience, 1.0
         while True:
             try:
@@ -224,11 +206,13 @@ class Supervisor:
         succeeded = False
         for folder, attempt in earlier.items():
             self._pending(f"waiting for the nodes of attempt {attempt}, whose supervisor was killed")
-            with _locked_within(folder / "lock", LOCK_SECONDS) as free:
+            with _locked_within(folder / "lock", CLIENT_TIMINGS.lock) as free:
                 if not free:
                     raise PlatformError(f"attempt {self.request.attempt} cannot start: attempt {attempt} still runs")
             # A client may be removing containers.
-            with _locked_within(folder / "clearing", PATIENCE_SECONDS, lambda: self._cancelled(mounts)) as free:
+            with _locked_within(
+                folder / "clearing", CLIENT_TIMINGS.store_silence, lambda: self._cancelled(mounts)
+            ) as free:
                 if not free:
                     raise StorageError(f"a client still clears up after attempt {attempt}")
                 succeeded = self._close(folder, mounts) or succeeded
@@ -327,7 +311,7 @@ class Supervisor:
                 used = f"; {most[self._again]} restarts are used up" if most[self._again] else ""
                 return "failed", category, f"{reason}{used}"
             restart += 1
-            time.sleep(RESTART_SECONDS)
+            time.sleep(CLIENT_TIMINGS.restart)
 
     def _start(self, name: str, launch: LaunchSpec, mounts: _Mounts) -> tuple[str, str, str, str]:
         """Run one start of all nodes to its end; return (state, category, reason, resumed checkpoint)."""
@@ -384,7 +368,7 @@ class Supervisor:
         by a drill), else ""."""
         began = time.monotonic()
         stopped, stop_at, failed_at, signalled_at, beat = "", 0.0, 0.0, 0.0, began
-        patience, missed = UNMET_SECONDS, False
+        patience, missed = CLIENT_TIMINGS.finish_unmet, False
         first: int | None = None  # the node that gets the stop signal before the others are
         while any(node.poll() is None for node in nodes):
             now = time.monotonic()
@@ -398,28 +382,33 @@ class Supervisor:
                 if not stopped and not failed_at and any(node.poll() not in (None, 0) for node in nodes):
                     failed_at = now
                 if not stopped and failed_at and now - failed_at > patience:
-                    if patience == UNMET_SECONDS and self._met():
-                        patience = FINISH_SECONDS
+                    if patience == CLIENT_TIMINGS.finish_unmet and self._met():
+                        patience = CLIENT_TIMINGS.finish
                     else:
                         stopped = "peers"
-                if failed_at and not missed and now - failed_at > LOST_SECONDS and (missed := self._missed(mounts)):
+                if (
+                    failed_at
+                    and not missed
+                    and now - failed_at > CLIENT_TIMINGS.finish_lost
+                    and (missed := self._missed(mounts))
+                ):
                     for node in nodes:
                         node.kill()
                 stop_at = now + rules.stop_grace
             if stopped and now > stop_at:
                 for node in nodes:
                     node.kill()
-            elif stopped and now - signalled_at > SIGNAL_SECONDS:
+            elif stopped and now - signalled_at > CLIENT_TIMINGS.stop_again:
                 signalled_at = now
                 for number, node in enumerate(nodes):
                     if first in (None, number) or nodes[first or 0].poll() is not None:
                         node.signal(rules.stop_signal)
-            if now - beat > HEARTBEAT_SECONDS:
+            if now - beat > CLIENT_TIMINGS.heartbeat:
                 beat = now
                 self.state["ran"] = self.spent - self._before + now - began
                 self._write_status()
                 self._end_frozen(nodes, now)
-            time.sleep(POLL_SECONDS)
+            time.sleep(CLIENT_TIMINGS.node_look)
         self.spent += time.monotonic() - began
         self.state["ran"] = self.spent - self._before
         return stopped
@@ -431,7 +420,7 @@ class Supervisor:
             self._frozen_since = None
         elif self._frozen_since is None:
             self._frozen_since = now
-        elif now - self._frozen_since > SILENCE_TIMEOUT * 8 / 9:
+        elif now - self._frozen_since > TIMINGS.silence * 8 / 9:
             for node in running:
                 node.trouble = ("infra", f"it was stopped for {now - self._frozen_since:.0f} s (SIGSTOP)")
                 node.kill()
@@ -614,7 +603,7 @@ class _Mounts:
 
     def _keep_in_step(self) -> None:
         target = files(self._url, moving=self._store.moving)
-        while not self._stop.wait(SYNC_SECONDS):
+        while not self._stop.wait(CLIENT_TIMINGS.store_sync):
             try:
                 self._cancelled = self._store.cancelled(self._run_id)
                 self._sync(target)

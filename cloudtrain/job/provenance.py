@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from ..errors import scrubbed
+from ..storage.timings import CLIENT_TIMINGS
 
-__all__ = ["PATIENCE", "digest_of", "in_background", "origin_of"]
+__all__ = ["digest_of", "in_background", "origin_of"]
 
-PATIENCE = 1.0
-"""Seconds to wait for the answer once all else is done; without one the record has null."""
 LONGEST = 1000
 """Characters; a longer text is not a CI run's URL or a branch."""
 
@@ -95,7 +94,7 @@ def digest_of(image: str | None) -> str | None:
 
 
 def in_background(question: Callable[[], str | None] | None) -> Callable[[], str | None]:
-    """Ask in the background; the returned function gives the answer, or None after `PATIENCE`.
+    """Ask in the background; the returned function gives the answer, or None after `ClientTimings.provenance`.
 
     An error gives None too: a run never fails because the caller's identity is unknown.
     """
@@ -113,7 +112,7 @@ def in_background(question: Callable[[], str | None] | None) -> Callable[[], str
     thread.start()
 
     def answer() -> str | None:
-        thread.join(PATIENCE)
+        thread.join(CLIENT_TIMINGS.provenance)
         return next(iter(answers), None)
 
     return answer

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import SpecError, StorageError
+from ..storage.timings import CLIENT_TIMINGS
 from .ignore import Rule, Rules
 from .own_files import PULL_STATE, pulled_files, reason
 
 __all__ = ["IGNORE", "ShippedFile", "Walk", "relative_below", "tree_errors"]
 
 IGNORE = ".cloudtrainignore"
-_GIT_TIMEOUT = 120
-"""Seconds; a work tree on a slow network disk takes long."""
 _NEVER = frozenset({
     ".DS_Store", ".cloudtrain", ".git", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache", ".ruff_cache", PULL_STATE,
     "__pycache__", "node_modules",
@@ -322,11 +321,13 @@ def _git(folder: str, *arguments: str, stdin: bytes = b"") -> list[str]:
     command = ["git", "-C", folder, "-c", "core.fsmonitor=false", *arguments]
     environ |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     try:
-        done = subprocess.run(command, input=stdin, capture_output=True, timeout=_GIT_TIMEOUT, env=environ, check=False)
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, timeout=CLIENT_TIMINGS.git, env=environ, check=False
+        )
     except OSError as exc:
         raise _GitError(f"cannot start git: {exc.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise _GitError(f"no answer in {_GIT_TIMEOUT} s") from None
+        raise _GitError(f"no answer in {CLIENT_TIMINGS.git:.0f} s") from None
     if done.returncode > 1 or (done.returncode and not stdin):
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise _GitError(lines[0] if lines else f"exit {done.returncode}")

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..engine import ENGINE_PREFIX
 from ..engine.supervised import (
     PREEMPTED,
-    STOP_GRACE,
     SupervisedProvider,
     check_readable,
     clear_containers,
@@ -30,6 +29,7 @@ from ..errors import SpecError
 from ..provider_api.launch_spec import NodeSpec
 from ..provider_api.node import NodeEnvironment, Topology
 from ..provider_api.protocol import Layout, Request, python_command
+from ..storage.timings import CLIENT_TIMINGS
 from ..validate import did_you_mean, texts_of
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class Provider(SupervisedProvider):
             ),
             paths=dict(argv),
             scratch=(),
-            stop_grace=STOP_GRACE,
+            stop_grace=CLIENT_TIMINGS.stop_grace,
             exit_code={"succeeded": 0, "failed": 1, "preempted": PREEMPTED},
             secrets=lambda reference: secrets[reference.partition(":")[2]],
             cpus=int(environ[ENGINE_PREFIX + "CPUS"]),

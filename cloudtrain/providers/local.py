@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
-from ..engine.supervised import PREEMPTED, STOP_GRACE, SupervisedProvider, origin_tags
+from ..engine.supervised import PREEMPTED, SupervisedProvider, origin_tags
 from ..errors import SpecError
 from ..provider_api.launch_spec import NodeSpec
 from ..provider_api.node import NodeEnvironment, Topology
 from ..provider_api.protocol import Layout, Request
+from ..storage.timings import CLIENT_TIMINGS
 
 if TYPE_CHECKING:
     from ..job.job import Job
@@ -133,7 +134,7 @@ class Provider(SupervisedProvider):
             scratch=(environ[ENGINE_PREFIX + "SCRATCH"],),
             # Every peer is this machine: gloo need not be able to resolve its host name.
             export_env={} if "GLOO_SOCKET_IFNAME" in environ else {"GLOO_SOCKET_IFNAME": loopback},
-            stop_grace=STOP_GRACE,
+            stop_grace=CLIENT_TIMINGS.stop_grace,
             exit_code={"succeeded": 0, "failed": 1, "preempted": PREEMPTED},
             secrets=lambda reference: secrets[reference.partition(":")[2]],
             supervisor=int(environ[ENGINE_PREFIX + "SUPERVISOR"]),

@@ -24,6 +24,7 @@ from ..runs.run import Run
 from ..runs.summary import plural, size_text
 from ..runs.warnings import is_secret_name
 from ..storage.local_disk import disk_errors, make_durable, temp_file
+from ..storage.timings import CLIENT_TIMINGS
 from ..store.checkpoint import Checkpoint
 from ..validate import duration, without_secrets
 from .curves import Curve, curves
@@ -34,7 +35,6 @@ __all__ = ["report", "write"]
 LINES = 40  # last lines of the failing rank, and of each node
 OPEN = 5  # checkpoints that are listed at once, the newest; the others are folded away
 CURVES = 24  # curves that are drawn, at most; the others are named
-PAGE_SECONDS = 10.0  # that the platform has to give the address of its own page
 HIDDEN = "(hidden: its name is that of a secret)"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>]+")
 _USER = re.compile(r"(?<=https://)[^/@]+@|(?<=http://)[^/@]+@", re.IGNORECASE)
@@ -404,5 +404,5 @@ def _own_page(run: Run, result: Result) -> str:
 
     asking = threading.Thread(target=ask, name="page", daemon=True)
     asking.start()
-    asking.join(PAGE_SECONDS)
+    asking.join(CLIENT_TIMINGS.native_page)
     return found[0] if found else ""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import AuthError, CapacityError, NotFoundError, PlatformError, QuotaError, SpecError, StorageError
 from ..provider_api.protocol import Layout, Provider, Request, extras_of
 from ..storage.lease import Lease, is_released
+from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, next_of, run_folder, to_json
 from .attempts import NO_MACHINES, AttemptPolicy, History
 
@@ -47,8 +48,6 @@ __all__ = [
 
 REFUSALS = (CapacityError, PlatformError, QuotaError, SpecError)
 """Errors with which a provider refuses a request."""
-LEASE = 300.0
-"""Seconds to wait for a silent client that may be sending: `patiently` asks for 60 s, and one call takes minutes."""
 
 Record = Mapping[str, Any]
 
@@ -66,7 +65,9 @@ def sending(
     ``arrival`` is the time in seconds that it may take, if this machine sees that its sender has ended.
     """
     waits = f"waiting: another client may be sending attempt {request.attempt} of {store.url}/{run_folder(run_id)}"
-    with Lease(store.files, _lease_key(run_id, request), seconds=LEASE, after=arrival, say=say, waits=waits) as lease:
+    with Lease(
+        store.files, _lease_key(run_id, request), seconds=CLIENT_TIMINGS.sending, after=arrival, say=say, waits=waits
+    ) as lease:
         try:
             yield lease
         except (AuthError, *REFUSALS):
@@ -86,7 +87,7 @@ def wait_for_earlier_version(
 ) -> None:
     """Wait for clients of an earlier version that may be sending a refused attempt: each has noted that in a file."""
     folder, since = f"{run_folder(run_id)}/attempts/{int(attempt)}/sending", clock()
-    while (names := store.files.names(folder)) and clock() - since < LEASE:
+    while (names := store.files.names(folder)) and clock() - since < CLIENT_TIMINGS.sending:
         sleep(1.0)
     store.files.discard([f"{folder}/{name}" for name in names])
 

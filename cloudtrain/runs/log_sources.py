@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..errors import CloudtrainError, LostContactError, NotFoundError
 from ..runtime.segments import Span, distinct, span_of
 from ..storage.files import parallel
+from ..storage.timings import CLIENT_TIMINGS
 from .log_order import Line, LogOrderer, MissingRange, Stream
 from .outcome import first_line
 
@@ -20,14 +21,8 @@ if TYPE_CHECKING:
     from ..provider_api.protocol import Provider
     from ..store.store import Store
 
-__all__ = ["ASK_SECONDS", "Contact", "Tail", "index_segments", "last_lines", "patiently", "written_since"]
+__all__ = ["Contact", "Tail", "index_segments", "last_lines", "patiently", "written_since"]
 
-ASK_SECONDS = 60.0
-"""Seconds for which a call is repeated if a platform throttles it or does not answer."""
-LONGEST_PAUSE = 10.0
-SEGMENT_POLL = 5.0
-"""Seconds between two looks at the segments while they replace the platform's log; nodes write one every 5 s or more
-(`flush_seconds` of their Site)."""
 STALLS = 5
 """Empty pages with an unchanged cursor before ``more`` is ignored."""
 _SEGMENT = re.compile(r"([0-9]+\.[0-9]+)/node-([0-9]+)/([^/]+)")
@@ -41,7 +36,7 @@ _Index = Mapping[Stream, Sequence[tuple[Span, str]]]
 def patiently(
     call: Callable[[], T],
     *,
-    seconds: float = ASK_SECONDS,
+    seconds: float = CLIENT_TIMINGS.platform,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
@@ -57,7 +52,7 @@ def patiently(
             if not exc.passing or clock() + pause > deadline:
                 raise
         sleep(pause * random.uniform(0.5, 1.0))
-        pause = min(pause * 2, LONGEST_PAUSE)
+        pause = min(pause * 2, CLIENT_TIMINGS.platform_pause)
 
 
 class Contact:
@@ -214,7 +209,7 @@ class Tail:
     def _catch_up(self) -> Iterator[Line]:
         if self._clock() < self._segments_due:
             return
-        self._segments_due = self._clock() + SEGMENT_POLL
+        self._segments_due = self._clock() + CLIENT_TIMINGS.segments
         index = self._index()
         for want in self._follower.drain((), index):
             yield from self._read(want, index)

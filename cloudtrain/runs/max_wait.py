@@ -11,13 +11,11 @@ from collections.abc import Callable
 
 from ..provider_api.node import attempt_key
 from ..provider_api.protocol import Status
+from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store
 from .attempts import AttemptPolicy, Wait
 
 __all__ = ["MaxWait"]
-
-AGAIN_SECONDS = 60.0
-"""Seconds that a cancelled attempt has to end before it is cancelled again."""
 
 
 class MaxWait:
@@ -49,7 +47,7 @@ class MaxWait:
             self._due[key] = self._ticks() + decision.seconds
             return ""
         self._store.expire(self._run_id, attempt, decision.reason)
-        self._due[key] = self._ticks() + AGAIN_SECONDS
+        self._due[key] = self._ticks() + CLIENT_TIMINGS.cancel_again
         return decision.reason
 
     def _since(self, attempt: int, status: Status) -> float:

@@ -26,6 +26,7 @@ from ..storage.digest_cache import DigestCache, stat_key
 from ..storage.files import Progress, files, parallel
 from ..storage.local_disk import inside, local_path, safe
 from ..storage.replace_folder import aside, discard, files_below, prune, swap, take, tidy
+from ..storage.timings import CLIENT_TIMINGS
 from ..store.checkpoint import Checkpoint, newest_checkpoint, resumable
 from ..store.store import Store, expect, run_folder, to_json
 from ..validate import json_loads, near_or_all
@@ -38,15 +39,8 @@ PULL_KINDS = ("checkpoints", "artifacts", "outputs", "logs", "metrics")
 """Kinds that `pull` can fetch. Artifacts include the platform's own files; result.json and run.json always come. For
 checkpoints also ``checkpoints:latest``, ``checkpoints:best``, ``checkpoints:step=N``, and ``checkpoints:all``, which is
 the same as ``checkpoints``: the newest of each name."""
-EVERY = 5.0
-"""Seconds between two looks at an unfinished run."""
-PATIENCE = 600.0
-"""Seconds without an answer before contact with a platform, or a remote store, counts as lost."""
 
 _PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "outputs", "result.json", "run.json")
-ANOTHER_SECONDS = 60.0
-"""Longest wait of a pull for another one that fills the same folder."""
-_SAVED = 2.0  # seconds after which what has come is written down, for a pull that is killed
 _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """Errors of this machine's disk, which waiting for a remote store does not cure."""
 TRIES = 3  # for a checkpoint, or a log, that changes while it is fetched
@@ -135,10 +129,10 @@ def pull(
 def _alone(folder: Path) -> Iterator[None]:
     """Wait until no other pull of this machine fills ``folder``, and keep others out; where locks are to be had.
 
-    `ConflictError` when it has waited for `ANOTHER_SECONDS`: the other one may follow a run.
+    `ConflictError` when it has waited for `ClientTimings.pull_other`: the other one may follow a run.
     """
     with contextlib.ExitStack() as stack:
-        deadline = time.monotonic() + ANOTHER_SECONDS
+        deadline = time.monotonic() + CLIENT_TIMINGS.pull_other
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
@@ -161,10 +155,13 @@ def _alone(folder: Path) -> Iterator[None]:
 def _follow(
     work: _Pull, along: Iterable[Status], on_pull: Callable[[PullReport], None] | None, clock: Callable[[], float]
 ) -> None:
-    """Bring new results every `EVERY` seconds until the run has ended. A remote store may be silent for `PATIENCE`."""
+    """Bring new results every `ClientTimings.pull_look` until the run has ended.
+
+    A remote store may be silent for `ClientTimings.pull_silence`.
+    """
     looked, failing = float("-inf"), None
     for status in along:
-        if status.final or abs(clock() - looked) < EVERY:
+        if status.final or abs(clock() - looked) < CLIENT_TIMINGS.pull_look:
             continue
         before = work.moved
         try:
@@ -177,7 +174,7 @@ def _follow(
             gone = isinstance(exc.__cause__, FileNotFoundError)
             ours = isinstance(exc, DigestError) or getattr(exc.__cause__, "errno", None) in _OURS
             passing = gone or (not ours and local_path(work.store.url) is None)
-            if not passing or clock() - failing >= PATIENCE:
+            if not passing or clock() - failing >= CLIENT_TIMINGS.pull_silence:
                 raise
         looked = clock()
 
@@ -605,7 +602,7 @@ class _Pull:
         with self.lock:
             self.known[path] = {"sources": [source.json for source in sources], "sha256": sha256, "size": size}
             self.placed.add(path)
-            due = time.monotonic() - self.saved >= _SAVED
+            due = time.monotonic() - self.saved >= CLIENT_TIMINGS.pull_save
         if due:
             self.remember(digests=False)
 

@@ -15,11 +15,12 @@ from ..errors import CloudtrainError, LostContactError, NotFoundError
 from ..job.job import is_run_id
 from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.local_disk import local_path, normalize
+from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, in_store
 from ..validate import url_scheme
 from .fallback import FallbackPolicy
 from .listing import recorded_runs
-from .log_sources import ASK_SECONDS, patiently
+from .log_sources import patiently
 from .outcome import one_line
 from .run import Run, open_run
 from .sweeps.sweep import open_sweep
@@ -66,7 +67,7 @@ def reconcile_run(run: Run, *, environ: Mapping[str, str], say: Say | None = Non
 
     Raises nothing: a failure is ``error``, in one line, with its ``exit_code``, else 0.
     """
-    return _row(run, environ, say, ASK_SECONDS)[0]
+    return _row(run, environ, say, CLIENT_TIMINGS.platform)[0]
 
 
 def _row(run: Run, environ: Mapping[str, str], say: Say | None, patience: float) -> tuple[Row, Exception | None]:
@@ -114,7 +115,7 @@ def reconcile_store(
             rows.append({**row, **_STANDS, "done": [], "error": one_line(run), "exit_code": _code(run)})
         elif run is not None:
             # One pause for a platform that does not answer, not one for each of its runs.
-            row, exc = _row(run, environ, say, 0 if id(run.provider) in silent else ASK_SECONDS)
+            row, exc = _row(run, environ, say, 0 if id(run.provider) in silent else CLIENT_TIMINGS.platform)
             if isinstance(exc, LostContactError):
                 silent |= {id(run.provider)} if exc.passing else set()
                 row["exit_code"] = row["exit_code"] if exc.passing else 0

@@ -28,6 +28,7 @@ from ..errors import (
 from ..job.job import Job
 from ..provider_api.protocol import Layout, Request, extras_of
 from ..storage.local_disk import local_path
+from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, next_of
 from ..validate import did_you_mean
 from . import handover
@@ -36,7 +37,6 @@ from .log_sources import patiently
 from .run import Run
 
 __all__ = [
-    "UNSENT_SECONDS",
     "Retry",
     "category_of",
     "deliver",
@@ -45,8 +45,6 @@ __all__ = [
     "write_context",
 ]
 
-UNSENT_SECONDS = 60.0
-"""Seconds that a client has from recording an attempt to sending it; as long as `patiently` asks."""
 _KINDS: Mapping[str, type[CloudtrainError]] = {
     "quota": QuotaError,
     "capacity": CapacityError,
@@ -141,11 +139,11 @@ class Retry:
         """Do nothing: a run without fallbacks has no next place."""
 
     def resend(self, attempt: int, now: float) -> None:
-        """Send the newest attempt if it has been recorded but unsent for `UNSENT_SECONDS` of the caller's clock
+        """Send the newest attempt if it has been recorded but unsent for `ClientTimings.unsent` of the caller's clock
         (``now``, seconds): its client has died. Raises the errors of sending."""
         key = (self._run.url, attempt)
-        if now >= self._due.setdefault(key, now + UNSENT_SECONDS):
-            self._due[key] = now + UNSENT_SECONDS
+        if now >= self._due.setdefault(key, now + CLIENT_TIMINGS.unsent):
+            self._due[key] = now + CLIENT_TIMINGS.unsent
             self.send(attempt)
 
     def send(self, number: int) -> None:

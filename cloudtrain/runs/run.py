@@ -25,6 +25,7 @@ from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Statu
 from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
+from ..storage.timings import CLIENT_TIMINGS
 from ..store.checkpoint import Checkpoint
 from ..store.store import Staged, Store, next_of
 from ..validate import did_you_mean, parse_since, url_scheme, whole_number
@@ -50,24 +51,20 @@ from .outcome import (
     with_start,
     without_machines,
 )
-from .pull import PATIENCE, PULL_KINDS, PullReport, pull
+from .pull import PULL_KINDS, PullReport, pull
 from .summary import columns, plural, run_rows, table_html
 
 __all__ = [
     "INTERNAL",
-    "NEXT_SECONDS",
     "AttemptStarter",
     "Run",
     "StatusListener",
     "open_run",
 ]
 
-FIRST_POLL = 0.1
 INTERNAL = ("store", "staged", "provider", "waiting")
 """Attributes of a Run that `dir` leaves out."""
 _NEXT_CALLS = {"pending": "run.wait()", "running": "run.wait()", "succeeded": 'run.pull("results")'}
-NEXT_SECONDS = 120.0
-"""Seconds that a read-only client waits for another client to start the next attempt."""
 T = TypeVar("T")
 Record = Mapping[str, Any]
 Result = dict[str, Any]
@@ -507,7 +504,7 @@ class Run:
         rank: int | None = None,
         times: bool = True,
         poll: float | None = None,
-        patience: float = PATIENCE,
+        patience: float = CLIENT_TIMINGS.pull_silence,
     ) -> Iterator[Line]:
         """Yield the log lines of all nodes, each once and in order for each node.
 
@@ -630,7 +627,7 @@ class Run:
         on_status: Callable[[Status], None] | None = None,
         retry: Retrier | None = None,
         poll: float | None = None,
-        patience: float = PATIENCE,
+        patience: float = CLIENT_TIMINGS.pull_silence,
     ) -> Result:
         """Wait until the run has ended; return its result, the object of ``result.json``.
 
@@ -707,7 +704,7 @@ class Run:
         """
         longest = self.provider.max_poll_s if poll is None else poll
         contact = Contact(clock=self._ticks, patience=patience)
-        first = min(max(FIRST_POLL, self.provider.min_poll_s), longest)
+        first = min(max(CLIENT_TIMINGS.first_poll, self.provider.min_poll_s), longest)
         due, every, pause = self._ticks(), first, first
         status, natives = Status(state="pending"), dict[int, str]()
         starter = retry if isinstance(retry, AttemptStarter) else None
@@ -754,7 +751,7 @@ class Run:
         newest, now = max(self.store.attempts(self.run_id), default=0), self._clock()
         since = self._known.over[newest] = min(self._known.over.get(newest, now), now)
         since = min(since, status.finished or now) if newest in natives else since  # else it is of the one before
-        if now - since >= NEXT_SECONDS or not self._may_be_followed(newest, status, natives):
+        if now - since >= CLIENT_TIMINGS.next_attempt or not self._may_be_followed(newest, status, natives):
             return status
         reason = f"attempt {newest} ended: {status.reason or status.native}; another attempt may follow"
         return replace(status, state="pending", reason=reason, category="", finished=None)
@@ -814,7 +811,7 @@ class Run:
 
     def _statuses_until_final(self) -> Iterator[Status]:
         """Yield statuses until the run has ended, and keep its result then, or leave that to the next client."""
-        events = self._events(tail=None, poll=None, patience=PATIENCE, deadline=None)
+        events = self._events(tail=None, poll=None, patience=CLIENT_TIMINGS.pull_silence, deadline=None)
         for last in (event for event in events if isinstance(event, Status)):
             yield last
         with contextlib.suppress(LostContactError, StorageError):

@@ -11,20 +11,9 @@ from dataclasses import dataclass, field
 from . import checkpoints
 from .checkpoint_names import family
 from .checkpoints import CheckpointEntry, Signature
+from .timings import TIMINGS
 
 __all__ = ["Finished"]
-
-FORERUNNER_SECONDS = 60.0
-"""Longest time without a change for a checkpoint that lacks files of the one before. Then it counts as finished."""
-MIXED_SECONDS = 300.0
-"""Longest time that one written over the one before may hold files of both. Then it counts as finished."""
-RESTLESS_SECONDS = 5.0
-"""A file that is written again and again without 2 s of quiet is taken between two writes after so long."""
-BREATH_SECONDS = 0.2
-"""If two looks so far apart find such a file closed and unchanged, it is between two writes. The pause is long enough
-to hear that its writer has died."""
-UNSEEN_SECONDS = 0.5
-"""The same without /proc, which shows the files that a process has open."""
 
 
 @dataclass
@@ -91,20 +80,20 @@ class Finished:
             still = self._still(entry, item, now)
             if entry.name not in busy and (still or self.restless(entry)) and self._whole(entry, item, now):
                 (found if still else restless).append(entry)
-        self.slept = (BREATH_SECONDS if os.path.isdir("/proc/self/fd") else UNSEEN_SECONDS) if restless else 0.0
+        self.slept = (TIMINGS.breath if os.path.isdir("/proc/self/fd") else TIMINGS.breath_unseen) if restless else 0.0
         return found + _holding_still(restless, self.slept)
 
     def restless(self, entry: CheckpointEntry) -> bool:
         """Return whether it is a file that is written again and again, so long that it is taken between two writes."""
         changed = self._items[entry.name].changed if entry.name in self._items else 0.0
-        return entry.single and bool(changed) and time.time() - changed >= RESTLESS_SECONDS
+        return entry.single and bool(changed) and time.time() - changed >= TIMINGS.restless
 
     def _still(self, entry: CheckpointEntry, item: _Item, now: float) -> bool:
         """Return whether no process works on it: a writer may also wait, with a file open.
 
         The files' own times may be older than their coming (``copytree``), or lie in the future (a server's clock).
         """
-        unchanged = time.monotonic() - item.since >= checkpoints.QUIET_SECONDS
+        unchanged = time.monotonic() - item.since >= TIMINGS.quiet
         return unchanged and (entry.newest > now or checkpoints.quiet(entry, now, opened=item.opened))
 
     def _whole(self, entry: CheckpointEntry, item: _Item, now: float) -> bool:
@@ -113,7 +102,7 @@ class Finished:
         If it is written over the one before, a file that has not changed yet is missing, unless it never changes.
         """
         lacks = self._shapes.get(family(entry.name), Counter()) - entry.shape
-        if lacks and now - entry.newest < FORERUNNER_SECONDS:
+        if lacks and now - entry.newest < TIMINGS.forerunner:
             return False
         before = {file[0]: file for file in item.done}
         same = [before[f[0]] == f for f in entry.signature if f[0] in before and f[0] not in item.steady]
@@ -121,7 +110,7 @@ class Finished:
             item.mixed = 0.0
             return True
         item.mixed = item.mixed or now
-        return now - item.mixed >= MIXED_SECONDS
+        return now - item.mixed >= TIMINGS.mixed
 
 
 def _holding_still(entries: list[CheckpointEntry], seconds: float) -> list[CheckpointEntry]:

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from ..errors import DigestError, StorageError
 from ..provider_api.node import attempt_key
 from .checkpoint_names import family, training_states, unversioned
+from .timings import TIMINGS
 
 __all__ = [
     "COMMIT",
@@ -52,15 +53,11 @@ __all__ = [
 T = TypeVar("T")
 
 COMMIT = "commit.json"
-QUIET_SECONDS = 2.0
-"""A checkpoint is finished when nothing changed for so long and no process has it open for writing."""
 POINTER_BYTES = 512
 """A longer file names no checkpoint."""
 BLOCK = 4 << 20
 COPIERS = 4
 """Files that are copied at the same moment. A mounted object store needs several; a disk does not suffer."""
-TRIES = (0.5, 2.0, 5.0)
-"""Seconds before a failed copy is tried again: a mount's hiccup must not cost the whole checkpoint."""
 
 Moved = Callable[[Path, int], None]
 """Called with a file that is being copied, and the bytes of it so far."""
@@ -298,8 +295,8 @@ def modest() -> None:
 
 
 def copy_patiently(source: Path, target: Path, moved: Moved = lambda source, done: None) -> tuple[int, str]:
-    """Call `copy_with_digest`, again after each of `TRIES`, unless there is no source or no room. Raises `OSError`."""
-    for pause in (*TRIES, None):
+    """Call `copy_with_digest`, again after `Timings.copy_pauses`, if there are source and room. Raises `OSError`."""
+    for pause in (*TIMINGS.copy_pauses, None):
         try:
             return copy_with_digest(source, target, moved)
         except OSError as exc:
@@ -628,5 +625,5 @@ def write_commit(folder: Path, commit: Mapping[str, Any], *, temporary: str = ""
 
 
 def quiet(entry: CheckpointEntry, now: float | None = None, *, opened: float = 0.0) -> bool:
-    """Return whether ``entry`` is unchanged, and not seen ``opened``, for `QUIET_SECONDS`."""
-    return (time.time() if now is None else now) - max(entry.newest, opened) >= QUIET_SECONDS
+    """Return whether ``entry`` is unchanged, and not seen ``opened``, for `Timings.quiet`."""
+    return (time.time() if now is None else now) - max(entry.newest, opened) >= TIMINGS.quiet

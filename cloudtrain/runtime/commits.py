@@ -18,21 +18,12 @@ from ..errors import StorageError
 from . import checkpoints
 from .archive import Archive
 from .checkpoint_names import family
+from .timings import TIMINGS
 
 __all__ = ["Commits", "remove_parts"]
 
-HOLDER_SECONDS = 300.0
-"""Longest wait for a node that held a part of the last checkpoint. After that its part of the version before counts as
-its part of this one."""
-FIRST_SECONDS = 10.0
-"""The same for the first checkpoint of a script, when nobody knows yet which nodes write."""
 MOST_ROUNDS = 16
-"""Checkpoints that are worked on at once: with many more, no answer comes in `ANSWER_SECONDS`."""
-ANSWER_SECONDS = 30.0
-"""An answer that has not come by then is lost: node 0 asks again."""
-RETRY_SECONDS = 1.0
-MOST_SECONDS = 10.0
-"""Longest pause between two tries while copies fail: the first pause doubles up to this."""
+"""Checkpoints that are worked on at once: with many more, no answer comes in `Timings.hold_answer`."""
 VERSIONS = 2
 """Versions kept of a checkpoint that the script writes again under its name: a resume may need the older."""
 RETAIN_SHARE = 10
@@ -140,11 +131,11 @@ class Commits:
                 room -= 1
                 self._numbers += 1
                 work.number, work.phase, work.answers, work.waiting = self._numbers, "ask", {}, set(alive)
-                work.retry = now + ANSWER_SECONDS
+                work.retry = now + TIMINGS.hold_answer
                 for node in sorted(alive):
                     self._send(node, {"t": "hold?", "round": work.number, "name": work.name})
             elif (work.phase == "ask" and now >= work.retry) or (work.phase != "idle" and work.waiting - alive):
-                work.phase, work.retry = "idle", now + RETRY_SECONDS
+                work.phase, work.retry = "idle", now + TIMINGS.commit_retry
 
     def answer(self, message: Message) -> None:
         """Take a node's answer: the part it holds, or has copied."""
@@ -168,7 +159,7 @@ class Commits:
                 answer["state"] = "old"
         # A part that a node has not written again may still change, or belong to this checkpoint as it is.
         fresh = {node: a for node, a in held.items() if a["state"] != "old"}
-        if not fresh or time.monotonic() - work.since < HOLDER_SECONDS:
+        if not fresh or time.monotonic() - work.since < TIMINGS.holder:
             held = fresh
         growing = any(a["state"] == "busy" for a in held.values())
         sharded = any(a["sharded"] for a in held.values())
@@ -204,7 +195,7 @@ class Commits:
         age = time.monotonic() - work.since
         holders = self._holders.get(family(work.name))
         owed = self._nodes if holders is None else holders | work.seen
-        patience = FIRST_SECONDS if holders is None else HOLDER_SECONDS
+        patience = TIMINGS.first_holder if holders is None else TIMINGS.holder
         done = {node for node, answer in work.answers.items() if answer["state"] == "over"}
         if (headed and holders is None) or age > patience:
             done |= set(work.answers) - work.seen
@@ -277,7 +268,7 @@ class Commits:
         self._retain()
 
     def _again(self, work: _Round) -> None:
-        pause = min(RETRY_SECONDS * 2**work.failed, MOST_SECONDS)
+        pause = min(TIMINGS.commit_retry * 2**work.failed, TIMINGS.commit_retry_most)
         work.phase, work.retry, work.failed = "idle", time.monotonic() + pause, work.failed + 1
 
     # ------------------------------------------------------------------------------------------------------ retention

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from .checkpoints import modest, put_whole
 from .segments import Span, distinct, span_of
+from .timings import TIMINGS
 from .uploads import Uploads
 
 __all__ = ["Compactor"]
@@ -25,11 +26,6 @@ FAN = 8
 """Neighbours of one age that are merged."""
 FULL_BYTES = 8 << 20
 """A segment of this size is not merged again."""
-EVERY_SECONDS = 20.0
-SETTLE_SECONDS = 600.0
-"""Without an agent that shows its uploads, a replaced segment is removed after so long."""
-REST_SECONDS = 600.0
-"""A past attempt may still have a writer, which the platform counts as lost, until its folder rests for so long."""
 
 
 class Compactor:
@@ -75,7 +71,7 @@ class Compactor:
         while not self._stop.is_set():
             with contextlib.suppress(OSError, ValueError):  # the small segments are still there, and readable
                 self.step()
-            self._stop.wait(EVERY_SECONDS)
+            self._stop.wait(TIMINGS.compact)
 
     def step(self) -> None:
         """Merge the segments that are due and remove the replaced ones. Raises `OSError`."""
@@ -176,12 +172,12 @@ class Compactor:
             return True
         if cover in self._merged and any(self._uploads.marks(folder) for folder in (self._folder, path.parent)):
             return False
-        return self._clock() - self._replaced[path] >= SETTLE_SECONDS
+        return self._clock() - self._replaced[path] >= TIMINGS.compact_settle
 
 
 def _is_at_rest(folder: Path) -> bool:
     changed = [path.stat().st_mtime for path in folder.iterdir()]
-    return time.time() - max(changed, default=0.0) >= REST_SECONDS
+    return time.time() - max(changed, default=0.0) >= TIMINGS.compact_rest
 
 
 def _last_line(folder: Path, span: Span, path: Path, after: int | None) -> int:

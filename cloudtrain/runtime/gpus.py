@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from .timings import TIMINGS
+
 __all__ = ["compat_library_path", "count", "driver_version", "trouble"]
 
 VERSION = Path("/proc/driver/nvidia/version")
 DEVICES = Path("/dev")
-CHECK_SECONDS = 120.0
-"""PyTorch and its libraries may come over the network when an image was pulled lazily."""
 CHECK = """
 import json, sys
 try:
@@ -94,8 +94,8 @@ def trouble(
 
     ``environ`` is the environment of the ranks and ``folder`` a folder without modules. ``wait`` returns once its
     argument is true, or sooner if the node has to go on. Also returns None if ``python`` has no PyTorch, if the job
-    hides all GPUs, and after `CHECK_SECONDS`. An error that the ranks need not meet is only printed: another process
-    may hold this GPU for now. So is a PyTorch without CUDA if ``needed`` is False.
+    hides all GPUs, and after `Timings.gpu_check`. An error that the ranks need not meet is only printed: another
+    process may hold this GPU for now. So is a PyTorch without CUDA if ``needed`` is False.
     """
     if not _VISIBLE.match(environ.get("CUDA_VISIBLE_DEVICES", "0")):
         return None
@@ -125,7 +125,7 @@ def _answer(
 
     A process that the driver holds (state D) does not end when it is killed, so nothing here waits for its end.
     """
-    end = time.monotonic() + CHECK_SECONDS
+    end = time.monotonic() + TIMINGS.gpu_check
     with tempfile.TemporaryFile(dir=folder) as output:
         process = subprocess.Popen(
             command,
@@ -139,7 +139,8 @@ def _answer(
         wait(lambda: process.poll() is not None or time.monotonic() >= end)
         if process.poll() is None:
             if time.monotonic() >= end:
-                say(f"PyTorch has not begun to use the GPUs within {CHECK_SECONDS:.0f} s; the ranks start all the same")
+                waited = f"{TIMINGS.gpu_check:.0f} s"
+                say(f"PyTorch has not begun to use the GPUs within {waited}; the ranks start all the same")
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             threading.Thread(target=process.wait, name="gpu-check", daemon=True).start()

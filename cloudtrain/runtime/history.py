@@ -20,6 +20,7 @@ from typing import Any
 from ..provider_api.node import attempt_key
 from .checkpoint_names import step_of
 from .checkpoints import write_whole
+from .timings import TIMINGS
 
 __all__ = ["FIRST", "Start", "failed_for_good", "restart_of", "was_direct"]
 
@@ -27,7 +28,6 @@ FIRST = "0.0"
 
 _ATTEMPT = re.compile(r"(\d+\.\d+)(?:-node-\d+\.jsonl?|\.json)?")
 HEAD_BYTES = 1 << 16
-LOOK_SECONDS = 1.0
 
 Record = dict[str, Any]
 
@@ -106,7 +106,7 @@ class Start:
         now = time.monotonic()
         if self._reached is None or now < self._due:
             return
-        self._due = now + LOOK_SECONDS
+        self._due = now + TIMINGS.first_step_look
         try:
             with open(metrics, "rb") as stream:
                 rows = _parsed(stream.read(HEAD_BYTES).splitlines())

@@ -12,12 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import StorageError
+from .timings import TIMINGS
 
 __all__ = ["ask"]
 
-PAUSES = (0.5, 2.0, 5.0)
-"""Seconds before each further try, after throttling or a failure of the service."""
-TIMEOUT = 10.0
 _LONGEST = 300
 
 
@@ -31,10 +29,10 @@ def ask(
     addresses of this machine.
     """
     opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if direct else []))
-    for pause in (*PAUSES, None):
+    for pause in (*TIMINGS.http_pauses, None):
         request = make()
         try:
-            with opener.open(request, timeout=TIMEOUT) as answer:
+            with opener.open(request, timeout=TIMINGS.http_answer) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as exc:
             code, reason = _error_of(exc)

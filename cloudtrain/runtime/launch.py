@@ -24,6 +24,7 @@ from ..provider_api.node import Topology
 from . import nccl
 from .host_facts import handles_sigterm
 from .logs import LogWriter, lines_of
+from .timings import TIMINGS
 
 __all__ = ["Ranks", "command_of", "environment_of", "fill", "reap"]
 
@@ -293,7 +294,7 @@ class Ranks:
             for pipe in self._pipes.iterdir():  # a rank that never started leaves its reader waiting for a writer
                 with contextlib.suppress(OSError):
                     os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-        deadline = time.monotonic() + 2.0  # a grandchild may keep our pipe open for ever
+        deadline = time.monotonic() + TIMINGS.pipes
         for thread in self._readers:
             thread.join(max(0.0, deadline - time.monotonic()))
         for keeper in self._keepers:

@@ -28,12 +28,6 @@ from .timings import TIMINGS
 
 __all__ = ["Link"]
 
-HANDSHAKE_TIMEOUT = 10.0
-SILENCE_TIMEOUT = TIMINGS.silence
-QUIET_SECONDS = 15.0
-"""Seconds after which a silence is reported: longer than any pause of a healthy node."""
-PING_SECONDS = 5.0
-LEAVE_SECONDS = 2.0
 MESSAGE_BYTES = 64 << 20
 
 Message = dict[str, Any]
@@ -55,7 +49,7 @@ class _Channel:
         self._sock, self._session, self._sends, self._takes = sock, session, sends, takes
         self._lock = threading.Lock()
         self._sent = 0
-        sock.settimeout(SILENCE_TIMEOUT)
+        sock.settimeout(TIMINGS.silence)
         self._stream = sock.makefile("rb")
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -78,7 +72,7 @@ class _Channel:
                     break
                 each(json.loads(text))
         except TimeoutError:
-            why = f"it was not heard of for {SILENCE_TIMEOUT:.0f} s"
+            why = f"it was not heard of for {TIMINGS.silence:.0f} s"
         except (OSError, ValueError) as exc:
             why = f"the connection ended ({exc})"
         with contextlib.suppress(OSError):
@@ -93,7 +87,7 @@ class _Channel:
 
 def _greet(sock: socket.socket, key: bytes, nodes: int) -> tuple[int, _Channel] | None:
     """Do node 0's side of the handshake. Return the node and its channel, or None for a stranger."""
-    sock.settimeout(HANDSHAKE_TIMEOUT)
+    sock.settimeout(TIMINGS.handshake)
     nonce = secrets.token_hex(16)
     sock.sendall(f"cloudtrain {nonce}\n".encode())
     hello = json.loads(_line(sock))
@@ -107,7 +101,7 @@ def _greet(sock: socket.socket, key: bytes, nodes: int) -> tuple[int, _Channel] 
 
 def _introduce(sock: socket.socket, key: bytes, node: int) -> _Channel:
     """Do a peer's side. Raises `ConnectionError` when the other end is not this run's node 0."""
-    sock.settimeout(HANDSHAKE_TIMEOUT)
+    sock.settimeout(TIMINGS.handshake)
     word, _, nonce = _line(sock).partition(" ")
     if word != "cloudtrain":
         raise ConnectionError("not a cloudtrain node")
@@ -207,7 +201,7 @@ class Link:
         while not self._closed.is_set():
             sock = None
             try:
-                sock = socket.create_connection((self._addr, self._port), timeout=HANDSHAKE_TIMEOUT)
+                sock = socket.create_connection((self._addr, self._port), timeout=TIMINGS.handshake)
                 channel = _introduce(sock, self._key, self.node)
             except (OSError, ValueError):  # ValueError: the other end does not even speak text
                 if sock is not None:
@@ -260,12 +254,12 @@ class Link:
             self._inbox.put((node, message))
 
     def _ping(self) -> None:
-        while not self._closed.wait(PING_SECONDS):
+        while not self._closed.wait(TIMINGS.ping):
             self.send_all({"t": "ping", "sent": time.time_ns()})
             for node in self.connected() - self._quiet:
-                if time.monotonic() - self._heard.get(node, float("inf")) > QUIET_SECONDS:
+                if time.monotonic() - self._heard.get(node, float("inf")) > TIMINGS.silence_report:
                     self._quiet.add(node)
-                    self._inbox.put((node, {"t": "quiet", "seconds": round(QUIET_SECONDS), "over": False}))
+                    self._inbox.put((node, {"t": "quiet", "seconds": round(TIMINGS.silence_report), "over": False}))
 
     def send(self, node: int, message: Mapping[str, Any]) -> None:
         """Send to one node. Our own goes to the inbox. A broken connection is reported by its reader."""
@@ -297,11 +291,11 @@ class Link:
             return set(self._channels)
 
     def let_go(self, end: float) -> None:
-        """Wait until every peer has left, at most `LEAVE_SECONDS` and until ``end`` (monotonic seconds).
+        """Wait until every peer has left, at most `Timings.leave` and until ``end`` (monotonic seconds).
 
         If we end a connection first, our last message may be lost.
         """
-        deadline = min(time.monotonic() + LEAVE_SECONDS, end)
+        deadline = min(time.monotonic() + TIMINGS.leave, end)
         while self.connected() and time.monotonic() < deadline:
             time.sleep(0.01)
 

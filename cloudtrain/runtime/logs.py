@@ -17,20 +17,15 @@ from typing import BinaryIO
 from .checkpoints import write_whole
 from .redact import Redactor
 from .segments import Span
+from .timings import TIMINGS
 
 __all__ = ["LogWriter", "lines_of"]
 
-RETRY_SECONDS = 5.0
-"""Pause after a segment that could not be written."""
 SEGMENT_BYTES = 1 << 20
 KEPT_BYTES = 16 << 20
 """Most bytes of a segment that cannot be written. The store loses older lines, the platform's own log does not."""
-ROOM_SECONDS = 5.0
-"""Longest wait of a rank with so many bytes of lines for a store that is slow to take them."""
 LINE_BYTES = 128 << 10
 """Longer lines are cut in pieces: CloudWatch takes 256 KiB an event."""
-REDRAW_SECONDS = 1.0
-"""A progress bar redraws its line with carriage returns; at most one such state a second is kept."""
 
 
 class LogWriter:
@@ -100,7 +95,7 @@ class LogWriter:
                 self._write(rank, text, self._now())
             full, too_full = self._segment_bytes >= SEGMENT_BYTES, self._segment_bytes >= KEPT_BYTES
         if full and rank != "-":  # the node's own thread waits for no store
-            self._relieve(ROOM_SECONDS if too_full else 0.0)
+            self._relieve(TIMINGS.log_room if too_full else 0.0)
         return text
 
     def say(self, text: str) -> None:
@@ -161,7 +156,7 @@ class LogWriter:
         except OSError:
             # Keep it in memory for the next try, under the same first number, up to `KEPT_BYTES`: training goes on.
             with self._lock:
-                self._retry_at = self._clock() + RETRY_SECONDS
+                self._retry_at = self._clock() + TIMINGS.log_retry
                 if size < KEPT_BYTES:
                     self._segment, self._segment_first, self._segment_since = lines + self._segment, first, since
                     self._segment_bytes += size
@@ -186,7 +181,7 @@ def lines_of(stream: BinaryIO) -> Iterator[str]:
         if redrawn:
             last = done.rstrip(b"\r").rpartition(b"\r")[2]
             rest = state + rest[-1:]
-            if last.strip() and time.monotonic() - shown >= REDRAW_SECONDS:
+            if last.strip() and time.monotonic() - shown >= TIMINGS.redraw:
                 shown = time.monotonic()
                 yield from _pieces(last)
         *pieces, rest = _cut(rest)

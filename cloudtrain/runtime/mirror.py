@@ -26,9 +26,10 @@ from .checkpoints import CheckpointEntry, Pointer, Signature, Watch
 from .commits import Commits, remove_parts
 from .mirror_files import Growing
 from .outputs import GrowingOutputs, Outputs
+from .timings import TIMINGS
 from .uploads import Uploads
 
-__all__ = ["FROZEN_SECONDS", "KINDS", "Mirror", "nothing"]
+__all__ = ["KINDS", "Mirror", "nothing"]
 
 KINDS = (
     "finished",
@@ -44,15 +45,8 @@ KINDS = (
     "stored",
 )
 """Messages of the node link that belong to the mirror."""
-SCAN_SECONDS = 0.5
 SCAN_SHARE = 20
 """After a look at all entries that took a second, the mirror makes none for so many seconds."""
-FROZEN_SECONDS = 10.0
-"""Time after a rank's death in which nothing more counts as finished, if it is not taken for a failure."""
-PROGRESS_SECONDS = 5.0
-"""Time between two messages to the other nodes that this one's copies move."""
-ARCHIVE_SECONDS = {"clean": 60.0, "failed": 10.0}
-"""Longest wait of a node that ends for moves to the archive. Other checkpoints stay where they are."""
 ENTRIES = 2
 """Checkpoints that a node copies at the same moment."""
 
@@ -213,7 +207,7 @@ class Mirror:
                 if began >= due or message.get("t") == "finish":
                     self._scan()
                     worked = time.monotonic() - began - self._finished.slept
-                    due = began + max(SCAN_SECONDS, SCAN_SHARE * worked)
+                    due = began + max(TIMINGS.scan, SCAN_SHARE * worked)
                 if self._inbox.empty():  # each of these looks at all checkpoints: not for each of thousands of messages
                     if self._commits is not None:
                         self._commits.advance()
@@ -237,7 +231,9 @@ class Mirror:
         kind = message["t"]
         if kind == "finish":
             self._finishing = "clean" if message["clean"] else "failed"
-            self._slow_until = time.monotonic() + ARCHIVE_SECONDS[self._finishing]
+            self._slow_until = time.monotonic() + (
+                TIMINGS.archive_clean if message["clean"] else TIMINGS.archive_failed
+            )
             self._marks.clear()
             if self._uploads is not None:
                 self._uploads.end()
@@ -437,13 +433,13 @@ class Mirror:
     def _progress(self) -> None:
         """Note progress here, and by way of node 0 for all other nodes, which may wait for this part."""
         self.last = time.monotonic()
-        if self.last - self._progress_logged >= PROGRESS_SECONDS:
+        if self.last - self._progress_logged >= TIMINGS.progress:
             self._progress_logged = self.last
             self._send(0, {"t": "moving"})
 
     def _pass_on(self, sender: int) -> None:
         """Pass on from node 0 that ``sender``'s copies move, but not each of hundreds of such messages."""
-        if self._node == 0 and self.last - self._passed_on >= PROGRESS_SECONDS / 2:
+        if self._node == 0 and self.last - self._passed_on >= TIMINGS.progress / 2:
             self._passed_on = self.last
             for node in self._peers() - {self._node, sender}:
                 self._send(node, {"t": "moving"})

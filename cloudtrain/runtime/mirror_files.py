@@ -1,6 +1,6 @@
 """Mirror files that change while the script runs whole into ``live/``, in a thread of their own, one after another.
 
-Artifacts are copied every `GROWING_SECONDS`; the small metrics file, which shows a run's progress, more often. No file
+Artifacts are copied every `Timings.growing`; the small metrics file, which shows a run's progress, more often. No file
 takes more than a tenth of the time: one that took long is left alone for ten times as long.
 """
 
@@ -15,12 +15,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from .checkpoints import FileState, file_state, in_parallel, modest, replace_file
+from .timings import TIMINGS
 
 __all__ = ["Growing"]
 
-GROWING_SECONDS = 30.0
 SMALL_BYTES = 1 << 20
-RETRY_SECONDS = 1.0
 WALK_SHARE = 20
 """After a look at all files that took a second, the thread pauses for so many seconds."""
 SHARE = 10
@@ -39,7 +38,7 @@ class Growing:
         places: Mapping[Path, Path],
         *,
         small: Path | None = None,
-        small_seconds: float = GROWING_SECONDS,
+        small_seconds: float = TIMINGS.growing,
         moved: Callable[[Path, int], None],
         complain: Callable[[str], None],
         temporary: str = ".part",
@@ -81,7 +80,7 @@ class Growing:
             if finishing and arrived:
                 self.done.set()
                 return
-            self._wake.wait(max(RETRY_SECONDS if finishing else self._pause(), WALK_SHARE * self._walked))
+            self._wake.wait(max(TIMINGS.file_retry if finishing else self._pause(), WALK_SHARE * self._walked))
 
     def _once(self, finishing: bool) -> bool:
         """Copy the changed files that are due. Return whether all of them arrived."""
@@ -100,11 +99,11 @@ class Growing:
 
     def _pause(self) -> float:
         """Return the seconds between two looks."""
-        return RETRY_SECONDS
+        return TIMINGS.file_retry
 
     def _period(self, file: Path, size: int) -> float:
         """Return the seconds before a file of ``size`` bytes that was just copied is copied again."""
-        return self._small_seconds if file == self._small and size <= SMALL_BYTES else GROWING_SECONDS
+        return self._small_seconds if file == self._small and size <= SMALL_BYTES else TIMINGS.growing
 
     def _all(self, *, finishing: bool) -> Iterator[tuple[Path, Path]]:
         """Yield every file and its target."""
@@ -139,7 +138,7 @@ class Growing:
             self._complain(f"cannot mirror {file.name}: {exc.strerror}")
             if not _hopeless(exc, file):
                 return False
-            self._next[file] = time.monotonic() + GROWING_SECONDS
+            self._next[file] = time.monotonic() + TIMINGS.growing
             return True
         if state:
             self._copied[file], self._arrived[file] = state, before + state[0]

@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from .timings import TIMINGS
+
 __all__ = ["Recorder", "words"]
 
 ENTRIES = 2000
@@ -29,7 +31,6 @@ _OLDER = {
     "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
 }
 """The newer name wins in torch, so it must not be set over a user's older one."""
-SETTLED_SECONDS = 0.3
 
 
 def words(env: Mapping[str, str], dumps: Path, *, debug: bool) -> dict[str, str]:
@@ -73,7 +74,7 @@ class Recorder:
         except OSError:
             return False
         # A file system's clock lags a little behind the clock of `asked`.
-        return written >= asked - 1.0 and time.time() - written >= SETTLED_SECONDS
+        return written >= asked - 1.0 and time.time() - written >= TIMINGS.dump_settled
 
     def keep(self, target: Path) -> list[str]:
         """Copy the ranks' dumps into ``target``. Return their names; none if there is no dump."""

@@ -31,41 +31,21 @@ from .host_facts import kill_users, oom_kills
 from .launch import Ranks, reap
 from .link import Link
 from .logs import LogWriter
-from .mirror import FROZEN_SECONDS, KINDS, Mirror, nothing
+from .mirror import KINDS, Mirror, nothing
 from .notices import watch
 from .record import write_record
 from .resume import Resume
+from .timings import TIMINGS
 from .uploads import Uploads
 from .workspace import Workspace
 
 __all__ = ["Node"]
 
-STOP_TERM_SECONDS = 0.5
-STOP_KILL_SECONDS = 3.0
-"""Seconds after a failure anywhere at which a healthy rank gets SIGTERM, then SIGKILL."""
 GRACE_RESERVE = 0.25
-"""The part of the platform's grace kept for stopping ranks and mirroring, at most `RESERVE_SECONDS`."""
-RESERVE_SECONDS = 15.0
-LAUNCHER_SECONDS = 2.0
-"""Seconds after its ranks' end that torchrun has to report each exit code."""
-CLOSING_NS = 2_000_000_000
+"""The part of the platform's grace kept for stopping ranks and mirroring, at most `Timings.reserve`."""
 """Most time between a bad exit and torchrun stopping the others. A rank that left earlier may have left well."""
-FAILED_WAIT_SECONDS = 15.0
-CLEAN_WAIT_SECONDS = 900.0
-"""Longest time without any progress of the mirror, after a failure and after a clean end."""
-MEET_SECONDS = 3.0
-"""Longest wait of two nodes that had not met before a notice, to leave together."""
-HOLD_SLACK_SECONDS = 5.0
-"""The other nodes wait so much longer than node 0, for its word."""
 UNMIRRORED = "not everything could be mirrored"
-WITHDRAWN_SECONDS = 120.0
-"""A rank that ends so soon after a notice was withdrawn may have seen it: that is a preemption, not a success."""
-PEERS_SECONDS = 60.0
-NODE_0_SECONDS = 120.0
-"""Longest wait after a failure: of node 0 for its peers' last messages, and of them for node 0's."""
 
-SWEEP_SECONDS = 60.0
-"""Longest time in which a node uploads its last files itself if the platform does not sync."""
 
 Message = dict[str, Any]
 
@@ -169,7 +149,7 @@ class Node:
             if self.compactor is not None:
                 self.compactor.stop()
             if self.uploads is not None:
-                self.uploads.finish(min(SWEEP_SECONDS, max(0.0, self._grace_end() - time.monotonic())))
+                self.uploads.finish(min(TIMINGS.last_uploads, max(0.0, self._grace_end() - time.monotonic())))
                 self.uploads.stop()
             if self.space is not None:
                 shutil.rmtree(self.space.folder, ignore_errors=True)
@@ -449,7 +429,7 @@ class Node:
             self.notice, self.withdrawn = "", time.monotonic()
             self._space.preempt.unlink(missing_ok=True)
             if self.ranks is not None:
-                self.ranks.forget_notice(WITHDRAWN_SECONDS)
+                self.ranks.forget_notice(TIMINGS.withdrawn)
 
     def _left(self) -> bool:
         """Return whether a rank that this node knows of has ended, or was stopped."""
@@ -458,7 +438,7 @@ class Node:
 
     def _check_leaving(self) -> None:
         """Let all nodes leave if a rank ended so soon after a withdrawal that it may have seen the notice."""
-        if not self._over() and time.monotonic() < self.withdrawn + WITHDRAWN_SECONDS:
+        if not self._over() and time.monotonic() < self.withdrawn + TIMINGS.withdrawn:
             self._announce_leaving()
 
     def _announce_leaving(self) -> None:
@@ -536,7 +516,7 @@ class Node:
         elif event == "eof":
             self.eof[local] = message["time_ns"]
             if self.mirror is not None and not self.seen[local] & {"end", "error"}:
-                self.mirror.freeze(FROZEN_SECONDS)
+                self.mirror.freeze(TIMINGS.frozen)
         elif event == "error":
             assert self.ranks is not None
             self._fail(self._space.failure(message, self.ranks.first_rank + local))
@@ -616,21 +596,21 @@ class Node:
                 while True:
                     self._handle(*self.inbox.get_nowait())
             if self.code is None and not self.failures:
-                self._blame_the_silent(self.ranks.closing_ns - CLOSING_NS)
+                self._blame_the_silent(self.ranks.closing_ns - int(TIMINGS.closing * 1e9))
 
     def _escalate(self, now: float) -> None:
         """Send SIGTERM, then SIGKILL: soon after a failure; near the grace's end after a notice, but see `notify`."""
         assert self.ranks is not None
         term = kill = float("inf")
         if self.stopping is not None:
-            term, kill = self.stopping + STOP_TERM_SECONDS, self.stopping + STOP_KILL_SECONDS
+            term, kill = self.stopping + TIMINGS.stop_term, self.stopping + TIMINGS.stop_kill
         elif self.preempted is not None:
             if not self.signalled and self.ranks.notify():
                 self.stopped_ns = self.stopped_ns or time.time_ns()
-            reserve = min(RESERVE_SECONDS, self.site.stop_grace * GRACE_RESERVE)
+            reserve = min(TIMINGS.reserve, self.site.stop_grace * GRACE_RESERVE)
             term = self.preempted + self.site.stop_grace - reserve
             kill = term + reserve / 3
-        if now >= kill + LAUNCHER_SECONDS and self.signalled == 2:
+        if now >= kill + TIMINGS.launcher and self.signalled == 2:
             self.ranks.kill()
         elif now >= kill and self.signalled < 2:
             self.signalled = 2
@@ -659,7 +639,7 @@ class Node:
             outcome = self._outcome()
             self._record(outcome, self._own_cause(), decided=False)
             self._tell({"t": "done", "outcome": outcome, "failures": [f.to_dict() for f in self.failures]})
-            patience = float("inf") if clean or outcome == "preempted" else NODE_0_SECONDS
+            patience = float("inf") if clean or outcome == "preempted" else TIMINGS.node_0
             end = time.monotonic() + (patience if self.attempt else 0.0)
             self._pump(lambda: self.released or self._alone(end))
             if not self.released:  # only now may the link know that node 0 is lost
@@ -672,7 +652,7 @@ class Node:
         """Wait until all files are mirrored, or nothing has moved for too long."""
         mirror.finish(clean=clean or self._left_by_choice())
         # After a notice, a script that has saved often ends with a code of its own; `_late` keeps the grace.
-        quiet = CLEAN_WAIT_SECONDS if clean or self._outcome() == "preempted" else FAILED_WAIT_SECONDS
+        quiet = TIMINGS.mirror_clean if clean or self._outcome() == "preempted" else TIMINGS.mirror_failed
         if self.uploads is not None and (self.preempted is not None or not clean):
             self.uploads.hurry()
         mirror.last = time.monotonic()
@@ -695,7 +675,7 @@ class Node:
     def _alone(self, end: float) -> bool:
         """Return whether a peer waits in vain for node 0. The platform may take that first, and this node after it."""
         if self._held():
-            return time.monotonic() > self._grace_end() + HOLD_SLACK_SECONDS
+            return time.monotonic() > self._grace_end() + TIMINGS.hold_slack
         return 0 in self.gone or self._late(end)
 
     def _grace_end(self) -> float:
@@ -712,7 +692,7 @@ class Node:
         return time.monotonic() > min(end, self._grace_end())
 
     def _unmet(self) -> bool:
-        return self.preempted is not None and self._late(self.heard + MEET_SECONDS)
+        return self.preempted is not None and self._late(self.heard + TIMINGS.meet)
 
     def _conclude(self) -> str:
         """Wait on node 0 for every node, name the root cause, let all go."""
@@ -752,7 +732,7 @@ class Node:
 
     def _in_vain(self, since: float) -> bool:
         """Return whether no node's copies have moved for so long that waiting for last messages is in vain."""
-        return self._late(max(since, self.mirror.last if self.mirror is not None else 0.0) + PEERS_SECONDS)
+        return self._late(max(since, self.mirror.last if self.mirror is not None else 0.0) + TIMINGS.peers)
 
     def _met(self) -> bool:
         return len(self.link.connected() | self._accounted()) >= self.nodes - 1

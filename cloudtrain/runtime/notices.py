@@ -6,12 +6,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from .timings import TIMINGS
+
 __all__ = ["watch"]
 
-SECONDS = 1.0
-"""Pause between two questions: Azure gives 30 s from the notice to the end."""
-SELDOM_SECONDS = 60.0
-"""Longest pause for a source that has never answered: this platform has none."""
 
 Look = Callable[[], "str | None"]
 
@@ -26,14 +24,14 @@ def watch(look: Look, tell: Callable[[str], None]) -> None:
 
 
 def _ask(look: Look, tell: Callable[[str], None]) -> None:
-    said, pause, answered = "", SECONDS, False
+    said, pause, answered = "", TIMINGS.notice_look, False
     while True:
         answer = look()
         if answer is not None:
-            pause, answered = SECONDS, True
+            pause, answered = TIMINGS.notice_look, True
             if answer != said:
                 said = answer
                 tell(answer)
         elif not answered:
-            pause = min(2 * pause, SELDOM_SECONDS)
+            pause = min(2 * pause, TIMINGS.notice_seldom)
         time.sleep(pause)

@@ -18,16 +18,11 @@ from stat import S_ISREG
 
 from .checkpoints import FileState
 from .mirror_files import Growing
+from .timings import TIMINGS
 
 __all__ = ["IGNORE", "GrowingOutputs", "Outputs"]
 
 IGNORE = ".cloudtrainignore"
-YOUNG_SECONDS = 2.0
-"""A file that changed so short a time ago may be half written. Then the first look leaves it for the next."""
-OUTPUT_SECONDS = 10.0
-"""Seconds between two looks. A file that is written all the time is copied at every second look: within 30 s."""
-FINISH_SECONDS = 600.0
-"""At the end a node copies outputs for so long at most: a results folder must not keep machines that cost money."""
 MOST_FILES = 10_000
 TRIES = 5
 """Tries of a file that cannot be copied, the last ones after the script's end. Then it is left out."""
@@ -61,13 +56,13 @@ class Outputs:
         """Return the outputs that are to be in ``live/`` now, by path below the folder.
 
         If files exceed the limit together, the largest ones are left out; one line names these. Unless ``final``, a new
-        or changed file that is younger than `YOUNG_SECONDS` is missing from the first look that finds it.
+        or changed file that is younger than `Timings.output_young` is missing from the first look that finds it.
         """
         found = {path: state for path, state in self._walk() if self._source.get(path) != state}
         kept = self._within_the_limits(found)
         if final:
             return kept
-        edge = time.time_ns() - int(YOUNG_SECONDS * 1e9)
+        edge = time.time_ns() - int(TIMINGS.output_young * 1e9)
         young = {path for path, (_, changed) in kept.items() if changed > edge}
         late, self._young = young & self._young, young - self._young
         return {path: state for path, state in kept.items() if path not in young or path in late}
@@ -139,7 +134,7 @@ def _surplus(sizes: Mapping[str, int], limit: int) -> list[str]:
 
 
 class GrowingOutputs(Growing):
-    """The thread that copies `Outputs` below ``target``, every `OUTPUT_SECONDS` and at the end. Keywords: see
+    """The thread that copies `Outputs` below ``target``, every `Timings.output_look` and at the end. Keywords: see
     `Growing`."""
 
     def __init__(
@@ -173,7 +168,7 @@ class GrowingOutputs(Growing):
             yield self._outputs.folder / path, self._target / path
 
     def finish(self) -> None:
-        self._end = time.monotonic() + FINISH_SECONDS
+        self._end = time.monotonic() + TIMINGS.outputs_end
         super().finish()
 
     def _copy(self, file: Path, place: Path) -> bool:
@@ -192,10 +187,10 @@ class GrowingOutputs(Growing):
         return arrived
 
     def _period(self, file: Path, size: int) -> float:
-        return OUTPUT_SECONDS
+        return TIMINGS.output_look
 
     def _pause(self) -> float:
-        return OUTPUT_SECONDS
+        return TIMINGS.output_look
 
 
 def _rules(file: Path, base: str) -> list[tuple[str, bool, bool, re.Pattern[str]]]:

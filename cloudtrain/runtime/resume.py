@@ -18,11 +18,11 @@ from .checkpoint_names import family
 from .checkpoints import Complete, shape_of
 from .history import was_direct
 from .store_checkpoints import Direct, RefusedError
+from .timings import TIMINGS
 from .workspace import Workspace
 
 __all__ = ["Resume"]
 
-PATIENCE, PAUSE = 300.0, 15.0
 """Seconds for which a silent store is asked, and between two questions, if it may hold all there is."""
 RUN_FOLDER = "/live/checkpoints"
 """Ending of the URL of another run's checkpoints; any other folder is the user's own."""
@@ -97,10 +97,10 @@ class Resume:
         """Return the newest checkpoint that the script wrote to the store by itself.
 
         Raises `CloudtrainError` if a store does not answer that the run has used so. A run that would begin afresh asks
-        again for `PATIENCE` seconds: it may have used the store too, or its nodes may have no way there.
+        again for `Timings.store_silent` seconds: it may have used the store too, or its nodes may have no way there.
         """
         afresh = not checkpoints.complete(self._live / "checkpoints")
-        deadline = time.monotonic() + (PATIENCE if afresh else 0.0)
+        deadline = time.monotonic() + (TIMINGS.store_silent if afresh else 0.0)
         while True:
             try:
                 return space.direct()
@@ -111,7 +111,7 @@ class Resume:
                     self._say(f"{exc}; nothing there is resumed from")
                     return None
                 self._say(f"{exc}; asking again, as nothing else is there to resume from")
-            time.sleep(PAUSE)
+            time.sleep(TIMINGS.store_again)
 
     def restore(self, message: Mapping[str, Any], space: Workspace) -> tuple[str, bool]:
         """Restore the checkpoint of ``message``. Return why not and whether it is damaged; ("", False) on success.

@@ -17,18 +17,12 @@ from typing import Any
 from .cause import Failure
 from .launch import Ranks
 from .nccl import Recorder
+from .timings import TIMINGS
 
 __all__ = ["KINDS", "Look", "StackPosition", "Stall", "culprit", "describe_positions", "innermost_position"]
 
 KINDS = ("alive", "stacks", "where")
 """Messages of the node link for this module."""
-ALIVE_SECONDS = 5.0
-"""Least time between two messages about signs of life; a quarter of a short limit."""
-LATE_SECONDS = 1.0
-"""Longest delay of a sign of life on its way to node 0."""
-LOOK_SECONDS = 2.5
-ANSWER_SECONDS = 3.0
-"""Longest wait of a node for its ranks' stacks and dumps, and of node 0 for all nodes' answers."""
 NAMED = 3
 """Most places in a message, the rarest, and one more if it is the last; most ranks of one place by number."""
 
@@ -112,7 +106,7 @@ class Look:
         self._node, self._code, self._bottom = node, code, str(bottom)
         self._lines = ranks.dump_stacks()
         recorder.trigger()
-        self._until = time.monotonic() + LOOK_SECONDS
+        self._until = time.monotonic() + TIMINGS.stall_look
 
     def over(self) -> bool:
         """Return whether every rank has answered, or will not."""
@@ -225,19 +219,19 @@ class Stall:
         if self._node != 0 or over or not self._limit:
             return None
         if self._asked is None:
-            if now - self._alive > self._limit + LATE_SECONDS:
+            if now - self._alive > self._limit + TIMINGS.alive_late:
                 self._asked = now, self._peers()
                 for node in sorted(self._asked[1]):
                     self._send(node, {"t": "stacks"})
             return None
         since, asked = self._asked
-        if asked <= set(self._answers) or now - since > ANSWER_SECONDS:
+        if asked <= set(self._answers) or now - since > TIMINGS.stacks:
             return self._failure(asked)
         return None
 
     def _tell(self, now: float) -> None:
         last = self._last()
-        if last > self._reported and now - self._reported >= min(ALIVE_SECONDS, self._limit / 4 or ALIVE_SECONDS):
+        if last > self._reported and now - self._reported >= min(TIMINGS.alive, self._limit / 4 or TIMINGS.alive):
             self._reported = now
             self._send(0, {"t": "alive", "age": max(0.0, now - last)})
 

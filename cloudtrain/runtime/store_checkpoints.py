@@ -18,12 +18,10 @@ from pathlib import Path
 from ..errors import StorageError
 from ..validate import unix_seconds
 from .checkpoint_names import METADATA, newer_than_metadata, step_of
+from .timings import TIMINGS
 
 __all__ = ["Direct", "RefusedError", "find_newest"]
 
-SECONDS = 120.0
-PAUSES = (1.0, 3.0)
-"""Seconds before a store that did not answer is asked again."""
 _LIST = """
 import json, sys
 from datetime import datetime, timezone
@@ -141,7 +139,7 @@ def find_newest(url: str, *, python: str, environ: Mapping[str, str], say: Calla
 
 
 def _listed(url: str, python: str, environ: Mapping[str, str]) -> list[_File]:
-    for pause in (*PAUSES, None):
+    for pause in (*TIMINGS.store_pauses, None):
         try:
             if url.startswith("file://"):  # as fsspec reads it: the path as it is
                 return list(_local(Path(url[len("file://") :])))
@@ -178,7 +176,7 @@ def _asked(url: str, python: str, environ: Mapping[str, str]) -> list[_File]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=TIMINGS.store_list,
         check=False,
     )
     if done.returncode:

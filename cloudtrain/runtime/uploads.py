@@ -16,20 +16,12 @@ from pathlib import Path
 from ..errors import CloudtrainError
 from ..provider_api.node import SyncAgent
 from .checkpoints import FileState, file_state, in_parallel, modest
+from .timings import TIMINGS
 
 __all__ = ["Uploads"]
 
-DEAD_SECONDS = 240.0
-"""An agent that has uploaded nothing of a checkpoint for so long has stopped."""
 SLOW_BYTES = 20_000_000.0
 """Bytes a second of the slowest agent. A file whose upload has begun gets that much more time."""
-LOOK_SECONDS = 1.0
-RETRY_SECONDS = 20.0
-"""Pause before a failed upload is tried again."""
-GIVE_UP_SECONDS = 120.0
-"""Longest wait for files after the script's end, while the agent is dead."""
-SWEEP_SECONDS = 30.0
-"""Pause between two looks for other files of the node's own to upload, while the agent is dead."""
 
 
 class Uploads:
@@ -93,7 +85,7 @@ class Uploads:
         self._hurried = True
 
     def end(self) -> None:
-        """Note the script's end: failed uploads are waited for no longer than `GIVE_UP_SECONDS`."""
+        """Note the script's end: failed uploads are waited for no longer than `Timings.agent_give_up`."""
         self._ending = self._clock()
 
     def arrived(self) -> dict[str, bool]:
@@ -148,7 +140,7 @@ class Uploads:
 
     def _loop(self) -> None:
         modest()
-        while not self._stop.wait(LOOK_SECONDS):
+        while not self._stop.wait(TIMINGS.agent_look):
             try:
                 self.step()
             except Exception as exc:  # noqa: BLE001  the thread must outlive any one file's trouble
@@ -166,7 +158,7 @@ class Uploads:
         left = set[Path]().union(*missing.values())
         if left and not self.dead:
             more = self._allowance(left)
-            if self._clock() - self._sign >= DEAD_SECONDS + more:
+            if self._clock() - self._sign >= TIMINGS.agent_dead + more:
                 self._die()
             elif more:
                 self._moved()  # a large file takes long
@@ -175,7 +167,7 @@ class Uploads:
             missing = self._missing({key: files for key, files in missing.items() if files})
             self._settle(missing)
             self._give_up({key for key, files in missing.items() if files})
-        if self.dead and self._clock() - self._swept >= SWEEP_SECONDS:
+        if self.dead and self._clock() - self._swept >= TIMINGS.upload_sweep:
             self._swept = self._clock()
             if self._sweeper is None or not self._sweeper.is_alive():
                 self._sweeper = threading.Thread(target=self._sweep, name="sweep", daemon=True)
@@ -195,7 +187,7 @@ class Uploads:
         """Settle, after the end, the files that cannot reach the store: they are not there."""
         if not self.dead or self._ending is None or not keys:
             return
-        if self._clock() - max(self._ending, self._sign) >= GIVE_UP_SECONDS:
+        if self._clock() - max(self._ending, self._sign) >= TIMINGS.agent_give_up:
             self._say(f"not known to be in the store: checkpoint {', '.join(sorted(keys))}")
             with self._lock:
                 for key in sorted(keys & self._pending.keys()):
@@ -248,7 +240,7 @@ class Uploads:
         except FileNotFoundError:
             return
         except (CloudtrainError, OSError) as exc:
-            self._retry[path] = self._clock() + RETRY_SECONDS
+            self._retry[path] = self._clock() + TIMINGS.upload_retry
             self._complain(str(exc))
         else:
             self._put[path] = state

@@ -23,6 +23,7 @@ from typing import Any
 from ..errors import DigestError, SpecError, StorageError
 from .files import parallel
 from .local_disk import cache_home, disk_errors, scan, sha256_file, walk
+from .timings import CLIENT_TIMINGS
 
 __all__ = [
     "DigestCache",
@@ -35,12 +36,6 @@ __all__ = [
     "tree_digest",
 ]
 
-SETTLED = 60.0
-"""Seconds between a file's last change and its reading, after which a further change shows in its times. This covers
-another machine's clock that is off by less."""
-SEEN = 60.0
-"""Seconds for which the same times must have been seen before a reading. A write through a mapping changes them only at
-the first store, until the system writes the page back half a minute later."""
 KEPT = 64
 """Number of cached trees."""
 _TELLING = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"})
@@ -75,7 +70,11 @@ class DigestCache:
         try:
             seemed, digest, seen, read = known
             changed = max(seemed[1], seemed[2]) / 1e9
-            if seemed == stat_key(status) and len(digest) == 64 and (read - changed >= SETTLED or read - seen >= SEEN):
+            if (
+                seemed == stat_key(status)
+                and len(digest) == 64
+                and (read - changed >= CLIENT_TIMINGS.digest_settled or read - seen >= CLIENT_TIMINGS.digest_unchanged)
+            ):
                 return str(digest)
         except (TypeError, ValueError, IndexError):
             pass

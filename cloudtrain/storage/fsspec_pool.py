@@ -19,6 +19,7 @@ from typing import Any
 from ..errors import SpecError
 from ..validate import url_scheme
 from .errors import classify
+from .timings import CLIENT_TIMINGS
 
 __all__ = [
     "BUCKETS",
@@ -38,10 +39,6 @@ BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
 """Schemes of object stores. Their URLs begin with a bucket or container, which cloudtrain never creates."""
 GOOGLE = frozenset({"gs", "gcs"})
 SFTP = frozenset({"sftp", "ssh"})
-_SILENCE = 60.0
-"""Seconds without data from an SFTP server before its connection counts as lost."""
-_ALIVE = 30
-"""Seconds between keepalives of an idle SFTP connection; firewalls drop idle connections after some minutes."""
 WEB = frozenset({"http", "https"})
 STREAMED = WEB | {"ftp"}
 """Schemes whose files come as one stream: some servers ignore ranges, or stop only when the connection closes."""
@@ -87,8 +84,8 @@ def open_url(url: str, options: Mapping[str, Any], *, most: int) -> Clients:
         known = {"use_listings_cache": False} if kind.async_impl else {}
         fs, root = url_to_fs(url, skip_instance_cache=True, **known, **options)
         if scheme in SFTP:  # its client has no timeout
-            fs.ftp.get_channel().settimeout(_SILENCE)
-            fs.client.get_transport().set_keepalive(_ALIVE)
+            fs.ftp.get_channel().settimeout(CLIENT_TIMINGS.sftp_silence)
+            fs.client.get_transport().set_keepalive(CLIENT_TIMINGS.sftp_keepalive)
         return fs, str(root).rstrip("/")
 
     return Clients(make, most=most)

@@ -26,21 +26,14 @@ from typing import Any
 from ..errors import CloudtrainError, StorageError
 from .errors import CannotSwapError
 from .files import Files, Loaded
+from .timings import CLIENT_TIMINGS
 
-__all__ = ["DELETES", "FOLDER", "MARK", "SECONDS", "Lease", "announce", "is_released", "withdraw"]
+__all__ = ["DELETES", "FOLDER", "MARK", "Lease", "announce", "is_released", "withdraw"]
 
 FOLDER = "staging"
 MARK = f"{FOLDER}/deleting"
-SECONDS = 300.0
-"""Seconds for which a lease counts after its last renewal."""
 DELETES = "waiting: another client deletes from this store"
-ENDED = 1.0
-"""Seconds for which the lease of a process of this machine that has ended counts: a request may still arrive."""
-GIVEN_UP = 10.0
-"""The most seconds for which a lease that this process has given up counts: it knows that its own call has ended."""
 _RENEWED = 10
-_PAUSES = (0.1, 2.0)
-"""Seconds between two looks, growing."""
 _CLIENT = secrets.token_hex(8)
 """Tells this process from others where `_machine` is unknown; a forked child has another process id."""
 _HELD: set[str] = set()
@@ -50,7 +43,7 @@ Say = Callable[[str], None]
 
 
 def announce(
-    files: Files, name: str, contents: Iterable[str], *, seconds: float = SECONDS, say: Say | None = None
+    files: Files, name: str, contents: Iterable[str], *, seconds: float = CLIENT_TIMINGS.lease, say: Say | None = None
 ) -> str:
     """Announce that ``contents`` (digests, URLs) will be staged for ``name``, and wait while a client deletes.
 
@@ -81,8 +74,8 @@ class Lease:
         files: Files,
         key: str,
         *,
-        seconds: float = SECONDS,
-        after: float = ENDED,
+        seconds: float = CLIENT_TIMINGS.lease,
+        after: float = CLIENT_TIMINGS.lease_ended,
         say: Say | None = None,
         waits: str = "",
     ) -> None:
@@ -126,12 +119,12 @@ class Lease:
             raise StorageError(why, hint="run the same command again")
 
     def _until(self, step: Callable[[], bool]) -> None:
-        pause = _PAUSES[0]
+        pause = CLIENT_TIMINGS.lease_pauses[0]
         while not step():
-            if self._say and pause == _PAUSES[0]:
+            if self._say and pause == CLIENT_TIMINGS.lease_pauses[0]:
                 self._say()
             time.sleep(pause)
-            pause = min(2 * pause, _PAUSES[1])
+            pause = min(2 * pause, CLIENT_TIMINGS.lease_pauses[1])
 
     def _set(self, holder: str) -> bool:
         """Write ``holder``, a token or "" for none. Return False if another client holds the lease."""
@@ -154,7 +147,7 @@ class Lease:
             self._seen = (found.version, time.monotonic())
         watched = time.monotonic() - self._seen[1]
         record = _content(found)
-        least = min(self._after, GIVEN_UP) if _is_ours(record) else self._after
+        least = min(self._after, CLIENT_TIMINGS.lease_given_up) if _is_ours(record) else self._after
         if watched >= self._seconds or (watched >= least and _has_ended(record)):
             return True
         return watched >= 3 * self._seconds / _RENEWED and self._age(found) >= self._seconds

@@ -25,6 +25,7 @@ from .errors import Retries
 from .files import MOST_PIECES, PIECE, Entry, Loaded, Names, TransferOptions, parallel
 from .local_disk import disk_errors, write_back
 from .obstore_config import SDKS, ObstoreConfig, find_access
+from .timings import CLIENT_TIMINGS
 
 __all__ = ["ObstoreMover", "OtherRegionError", "TooLargeError"]
 
@@ -34,13 +35,10 @@ R = TypeVar("R")
 CHUNK = 256 << 10
 """Bytes of one read and write: few enough to stay in a core's cache in between."""
 AT_ONCE = 1 << 20
-"""Largest body sent with the short read timeout, `SILENCE`."""
+"""Largest body sent with the short read timeout, `ClientTimings.http_silence`."""
 SLOTS = 16
 LARGE = 2
 PARTS = 6
-SILENCE = timedelta(seconds=60)
-SENDING = timedelta(minutes=10)
-"""Time limit to send a body of `PIECE` bytes."""
 TRIES = 7
 """Half a minute in all."""
 _WRITER = "cloudtrainwriter"  # a gateway may drop headers with underscores
@@ -126,7 +124,7 @@ class ObstoreMover:
     def __init__(self, *, url: str, access: ObstoreConfig, retries: Retries) -> None:
         self.url, self.retries, self._access = url, retries, access
         self._keys = _Keys(access.keys) if access.keys is not None else None
-        self._store = _client(access, self._keys, retries=0, silence=SILENCE)
+        self._store = _client(access, self._keys, retries=0, silence=CLIENT_TIMINGS.http_silence)
         self._slots = threading.BoundedSemaphore(SLOTS)
         self._large = threading.BoundedSemaphore(LARGE)
         _runtime[:] = [os.getpid()]
@@ -164,7 +162,7 @@ class ObstoreMover:
         if self._access.certificates is not None:
             trusted.load_verify_locations(cadata=self._access.certificates.decode())
         try:
-            with urlopen(Request(where, method="HEAD"), timeout=SILENCE.total_seconds(), context=trusted) as answer:
+            with urlopen(Request(where, method="HEAD"), timeout=CLIENT_TIMINGS.http_silence, context=trusted) as answer:
                 headers = answer.headers
         except HTTPError as exc:  # a refusal, too, names the region
             headers = exc.headers
@@ -176,12 +174,12 @@ class ObstoreMover:
     @functools.cached_property
     def _sender(self) -> Any:
         """The client for large bodies: the server is silent while they are sent."""
-        return _client(self._access, self._keys, retries=0, silence=SENDING)
+        return _client(self._access, self._keys, retries=0, silence=CLIENT_TIMINGS.http_sending)
 
     @functools.cached_property
     def _parts(self) -> Any:
         """The client for large files, whose parts cannot be sent again from here: only this client retries itself."""
-        return _client(self._access, self._keys, retries=3, silence=SENDING)
+        return _client(self._access, self._keys, retries=3, silence=CLIENT_TIMINGS.http_sending)
 
     def _at(self, key: str) -> str:
         return "/".join(part for part in (self._access.root, key) if part)
@@ -511,12 +509,12 @@ class _Sum:
             raise ConnectionError(f"{self.total} bytes came instead of {total}")
 
 
-def _client(access: ObstoreConfig, keys: _Keys | None, *, retries: int, silence: timedelta) -> Any:
+def _client(access: ObstoreConfig, keys: _Keys | None, *, retries: int, silence: float) -> Any:
     """Return obstore's client; ``silence`` is its read timeout, which also counts while a body is sent."""
     from obstore.store import AzureStore, S3Store
 
     options: dict[str, Any] = {"timeout": timedelta(hours=1), "connect_timeout": timedelta(seconds=10)}
-    options |= {"read_timeout": silence, "allow_invalid_certificates": False}
+    options |= {"read_timeout": timedelta(seconds=silence), "allow_invalid_certificates": False}
     if access.config["endpoint"].startswith("http:"):
         options["allow_http"] = True
     if access.certificates is not None:

@@ -25,6 +25,7 @@ from .fsspec_backend import FsspecMover
 from .local_disk import check_promise, disk_errors, make_durable, parts_of, put, temp_file, verify
 from .obstore_backend import ObstoreMover, OtherRegionError, TooLargeError
 from .obstore_config import SDKS
+from .timings import CLIENT_TIMINGS
 
 __all__ = ["OBSTORE", "Mover", "RemoteFiles", "check_openable"]
 
@@ -32,8 +33,6 @@ R = TypeVar("R")
 
 OBSTORE = frozenset(SDKS)
 """The schemes that obstore serves; fsspec serves all others."""
-RENEW_SECONDS = 30.0
-"""Age in seconds from which a refused client is made again: fresh credentials are not read twice."""
 AHEAD = 3
 SMALL = 1 << 20
 """Bytes of a file that passes through memory and is written by one call."""
@@ -210,7 +209,7 @@ class RemoteFiles(Trees):
             return False
         with self._lock():
             if self._opened is opened:  # else another thread did this
-                if time.monotonic() - opened.since < RENEW_SECONDS:
+                if time.monotonic() - opened.since < CLIENT_TIMINGS.credentials_age:
                     return False
                 self._opened = None
         return True

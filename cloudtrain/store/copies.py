@@ -26,6 +26,7 @@ from ..storage.files import PIECE, Entry, Progress, parallel
 from ..storage.fsspec_pool import STREAMED
 from ..storage.local_disk import local_path, safe
 from ..storage.remote import RemoteFiles
+from ..storage.timings import CLIENT_TIMINGS
 from ..validate import json_loads, url_scheme, without_secrets
 from .checkpoint import Checkpoint, resumable
 from .store import Store, copied_input_url, expect, in_store, next_of, to_json
@@ -49,8 +50,6 @@ Say = Callable[[str], None]
 
 FIELD = "resume_from"
 COMMIT = "commit.json"
-PERIOD = 20.0
-"""Seconds between two saves of the digests, and two looks for a run.json that another client has written."""
 TRIES = 4
 """Tries for a streamed file, which starts again; ranges are retried by the client."""
 LOOKS = 4
@@ -223,7 +222,7 @@ class Copy:
 
     def _keep(self) -> None:
         """Save the digests, and look whether the copy is needed, until it has ended."""
-        while not self._ended.wait(PERIOD):
+        while not self._ended.wait(CLIENT_TIMINGS.copy_save):
             with contextlib.suppress(CloudtrainError):  # the copy itself meets the same failure
                 if not self._needed():
                     self._over.set()

@@ -21,8 +21,8 @@ from ..job.job import is_run_id
 from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.files import Entry, parallel
 from ..storage.lease import DELETES, FOLDER, MARK, Lease
-from ..storage.lease import SECONDS as LEASE
 from ..storage.local_disk import TEMP, local_path, normalize
+from ..storage.timings import CLIENT_TIMINGS
 from ..validate import json_loads
 from .store import SOURCES, Store, in_store
 
@@ -100,7 +100,12 @@ def collect_at(
 
 
 def collect(
-    store: Store, *, older_than: int = OLDER_THAN, delete: bool = False, lease: float = LEASE, say: Say | None = None
+    store: Store,
+    *,
+    older_than: int = OLDER_THAN,
+    delete: bool = False,
+    lease: float = CLIENT_TIMINGS.lease,
+    say: Say | None = None,
 ) -> Collected:
     """Return the things that no run refers to, largest first; ``delete`` removes those older than ``older_than`` s.
 

@@ -46,6 +46,8 @@ _NODE = (
     "job/options.py",
     "engine/__init__.py",
     "engine/supervised.py",
+    "storage/__init__.py",
+    "storage/timings.py",
     "providers/*.py",
     *(f"providers/*/{name}.py" for name in _PROVIDER),
 )

@@ -30,6 +30,7 @@ from ..storage.digest_cache import LocalTree, TreeFile, check_unchanged, hash_tr
 from ..storage.files import Entry, Progress, ProgressWithTotal, Storage, TransferOptions, files, parallel
 from ..storage.lease import announce, withdraw
 from ..storage.local_disk import local_path, normalize, safe
+from ..storage.timings import CLIENT_TIMINGS
 from ..validate import did_you_mean, json_loads, url_scheme
 from .checkpoint import PROTOCOL, Checkpoint, age, direct, mirrored, newest_checkpoint
 
@@ -75,8 +76,6 @@ COPIES = frozenset({"inputs", "resume"})
 """Folders of a run that exist before its run.json."""
 SOURCES = "data/sources"
 """Folder of the records that lead from the listing of a staged source to the digest of its content."""
-HALF_SECONDS = 0.5
-"""Seconds before an incomplete record is read again: its node may be writing it."""
 _STAGING = 5 * 86400.0  # seconds from an announcement to run.json: well below those for which it counts
 _TOKEN = "created_by"
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}$")
@@ -450,7 +449,7 @@ class Store:
         names = sorted((name for name in self.files.names(folder) if name.endswith(".json")), key=attempt_key)
         found = dict(zip(names, parallel(lambda name: self.record(f"{folder}/{name}"), names), strict=True))
         if half := [name for name, record in found.items() if record is None]:
-            time.sleep(HALF_SECONDS)
+            time.sleep(CLIENT_TIMINGS.half_record)
             found.update({name: self.record(f"{folder}/{name}") for name in half})
         return [record for record in found.values() if record is not None]
 

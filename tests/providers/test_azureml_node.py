@@ -17,6 +17,7 @@ from cloudtrain.errors import SpecError, StorageError
 from cloudtrain.provider_api.node import Topology
 from cloudtrain.providers.azureml import Provider, node
 from cloudtrain.providers.azureml.node import place, secret, token
+from cloudtrain.runtime.timings import TIMINGS
 
 FOUR = {"CLOUDTRAIN_NODES": "4"}
 
@@ -160,7 +161,7 @@ class Service(http.server.BaseHTTPRequestHandler):
 def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     from worlds.azureml.wire import certificate
 
-    monkeypatch.setattr("cloudtrain.runtime.http_json.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(TIMINGS, "http_pauses", (0.0, 0.0))
     pem = tmp_path / "pem"
     pem.write_bytes(certificate())
     monkeypatch.setenv("SSL_CERT_FILE", str(pem))

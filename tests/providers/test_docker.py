@@ -18,12 +18,13 @@ from disks import small_disk
 
 from cloudtrain.engine import ENGINE_PREFIX
 from cloudtrain.engine.containers import Printed
-from cloudtrain.engine.docker_api import API_SECONDS, _address, _is_remote, check_image, clear, make_client, why
+from cloudtrain.engine.docker_api import _address, _is_remote, check_image, clear, make_client, why
 from cloudtrain.engine.supervised import check_readable
 from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.docker import _REFUSED, ROOT, Provider
 from cloudtrain.runs.run import Run
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.testing.contract import ProviderContract
 from cloudtrain.testing.platform import FakePlatform, Impossible
 from cloudtrain.testing.tables import Fields
@@ -256,7 +257,7 @@ def test_docker_host_comes_before_a_context_and_that_before_the_current_one(
     assert _address() == "unix:///var/run/docker.sock"
     (contexts / "config.json").write_text(json.dumps({"currentContext": "dead"}))
     assert _address() == "unix:///no/such.sock"
-    assert make_client("1.43").timeout == API_SECONDS
+    assert make_client("1.43").timeout == CLIENT_TIMINGS.docker_call
     monkeypatch.setenv("DOCKER_CONTEXT", "far")
     assert _address() == "ssh://me@example.org"
     monkeypatch.setenv("DOCKER_CONTEXT", "default")

@@ -27,7 +27,7 @@ from cloudtrain.runs.reconcile import reconcile
 from cloudtrain.runs.run import Run, open_run
 from cloudtrain.runs.submit import load_plan, make_plan, send_plan
 from cloudtrain.settings.settings import Settings
-from cloudtrain.storage import remote
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
 
 pytestmark = pytest.mark.remote
@@ -151,7 +151,7 @@ def account(tmp_path: Path, s3_environment: str, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "config").write_text("[profile ann]\n[profile ben]\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setattr(remote, "RENEW_SECONDS", 0.0)
+    monkeypatch.setattr(CLIENT_TIMINGS, "credentials_age", 0.0)
     store = plane.make_bucket(f"b-{tmp_path.name.replace('_', '-').lower()[-40:]}") + "/store"
     made = Account(gate, plane, tmp_path, store, plane.make_role("training"))
     made.keys(ann=ANN, ben=BEN)

@@ -30,6 +30,7 @@ from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
 from cloudtrain.providers.sagemaker.node import _has_efa, secret
 from cloudtrain.providers.sagemaker.s3 import DNS, Credentials, Objects, credentials, signed_headers
+from cloudtrain.runtime.timings import TIMINGS
 from cloudtrain.storage.files import files
 from cloudtrain.store import runtime_zip
 
@@ -186,7 +187,7 @@ class Service(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Service]]:
-    monkeypatch.setattr("cloudtrain.runtime.http_json.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(TIMINGS, "http_pauses", (0.0, 0.0))
     handler = type("Handler", (Service,), {"answers": [(200, {})], "seen": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

@@ -22,7 +22,7 @@ from cloudtrain.providers import local
 from cloudtrain.providers.azureml import Provider as AzureML
 from cloudtrain.providers.azureml import status as azureml
 from cloudtrain.providers.azureml.request import TAG_VALUE, _page
-from cloudtrain.providers.docker import ENGINE_PREFIX, PORT, PREEMPTED, STOP_GRACE
+from cloudtrain.providers.docker import ENGINE_PREFIX, PORT, PREEMPTED
 from cloudtrain.providers.docker import Provider as Docker
 from cloudtrain.providers.local import Provider as Local
 from cloudtrain.providers.sagemaker import Provider as SageMaker
@@ -31,6 +31,7 @@ from cloudtrain.providers.sagemaker import status as sagemaker
 from cloudtrain.providers.vertex import Provider as Vertex
 from cloudtrain.providers.vertex import status as vertex
 from cloudtrain.providers.vertex.request import LABEL_COUNT, _origin
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 
 ARN = "arn:aws:sagemaker:eu-west-1:123456789012:training-job/run-a0"
 IN_VERTEX = Plans(Vertex, {"project": "p", "location": "europe-west4"}, "gs://b/s", {"image": "team/trainer:1"})
@@ -92,7 +93,7 @@ def test_a_container_is_told_which_node_it_is_and_the_secrets(monkeypatch: pytes
     assert found.topology == Topology(nodes=3, node_rank=2, master_addr="node-0", master_port=PORT)
     assert (found.paths, found.scratch, found.cpus, found.attempt) == ({"live": "/live"}, (), 4, "1.0")
     assert found.exit_code == {"succeeded": 0, "failed": 1, "preempted": PREEMPTED}
-    assert (found.stop_grace, found.secrets("env:HF")) == (STOP_GRACE, "hush")
+    assert (found.stop_grace, found.secrets("env:HF")) == (CLIENT_TIMINGS.stop_grace, "hush")
     bare = {f"{ENGINE_PREFIX}{name}": "1" for name in ("NODES", "CPUS")}
     assert Docker.node_environment({**bare, f"{ENGINE_PREFIX}NODE": "0"}, {}).attempt == ""
 

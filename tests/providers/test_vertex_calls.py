@@ -35,6 +35,7 @@ from cloudtrain.providers.vertex import api as own
 from cloudtrain.providers.vertex import status as states
 from cloudtrain.runs import handover
 from cloudtrain.runs.run import Run
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.testing.platform import FakePlatform
 
 pytestmark = [pytest.mark.remote]
@@ -181,8 +182,8 @@ def test_many_clients_at_once_create_one_job(idle: VertexWorld) -> None:
 
 def test_a_client_that_died_with_the_lease_is_followed(idle: VertexWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """And so is the claim of an earlier version, which has the same name."""
-    assert find_provider("vertex").arrival_s == handover.LEASE == 300
-    monkeypatch.setattr(handover, "LEASE", 2.0)
+    assert find_provider("vertex").arrival_s == CLIENT_TIMINGS.sending == 300
+    monkeypatch.setattr(CLIENT_TIMINGS, "sending", 2.0)
     monkeypatch.setattr(find_provider("vertex"), "arrival_s", 2.0)
     for number, mark in enumerate([b'{"client": "0123456789abcdef"}', None]):
         plan = idle.plan(run_id=f"dead-{number}")

@@ -7,7 +7,6 @@ import hashlib
 import http.server
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -30,7 +29,9 @@ from cloudtrain.provider_api.node import PROTOCOL, NodeEnvironment, Topology
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.providers.vertex import Provider, bootstrap, node, prepare
 from cloudtrain.providers.vertex.node import secret, token
+from cloudtrain.runtime.timings import TIMINGS
 from cloudtrain.store import runtime_zip
+from cloudtrain.validate import TEST_TIMINGS
 
 HOSTS = [f"cmle-training-workerpool{pool}-ab-{i}:2222" for pool, i in ((0, 0), (1, 0), (1, 1))]
 
@@ -288,7 +289,7 @@ class Service(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr("cloudtrain.runtime.http_json.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(TIMINGS, "http_pauses", (0.0, 0.0))
     monkeypatch.setattr(bootstrap, "PAUSES", (0.0, 0.0))
     value = {"payload": {"data": base64.b64encode("s3cret ü".encode()).decode()}}
     given = {"answers": [(200, value)], "tokens": [(200, {"access_token": "TK", "expires_in": 3599})], "seen": []}
@@ -702,27 +703,17 @@ def test_nodes_that_have_only_lost_another_let_vertex_start_the_job_again(three:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("silent", [0, 2])
-def test_a_node_that_falls_silent_is_lost_before_the_link_says_so(three: Any, tmp_path: Path, silent: int) -> None:
+def test_a_node_that_falls_silent_is_lost_before_the_link_says_so(
+    three: Any, tmp_path: Path, silent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank complains at once of the connection; whose end was cut is known only a minute and a half later."""
     silence = 6.0 if silent == 0 else 90.0
-    shorten(tmp_path / "cloudtrain.pyz", SILENCE_TIMEOUT=silence, PING_SECONDS=1.0, PEERS_SECONDS=2.0)
+    monkeypatch.setenv(TEST_TIMINGS, f"node.silence={silence},node.ping=1,node.peers=2")
     nodes = three()
     nodes[silent].send_signal(signal.SIGSTOP)
     (tmp_path / "said").write_text("1" if silent == 0 else "0")
     (tmp_path / "said").rename(tmp_path / "go")
     assert codes([node for node in nodes if node is not nodes[silent]]) == [134, 134]
-
-
-def shorten(archive: Path, **seconds: float) -> None:
-    """Other time-outs in a cloudtrain.pyz."""
-    with zipfile.ZipFile(archive) as opened:
-        members = {name: opened.read(name).decode() for name in opened.namelist() if name.endswith(".py")}
-    with zipfile.ZipFile(archive, "w") as opened:
-        for name, text in members.items():
-            for word, value in seconds.items():
-                if name in ("cloudtrain/runtime/node.py", "cloudtrain/runtime/link.py"):
-                    text = re.sub(rf"^{word} = .*$", f"{word} = {value}", text, flags=re.MULTILINE)
-            opened.writestr(name, text)
 
 
 @pytest.mark.slow

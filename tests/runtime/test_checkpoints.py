@@ -23,7 +23,6 @@ from cloudtrain.runtime import checkpoints
 from cloudtrain.runtime.checkpoint_names import family
 from cloudtrain.runtime.checkpoints import (
     COMMIT,
-    QUIET_SECONDS,
     Complete,
     Pointer,
     Watch,
@@ -40,6 +39,7 @@ from cloudtrain.runtime.checkpoints import (
 )
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.resume import Resume
+from cloudtrain.runtime.timings import TIMINGS
 from cloudtrain.runtime.workspace import Workspace
 
 
@@ -131,7 +131,7 @@ def test_quiet_means_two_seconds_without_a_change(tmp_path: Path) -> None:
     os.utime(tmp_path / "ck/a/y", (now - 100, now - 100))
     entry = watch(tmp_path).entries()["a"]
     assert not quiet(entry, now)
-    assert quiet(entry, now - 1 + QUIET_SECONDS)
+    assert quiet(entry, now - 1 + TIMINGS.quiet)
 
 
 def test_a_file_another_process_is_writing_is_seen(tmp_path: Path) -> None:
@@ -547,7 +547,7 @@ def test_the_first_of_many_copies_that_fails_is_told(tmp_path: Path) -> None:
 
 
 def test_a_hiccup_of_a_mount_costs_a_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "TRIES", (0.01, 0.01))
+    monkeypatch.setattr(TIMINGS, "copy_pauses", (0.01, 0.01))
     (tmp_path / "source").write_text("weights")
     fails, whole = [1, 1], checkpoints.copy_with_digest
 

@@ -19,6 +19,7 @@ from cloudtrain.runtime.compact import FAN, Compactor
 from cloudtrain.runtime.history import Start
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.segments import Span, distinct, span_of
+from cloudtrain.runtime.timings import TIMINGS
 from cloudtrain.runtime.uploads import Uploads
 from cloudtrain.store.store import Store
 
@@ -69,7 +70,7 @@ class Logs:
             writer.tick()
             if compactor is not None and self.clock.now >= due:
                 compactor.step()
-                due = self.clock.now + compact.EVERY_SECONDS
+                due = self.clock.now + TIMINGS.compact
                 self.most = max(self.most, len(self.names(attempt)))
         writer.flush()
         os.close(out)
@@ -77,7 +78,7 @@ class Logs:
 
     def rest(self, attempt: str = "0.0", node: int = 0) -> None:
         """Let the attempt's last write be long ago."""
-        then = time.time() - compact.REST_SECONDS - 1
+        then = time.time() - TIMINGS.compact_rest - 1
         for path in (self.folder / attempt / f"node-{node}").iterdir():
             os.utime(path, (then, then))
 
@@ -154,7 +155,7 @@ def test_without_a_word_of_the_store_they_go_some_time_later(written: Logs) -> N
     compactor = written.compactor(uploads=Stored(set()))
     lines = written.train(0.02)
     compactor.step()
-    written.clock.now += compact.SETTLE_SECONDS
+    written.clock.now += TIMINGS.compact_settle
     compactor.step()
     assert len(written.names()) == lines + 1 - FAN
 
@@ -268,7 +269,7 @@ def test_a_busy_agent_is_waited_for_without_a_limit(written: Logs, past: bool) -
     stored: set[Path] = set()
     compactor = written.compactor("0.1" if past else "0.0", uploads=Stored(stored))
     compactor.step()
-    written.clock.now += 10 * compact.SETTLE_SECONDS
+    written.clock.now += 10 * TIMINGS.compact_settle
     compactor.step()
     assert len([name for name in written.names() if "-" not in name]) == lines
     stored.add(next(path for path in folder.iterdir() if span_of(path.name) and "-" in path.name))
@@ -371,7 +372,7 @@ def test_a_look_at_the_end_finds_the_last_lines_while_segments_are_merged(mergin
 def test_a_merge_does_not_bring_a_lost_node_back_to_life(written: Logs) -> None:
     """An object store dates a merged segment by its upload, which the next attempt makes."""
     written.train(0.02)
-    then = time.time() - 2 * compact.REST_SECONDS
+    then = time.time() - 2 * TIMINGS.compact_rest
     folder = written.folder / "0.0" / "node-0"
     for path in folder.iterdir():
         os.utime(path, (then, then))

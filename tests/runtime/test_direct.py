@@ -15,10 +15,10 @@ import pytest
 from cloudtrain.errors import AuthError, StorageError
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import resume as resume_module
-from cloudtrain.runtime import store_checkpoints as direct
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.resume import Resume
 from cloudtrain.runtime.store_checkpoints import Direct, RefusedError, find_newest
+from cloudtrain.runtime.timings import TIMINGS
 from cloudtrain.runtime.workspace import Workspace
 
 #: A file system over local files, as one of fsspec's own that is reached by ``fake:///folder``. ``TIME`` says how it
@@ -69,7 +69,7 @@ class Fake(AbstractFileSystem):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "PAUSES", (0.01, 0.02))
+    monkeypatch.setattr(TIMINGS, "store_pauses", (0.01, 0.02))
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_a_mount_that_fails_is_tried_three_times(tmp_path: Path, monkeypatch: py
     assert found is not None
     assert said == []
     tries[:] = []
-    monkeypatch.setattr(direct, "PAUSES", (0.0,))
+    monkeypatch.setattr(TIMINGS, "store_pauses", (0.0,))
     with pytest.raises(StorageError, match="Stale file handle"):
         ask(f"file://{tmp_path}/store")
 
@@ -328,11 +328,11 @@ def test_a_store_that_does_not_answer_matters_to_a_run_that_may_have_used_it(
     said: list[str] = []
     resume = Resume(live=tmp_path / "live", given=None, url=None, say=said.append)
     now = [0.0]
-    monkeypatch.setattr(resume_module, "PATIENCE", 2.5)
-    monkeypatch.setattr(resume_module, "PAUSE", 1.5)
+    monkeypatch.setattr(TIMINGS, "store_silent", 2.5)
+    monkeypatch.setattr(TIMINGS, "store_again", 1.5)
     monkeypatch.setattr(resume_module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(resume_module.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    monkeypatch.setattr(direct, "PAUSES", ())
+    monkeypatch.setattr(TIMINGS, "store_pauses", ())
     if not tries:
         with pytest.raises(StorageError, match=r"cannot be listed: .*Not a directory"):
             resume.direct(space)
@@ -353,7 +353,7 @@ def test_a_store_that_answers_in_time_is_resumed_from(tmp_path: Path, monkeypatc
                 raise silent.pop()
             return find_newest(f"file://{tmp_path}/store", python=sys.executable, environ={}, say=print)
 
-    monkeypatch.setattr(resume_module, "PAUSE", 0.01)
+    monkeypatch.setattr(TIMINGS, "store_again", 0.01)
     resume = Resume(live=tmp_path / "live", given=None, url=None, say=print)
     found = resume.direct(Late())  # type: ignore[arg-type]
     assert found is not None
@@ -380,7 +380,7 @@ def test_what_a_listing_that_fails_means(
     tmp_path: Path, fake: dict[str, str], code: str, kind: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refusal differs from silence. A library's fault is no proof of an empty store; a missing library is."""
-    monkeypatch.setattr(direct, "PAUSES", ())
+    monkeypatch.setattr(TIMINGS, "store_pauses", ())
     (tmp_path / "lib/fakefs.py").write_text(
         f"{FAKE}\n    def ls(self, path, detail=True, **kwargs):\n        fs = self\n        {code}\n"
     )

@@ -23,6 +23,7 @@ from cloudtrain.runtime.cause import category, failure_line
 from cloudtrain.runtime.launch import environment_of
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.node import Node
+from cloudtrain.runtime.timings import TIMINGS
 from cloudtrain.runtime.workspace import Workspace
 
 NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12.3\n"
@@ -179,7 +180,7 @@ def test_a_check_that_no_signal_ends_is_left_behind(machine: Path, monkeypatch: 
     killed: list[int] = []
     monkeypatch.setattr(gpus.os, "killpg", lambda pid, number: killed.append(pid))
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: killed.append(process.pid))
-    monkeypatch.setattr(gpus, "CHECK_SECONDS", 0.5)
+    monkeypatch.setattr(TIMINGS, "gpu_check", 0.5)
     said: list[str] = []
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(trouble(machine, slow, say=said.append)), daemon=True)
@@ -212,7 +213,7 @@ def test_what_tells_nothing_is_no_trouble(machine: Path, monkeypatch: pytest.Mon
     (machine / "modules" / "torch.py").write_text("raise ImportError('libcudart.so.13')")
     assert trouble(machine, broken) is None
     (machine / "modules" / "torch.py").write_text("import time\ntime.sleep(60)")
-    monkeypatch.setattr(gpus, "CHECK_SECONDS", 0.5)
+    monkeypatch.setattr(TIMINGS, "gpu_check", 0.5)
     assert trouble(machine, broken) is None
 
 

@@ -17,6 +17,7 @@ import pytest
 from cloudtrain.runtime import mirror_files
 from cloudtrain.runtime.checkpoints import BLOCK
 from cloudtrain.runtime.mirror_files import Growing
+from cloudtrain.runtime.timings import TIMINGS
 
 
 class One:
@@ -53,8 +54,8 @@ class One:
 
 @pytest.fixture
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[One]:
-    for name in ("GROWING_SECONDS", "RETRY_SECONDS"):
-        monkeypatch.setattr(mirror_files, name, 0.05)
+    for name in ("growing", "file_retry"):
+        monkeypatch.setattr(TIMINGS, name, 0.05)
     made = One(tmp_path)
     yield made
     made.growing.stop()
@@ -244,7 +245,7 @@ def test_a_file_that_has_become_none_is_not_waited_for(one: One, monkeypatch: py
 
 
 def test_between_two_tries_there_is_a_pause_also_at_the_end(one: One, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_files, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(TIMINGS, "file_retry", 0.2)
     (one.artifacts / "a").write_text("x")
     tries = failing(monkeypatch, *[OSError(errno.EIO, "Input/output error")] * 100_000)
     one.growing.finish()

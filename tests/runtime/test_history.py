@@ -11,6 +11,7 @@ import pytest
 
 from cloudtrain.runtime import history
 from cloudtrain.runtime.history import Start, failed_for_good, restart_of, was_direct
+from cloudtrain.runtime.timings import TIMINGS
 
 
 def earlier(live: Path, steps: range, *, attempt: str = "0.0", started: float = 100.0) -> None:
@@ -93,7 +94,7 @@ WILD = (
 
 def test_what_a_script_may_write_as_its_step_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "HEAD_BYTES", 1 << 20)
-    monkeypatch.setattr(history, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(TIMINGS, "first_step_look", 0.0)
     earlier(tmp_path, range(1, 51))
     with open(tmp_path / "metrics/0.0-node-0.jsonl", "a") as stream:
         stream.write("".join(f"{line}\n" for line in WILD) + '{"step": 51, "time": Infinity}\n')

@@ -15,8 +15,8 @@ import pytest
 
 from cloudtrain.engine.processes import free_port_pair
 from cloudtrain.errors import PlatformError
-from cloudtrain.runtime import link as module
 from cloudtrain.runtime.link import Link, _introduce
+from cloudtrain.runtime.timings import TIMINGS
 
 KEY = b"k" * 32
 
@@ -318,7 +318,7 @@ def test_a_false_node_0_gets_nothing(ends: Callable[..., End], port: int) -> Non
 def test_garbage_is_hung_up_on_and_leaves_nothing(
     ends: Callable[..., End], port: int, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT", 1.0)
+    monkeypatch.setattr(TIMINGS, "handshake", 1.0)
     head = ends(0)
     with dial(port) as sock:
         assert sock.recv(64).startswith(b"cloudtrain ")
@@ -430,7 +430,7 @@ def test_a_node_that_comes_again_takes_its_own_place(ends: Callable[..., End], r
 def test_a_silent_peer_is_lost_in_time(
     ends: Callable[..., End], raw: Callable[..., Raw], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SILENCE_TIMEOUT", 1.0)
+    monkeypatch.setattr(TIMINGS, "silence", 1.0)
     head = ends(0)
     peer = raw()  # it says nothing and does not hang up, as a machine without power does
     head.get("hello")
@@ -441,8 +441,8 @@ def test_a_silent_peer_is_lost_in_time(
 
 
 def test_pings_keep_a_quiet_connection(ends: Callable[..., End], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENCE_TIMEOUT", 1.0)
-    monkeypatch.setattr(module, "PING_SECONDS", 0.2)
+    monkeypatch.setattr(TIMINGS, "silence", 1.0)
+    monkeypatch.setattr(TIMINGS, "ping", 0.2)
     head, peer = ends(0), ends(1)
     head.get("hello")
     peer.get("hello")

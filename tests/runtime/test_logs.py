@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cloudtrain.runtime import logs
 from cloudtrain.runtime.checkpoints import write_whole
 from cloudtrain.runtime.logs import LINE_BYTES, LogWriter, lines_of
+from cloudtrain.runtime.timings import TIMINGS
 
 
 def read(*chunks: bytes, pause: float = 0.0) -> list[str]:
@@ -307,7 +308,7 @@ def test_a_store_that_hangs_costs_old_lines_there_and_no_memory(
 ) -> None:
     monkeypatch.setattr(logs, "SEGMENT_BYTES", 100)
     monkeypatch.setattr(logs, "KEPT_BYTES", 1000)
-    monkeypatch.setattr(logs, "ROOM_SECONDS", 0.05)
+    monkeypatch.setattr(TIMINGS, "log_room", 0.05)
     writer = LogWriter(node=0, out=pipe.fd)
     writer.begin("0.0", tmp_path / "s")
     with writer._disk:  # as a thread holds it that writes to such a store

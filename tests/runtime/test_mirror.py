@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from cloudtrain.runtime import checkpoint_done, checkpoints, commits, mirror, mirror_files
+from cloudtrain.runtime import checkpoint_done, checkpoints, mirror, mirror_files
 from cloudtrain.runtime.checkpoints import COMMIT, CheckpointEntry, Complete, Watch, complete
 from cloudtrain.runtime.mirror import KINDS, Mirror
+from cloudtrain.runtime.timings import TIMINGS
 
 pytestmark = pytest.mark.slow
 
@@ -109,10 +110,10 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
-    monkeypatch.setattr(mirror, "SCAN_SECONDS", 0.05)
-    monkeypatch.setattr(commits, "FIRST_SECONDS", 0.8)
-    monkeypatch.setattr(checkpoints, "QUIET_SECONDS", QUIET)
-    monkeypatch.setattr(checkpoints, "TRIES", (0.1, 0.1))
+    monkeypatch.setattr(TIMINGS, "scan", 0.05)
+    monkeypatch.setattr(TIMINGS, "first_holder", 0.8)
+    monkeypatch.setattr(TIMINGS, "quiet", QUIET)
+    monkeypatch.setattr(TIMINGS, "copy_pauses", (0.1, 0.1))
     made: list[Cluster] = []
 
     def make(nodes: int = 2, **rest: Any) -> Cluster:
@@ -263,7 +264,7 @@ def test_a_race_with_the_copy_commits_only_what_stayed_the_same(
 
     Node 0's part may be of the version before, so it is waited for, but not for ever.
     """
-    monkeypatch.setattr(commits, "HOLDER_SECONDS", 2.0)
+    monkeypatch.setattr(TIMINGS, "holder", 2.0)
     run = cluster(2)
     changed = threading.Event()
 
@@ -516,7 +517,7 @@ def test_a_restored_checkpoint_is_a_forerunner_too(cluster: Callable[..., Cluste
 def test_a_script_that_leaves_a_file_out_is_believed_in_the_end(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_done, "FORERUNNER_SECONDS", 2.0)
+    monkeypatch.setattr(TIMINGS, "forerunner", 2.0)
     run = cluster(1)
     run.write(0, "step-1/model.bin")
     run.write(0, "step-1/optimizer.bin")
@@ -585,13 +586,13 @@ def test_what_is_restored_of_another_node_is_no_part_of_ours(cluster: Callable[.
 
 
 def test_a_file_that_never_changes_is_learned(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_done, "MIXED_SECONDS", 2.0)
+    monkeypatch.setattr(TIMINGS, "mixed", 2.0)
     run = cluster(1)
     run.write(0, "last/config", "same")
     for version in ("one", "two", "three"):
         run.write(0, "last/model", version)
         run.until(lambda version=version: ["same", version] in contents(run))  # type: ignore[misc]
-        monkeypatch.setattr(checkpoint_done, "MIXED_SECONDS", 2.0 if version == "one" else 600.0)
+        monkeypatch.setattr(TIMINGS, "mixed", 2.0 if version == "one" else 600.0)
 
 
 def test_who_writes_one_kind_says_nothing_of_another(cluster: Callable[..., Cluster]) -> None:
@@ -613,9 +614,9 @@ def test_who_writes_one_kind_says_nothing_of_another(cluster: Callable[..., Clus
 def test_a_file_that_is_never_at_rest_is_taken_between_two_writes(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, scan: float
 ) -> None:
-    monkeypatch.setattr(mirror, "SCAN_SECONDS", scan)  # seldom: it is another file at each look
-    monkeypatch.setattr(checkpoint_done, "RESTLESS_SECONDS", 1.0)
-    monkeypatch.setattr(checkpoints, "QUIET_SECONDS", 2.0)
+    monkeypatch.setattr(TIMINGS, "scan", scan)  # seldom: it is another file at each look
+    monkeypatch.setattr(TIMINGS, "restless", 1.0)
+    monkeypatch.setattr(TIMINGS, "quiet", 2.0)
     run = cluster(1)
     deadline, number, found = time.monotonic() + 60, 0, list[list[str]]()
     while not found and time.monotonic() < deadline:
@@ -631,8 +632,8 @@ def test_what_a_rank_was_writing_when_it_died_does_not_count_though_it_holds_sti
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The word of its death comes while a look at a file that never rests is under way."""
-    monkeypatch.setattr(checkpoint_done, "RESTLESS_SECONDS", 0.3)
-    monkeypatch.setattr(checkpoints, "QUIET_SECONDS", 60.0)
+    monkeypatch.setattr(TIMINGS, "restless", 0.3)
+    monkeypatch.setattr(TIMINGS, "quiet", 60.0)
     run, looked = cluster(1), threading.Event()
 
     def dies(entries: list[CheckpointEntry], _: float) -> list[CheckpointEntry]:
@@ -743,7 +744,7 @@ def test_a_mount_that_fails_while_something_is_removed_keeps_nobody_from_ending(
 
 def test_a_full_disk_is_no_progress(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the end, which waits for as long as something moves, would never come."""
-    monkeypatch.setattr(commits, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(TIMINGS, "commit_retry_most", 0.2)
 
     def copy(source: Path, target: Path, moved: Callable[[Path, int], None]) -> Any:
         moved(source, 4096)
@@ -895,8 +896,8 @@ def test_a_slow_artifact_holds_up_no_checkpoint(
 def test_artifacts_and_metrics_are_mirrored_whole_now_and_at_the_end(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror_files, "GROWING_SECONDS", 0.2)
-    monkeypatch.setattr(mirror_files, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(TIMINGS, "growing", 0.2)
+    monkeypatch.setattr(TIMINGS, "file_retry", 0.1)
     run = cluster(2)
     (run.tmp / "n1/artifacts/tensorboard").mkdir()
     events = run.tmp / "n1/artifacts/tensorboard/events"
@@ -1068,7 +1069,7 @@ def test_what_was_committed_since_the_last_look_is_no_new_part(
 def test_what_is_left_of_one_that_is_being_removed_is_no_new_version(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_done, "FORERUNNER_SECONDS", 1.0)
+    monkeypatch.setattr(TIMINGS, "forerunner", 1.0)
     run = cluster(1, keep=1)
     for file in ("model.pt", "rng.pt"):
         run.write(0, f"last/{file}", "one")
@@ -1121,7 +1122,7 @@ def test_a_time_in_the_future_keeps_nothing_from_being_finished(cluster: Callabl
 def test_files_that_come_with_old_times_are_waited_for_like_others(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "QUIET_SECONDS", 1.0)
+    monkeypatch.setattr(TIMINGS, "quiet", 1.0)
     run = cluster(1)
     source = run.tmp / "source"
     source.mkdir()
@@ -1141,7 +1142,7 @@ def test_files_that_come_with_old_times_are_waited_for_like_others(
 def test_whoever_waits_for_another_nodes_copy_sees_it_move(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror, "PROGRESS_SECONDS", 0.2)
+    monkeypatch.setattr(TIMINGS, "progress", 0.2)
     slow_copies(monkeypatch, 4.0, of="node-1")
     run = cluster(3)
     for node in (0, 1, 2):

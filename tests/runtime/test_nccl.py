@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cloudtrain.runtime import nccl
 from cloudtrain.runtime.nccl import Recorder, words
+from cloudtrain.runtime.timings import TIMINGS
 
 DUMPS = Path("/s/flight-recorder")
 ON = {
@@ -67,7 +67,7 @@ def test_who_listens_is_asked_and_waited_for(tmp_path: Path) -> None:
         assert not recorder.answered()
         (tmp_path / f"trace-rank-{rank}").write_text("dump")
     assert not recorder.answered(), "just written: it may grow yet"
-    time.sleep(nccl.SETTLED_SECONDS + 0.1)
+    time.sleep(TIMINGS.dump_settled + 0.1)
     assert recorder.answered()
     for fd in listening.values():
         os.close(fd)

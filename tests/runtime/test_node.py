@@ -19,6 +19,7 @@ from cloudtrain.runtime import node, notices
 from cloudtrain.runtime.cause import Failure
 from cloudtrain.runtime.history import FIRST
 from cloudtrain.runtime.node import Node
+from cloudtrain.runtime.timings import TIMINGS
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_a_consequence_of_a_node_that_says_nothing_more_is_that_node_lost(
     head: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link may not know yet that it is gone: the failure is the platform's, no error of the user's script."""
-    monkeypatch.setattr(node, "PEERS_SECONDS", 0.1)
+    monkeypatch.setattr(TIMINGS, "peers", 0.1)
     told: list[dict[str, object]] = []
     monkeypatch.setattr("cloudtrain.runtime.link.Link.send_all", lambda _, message: told.append(message))
     head.attempt, head.go = "0.0", {"t": "go"}
@@ -235,7 +236,7 @@ def at_work(head: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node
     """Node 0 of two, with ranks; ``head.sent`` is what it sends to all."""
     sent: list[dict[str, object]] = []
     monkeypatch.setattr("cloudtrain.runtime.link.Link.send_all", lambda _, message: sent.append(message))
-    monkeypatch.setattr(node, "LAUNCHER_SECONDS", 0.0)
+    monkeypatch.setattr(TIMINGS, "launcher", 0.0)
     head.sent = sent  # type: ignore[attr-defined]
     head.site = dataclasses.replace(head.site, hold=0.5)
     head.space = SimpleNamespace(  # type: ignore[assignment]
@@ -337,7 +338,7 @@ def test_a_rank_that_fails_soon_after_a_withdrawal(at_work: Node, notified: bool
 
 
 def test_what_ends_later_is_a_success(at_work: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "WITHDRAWN_SECONDS", 0.0)
+    monkeypatch.setattr(TIMINGS, "withdrawn", 0.0)
     spared(at_work)
     at_work._handle(0, {"t": "ended", "code": 0})
     assert (at_work.preempted, at_work._outcome(), sent(at_work)) == (None, "succeeded", ["preempt", "withdrawn"])
@@ -449,8 +450,8 @@ def peer(at_work: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 def test_a_peer_that_ends_long_after_a_withdrawal_waits_for_node_0(peer: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hold of the withdrawn notice is over by then."""
-    monkeypatch.setattr(node, "WITHDRAWN_SECONDS", 0.0)
-    monkeypatch.setattr(node, "HOLD_SLACK_SECONDS", 0.0)
+    monkeypatch.setattr(TIMINGS, "withdrawn", 0.0)
+    monkeypatch.setattr(TIMINGS, "hold_slack", 0.0)
     peer._handle(0, {"t": "preempt", "why": "node 0 is about to go", "node": 0, "of": "notice"})
     peer._handle(0, {"t": "withdrawn"})
     peer._handle(1, {"t": "ended", "code": 0})
@@ -462,7 +463,7 @@ def test_a_peer_that_ends_long_after_a_withdrawal_waits_for_node_0(peer: Node, m
 def test_a_peer_that_has_left_at_a_withdrawn_notice_says_so_and_waits_for_node_0(
     peer: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node, "HOLD_SLACK_SECONDS", 0.0)
+    monkeypatch.setattr(TIMINGS, "hold_slack", 0.0)
     peer._handle(0, {"t": "preempt", "why": "node 0 is about to go", "node": 0, "of": "notice"})
     peer._handle(1, {"t": "ended", "code": 0})
     peer.inbox.put((0, {"t": "withdrawn"}))
@@ -472,7 +473,7 @@ def test_a_peer_that_has_left_at_a_withdrawn_notice_says_so_and_waits_for_node_0
 
 
 def test_a_peer_stays_for_the_platform_when_node_0_is_taken_first(peer: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "HOLD_SLACK_SECONDS", 0.0)
+    monkeypatch.setattr(TIMINGS, "hold_slack", 0.0)
     peer.site = dataclasses.replace(peer.site, hold=1.0)
     peer._handle(0, {"t": "preempt", "why": "node 0 is about to go", "node": 0, "of": "notice"})
     peer._handle(1, {"t": "ended", "code": 0})
@@ -514,7 +515,7 @@ class SlowMirror:
 def test_a_script_that_leaves_after_a_notice_has_the_grace_for_its_last_checkpoint(
     head: Node, monkeypatch: pytest.MonkeyPatch, told: bool, exception: str, waits: bool
 ) -> None:
-    monkeypatch.setattr(node, "FAILED_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(TIMINGS, "mirror_failed", 0.1)
     hurried: list[str] = []
     head.uploads = SimpleNamespace(hurry=lambda: hurried.append("at once"), given_up=[])  # type: ignore[assignment]
     if told:
@@ -561,7 +562,7 @@ def test_after_a_signal_no_node_stays(at_work: Node) -> None:
 
 
 def test_a_source_is_asked_again_and_again_and_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "SECONDS", 0.01)
+    monkeypatch.setattr(TIMINGS, "notice_look", 0.01)
     answers, told, over = iter([None, "", "going", None, "going", ""]), list[str](), threading.Event()
 
     def look() -> str | None:

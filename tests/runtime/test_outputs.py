@@ -11,6 +11,7 @@ import pytest
 
 from cloudtrain.runtime import outputs as module
 from cloudtrain.runtime.outputs import GrowingOutputs, Outputs
+from cloudtrain.runtime.timings import TIMINGS
 
 SHIPPED = {"train.py": "print(1)", "pkg/data.txt": "a", "notes.md": "n"}
 
@@ -147,7 +148,7 @@ def test_a_file_that_is_being_written_waits_for_the_second_look_but_not_at_the_e
 
 @pytest.fixture
 def mirrored(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GrowingOutputs:
-    monkeypatch.setattr(module, "OUTPUT_SECONDS", 0.05)
+    monkeypatch.setattr(TIMINGS, "output_look", 0.05)
     thread = GrowingOutputs(
         folder.outputs, tmp_path / "live", moved=lambda path, done: None, complain=folder.said.append
     )
@@ -245,7 +246,7 @@ def test_an_output_that_can_never_be_copied_ends_no_run(
         raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr("cloudtrain.runtime.mirror_files.replace_file", refuse)
-    monkeypatch.setattr("cloudtrain.runtime.mirror_files.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(TIMINGS, "file_retry", 0.05)
     folder.put("odd name")
     mirrored.finish()
     assert mirrored.done.wait(15)

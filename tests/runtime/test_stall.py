@@ -25,6 +25,7 @@ from cloudtrain.runtime.launch import Ranks
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.nccl import Recorder
 from cloudtrain.runtime.stall import NAMED, Look, StackPosition, Stall, culprit, describe_positions, innermost_position
+from cloudtrain.runtime.timings import TIMINGS
 
 WORKER = Path(stall.__file__).parent / "worker.py"
 
@@ -270,7 +271,7 @@ def test_ranks_that_cannot_answer(node: Callable[..., Node]) -> None:
     ranks.ended()
     found, took = ranks.look()
     assert found == [(4, "did not answer"), (6, ("rank2.py", 3, "<module>")), (7, "has not started")]
-    assert took < 2 * stall.LOOK_SECONDS
+    assert took < 2 * TIMINGS.stall_look
 
 
 def test_a_look_waits_for_flight_recorders_too(node: Callable[..., Node], tmp_path: Path) -> None:
@@ -344,7 +345,7 @@ class Nodes:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(TIMINGS, "alive_late", 0.1)
 
 
 def test_silence_everywhere_is_a_failure_of_the_rank_that_is_elsewhere() -> None:
@@ -357,7 +358,7 @@ def test_silence_everywhere_is_a_failure_of_the_rank_that_is_elsewhere() -> None
         failure_line(failure)
         == f"no line, metric or checkpoint from any rank for {LIMIT:g} s; {describe_positions(places)}"
     )
-    assert LIMIT <= when < LIMIT + stall.ANSWER_SECONDS, "nobody was waited for"
+    assert LIMIT <= when < LIMIT + TIMINGS.stacks, "nobody was waited for"
 
 
 def test_a_failure_without_a_culprit_names_who_saw_it() -> None:
@@ -367,7 +368,7 @@ def test_a_failure_without_a_culprit_names_who_saw_it() -> None:
 
 
 def test_a_node_that_does_not_answer_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(TIMINGS, "stacks", 0.5)
     failure, when = Nodes(at(REDUCING, REDUCING), None).run(9)
     assert f"ranks 0, 1 are {R}" in failure_line(failure)
     assert "the other 2 did not answer" in failure_line(failure)
@@ -380,7 +381,7 @@ def test_a_node_without_ranks_answers_all_the_same() -> None:
         part._new_look = lambda: None
     failure, when = nodes.run(5)
     assert failure_line(failure) == f"no line, metric or checkpoint from any rank for {LIMIT:g} s (seen by node 0)"
-    assert when < LIMIT + stall.ANSWER_SECONDS
+    assert when < LIMIT + TIMINGS.stacks
 
 
 def test_signs_of_life_of_any_node_put_it_off_and_count_from_when_they_were() -> None:
@@ -411,6 +412,6 @@ def test_another_cause_that_comes_while_the_ranks_are_asked_wins(monkeypatch: py
     nodes = Nodes(None)
     while (0, 0, "stacks") not in nodes.sent:
         assert nodes.parts[0].tick(over=False) is None
-    monkeypatch.setattr(stall, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(TIMINGS, "stacks", 0.0)
     assert nodes.parts[0].tick(over=True) is None
     assert nodes.parts[0].tick(over=False) is not None

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from cloudtrain.runtime.timings import Timings, timings_of
+from cloudtrain.runtime.timings import Timings
+from cloudtrain.storage.timings import ClientTimings
+from cloudtrain.validate import timings_of
 
 
-def test_each_wait_is_set_by_its_name() -> None:
-    assert timings_of("") == Timings()
-    assert timings_of("silence=12,restart=0.5") == dataclasses.replace(Timings(), silence=12.0, restart=0.5)
+def test_each_half_takes_its_own_waits() -> None:
+    text = "node.silence=12,client.restart=0.5,node.copy_pauses=0.1/0.2,node.store_pauses=3/"
+    assert timings_of(Timings, "node", "") == Timings()
+    assert timings_of(Timings, "node", text) == Timings(silence=12, copy_pauses=(0.1, 0.2), store_pauses=(3.0,))
+    assert timings_of(ClientTimings, "client", text) == ClientTimings(restart=0.5)
 
 
-@pytest.mark.parametrize("text", ["max_runtime=5", "silence", "silence=soon"])
+def test_no_wait_of_one_half_is_named_as_one_of_the_other() -> None:
+    assert not vars(Timings()).keys() & vars(ClientTimings()).keys()
+
+
+@pytest.mark.parametrize("text", ["node.max_runtime=5", "node.silence", "silence=5", "node.silence=soon"])
 def test_no_limit_of_a_job_and_no_nonsense_is_taken(text: str) -> None:
     with pytest.raises((TypeError, ValueError)):
-        timings_of(text)
+        timings_of(Timings, "node", text)

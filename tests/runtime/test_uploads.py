@@ -23,7 +23,8 @@ from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.mirror import Mirror
 from cloudtrain.runtime.record import write_record
 from cloudtrain.runtime.resume import Resume
-from cloudtrain.runtime.uploads import DEAD_SECONDS, Uploads
+from cloudtrain.runtime.timings import TIMINGS
+from cloudtrain.runtime.uploads import Uploads
 from cloudtrain.runtime.workspace import Workspace
 
 SCALE = 200.0
@@ -150,10 +151,10 @@ class Fleet:
 
 @pytest.fixture
 def fleets(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fleet]]:
-    monkeypatch.setattr("cloudtrain.runtime.uploads.LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("cloudtrain.runtime.mirror.SCAN_SECONDS", 0.05)
-    monkeypatch.setattr("cloudtrain.runtime.commits.FIRST_SECONDS", 0.8)
-    monkeypatch.setattr("cloudtrain.runtime.checkpoints.QUIET_SECONDS", 0.3)
+    monkeypatch.setattr(TIMINGS, "agent_look", 0.05)
+    monkeypatch.setattr(TIMINGS, "scan", 0.05)
+    monkeypatch.setattr(TIMINGS, "first_holder", 0.8)
+    monkeypatch.setattr(TIMINGS, "quiet", 0.3)
     made: list[Fleet] = []
     yield made
     for fleet in made:
@@ -227,7 +228,7 @@ def test_a_dead_sync_is_named_within_5_minutes_and_the_checkpoint_is_in_the_stor
     committed = until(lambda: list(run.local(0).glob("checkpoints/*/*/commit.json")))
     until(lambda: run.stored() == ["step-1"])
     named = next(at for at, text in run.said if text.startswith("the platform's sync has stopped"))
-    assert DEAD_SECONDS - 10 <= (named - committed) * SCALE <= 300
+    assert TIMINGS.agent_dead - 10 <= (named - committed) * SCALE <= 300
     run.save("step-2")  # at once: nobody waits another four minutes
     assert (until(lambda: "step-2" in run.stored()) - committed) * SCALE < 4000
     (run.local(1) / "logs").mkdir()
@@ -395,7 +396,7 @@ def test_a_large_file_that_is_on_its_way_has_more_time(tmp_path: Path) -> None:
         stream.truncate(10_000_000_000)
     uploads.expect("a", [large])
     (tmp_path / "large.pt.sagemaker-uploading").touch()
-    now[0] = DEAD_SECONDS + 400
+    now[0] = TIMINGS.agent_dead + 400
     uploads.step()
     assert not uploads.dead
     now[0] += 200

@@ -18,11 +18,11 @@ from ...job.job import Job, new_run_id
 from ...provider_api.protocol import Provider
 from ...settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ...storage.local_disk import local_path
+from ...storage.timings import CLIENT_TIMINGS
 from ...store.store import Store
 from ...validate import did_you_mean, json_value, url_scheme
 from ..fallback import only_first
 from ..log_sources import Contact
-from ..pull import PATIENCE
 from ..run import Run
 from ..submit import Plan, make_plan, plan_record, stage_content
 from .decide import run_of_trial
@@ -217,7 +217,11 @@ class Sweep:
         return Trial(n=0, run=run_of_trial(self.id, 0), params=params, cap=self.cap)
 
     def run(
-        self, *, timeout: float | None = None, on_change: Say | None = print, patience: float = PATIENCE
+        self,
+        *,
+        timeout: float | None = None,
+        on_change: Say | None = print,
+        patience: float = CLIENT_TIMINGS.pull_silence,
     ) -> Best | None:
         """Create the sweep if need be, and drive it to its end. Return the best trial.
 
