@@ -23,7 +23,7 @@ from ..runs.outcome import first_line, public_result, status_of
 from ..runs.run import Run
 from ..runs.summary import plural
 from ..storage.timings import CLIENT_TIMINGS
-from ..store.checkpoint import Checkpoint
+from ..runtime.checkpoint_model import Checkpoint
 from ..validate import duration
 from . import format
 

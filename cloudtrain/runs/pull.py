@@ -27,7 +27,7 @@ from ..storage.files import Progress, files, parallel
 from ..storage.local_disk import inside, local_path, safe
 from ..storage.replace_folder import aside, discard, files_below, prune, swap, take, tidy
 from ..storage.timings import CLIENT_TIMINGS
-from ..store.checkpoint import Checkpoint, newest_checkpoint, resumable
+from ..runtime.checkpoint_model import Checkpoint, newest_checkpoint, resumable
 from ..store.store import Store, expect, run_folder, to_json
 from ..validate import json_loads, near_or_all
 from .log_sources import index_segments

@@ -14,7 +14,7 @@ from ..errors import AuthError, NotFoundError, SpecError
 from ..job.job import is_run_id
 from ..settings.settings import Settings
 from ..storage.local_disk import local_path, normalize
-from ..store.checkpoint import resumable
+from ..runtime.checkpoint_model import resumable
 from ..store.copies import followed
 from ..store.store import Store, in_store
 from ..validate import did_you_mean, url_scheme

@@ -26,7 +26,7 @@ from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
-from ..store.checkpoint import Checkpoint
+from ..runtime.checkpoint_model import Checkpoint
 from ..store.store import Staged, Store, next_of
 from ..validate import did_you_mean, parse_since, url_scheme, whole_number
 from . import handover

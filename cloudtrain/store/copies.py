@@ -28,7 +28,7 @@ from ..storage.local_disk import local_path, safe
 from ..storage.remote import RemoteFiles
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import json_loads, url_scheme, without_secrets
-from .checkpoint import Checkpoint, resumable
+from ..runtime.checkpoint_model import Checkpoint, resumable
 from .store import Store, copied_input_url, expect, in_store, next_of, to_json
 
 __all__ = [

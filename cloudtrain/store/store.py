@@ -32,7 +32,7 @@ from ..storage.lease import announce, withdraw
 from ..storage.local_disk import local_path, normalize, safe
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import did_you_mean, json_loads, url_scheme
-from .checkpoint import PROTOCOL, Checkpoint, age, direct, mirrored, newest_checkpoint
+from ..runtime.checkpoint_model import PROTOCOL, Checkpoint, age, direct, mirrored, newest_checkpoint
 
 __all__ = [
     "COPIES",

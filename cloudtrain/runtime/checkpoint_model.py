@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..provider_api.node import attempt_key
-from ..runtime.checkpoint_names import METADATA, newer_than_metadata, step_of, training_states
+from .checkpoint_names import METADATA, newer_than_metadata, step_of, training_states
 from ..storage.files import Entry
 
 __all__ = ["PROTOCOL", "Checkpoint", "age", "direct", "mirrored", "newest_checkpoint", "resumable"]
