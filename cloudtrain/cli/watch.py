@@ -22,8 +22,8 @@ from ..runs.log_order import Line, line_label
 from ..runs.outcome import first_line, public_result, status_of
 from ..runs.run import Run
 from ..runs.summary import plural
-from ..storage.timings import CLIENT_TIMINGS
 from ..runtime.checkpoint_model import Checkpoint
+from ..storage.timings import CLIENT_TIMINGS
 from ..validate import duration
 from . import format
 

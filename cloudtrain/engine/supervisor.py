@@ -29,7 +29,8 @@ from ..provider_api.registry import find_provider
 from ..runs.attempts import AttemptPolicy, Ending, History, Next, Usage, exception_of
 from ..runs.outcome import records_of, was_lost
 from ..runs.run import Run
-from ..runtime.checkpoints import COMMIT, complete, resumable_checkpoints
+from ..runtime.checkpoint_model import resumable
+from ..runtime.checkpoints import COMMIT, complete
 from ..runtime.node import UNMIRRORED
 from ..runtime.timings import TIMINGS
 from ..storage.files import Files, TransferOptions, files
@@ -541,7 +542,7 @@ class Supervisor:
 
     def _newest_checkpoint(self, mounts: _Mounts) -> tuple[str, ...]:
         """Return the newest of each kind: mirrored, and written to the store by the script itself."""
-        mirrored = resumable_checkpoints(complete(mounts.live / "checkpoints"))[-1:]
+        mirrored = resumable(complete(mounts.live / "checkpoints"))[-1:]
         return (*(str(item.folder) for item in mirrored), *(item.key for item in self.store.direct(self.run_id)[-1:]))
 
 

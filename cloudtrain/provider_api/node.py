@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["JOIN_TIMEOUT", "PROTOCOL", "NodeEnvironment", "RunObjects", "SyncAgent", "Topology", "attempt_key"]
 
 PROTOCOL = 1
-"""Version of context.json; the node refuses unknown versions."""
+"""Version of context.json and of a store's records; both halves refuse unknown versions."""
 JOIN_TIMEOUT = 1800.0
 """Seconds that nodes wait for each other: clouds start the nodes of one job many minutes apart."""
 

@@ -23,9 +23,9 @@ from ..runs.outcome import iso_time, unix_time
 from ..runs.run import Run
 from ..runs.summary import plural, size_text
 from ..runs.warnings import is_secret_name
+from ..runtime.checkpoint_model import Checkpoint
 from ..storage.local_disk import disk_errors, make_durable, temp_file
 from ..storage.timings import CLIENT_TIMINGS
-from ..runtime.checkpoint_model import Checkpoint
 from ..validate import duration, without_secrets
 from .curves import Curve, curves
 from .markup import Html, figure, html_table, page, quantity, tag

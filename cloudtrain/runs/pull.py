@@ -21,13 +21,12 @@ from ..job.own_files import PULL_STATE
 from ..provider_api.node import attempt_key
 from ..provider_api.protocol import Status, extras_of_type
 from ..provider_api.registry import find_provider
-from ..runtime.checkpoint_names import METADATA, newer_than_metadata
+from ..runtime.checkpoint_model import Checkpoint, newest_checkpoint, resumable, written_directly
 from ..storage.digest_cache import DigestCache, stat_key
 from ..storage.files import Progress, files, parallel
 from ..storage.local_disk import inside, local_path, safe
 from ..storage.replace_folder import aside, discard, files_below, prune, swap, take, tidy
 from ..storage.timings import CLIENT_TIMINGS
-from ..runtime.checkpoint_model import Checkpoint, newest_checkpoint, resumable
 from ..store.store import Store, expect, run_folder, to_json
 from ..validate import json_loads, near_or_all
 from .log_sources import index_segments
@@ -331,8 +330,8 @@ class _Pull:
         """
         for _ in range(TRIES):
             found = self._below(f"checkpoints/{name}")
-            times = {path: source.modified for path, source in found}
-            if METADATA not in times or newer_than_metadata(times):
+            files = {path: (source.size, source.modified) for path, source in found}
+            if not isinstance(written_directly("", name, files), Checkpoint):
                 return False
             parts = {f"{name}/{path}": source for path, source in found}
             with contextlib.suppress(FileNotFoundError, DigestError):  # it is gone, or of another size

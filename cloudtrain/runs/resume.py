@@ -12,9 +12,9 @@ from pathlib import Path, PurePath
 
 from ..errors import AuthError, NotFoundError, SpecError
 from ..job.job import is_run_id
+from ..runtime.checkpoint_model import resumable
 from ..settings.settings import Settings
 from ..storage.local_disk import local_path, normalize
-from ..runtime.checkpoint_model import resumable
 from ..store.copies import followed
 from ..store.store import Store, in_store
 from ..validate import did_you_mean, url_scheme

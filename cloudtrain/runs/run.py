@@ -22,11 +22,11 @@ from ..job.job import Job, check_run_id
 from ..provider_api import catalog
 from ..provider_api.node import attempt_key
 from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Status, extras_of
+from ..runtime.checkpoint_model import Checkpoint
 from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
-from ..runtime.checkpoint_model import Checkpoint
 from ..store.store import Staged, Store, next_of
 from ..validate import did_you_mean, parse_since, url_scheme, whole_number
 from . import handover

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from ..provider_api.node import NodeEnvironment, RunObjects
-from .checkpoints import COMMIT, Complete, in_parallel, write_whole
+from .checkpoint_model import Checkpoint
+from .checkpoints import COMMIT, in_parallel, write_whole
 
 __all__ = ["Archive", "archive_of"]
 
@@ -27,56 +27,57 @@ class Archive:
     def __init__(self, live: Path, objects: RunObjects, *, temporary: str) -> None:
         self._live, self._objects, self._temporary = live, objects, temporary
 
-    def found(self) -> list[Complete]:
+    def found(self) -> list[Checkpoint]:
         """Return the archived checkpoints that ``live/archive`` lists, oldest first."""
         found = []
         for path in sorted((self._live / "archive").glob("*/*.json")):
             with contextlib.suppress(OSError, ValueError):
-                item = Complete.read(path, self._live / "checkpoints" / path.parent.name / path.stem)
-                if _files(item.commit):
+                folder = self._live / "checkpoints" / path.parent.name / path.stem
+                item = Checkpoint.of(json.loads(path.read_bytes()), str(folder), archived=True)
+                if _files(item):
                     found.append(item)
         return sorted(found, key=lambda item: item.order)
 
-    def add(self, key: str, commit: Mapping[str, Any]) -> bool:
+    def add(self, key: str, item: Checkpoint) -> bool:
         """Copy a checkpoint that is complete in the store, then remove it from ``live/`` there. Return True.
 
         Its commit.json is copied last and removed first. The entry in ``live/archive`` is in the store before anything
         is removed. Raises `StorageError` and `OSError`.
         """
-        text = json.dumps(commit, sort_keys=True).encode()
+        text = json.dumps(item.commit, sort_keys=True).encode()
         in_parallel(lambda file: self._objects.copy(f"{LIVE}/{key}/{file[0]}", f"{ARCHIVED}/{key}/{file[0]}", file[1]),
-             [(path, int(item["size"])) for path, item in commit["files"].items()])  # fmt: skip
+             [(path, size) for path, (size, _) in item.files.items()])  # fmt: skip
         self._objects.write(f"{ARCHIVED}/{key}/{COMMIT}", text)
         self._objects.write(f"{INDEX}/{key}.json", text)
         write_whole(self._entry(key), text, temporary=self._temporary)
         with contextlib.suppress(Exception):  # the agent removes them too, after the nodes have removed theirs
-            self._remove(f"{LIVE}/{key}", commit)
+            self._remove(f"{LIVE}/{key}", item)
         return True
 
-    def drop(self, key: str, commit: Mapping[str, Any]) -> None:
+    def drop(self, key: str, item: Checkpoint) -> None:
         """Remove a checkpoint from the archive, if it is there. Raises `StorageError`."""
-        self._remove(f"{ARCHIVED}/{key}", commit)
+        self._remove(f"{ARCHIVED}/{key}", item)
         self._objects.remove(f"{INDEX}/{key}.json")
         self._entry(key).unlink(missing_ok=True)
 
     def bring(self, key: str, target: Path) -> None:
         """Download an archived checkpoint to ``target``. Raises `DigestError` if it is not whole, `StorageError`,
         `OSError`, and `ValueError` for an entry that is malformed."""
-        commit = Complete.read(self._entry(key), target).commit
+        item = Checkpoint.of(json.loads(self._entry(key).read_bytes()), str(target))
 
         def read(path: str) -> None:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             self._objects.read(f"{ARCHIVED}/{key}/{path}", target / path)
 
-        in_parallel(read, _files(commit))
-        (target / COMMIT).write_bytes(json.dumps(commit).encode())
+        in_parallel(read, _files(item))
+        (target / COMMIT).write_bytes(json.dumps(item.commit).encode())
 
     def _entry(self, key: str) -> Path:
         return self._live / "archive" / f"{key}.json"
 
-    def _remove(self, folder: str, commit: Mapping[str, Any]) -> None:
+    def _remove(self, folder: str, item: Checkpoint) -> None:
         self._objects.remove(f"{folder}/{COMMIT}")
-        in_parallel(lambda path: self._objects.remove(f"{folder}/{path}"), _files(commit))
+        in_parallel(lambda path: self._objects.remove(f"{folder}/{path}"), _files(item))
 
 
 def archive_of(site: NodeEnvironment) -> Archive | None:
@@ -86,9 +87,8 @@ def archive_of(site: NodeEnvironment) -> Archive | None:
     return Archive(Path(site.paths["live"]).absolute(), site.agent.objects, temporary=site.temporary)
 
 
-def _files(commit: Mapping[str, Any]) -> Iterable[str]:
+def _files(item: Checkpoint) -> Iterable[str]:
     """Return the paths of a checkpoint's files. Raises `ValueError` for one that leads outside of it."""
-    paths = [str(path) for path in commit["files"]]
-    if any(".." in path.split("/") or path.startswith("/") for path in paths):
+    if any(".." in path.split("/") or path.startswith("/") for path in item.files):
         raise ValueError("a path outside the checkpoint")
-    return paths
+    return item.files

@@ -1,100 +1,137 @@
-"""Find a run's complete checkpoints in a list of its files, and the newest from which a training can resume. Pure."""
+"""A complete checkpoint, and the rules of both halves: which are complete, which is newest, which come back. Pure.
+
+A node finds them in ``live/``, the client in a list of the store's files.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ..provider_api.node import attempt_key
-from .checkpoint_names import METADATA, newer_than_metadata, step_of, training_states
-from ..storage.files import Entry
+from ..provider_api.node import PROTOCOL, attempt_key
+from .checkpoint_names import step_of, training_states, unversioned
 
-__all__ = ["PROTOCOL", "Checkpoint", "age", "direct", "mirrored", "newest_checkpoint", "resumable"]
+__all__ = ["METADATA", "Checkpoint", "companions", "newest_checkpoint", "resumable", "written_directly"]
 
-PROTOCOL = 1
-"""Protocol of a store's records; records of other protocols are not read."""
+METADATA = ".metadata"
+"""File that ``torch.distributed.checkpoint`` writes last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One complete checkpoint. ``key`` is its folder in the store, ``files`` maps path to (bytes, SHA-256).
+    """One complete checkpoint. ``key`` is its folder: in the store, or on the node.
 
-    ``step`` is read from ``name``, or None. ``saved`` (the script wrote it) and ``committed`` (it was complete in the
-    store) are Unix seconds.
+    ``files`` maps each path to (bytes, SHA-256). ``place`` is its path below the script's working folder, else None.
+    ``saved`` (the script wrote it) and ``committed`` (it was complete in the store) are Unix seconds. ``commit`` is its
+    commit.json. A script that writes to the store itself leaves none, and no digests.
     """
 
     name: str
     key: str
-    attempt: str
-    seq: int
-    step: int | None
+    attempt: str = ""
+    seq: int = 0
     committed: float
     saved: float
-    files: Mapping[str, tuple[int, str]]
-    bytes: int
+    files: Mapping[str, tuple[int, str]] = field(hash=False)
+    place: str | None = None
+    archived: bool = False
+    commit: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, commit: Any, key: str, *, archived: bool = False) -> Checkpoint:
+        """Return the checkpoint in the folder ``key`` by its commit.json. Raises `ValueError` for a malformed one."""
+        try:
+            if commit["protocol"] != PROTOCOL:
+                raise ValueError(f"protocol {commit['protocol']!r}")
+            return cls(
+                name=str(commit["name"]),
+                key=key,
+                attempt=str(commit["attempt"]),
+                seq=int(commit["seq"]),
+                committed=float(commit["time"]),
+                saved=float(commit.get("saved") or commit["time"]),
+                files={path: (int(item["size"]), str(item["sha256"])) for path, item in commit["files"].items()},
+                place=commit.get("place"),
+                archived=archived,
+                commit=commit,
+            )
+        except (KeyError, TypeError, AttributeError) as exc:
+            raise ValueError(f"{type(exc).__name__}: {exc}") from None
+
+    @property
+    def folder(self) -> Path:
+        """Return its folder on a node."""
+        return Path(self.key)
+
+    @property
+    def step(self) -> int | None:
+        """Return the step in its name, if there is one."""
+        return step_of(self.name)
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+    @property
+    def order(self) -> tuple[tuple[int, ...], float, int, int, str]:
+        """Return a key that sorts oldest to newest: by attempt, then the script's time of writing, then seq.
+
+        Of those that a script wrote to the store itself at one moment, the one with the highest step is the newest.
+        """
+        step = self.step
+        return attempt_key(self.attempt), self.saved, self.seq, -1 if step is None else step, self.name
+
+    @property
+    def below(self) -> list[str]:
+        """Return the paths below the entry: ``model.pt`` for ``node-0/step-8/model.pt``; "" for one of one file."""
+        return [path.partition("/")[2][len(self.name) + 1 :] for path in self.files]
+
+    def missing(self, size_of: Callable[[str], int | None]) -> str | None:
+        """Return the first file that is not there with its size; None if the checkpoint is complete."""
+        return next((path for path, (size, _) in self.files.items() if size_of(path) != size), None)
 
 
-def mirrored(
-    root: str, match: re.Match[str], commit: Mapping[str, Any] | None, sizes: Mapping[str, int]
-) -> Checkpoint | None:
-    """Return the checkpoint of one commit.json, or None if it is incomplete."""
-    folder, name = match[0].rpartition("/")[0], match[1]
-    try:
-        if commit is None or commit["protocol"] != PROTOCOL:
-            return None
-        listed = {path: (int(item["size"]), str(item["sha256"])) for path, item in commit["files"].items()}
-        committed, saved = float(commit["time"]), float(commit.get("saved") or commit["time"])
-    except (KeyError, TypeError, ValueError, AttributeError):
+def written_directly(root: str, name: str, files: Mapping[str, tuple[int, float]]) -> Checkpoint | str | None:
+    """Return a checkpoint that a script wrote to the store itself; ``files`` maps each path to bytes and time.
+
+    Return None for another folder. While a checkpoint is overwritten, its old `METADATA` stays until the new one comes:
+    return the file that is newer then.
+    """
+    if METADATA not in files:
         return None
-    if any(sizes.get(f"{folder}/{path}") != size for path, (size, _) in listed.items()):
-        return None
-    return Checkpoint(
-        name=name,
-        key=f"{root}/{folder}",
-        attempt=match[2],
-        seq=int(match[3]),
-        step=step_of(name),
-        committed=committed,
-        saved=saved,
-        files=listed,
-        bytes=sum(size for size, _ in listed.values()),
-    )
+    newest, written = max(files, key=lambda path: files[path][1]), files[METADATA][1]
+    if files[newest][1] > written:
+        return newest
+    sizes = {path: (size, "") for path, (size, _) in files.items()}
+    return Checkpoint(name=name, key=f"{root}/{name}", committed=written, saved=written, files=sizes)
 
 
 def newest_checkpoint(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Return the newest checkpoint to resume from, of those of `Store.checkpoints` and `Store.direct`."""
+    """Return the newest one to resume from; both are oldest first. Scripts wrote the ``direct`` ones to the store."""
     found = [*resumable(mirrored)[-1:], *direct[-1:]]
     return max(found, key=lambda item: item.saved, default=None)
 
 
 def resumable(found: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return the checkpoints from which a training can resume, in the same order."""
-    # ``node-0/step-8/model.pt`` in ``step-8`` is ``model.pt``; "" for a checkpoint of one file
-    below = {i.key: (i.name, [path.partition("/")[2][len(i.name) + 1 :] for path in i.files]) for i in found}
-    chosen = training_states(below)
+    """Return those to resume from, in the same order: without what a script writes beside its training states."""
+    chosen = training_states({item.key: (item.name, item.below) for item in found})
     return [item for item in found if item.key in chosen]
 
 
-def direct(root: str, name: str, files: Mapping[str, Entry]) -> Checkpoint | None:
-    """Return a checkpoint that a script wrote to the store itself, or None while the script may be writing it."""
-    if newer_than_metadata({path: entry.modified for path, entry in files.items()}):
-        return None
-    written = files[METADATA].modified
-    return Checkpoint(
-        name=name,
-        key=f"{root}/{name}",
-        attempt="",
-        seq=0,
-        step=step_of(name),
-        committed=written,
-        saved=written,
-        files={path: (entry.size, "") for path, entry in files.items()},
-        bytes=sum(entry.size for entry in files.values()),
-    )
+def companions(
+    item: Checkpoint, found: Sequence[Checkpoint], states: Sequence[Checkpoint], named: Set[str]
+) -> list[Checkpoint]:
+    """Return the checkpoints that come back beside ``item``, newest first: pointers' targets (``named``), other states.
 
-
-def age(item: Checkpoint) -> tuple[tuple[int, ...], float, int, str]:
-    """Return the sort key of checkpoints, oldest first."""
-    return (attempt_key(item.attempt), item.saved, item.seq, item.name)
+    ``found`` and ``states``, its `resumable` ones, are oldest first. Among versions of a state without a number in its
+    name, the newest comes back: a script looks for its ``last.ckpt``.
+    """
+    by_name = {other.name: other for other in found}  # the newest of each
+    newest = {unversioned(other.name): other.name for other in states}
+    newest.pop(unversioned(item.name), None)
+    wanted = named | {name for kind, name in newest.items() if not re.search(r"\d", kind)}
+    also = [by_name[name] for name in wanted & by_name.keys() - {item.name}]
+    return sorted(also, key=lambda other: other.order, reverse=True)

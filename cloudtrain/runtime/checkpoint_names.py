@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-__all__ = ["METADATA", "family", "newer_than_metadata", "step_of", "training_states", "unversioned"]
+__all__ = ["family", "step_of", "training_states", "unversioned"]
 
 _BESIDE = re.compile(
     r"[^/]\.(jsonl?|txt|md|rst|ya?ml|toml|ini|cfg|csv|tsv|log|py|sh|html|png|jpe?g|gif|svg|pdf|mp4|wav)\Z|(?-i:tfevents)",
@@ -19,17 +19,6 @@ _BESIDE = re.compile(
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
 _VERSION = re.compile(r"[-_.]?(?<![a-z0-9])v\d+", re.IGNORECASE)
 _NO_STEP = re.compile(r"(?<![a-z0-9])v\d+|epochs?[-_=]*\d+", re.IGNORECASE)
-METADATA = ".metadata"
-"""File that ``torch.distributed.checkpoint`` writes last."""
-
-
-def newer_than_metadata(times: Mapping[str, float]) -> str:
-    """Return the file of a checkpoint (paths with change times) that was written after its `METADATA`; else "".
-
-    There is one while a checkpoint is overwritten: the old ``.metadata`` stays until the new one comes.
-    """
-    last = max(times, key=lambda path: times[path])
-    return last if times[last] > times[METADATA] else ""
 
 
 def family(name: str) -> str:

@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,18 +27,16 @@ from stat import S_ISLNK, S_ISREG
 from typing import Any, TypeVar
 
 from ..errors import DigestError, StorageError
-from ..provider_api.node import attempt_key
-from .checkpoint_names import family, training_states, unversioned
+from .checkpoint_model import METADATA, Checkpoint
+from .checkpoint_names import family
 from .timings import TIMINGS
 
 __all__ = [
     "COMMIT",
     "CheckpointEntry",
-    "Complete",
     "FileState",
     "Pointer",
     "Watch",
-    "companions",
     "complete",
     "copy_with_digest",
     "file_state",
@@ -46,7 +44,6 @@ __all__ = [
     "linked_folders",
     "open_for_writing",
     "restore",
-    "resumable_checkpoints",
     "shape_of",
 ]
 
@@ -103,7 +100,7 @@ class CheckpointEntry:
 
     @property
     def metadata(self) -> bool:
-        return any(rel == ".metadata" or rel.endswith("/.metadata") for rel, _, _ in self.signature)
+        return any(rel.rpartition("/")[2] == METADATA for rel, _, _ in self.signature)
 
     @property
     def shape(self) -> Counter[str]:
@@ -464,41 +461,7 @@ def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
 # --------------------------------------------------------------------------------------- complete ones, and restoring
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Complete:
-    """A complete checkpoint: its folder and the content of its commit.json. Each object equals only itself."""
-
-    name: str
-    folder: Path
-    commit: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, file: Path, folder: Path) -> Complete:
-        """Return the checkpoint in ``folder``, whose commit.json is ``file``. Raises `OSError`, or `ValueError`."""
-        try:
-            commit = json.loads(file.read_bytes())
-            made = cls(name=str(commit["name"]), folder=folder, commit=commit)
-            _ = made.order, [(item["size"], item["sha256"]) for item in commit["files"].values()]  # raises if malformed
-        except (KeyError, TypeError, AttributeError) as exc:
-            raise ValueError(f"{type(exc).__name__}: {exc}") from None
-        return made
-
-    @property
-    def seq(self) -> int:
-        return int(self.commit["seq"])
-
-    @property
-    def saved(self) -> float:
-        """Return the time at which the script wrote it (Unix seconds)."""
-        return float(self.commit.get("saved") or self.commit["time"])
-
-    @property
-    def order(self) -> tuple[tuple[int, ...], float, int]:
-        """Return a key that sorts oldest to newest: by attempt, then the script's time of writing, then seq."""
-        return attempt_key(self.commit["attempt"]), self.saved, self.seq
-
-
-def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tuple[str, ...] = ()) -> list[Complete]:
+def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tuple[str, ...] = ()) -> list[Checkpoint]:
     """Return the complete checkpoints below ``root``, oldest first. Call ``say`` for each incomplete one.
 
     Files whose names end in one of ``marks`` are those of a platform's agent.
@@ -508,9 +471,8 @@ def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tup
     for path in sorted(commits):
         folder = Path(path).parent
         try:
-            item = Complete.read(Path(path), folder)
-            files = item.commit["files"]
-            missing = next((key for key in files if _size(folder / key) != files[key]["size"]), None)
+            item = Checkpoint.of(json.loads(Path(path).read_bytes()), str(folder))
+            missing = item.missing(lambda file: _size(folder / file))  # noqa: B023
         except (OSError, ValueError):
             missing = COMMIT
         if missing is None:
@@ -530,33 +492,6 @@ def uncommitted(root: Path, *, marks: tuple[str, ...] = ()) -> list[Path]:
     return [folder for folder in found if _FOLDER.fullmatch(folder.name) and not (folder / COMMIT).exists()]
 
 
-def resumable_checkpoints(found: Sequence[Complete]) -> list[Complete]:
-    """Return those to resume from, in the same order: without what a script writes beside its training states."""
-    chosen = training_states({str(item.folder): (item.name, _paths_of(item)) for item in found})
-    return [item for item in found if str(item.folder) in chosen]
-
-
-def companions(
-    item: Complete, found: Sequence[Complete], states: Sequence[Complete], named: Set[str]
-) -> list[Complete]:
-    """Return the checkpoints that come back beside ``item``, newest first: pointers' targets (``named``), other states.
-
-    ``found`` and ``states``, its `resumable_checkpoints` ones, are oldest first. Among versions of a state
-    without a number in its name, the newest comes back: a script looks for its ``last.ckpt``.
-    """
-    by_name = {other.name: other for other in found}  # the newest of each
-    newest = {unversioned(other.name): other.name for other in states}
-    newest.pop(unversioned(item.name), None)
-    wanted = named | {name for kind, name in newest.items() if not re.search(r"\d", kind)}
-    also = [by_name[name] for name in wanted & by_name.keys() - {item.name}]
-    return sorted(also, key=lambda other: other.order, reverse=True)
-
-
-def _paths_of(item: Complete) -> list[str]:
-    """Return the paths below the entry; one empty path when it is a file."""
-    return [key.partition("/")[2][len(item.name) + 1 :] for key in item.commit["files"]]
-
-
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -564,17 +499,17 @@ def _size(path: Path) -> int:
         return -1
 
 
-def restore(checkpoint: Complete, target: Path, *, node: int) -> None:
+def restore(checkpoint: Checkpoint, target: Path, *, node: int) -> None:
     """Put all nodes' files of ``checkpoint`` at ``target``, whole or not at all, digests checked.
 
     If two nodes wrote one path, each node gets its own. Raises `DigestError` if a file is not as committed,
     `StorageError` when the disk, or the mount it lies on, fails.
     """
-    if "/" in checkpoint.name or checkpoint.name in ("", ".", "..") or not checkpoint.commit["files"]:
+    if "/" in checkpoint.name or checkpoint.name in ("", ".", "..") or not checkpoint.files:
         raise DigestError(f"checkpoint {checkpoint.name!r} has no name or no files of its own")
     building = target.with_name(f".{target.name}.restoring")
     chosen: dict[Path, str] = {}
-    for key in sorted(checkpoint.commit["files"], key=lambda k: k.startswith(f"node-{node}/")):
+    for key in sorted(checkpoint.files, key=lambda k: k.startswith(f"node-{node}/")):
         parts = key.split("/")
         if ".." in parts or len(parts) < 2 or not _NODE.fullmatch(parts[0]) or parts[1] != checkpoint.name:
             raise DigestError(f"checkpoint {checkpoint.name} names the file {key!r} outside itself")
@@ -588,7 +523,7 @@ def restore(checkpoint: Complete, target: Path, *, node: int) -> None:
             if (checkpoint.folder / key).exists():
                 raise
             raise DigestError(f"checkpoint {checkpoint.name}: {key} is gone") from None
-        if digest != checkpoint.commit["files"][key]["sha256"]:
+        if digest != checkpoint.files[key][1]:
             raise DigestError(f"checkpoint {checkpoint.name}: {key} is not what was committed")
 
     remove_path(building)

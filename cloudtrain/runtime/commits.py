@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import StorageError
 from . import checkpoints
 from .archive import Archive
+from .checkpoint_model import Checkpoint, companions, resumable
 from .checkpoint_names import family
 from .timings import TIMINGS
 
@@ -83,10 +84,10 @@ class Commits:
     ) -> None:
         self._marks = marks
         self._temporary, self._archive, self._aside = temporary, archive, aside
-        self._archived: dict[str, checkpoints.Complete] = {}
+        self._archived: dict[str, Checkpoint] = {}
         """By key: checkpoints in the archive that are no longer in ``live``."""
         self._archiving: set[str] = set()
-        self._unstored: dict[str, tuple[checkpoints.Complete, set[int]]] = {}
+        self._unstored: dict[str, tuple[Checkpoint, set[int]]] = {}
         """By folder: complete checkpoints, and the nodes whose files are not in the store yet."""
         self._reported = False
         self._nodes, self._attempt, self._root, self._keep = set(range(nodes)), attempt, live / "checkpoints", keep
@@ -95,8 +96,8 @@ class Commits:
         self._rounds: dict[str, _Round] = {}
         self._numbers, self._seq = 0, 0
         self._holders: dict[str, set[int]] = {}
-        self._complete: list[checkpoints.Complete] | None = None
-        self._fresh: list[checkpoints.Complete] = []
+        self._complete: list[Checkpoint] | None = None
+        self._fresh: list[Checkpoint] = []
         """Complete checkpoints since the last retention."""
         self._retain_due = 0.0
         self._removed: list[str] = []
@@ -239,7 +240,7 @@ class Commits:
         del self._rounds[work.name]
         for node in sorted(self._peers()):
             self._send(node, {"t": "committed", "name": work.name, "folder": self._key(folder)})
-        whole = checkpoints.Complete(name=work.name, folder=folder, commit=commit)
+        whole = Checkpoint.of(commit, str(folder))
         if self._temporary:
             self._unstored[self._key(folder)] = whole, {0, *work.answers}
         else:
@@ -262,7 +263,7 @@ class Commits:
         del self._unstored[key]
         if not self._reported:
             self._reported = True
-            later = time.time() - float(whole.commit["time"])
+            later = time.time() - whole.committed
             self._say(f"checkpoint {whole.name} is in the store, {later:.0f} s after its commit")
         self._fresh.append(whole)
         self._retain()
@@ -283,13 +284,13 @@ class Commits:
         if not self._fresh or (self._rounds and began < self._retain_due):
             return
         fresh, self._fresh = self._fresh, []
-        newest, named = max(fresh, key=lambda item: item.seq), dict[str, list[checkpoints.Complete]]()
+        newest, named = max(fresh, key=lambda item: item.seq), dict[str, list[Checkpoint]]()
         for item in fresh:
             named.setdefault(item.name, []).append(item)
         self._complete = sorted([*(self._complete or ()), *fresh], key=lambda item: item.order)
         kept = self._kept(self._complete)
         kept = [item for item in kept if not any(_continued(item, after) for after in named.get(item.name, ()))]
-        later = [c for c in self._complete if c.commit["attempt"] == self._attempt and c.seq > newest.seq]
+        later = [c for c in self._complete if c.attempt == self._attempt and c.seq > newest.seq]
         if not later and newest not in kept:  # the script's clock has been set back
             kept.append(newest)
         stays = set(kept)
@@ -316,14 +317,14 @@ class Commits:
         """Move to the archive the checkpoints in the store that no restart needs while the newest is whole."""
         if self._archive is None:
             return
-        states = checkpoints.resumable_checkpoints(self._complete or ())
+        states = resumable(self._complete or ())
         if not states:
             return
         newest, named = states[-1], set[str]().union(*self._pointers.values())
-        needed = [newest, *checkpoints.companions(newest, self._complete or (), states, named)]
+        needed = [newest, *companions(newest, self._complete or (), states, named)]
         for older in reversed(states):  # the remaining ones alone must show which is the newest state
             stay = [item for item in self._complete or () if item not in states or item in needed]
-            if checkpoints.resumable_checkpoints(stay)[-1:] == [newest]:
+            if resumable(stay)[-1:] == [newest]:
                 break
             needed += [older] if older not in needed else []
         for item in states:
@@ -332,16 +333,16 @@ class Commits:
                 self._archiving.add(key)
                 self._aside(partial(self._add, self._archive, key, item), partial(self._archived_now, key, item))
 
-    def _add(self, archive: Archive, key: str, item: checkpoints.Complete) -> bool:
+    def _add(self, archive: Archive, key: str, item: Checkpoint) -> bool:
         """Archive a checkpoint, in another thread, unless the run drops it before or meanwhile."""
         try:
-            return item in (self._complete or ()) and archive.add(key, item.commit)
+            return item in (self._complete or ()) and archive.add(key, item)
         except StorageError:
             if item in (self._complete or ()):
                 raise
             return False
 
-    def _archived_now(self, key: str, item: checkpoints.Complete, done: bool | None) -> None:
+    def _archived_now(self, key: str, item: Checkpoint, done: bool | None) -> None:
         """Let all nodes remove from ``live`` a checkpoint that is in the archive."""
         self._archiving.discard(key)
         if item not in (self._complete or ()):
@@ -351,12 +352,12 @@ class Commits:
             self._removed.append(key)
             self._tell_removed()
 
-    def _drop_archived(self, item: checkpoints.Complete) -> None:
+    def _drop_archived(self, item: Checkpoint) -> None:
         """Remove a checkpoint that is not kept from the archive, also half of one, as a killed node leaves it."""
         key = self._key(item.folder)
         if self._archive is not None and key not in self._archiving:
             self._archived.pop(key, None)
-            self._aside(partial(self._archive.drop, key, item.commit), lambda _: None)
+            self._aside(partial(self._archive.drop, key, item), lambda _: None)
 
     def _take_over(self) -> None:
         """Read the earlier attempts' checkpoints: complete ones, half or damaged ones (to go), and their writers."""
@@ -365,7 +366,7 @@ class Commits:
         for item in found:
             if item.folder in self._damaged:
                 checkpoints.remove_path(item.folder / checkpoints.COMMIT)
-            parts = {key.partition("/")[0].removeprefix("node-") for key in item.commit["files"]}
+            parts = {key.partition("/")[0].removeprefix("node-") for key in item.files}
             self._holders[family(item.name)] = {int(part) for part in parts if part.isdigit()} & self._nodes
         self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root, marks=self._marks)]
         if self._archive is not None:
@@ -381,12 +382,12 @@ class Commits:
     def _key(self, folder: Path) -> str:
         return folder.relative_to(self._root).as_posix()
 
-    def _kept(self, found: list[checkpoints.Complete]) -> list[checkpoints.Complete]:
+    def _kept(self, found: list[Checkpoint]) -> list[Checkpoint]:
         """Return the complete checkpoints that stay; ``found`` is oldest first. Only training states are counted."""
         named = set().union(*self._pointers.values())
-        counted = checkpoints.resumable_checkpoints(found) if self._keep else []
+        counted = resumable(found) if self._keep else []
         states, newest = set(counted), set(counted[-self._keep :])
-        kept: list[checkpoints.Complete] = []
+        kept: list[Checkpoint] = []
         versions: dict[str, int] = {}
         for item in reversed(found):
             versions[item.name] = versions.get(item.name, 0) + 1
@@ -399,10 +400,10 @@ class Commits:
         return kept
 
 
-def _continued(item: checkpoints.Complete, newest: checkpoints.Complete) -> bool:
+def _continued(item: Checkpoint, newest: Checkpoint) -> bool:
     """Return whether ``item`` is a half-written ``newest``, which has all of its files unchanged, and more."""
-    before, after = item.commit["files"], newest.commit["files"]
-    same = item.name == newest.name and item.commit["attempt"] == newest.commit["attempt"]
+    before, after = item.files, newest.files
+    same = item.name == newest.name and item.attempt == newest.attempt
     return same and len(before) < len(after) and all(after.get(key) == value for key, value in before.items())
 
 

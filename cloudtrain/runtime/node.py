@@ -238,7 +238,7 @@ class Node:
             self.resume.pass_over(message)
             self.log.say(f"{bad['why']}; falling back to the checkpoint before")
         if direct is not None:
-            self._go(url=direct.url, saved=direct.saved)
+            self._go(url=direct.key, saved=direct.saved)
         elif why := self.resume.fallback(tried)[1]:
             self._fail(self._setup(why, "user_error"))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -14,10 +15,11 @@ from typing import Any
 from ..errors import CloudtrainError, DigestError, StorageError
 from . import checkpoints
 from .archive import Archive
+from .checkpoint_model import Checkpoint, companions, resumable
 from .checkpoint_names import family
-from .checkpoints import Complete, shape_of
+from .checkpoints import shape_of
 from .history import was_direct
-from .store_checkpoints import Direct, RefusedError
+from .store_checkpoints import RefusedError
 from .timings import TIMINGS
 from .workspace import Workspace
 
@@ -75,25 +77,25 @@ class Resume:
         here = checkpoints.complete(own, say=self._say, marks=self._marks)
         there = self._archive.found() if self._archive is not None else []
         found = sorted([*there, *here], key=lambda item: item.order)  # one in both places: that in ``live`` comes first
-        for item in reversed(checkpoints.resumable_checkpoints(found)):
-            yield self._candidate("archive" if item in there else "own", own, item, here)
+        for item in reversed(resumable(found)):
+            yield self._candidate("archive" if item.archived else "own", own, item, here)
         if self._given is not None:
             given = checkpoints.complete(self._given, say=self._say)
-            for item in reversed(checkpoints.resumable_checkpoints(given)):
+            for item in reversed(resumable(given)):
                 yield self._candidate("given", self._given, item, ())
 
     def _candidate(
-        self, root: str, folder: Path, item: Complete, live: Sequence[Complete]
+        self, root: str, folder: Path, item: Checkpoint, live: Sequence[Checkpoint]
     ) -> tuple[str, float, Message]:
         """Return one of `candidates`, which lies below ``folder``. Undamaged ones of ``live`` come back with it."""
         named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
         whole = [other for other in live if other.folder not in self.damaged]
-        states = [other for other in checkpoints.resumable_checkpoints(live) if other.folder not in self.damaged]
-        also = checkpoints.companions(item, whole, states, named)
+        states = [other for other in resumable(live) if other.folder not in self.damaged]
+        also = companions(item, whole, states, named)
         place, *more = (c.folder.relative_to(folder).as_posix() for c in (item, *also))
         return item.name, item.saved, {"t": "restore", "root": root, "folder": place, "also": more}
 
-    def direct(self, space: Workspace) -> Direct | None:
+    def direct(self, space: Workspace) -> Checkpoint | None:
         """Return the newest checkpoint that the script wrote to the store by itself.
 
         Raises `CloudtrainError` if a store does not answer that the run has used so. A run that would begin afresh asks
@@ -191,10 +193,10 @@ class Resume:
 
     def _place_from(self, whole: Path, folder: str, space: Workspace) -> None:
         try:
-            checkpoint = Complete.read(whole / checkpoints.COMMIT, whole)
-            target = space.watch().place(checkpoint.name, checkpoint.commit["place"])
+            checkpoint = Checkpoint.of(json.loads((whole / checkpoints.COMMIT).read_bytes()), str(whole))
+            target = space.watch().place(checkpoint.name, checkpoint.place)
             written: dict[int, set[str]] = {}
-            for key in checkpoint.commit["files"]:
+            for key in checkpoint.files:
                 node, _, path = key.partition("/")
                 written.setdefault(int(node[5:]), set()).add(path[len(checkpoint.name) + 1 :])
         except OSError as exc:

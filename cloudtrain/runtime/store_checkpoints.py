@@ -12,15 +12,14 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import StorageError
 from ..validate import unix_seconds
-from .checkpoint_names import METADATA, newer_than_metadata, step_of
+from .checkpoint_model import METADATA, Checkpoint, written_directly
 from .timings import TIMINGS
 
-__all__ = ["Direct", "RefusedError", "find_newest"]
+__all__ = ["RefusedError", "find_newest"]
 
 _LIST = """
 import json, sys
@@ -95,20 +94,12 @@ _File = tuple[str, str, float]
 """The entry, the path below it, and when it last changed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Direct:
-    """The ``url`` of a complete checkpoint, and the time at which it was complete (Unix seconds)."""
-
-    url: str
-    saved: float
-
-
 class RefusedError(StorageError):
     """The store refuses the node, not because credentials expired: it took nothing of the script either, which has the
     same."""
 
 
-def find_newest(url: str, *, python: str, environ: Mapping[str, str], say: Callable[[str], None]) -> Direct | None:
+def find_newest(url: str, *, python: str, environ: Mapping[str, str], say: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest complete checkpoint below ``url``; None if there is none.
 
     Raises `RefusedError` without the right to list it, `StorageError` when the store does not answer.
@@ -116,26 +107,21 @@ def find_newest(url: str, *, python: str, environ: Mapping[str, str], say: Calla
     Calls ``say`` for each entry that was being written over, and if ``python`` has no library to list such a store. In
     that case the script could not have written there either. Any other fault of a library is a `StorageError`.
     """
-    entries: dict[str, dict[str, float]] = {}
+    entries: dict[str, dict[str, tuple[int, float]]] = {}
     try:
         for entry, path, changed in _listed(url, python, environ):
-            entries.setdefault(entry, {})[path] = changed
+            entries.setdefault(entry, {})[path] = (0, changed)  # sizes are not needed here
     except ImportError as exc:
         say(f"{url} is not looked at for checkpoints: {exc}")
         return None
-    whole: list[tuple[float, int, str]] = []
-    for name, times in sorted(entries.items()):
-        if METADATA not in times:
-            continue
-        if newer := newer_than_metadata(times):
-            say(f"checkpoint {url}/{name} is not complete ({newer} is newer than its {METADATA}); skipped")
-        else:
-            step = step_of(name)
-            whole.append((times[METADATA], -1 if step is None else step, name))
-    if not whole:
-        return None
-    saved, _, name = max(whole)
-    return Direct(url=f"{url}/{name}", saved=saved)
+    whole: list[Checkpoint] = []
+    for name, files in sorted(entries.items()):
+        found = written_directly(url, name, files)
+        if isinstance(found, str):
+            say(f"checkpoint {url}/{name} is not complete ({found} is newer than its {METADATA}); skipped")
+        elif found is not None:
+            whole.append(found)
+    return max(whole, key=lambda item: item.order, default=None)
 
 
 def _listed(url: str, python: str, environ: Mapping[str, str]) -> list[_File]:

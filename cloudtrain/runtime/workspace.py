@@ -17,6 +17,7 @@ from ..errors import CloudtrainError, SpecError, StorageError
 from ..provider_api.node import NodeEnvironment
 from . import gpus, launch
 from .cause import Failure
+from .checkpoint_model import Checkpoint
 from .checkpoints import Watch
 from .host_facts import cpu_count, scratch_folder
 from .launch import Ranks
@@ -25,7 +26,7 @@ from .metrics import PrintedMetrics
 from .nccl import Recorder
 from .outputs import Outputs
 from .stall import Look
-from .store_checkpoints import Direct, find_newest
+from .store_checkpoints import find_newest
 from .unpack import unpack
 
 __all__ = ["Workspace"]
@@ -163,7 +164,7 @@ class Workspace:
         mounted = self._site.paths.get("direct")
         return f"file://{Path(mounted).resolve()}" if mounted else str(self.context["checkpoint_url"])
 
-    def direct(self) -> Direct | None:
+    def direct(self) -> Checkpoint | None:
         """Return the newest complete checkpoint below `checkpoint_url`. Raises `CloudtrainError`."""
         environ = {**self._environ(), **self._secrets()}
         return find_newest(self.checkpoint_url, python=self._python, environ=environ, say=self._log.say)

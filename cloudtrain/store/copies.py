@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from ..errors import AuthError, CloudtrainError, ConflictError, DigestError, SpecError, StorageError, scrubbed
 from ..job.job import is_run_id
 from ..provider_api.protocol import Layout, LayoutInput
+from ..runtime.checkpoint_model import Checkpoint, resumable
 from ..settings.settings import Settings
 from ..storage.errors import CannotSwapError, TransientError, translate
 from ..storage.files import PIECE, Entry, Progress, parallel
@@ -28,7 +29,6 @@ from ..storage.local_disk import local_path, safe
 from ..storage.remote import RemoteFiles
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import json_loads, url_scheme, without_secrets
-from ..runtime.checkpoint_model import Checkpoint, resumable
 from .store import Store, copied_input_url, expect, in_store, next_of, to_json
 
 __all__ = [

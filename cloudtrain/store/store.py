@@ -22,17 +22,16 @@ from typing import Any, TypeVar
 
 from ..errors import DigestError, NotFoundError, SpecError, StorageError, scrubbed
 from ..job.job import Input, Job, check_run_id, is_run_id
-from ..provider_api.node import attempt_key
+from ..provider_api.node import PROTOCOL, attempt_key
 from ..provider_api.protocol import Layout, LayoutInput, Request
-from ..runtime.checkpoint_names import METADATA
+from ..runtime.checkpoint_model import Checkpoint, newest_checkpoint, written_directly
 from ..settings.settings import Settings
 from ..storage.digest_cache import LocalTree, TreeFile, check_unchanged, hash_tree
-from ..storage.files import Entry, Progress, ProgressWithTotal, Storage, TransferOptions, files, parallel
+from ..storage.files import Progress, ProgressWithTotal, Storage, TransferOptions, files, parallel
 from ..storage.lease import announce, withdraw
 from ..storage.local_disk import local_path, normalize, safe
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import did_you_mean, json_loads, url_scheme
-from ..runtime.checkpoint_model import PROTOCOL, Checkpoint, age, direct, mirrored, newest_checkpoint
 
 __all__ = [
     "COPIES",
@@ -499,15 +498,22 @@ class Store:
         for folder in ("live/checkpoints", "archive/checkpoints"):  # a checkpoint that moves meanwhile is in the second
             for item in self.checkpoints_in(f"{run_folder(run_id)}/{folder}"):
                 found.setdefault((item.name, item.attempt, item.seq), item)
-        return sorted(found.values(), key=age)
+        return sorted(found.values(), key=lambda item: item.order)
 
     def checkpoints_in(self, root: str) -> list[Checkpoint]:
         """Return the complete checkpoints directly below the folder ``root``, oldest first."""
         sizes = {key[len(root) + 1 :]: size for key, size in self.files.list(root).items()}
         matches = [match for name in sizes if (match := _COMMIT.fullmatch(name))]
         commits = parallel(self.record, [f"{root}/{match[0]}" for match in matches])
-        found = [mirrored(root, match, commit, sizes) for match, commit in zip(matches, commits, strict=True)]
-        return sorted(filter(None, found), key=age)
+        found = []
+        for match, commit in zip(matches, commits, strict=True):
+            folder = match[0].rpartition("/")[0]
+            ours = {"name": match[1], "attempt": match[2], "seq": match[3]}  # by the folder, whatever the record names
+            with contextlib.suppress(ValueError):
+                item = Checkpoint.of({**(commit or {}), **ours}, f"{root}/{folder}")
+                if item.missing(lambda path: sizes.get(f"{folder}/{path}")) is None:  # noqa: B023
+                    found.append(item)
+        return sorted(found, key=lambda item: item.order)
 
     def direct(self, run_id: str) -> list[Checkpoint]:
         """Return the checkpoints that a script wrote to the store itself, oldest first.
@@ -515,12 +521,12 @@ class Store:
         Complete: ``.metadata`` exists, and no file is newer. They have no digests.
         """
         root = f"{run_folder(run_id)}/checkpoints"
-        trees: dict[str, dict[str, Entry]] = {}
+        trees: dict[str, dict[str, tuple[int, float]]] = {}
         for key, entry in self.files.entries(root).items():
             name, _, path = key[len(root) + 1 :].partition("/")
-            trees.setdefault(name, {})[path] = entry
-        found = [direct(root, name, files) for name, files in trees.items() if METADATA in files and safe(name)]
-        return sorted(filter(None, found), key=age)
+            trees.setdefault(name, {})[path] = (entry.size, entry.modified)
+        found = [written_directly(root, name, files) for name, files in trees.items() if safe(name)]
+        return sorted((item for item in found if isinstance(item, Checkpoint)), key=lambda item: item.order)
 
     def newest_checkpoint(self, run_id: str) -> Checkpoint | None:
         """Return the newest of `checkpoints` and `direct` from which a training can resume."""

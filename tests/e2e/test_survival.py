@@ -22,7 +22,8 @@ from containers import left
 from jobs import Jobs
 from trials import SEED, TRIALS, Survivor, settled
 
-from cloudtrain.runtime.checkpoints import Complete, complete
+from cloudtrain.runtime.checkpoint_model import Checkpoint
+from cloudtrain.runtime.checkpoints import complete
 
 pytestmark = [pytest.mark.slow, pytest.mark.docker]
 
@@ -150,7 +151,7 @@ class Blow:
     """``when`` it fell (Unix seconds), and what was complete just before."""
 
     when: float
-    whole: list[Complete]
+    whole: list[Checkpoint]
 
 
 class Strike:

@@ -17,7 +17,8 @@ from disks import small_disk
 from jobs import Jobs
 from trials import Survivor
 
-from cloudtrain.runtime.checkpoints import Complete, complete
+from cloudtrain.runtime.checkpoint_model import Checkpoint
+from cloudtrain.runtime.checkpoints import complete
 
 pytestmark = pytest.mark.slow
 
@@ -45,18 +46,18 @@ def start(jobs: Jobs, *words: str, flags: tuple[str, ...] = ()) -> Survivor:
     return Survivor(jobs, *WORDS, *words, flags=(*SHAPE, *flags), processes=1)
 
 
-def whole(run: Survivor) -> list[Complete]:
+def whole(run: Survivor) -> list[Checkpoint]:
     return complete(run.live / "checkpoints")
 
 
-def committed(run: Survivor, name: str, attempt: str = "0.0") -> Complete:
+def committed(run: Survivor, name: str, attempt: str = "0.0") -> Checkpoint:
     """That checkpoint of that attempt, once it is complete."""
     return run.jobs.wait_for(
         lambda: next((c for c in whole(run) if c.name == name and c.commit["attempt"] == attempt), None), 120
     )
 
 
-def shard(found: Complete, node: int) -> Path:
+def shard(found: Checkpoint, node: int) -> Path:
     return found.folder / f"node-{node}" / found.name / f"shard-{node}.pt"
 
 
@@ -91,7 +92,7 @@ def test_a_store_that_is_away_stops_nothing(jobs: Jobs, uninterrupted: Losses, s
     jobs.gone()
 
 
-def _step(found: Complete) -> int:
+def _step(found: Checkpoint) -> int:
     return int(found.name.removeprefix("step-"))
 
 

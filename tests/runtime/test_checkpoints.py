@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from cloudtrain.errors import DigestError, StorageError
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import checkpoints
+from cloudtrain.runtime.checkpoint_model import Checkpoint
 from cloudtrain.runtime.checkpoint_names import family
 from cloudtrain.runtime.checkpoints import (
     COMMIT,
-    Complete,
     Pointer,
     Watch,
     complete,
@@ -57,7 +57,7 @@ def watch(tmp_path: Path, *patterns: str) -> Watch:
 
 def committed(
     live: Path, name: str = "step-1", folder: str = "0.0-1", files: dict[str, bytes] | None = None, **changes: Any
-) -> Complete:
+) -> Checkpoint:
     """A checkpoint as the mirror leaves it."""
     files = {f"node-0/{name}/a.pt": b"A" * 10, f"node-1/{name}/b.pt": b"B" * 20} if files is None else files
     where = live / name / folder
@@ -69,7 +69,7 @@ def committed(
         "files": {k: {"size": len(d), "sha256": hashlib.sha256(d).hexdigest()} for k, d in files.items()}, **changes,
     }  # fmt: skip
     write(where / COMMIT, json.dumps(commit))
-    return Complete(name=name, folder=where, commit=commit)
+    return Checkpoint.of(commit, str(where))
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -205,10 +205,7 @@ def test_complete_ones_in_order_of_attempt_time_and_number(tmp_path: Path) -> No
     assert [(c.name, c.folder.name) for c in complete(tmp_path)] == [
         ("a", "0.2-7"), ("a", "0.2-8"), ("c", "0.10-1"), ("b", "1.0-1"),
     ]  # fmt: skip
-    one, other = ({"attempt": "2", "time": 1, "seq": 1}, {"attempt": "2.1", "time": 0, "seq": 0})
-    assert (
-        Complete(name="a", folder=tmp_path, commit=one).order < Complete(name="a", folder=tmp_path, commit=other).order
-    )
+    assert committed(tmp_path, "a", "2-1", time=1.0).order < committed(tmp_path, "a", "2.1-0", time=0.5).order
 
 
 @pytest.mark.parametrize(
@@ -306,7 +303,7 @@ def test_a_commit_cannot_name_what_is_outside_it(tmp_path: Path, key: str) -> No
         "files": {**one.commit["files"], key: {"size": 1, "sha256": hashlib.sha256(b"x").hexdigest()}},
     }
     write(tmp_path / "evil", b"x")
-    forged = Complete(name=one.name, folder=one.folder, commit=commit)
+    forged = Checkpoint.of(commit, one.key)
     with pytest.raises(DigestError, match="outside itself"):
         restore(forged, tmp_path / "ck" / "step-1", node=0)
     assert not (tmp_path / "ck").exists() or tree(tmp_path / "ck") == {}

@@ -15,9 +15,10 @@ import pytest
 from cloudtrain.errors import AuthError, StorageError
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import resume as resume_module
+from cloudtrain.runtime.checkpoint_model import Checkpoint
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.resume import Resume
-from cloudtrain.runtime.store_checkpoints import Direct, RefusedError, find_newest
+from cloudtrain.runtime.store_checkpoints import RefusedError, find_newest
 from cloudtrain.runtime.timings import TIMINGS
 from cloudtrain.runtime.workspace import Workspace
 
@@ -94,7 +95,7 @@ def checkpoint(folder: Path, saved: float | None, **shards: float) -> None:
 
 def ask(
     url: str, environ: dict[str, str] | None = None, python: str = sys.executable
-) -> tuple[Direct | None, list[str]]:
+) -> tuple[Checkpoint | None, list[str]]:
     said: list[str] = []
     return find_newest(url, python=python, environ=environ or dict(os.environ), say=said.append), said
 
@@ -114,7 +115,8 @@ def test_the_newest_with_metadata_that_is_the_last_of_its_files(
     (root / "a-file").write_text("x")
     (root / "step-5").mkdir()
     found, said = ask(f"{scheme}://{root}", fake)
-    assert found == Direct(url=f"{scheme}://{root}/step-2", saved=2000.0)
+    assert found is not None
+    assert (found.key, found.saved) == (f"{scheme}://{root}/step-2", 2000.0)
     assert said == [
         f"checkpoint {scheme}://{root}/step-3 is not complete (a.distcp is newer than its .metadata); skipped"
     ]
@@ -150,7 +152,8 @@ def test_times_as_file_systems_tell_them(tmp_path: Path, fake: dict[str, str], t
     checkpoint(tmp_path / "store/step-1", 1700000000.25, a=1700000000.25)
     checkpoint(tmp_path / "store/step-2", 1700000001.0, a=1700000001.5)
     found, said = ask(f"fake://{tmp_path}/store", {**fake, "TIME": told, "TZ": "Asia/Tokyo"})
-    assert found == Direct(url=f"fake://{tmp_path}/store/step-1", saved=1700000000.25)
+    assert found is not None
+    assert (found.key, found.saved) == (f"fake://{tmp_path}/store/step-1", 1700000000.25)
     assert "step-2" in said[0]
 
 
@@ -282,7 +285,8 @@ def test_a_workspace_looks_where_its_store_is_mounted(tmp_path: Path) -> None:
     space = workspace(tmp_path, secrets=lambda reference: "secret")
     assert space.direct() is None
     checkpoint(tmp_path / "store/step-1", 1000.0, a=998.0)
-    assert space.direct() == Direct(url=f"file://{tmp_path.resolve()}/store/step-1", saved=1000.0)
+    assert (found := space.direct()) is not None
+    assert (found.key, found.saved) == (f"file://{tmp_path.resolve()}/store/step-1", 1000.0)
 
 
 @pytest.mark.parametrize("trouble", [KeyError("TOKEN"), OSError(5, "no answer"), RuntimeError("client")])
@@ -348,7 +352,7 @@ def test_a_store_that_answers_in_time_is_resumed_from(tmp_path: Path, monkeypatc
     silent = [StorageError("no route"), StorageError("no route")]
 
     class Late:
-        def direct(self) -> Direct | None:
+        def direct(self) -> Checkpoint | None:
             if silent:
                 raise silent.pop()
             return find_newest(f"file://{tmp_path}/store", python=sys.executable, environ={}, say=print)
@@ -357,7 +361,7 @@ def test_a_store_that_answers_in_time_is_resumed_from(tmp_path: Path, monkeypatc
     resume = Resume(live=tmp_path / "live", given=None, url=None, say=print)
     found = resume.direct(Late())  # type: ignore[arg-type]
     assert found is not None
-    assert found.url.endswith("/store/step-1")
+    assert found.key.endswith("/store/step-1")
 
 
 @pytest.mark.parametrize(
@@ -404,7 +408,7 @@ def test_a_store_that_refuses_holds_nothing_of_the_script(tmp_path: Path, fake: 
         ask(url, environ)
 
     class Refusing:
-        def direct(self) -> Direct | None:
+        def direct(self) -> Checkpoint | None:
             return find_newest(url, python=sys.executable, environ=environ, say=print)
 
     said: list[str] = []

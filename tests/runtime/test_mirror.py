@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from cloudtrain.runtime import checkpoint_done, checkpoints, mirror, mirror_files
-from cloudtrain.runtime.checkpoints import COMMIT, CheckpointEntry, Complete, Watch, complete
+from cloudtrain.runtime.checkpoint_model import Checkpoint
+from cloudtrain.runtime.checkpoints import COMMIT, CheckpointEntry, Watch, complete
 from cloudtrain.runtime.mirror import KINDS, Mirror
 from cloudtrain.runtime.timings import TIMINGS
 
@@ -81,7 +82,7 @@ class Cluster:
         path.write_text(data)
         return path
 
-    def complete(self) -> list[Complete]:
+    def complete(self) -> list[Checkpoint]:
         return complete(self.live / "checkpoints")
 
     def names(self) -> list[str]:
