@@ -137,7 +137,7 @@ def test_of_the_same_moment_the_higher_step_is_newer(tmp_path: Path, fake: dict[
         checkpoint(tmp_path / "store" / name, 1000.0, a=998.0)
     found, _ = ask(f"{scheme}://{tmp_path}/store", fake)
     assert found is not None
-    assert found.url == f"{scheme}://{tmp_path}/store/step-10"
+    assert found.key == f"{scheme}://{tmp_path}/store/step-10"
 
 
 @SCHEMES
@@ -170,7 +170,7 @@ def test_a_listing_that_fails_is_tried_three_times(
     if often == 2:
         found, said = ask(f"fake://{tmp_path}/store", environ)
         assert found is not None
-        assert (found.url, said) == (f"fake://{tmp_path}/store/step-2", [])
+        assert (found.key, said) == (f"fake://{tmp_path}/store/step-2", [])
     else:
         with pytest.raises(StorageError, match="cannot be listed: PermissionError: AccessDenied: no listing"):
             ask(f"fake://{tmp_path}/store", environ)
@@ -257,14 +257,14 @@ def test_on_object_stores(request: pytest.FixtureRequest, store: str) -> None:
     before = time.time()
     found, said = ask(url, environ)
     assert found is not None
-    assert (found.url, said) == (f"{url}/step-1", [])
+    assert (found.key, said) == (f"{url}/step-1", [])
     assert abs(found.saved - before) < 60
     write("step-2/.metadata", "last")
     time.sleep(1.1)  # these stores tell whole seconds
     write("step-1/__0_0.distcp", "written over")
     found, said = ask(url, environ)
     assert found is not None
-    assert found.url == f"{url}/step-2"
+    assert found.key == f"{url}/step-2"
     assert said == [f"checkpoint {url}/step-1 is not complete (__0_0.distcp is newer than its .metadata); skipped"]
     bucket = f"{url.partition('://')[0]}://no-such-bucket/x"
     assert ask(bucket, environ) == (None, [])
