@@ -26,6 +26,7 @@ from .archive import archive_of
 from .cause import Failure, category, failure_line, real, root_cause, silent_deaths, with_codes
 from .checkpoints import Watch
 from .compact import Compactor
+from .decisions import Notice, conclude, hear, outcome_of, restore_verdict, signal_due, with_reports
 from .history import FIRST, Start, restart_of
 from .host_facts import kill_users, oom_kills
 from .launch import Ranks, reap
@@ -41,8 +42,6 @@ from .workspace import Workspace
 
 __all__ = ["Node"]
 
-GRACE_RESERVE = 0.25
-"""The part of the platform's grace kept for stopping ranks and mirroring, at most `Timings.reserve`."""
 """Most time between a bad exit and torchrun stopping the others. A rank that left earlier may have left well."""
 UNMIRRORED = "not everything could be mirrored"
 
@@ -77,22 +76,13 @@ class Node:
         )
         self.archive = archive_of(site)
         self.resume = self._make_resume()
-        self.attempt = self.notice = self.resumed = ""
+        self.attempt = self.resumed = ""
+        self.notice = Notice()
         self.space: Workspace | None = None
-        self.started, self.heard = time.time(), 0.0
+        self.started = time.time()
         self.failures: list[Failure] = []
         self.seen: dict[int, set[str]] = {}
         self.eof: dict[int, int] = {}
-        self.preempted: float | None = None
-        self.notified_node: int | None = None
-        self.sources: set[int] = set()
-        """The sources of `Site.notices` that now say that this node is about to go."""
-        self.standing: set[tuple[int, str]] = set()
-        """Nodes that are about to go, and the origin: ``signal``, or ``notice`` of a source. Node 0 has all."""
-        self.passed_on: set[str] = set()
-        """On node 0: the second words of `standing` that all nodes have heard of this notice."""
-        self.withdrawn = float("-inf")
-        """Time at which the last notice was withdrawn (monotonic seconds)."""
         self.complete = False
         """True if the script ended well before any notice."""
         self.stopping: float | None = None
@@ -164,7 +154,7 @@ class Node:
         return self.site.exit_code.get(word, self.site.exit_code["failed"])
 
     def _over(self) -> bool:
-        return self._broken() or self.preempted is not None
+        return self._broken() or self.notice.since is not None
 
     def _broken(self) -> bool:
         return bool(self.failures) or self.stopping is not None
@@ -223,20 +213,20 @@ class Node:
             self._pump(lambda: len(self.peers) == self.nodes or self._over(), self._join_deadline())
             if self._over():
                 return
-            if late := sorted(set(range(self.nodes)) - self.peers.keys()):
+            verdict, why = restore_verdict(self.peers, self.nodes)
+            if verdict == "late":
                 waited = duration(self.site.join_timeout)
-                self._fail(self._lost(f"has not restored checkpoint {name} in {waited}", late[0]))
+                self._fail(self._lost(f"has not restored checkpoint {name} in {waited}", why))
                 return
-            bad = next((m for _, m in sorted(self.peers.items()) if m["why"]), None)
-            if bad is None:
+            if verdict == "go":
                 self._go(resume=name, saved=saved)
                 return
-            if not bad["damaged"]:  # it is whole: fail and try again, so that it is not lost
-                self._fail(self._setup(bad["why"], "infra"))
+            if verdict == "fail":
+                self._fail(self._setup(why, "infra"))
                 return
             tried += 1
             self.resume.pass_over(message)
-            self.log.say(f"{bad['why']}; falling back to the checkpoint before")
+            self.log.say(f"{why}; falling back to the checkpoint before")
         if direct is not None:
             self._go(url=direct.key, saved=direct.saved)
         elif why := self.resume.fallback(tried)[1]:
@@ -360,11 +350,7 @@ class Node:
             "stop": lambda sender, message: self._stop(),
             "done": self._on_answer,
             "exit": self._on_exit,
-            "signal": self._on_signal,
-            "notice": self._on_notice,
-            "preempt": self._on_preempt,
-            "withdraw": self._on_withdraw,
-            "withdrawn": self._on_withdrawn,
+            **dict.fromkeys(("signal", "notice", "preempt", "withdraw", "withdrawn"), self._on_notice),
             "quiet": self._on_quiet,
             "lost": self._on_lost,
         }
@@ -377,9 +363,8 @@ class Node:
             self.link.send(sender, {"t": "attempt", "attempt": self.attempt})
             if self.stopping is not None:
                 self.link.send(sender, {"t": "stop"})
-            if self.preempted is not None:
-                of = max((of for _, of in self.standing), default="")  # a signal, if there was one
-                self.link.send(sender, {"t": "preempt", "why": self.notice, "node": self.notified_node, "of": of})
+            if self.notice.since is not None:
+                self.link.send(sender, self.notice.for_newcomer())
 
     def _on_answer(self, sender: int, message: Message) -> None:
         if message["t"] != "restored" or "outcome" not in self.peers.get(sender, {}):  # it has left meanwhile
@@ -389,47 +374,36 @@ class Node:
     def _on_go(self, sender: int, message: Message) -> None:
         self.go = message
 
-    def _on_signal(self, sender: int, message: Message) -> None:
-        name, at = signal.Signals(message["number"]).name, message["at"]
-        self._announce(f"node {self.me} got a stop signal", "signal", f" ({name})", at)
-
-    def _announce(self, why: str, of: str, more: str = "", at: float | None = None) -> None:
-        self._preempt(why + more, self.me, of, at)
-        self._tell({"t": "preempt", "why": why, "node": self.me, "of": of})
-
     def _heard_of(self, source: int, why: str) -> None:
         """Pass on the answer of a source, in its thread."""
         self.inbox.put((-1, {"t": "notice", "source": source, "why": why, "at": time.monotonic()}))
 
     def _on_notice(self, sender: int, message: Message) -> None:
-        """Act on a source's new answer: this node is about to be taken away, or is not any more."""
-        before = bool(self.sources)
-        (self.sources.add if message["why"] else self.sources.discard)(message["source"])
-        if self.sources and not before:
-            self._announce(f"node {self.me} is about to go", "notice", f" ({message['why']})", message["at"])
-        elif before and not self.sources:
-            self._tell({"t": "withdraw", "node": self.me})
+        leaving = self._broken() or (self._left() and not self.complete)
+        self.notice, actions = hear(self.notice, message, me=self.me, now=time.monotonic(), leaving=leaving)
+        carry_out: dict[str, Callable[[Any], None]] = {
+            "tell": self._tell,
+            "tell_all": self.link.send_all,
+            "say": self.log.say,
+            "warn": self._warn,
+            "train_on": self._train_on,
+        }
+        for action in actions:
+            carry_out[action.do](action.what)
 
-    def _on_withdraw(self, sender: int, message: Message) -> None:
-        """Take back one node's notice, on node 0. When no node is about to go any more, pass that on to all."""
-        self.standing.discard((message["node"], "notice"))
-        if not self.standing and self.preempted is not None:
-            self.passed_on.clear()
-            self.link.send_all({"t": "withdrawn"})
-            self._on_withdrawn(0, message)
+    def _warn(self, _: None) -> None:
+        """Let the script see that it may save a checkpoint now."""
+        if self.uploads is not None and self.code is not None:
+            self.uploads.hurry()
+        with contextlib.suppress(OSError):
+            if self.space is not None:
+                self.space.preempt.touch()
 
-    def _on_withdrawn(self, sender: int, message: Message) -> None:
-        """Forget the notice and train on, unless ranks have left because of it: then all nodes leave."""
-        self.standing.clear()
-        if self.preempted is not None and (self._broken() or (self._left() and not self.complete)):
-            self._announce_leaving()
-        elif self.preempted is not None:
-            self.log.say("the notice was withdrawn; training continues")
-            self.preempted = self.notified_node = self.stopped_ns = None
-            self.notice, self.withdrawn = "", time.monotonic()
-            self._space.preempt.unlink(missing_ok=True)
-            if self.ranks is not None:
-                self.ranks.forget_notice(TIMINGS.withdrawn)
+    def _train_on(self, _: None) -> None:
+        self.stopped_ns = None
+        self._space.preempt.unlink(missing_ok=True)
+        if self.ranks is not None:
+            self.ranks.forget_notice(TIMINGS.withdrawn)
 
     def _left(self) -> bool:
         """Return whether a rank that this node knows of has ended, or was stopped."""
@@ -438,51 +412,22 @@ class Node:
 
     def _check_leaving(self) -> None:
         """Let all nodes leave if a rank ended so soon after a withdrawal that it may have seen the notice."""
-        if not self._over() and time.monotonic() < self.withdrawn + TIMINGS.withdrawn:
-            self._announce_leaving()
-
-    def _announce_leaving(self) -> None:
-        self._announce(f"ranks of node {self.me} have left at a notice that was withdrawn", "")
-
-    def _on_preempt(self, sender: int, message: Message) -> None:
-        of = message.get("of", "signal")
-        if self.me == 0 and of not in self.passed_on:  # a platform signals all nodes at once, and each of them reports
-            self.passed_on.add(of)
-            self.link.send_all(message)
-        self._preempt(message["why"], message["node"], of)
-
-    def _preempt(self, why: str, node: int, of: str = "", at: float | None = None) -> None:
-        """Begin to leave, for a notice at ``at``. With an empty ``of``, no machine is about to be taken."""
-        first, at = self.preempted is None, at or time.monotonic()
-        self.preempted = min(self.preempted, at) if self.preempted is not None and self.standing else at
-        if of:
-            self.standing.add((node, of))
-        if first:
-            self.heard, self.notice, self.notified_node = time.monotonic(), why, node
-            self.log.say(f"{why}; the script may save a checkpoint now")
-            if self.uploads is not None and self.code is not None:
-                self.uploads.hurry()
-            with contextlib.suppress(OSError):
-                if self.space is not None:
-                    self.space.preempt.touch()
+        if not self._broken():
+            self._on_notice(self.me, {"t": "left"})
 
     def _on_failed(self, sender: int, message: Message) -> None:
         """Add a node's failures on node 0, in our time."""
         if sender == self.me:
             return
-        for item in message["failures"]:
-            failure = Failure(**{**item, "time_ns": self.link.here(sender, item["time_ns"])})
-            same = next((f for f in self.failures if f.about == failure.about), None)
-            if same is None:
-                self.failures.append(failure)
-            elif same.code is None:
-                self.failures[self.failures.index(same)] = replace(same, code=failure.code)
-        if message["failures"] and not all(map(self._comes_of_the_notice, self.failures)):
+        items = message["failures"]
+        here = [Failure(**{**item, "time_ns": self.link.here(sender, item["time_ns"])}) for item in items]
+        self.failures = with_reports(self.failures, here)
+        if items and not all(map(self._comes_of_the_notice, self.failures)):
             self._stop()
 
     def _on_exit(self, sender: int, message: Message) -> None:
         if self.go is None and message["outcome"] == "preempted":  # it was leaving when this node came
-            self._preempt("node 0 got a stop signal", 0)
+            self._on_notice(0, {"t": "preempt", "why": "node 0 got a stop signal", "node": 0, "of": ""})
         self.released, self.lost = True, message["lost"]
 
     def _on_quiet(self, sender: int, message: Message) -> None:
@@ -525,7 +470,7 @@ class Node:
         self.code = message["code"]
         if self.code == 0:
             self._check_leaving()
-            self.complete = self.preempted is None
+            self.complete = self.notice.since is None
         else:
             self._blame_the_silent()
 
@@ -601,21 +546,17 @@ class Node:
     def _escalate(self, now: float) -> None:
         """Send SIGTERM, then SIGKILL: soon after a failure; near the grace's end after a notice, but see `notify`."""
         assert self.ranks is not None
-        term = kill = float("inf")
-        if self.stopping is not None:
-            term, kill = self.stopping + TIMINGS.stop_term, self.stopping + TIMINGS.stop_kill
-        elif self.preempted is not None:
-            if not self.signalled and self.ranks.notify():
-                self.stopped_ns = self.stopped_ns or time.time_ns()
-            reserve = min(TIMINGS.reserve, self.site.stop_grace * GRACE_RESERVE)
-            term = self.preempted + self.site.stop_grace - reserve
-            kill = term + reserve / 3
-        if now >= kill + TIMINGS.launcher and self.signalled == 2:
+        since = self.notice.since
+        if self.stopping is None and since is not None and not self.signalled and self.ranks.notify():
+            self.stopped_ns = self.stopped_ns or time.time_ns()
+        grace, signalled = self.site.stop_grace, self.signalled
+        due = signal_due(stopping=self.stopping, since=since, stop_grace=grace, signalled=signalled, now=now)
+        if due == "all":
             self.ranks.kill()
-        elif now >= kill and self.signalled < 2:
+        elif due == "kill":
             self.signalled = 2
             self.ranks.signal(signal.SIGKILL)
-        elif now >= term and self.signalled < 1:
+        elif due == "term":
             self.signalled = 1
             self.stopped_ns = self.stopped_ns or time.time_ns()
             self.ranks.signal(signal.SIGTERM)
@@ -653,21 +594,21 @@ class Node:
         mirror.finish(clean=clean or self._left_by_choice())
         # After a notice, a script that has saved often ends with a code of its own; `_late` keeps the grace.
         quiet = TIMINGS.mirror_clean if clean or self._outcome() == "preempted" else TIMINGS.mirror_failed
-        if self.uploads is not None and (self.preempted is not None or not clean):
+        if self.uploads is not None and (self.notice.since is not None or not clean):
             self.uploads.hurry()
         mirror.last = time.monotonic()
         self._pump(lambda: mirror.idle.is_set() or 0 in self.gone or self._late(mirror.last + quiet))
         if not mirror.idle.is_set():
             why = f": {mirror.trouble}" if mirror.trouble else ""
             self.log.say(f"not everything could be mirrored{why}")
-            if clean and self.preempted is not None:  # the grace is over; what was mirrored before is there
+            if clean and self.notice.since is not None:  # the grace is over; what was mirrored before is there
                 self.remarks.append(f"{UNMIRRORED}{why}")
             elif clean:
                 category = "storage" if why else "infra"
                 self._fail(self._setup(f"its results could not all be mirrored to the store{why}", category))
         elif clean and self.uploads is not None and (lost := self.uploads.given_up):
             text = f"not known to be in the store: checkpoint {', '.join(lost)}"
-            if self.preempted is not None or self.uploads.blind:
+            if self.notice.since is not None or self.uploads.blind:
                 self.remarks.append(text)
             else:
                 self._fail(self._setup(text, "infra"))
@@ -679,24 +620,20 @@ class Node:
         return 0 in self.gone or self._late(end)
 
     def _grace_end(self) -> float:
-        """Return when this node must end (monotonic seconds): before its kill or the end of `Site.hold`; else never."""
-        if self.preempted is None or not self.standing:
-            return float("inf")
-        return self.preempted + (self.site.hold if self._held() else self.site.stop_grace - 2.0)
+        return self.notice.end(hold=self.site.hold, stop_grace=self.site.stop_grace)
 
     def _held(self) -> bool:
-        """Return whether this node must stay until the platform takes it: it will get no signal before that."""
-        return self.site.hold > 0 and {of for _, of in self.standing} == {"notice"}
+        return self.notice.held(self.site.hold)
 
     def _late(self, end: float = float("inf")) -> bool:
         return time.monotonic() > min(end, self._grace_end())
 
     def _unmet(self) -> bool:
-        return self.preempted is not None and self._late(self.heard + TIMINGS.meet)
+        return self.notice.since is not None and self._late(self.notice.heard + TIMINGS.meet)
 
     def _conclude(self) -> str:
         """Wait on node 0 for every node, name the root cause, let all go."""
-        if self.go is None and self.preempted is not None:  # a peer that comes now gets the notice, too
+        if self.go is None and self.notice.since is not None:  # a peer that comes now gets the notice, too
             self._pump(lambda: self._met() or self._broken() or self._unmet())
         others = set(range(1, self.nodes)) if self.go is not None else self.link.connected()  # or it never came
         if self.attempt and self.nodes > 1:
@@ -704,16 +641,17 @@ class Node:
             if self._broken():  # a peer may be copying still
                 began = time.monotonic()
                 self._pump(lambda: others <= self._accounted() or self._in_vain(began))
-        outcome = self._outcome()
-        mute = others - {n for n, m in self.peers.items() if "outcome" in m}  # lost, though the link may not know yet
-        if outcome == "succeeded" and (mute or any(m.get("outcome") == "preempted" for m in self.peers.values())):
-            outcome = "preempted"
-        cause = root_cause(self.failures, stopped_ns=self.stopped_ns) if outcome == "failed" else None
-        if cause is not None and cause.consequence and mute:
-            cause = self._lost("was lost: it has not reported how it ended", min(mute))
+        outcome, cause = conclude(
+            self._outcome(),
+            self.failures,
+            others=others,
+            outcomes={n: m["outcome"] for n, m in self.peers.items() if "outcome" in m},
+            stopped_ns=self.stopped_ns,
+            now_ns=time.time_ns(),
+        )
         self.lost = cause is not None and cause.kind == "lost"
         self.log.say(f"failed: {failure_line(cause)}" if cause is not None else outcome)
-        if self.go is None and self.preempted is not None:
+        if self.go is None and self.notice.since is not None:
             self.link.shut()
         self._record(outcome, cause, decided=True)
         if outcome == "preempted":
@@ -725,7 +663,7 @@ class Node:
     def _hold(self) -> None:
         """Keep all nodes for the platform to take, on node 0."""
         if self._held():
-            nodes = ", ".join(f"node {n}" for n in sorted({n for n, _ in self.standing}))
+            nodes = ", ".join(f"node {n}" for n in sorted({n for n, _ in self.notice.standing}))
             self.log.say(f"waiting until the platform takes {nodes}, at most {self.site.hold:.0f} s from the notice")
             self.log.flush()
             self._pump(lambda: not self._held(), self._grace_end())
@@ -745,15 +683,21 @@ class Node:
         return root_cause(own, stopped_ns=self.stopped_ns)
 
     def _outcome(self) -> str:
-        if self.preempted is not None and not any(real(f, self.stopped_ns) for f in self.failures):
-            return "succeeded" if self.complete and not self._broken() and self._is_saved() else "preempted"
-        if self.failures:
-            return "failed"
-        return "succeeded" if self.code == 0 and self.stopping is None else "stopped"
+        return outcome_of(
+            self.failures,
+            stopped_ns=self.stopped_ns,
+            noticed=self.notice.since is not None,
+            complete=self.complete,
+            saved=self._is_saved(),
+            code=self.code,
+            stopping=self.stopping is not None,
+        )
 
     def _comes_of_the_notice(self, failure: Failure) -> bool:
         """Return whether a rank ended because of the notice: the others keep their grace then."""
-        return self.preempted is not None and failure.kind in ("died", "error") and not real(failure, self.stopped_ns)
+        return (
+            self.notice.since is not None and failure.kind in ("died", "error") and not real(failure, self.stopped_ns)
+        )
 
     def _is_saved(self) -> bool:
         """Return whether all results are mirrored, and no checkpoint is known to have missed the store."""
@@ -774,12 +718,12 @@ class Node:
             "node": self.me,
             "outcome": outcome,
             "category": category(cause, oom_kill=oom) if cause else "preempted" if outcome == "preempted" else "",
-            "reason": line or (self.notice or "a node got a stop signal" if outcome == "preempted" else ""),
+            "reason": line or (self.notice.why or "a node got a stop signal" if outcome == "preempted" else ""),
             "failure": cause.public() if cause else None,
             "started": self.started,
             "lines": self.log.lines,
             "resumed_from": self.resumed,
-            "told": self.notified_node if outcome != "succeeded" else None,
+            "told": self.notice.node if outcome != "succeeded" else None,
             "remarks": self.remarks,
             "decided": decided,
             "lost": decided and self.lost,

@@ -341,7 +341,7 @@ def test_what_ends_later_is_a_success(at_work: Node, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(TIMINGS, "withdrawn", 0.0)
     spared(at_work)
     at_work._handle(0, {"t": "ended", "code": 0})
-    assert (at_work.preempted, at_work._outcome(), sent(at_work)) == (None, "succeeded", ["preempt", "withdrawn"])
+    assert (at_work.notice.since, at_work._outcome(), sent(at_work)) == (None, "succeeded", ["preempt", "withdrawn"])
 
 
 def test_ranks_hear_of_a_second_notice(at_work: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,12 +365,12 @@ def test_ranks_that_have_left_before_the_withdrawal_end_the_attempt(at_work: Nod
     notice(at_work, "")
     assert sent(at_work) == ["preempt", "withdrawn", "preempt"]
     assert at_work.sent[-1]["of"] == ""  # type: ignore[attr-defined]
-    assert (at_work.preempted is None, at_work._held(), at_work._outcome()) == (False, False, "preempted")
+    assert (at_work.notice.since is None, at_work._held(), at_work._outcome()) == (False, False, "preempted")
 
 
 def test_a_notice_after_ranks_have_left_at_a_withdrawn_one_counts_from_its_own_time(at_work: Node) -> None:
     notice(at_work, "Azure announced Preempt")
-    at_work.code, at_work.preempted = 0, time.monotonic() - 1000
+    at_work.code, at_work.notice = 0, replace(at_work.notice, since=time.monotonic() - 1000)
     notice(at_work, "")
     notice(at_work, "Azure announced Preempt")
     assert (at_work._held(), at_work._late(), sent(at_work)[-1]) == (True, False, "preempt")
@@ -382,7 +382,8 @@ def test_a_node_stays_until_it_is_taken_or_the_hold_is_over(at_work: Node) -> No
     at_work._hold()
     assert time.monotonic() - began >= 0.4
     threading.Timer(0.1, at_work._heard_of, (0, "")).start()
-    at_work.preempted, at_work.site = time.monotonic(), dataclasses.replace(at_work.site, hold=30.0)
+    at_work.notice = replace(at_work.notice, since=time.monotonic())
+    at_work.site = replace(at_work.site, hold=30.0)
     at_work._hold()
     assert time.monotonic() - began < 10
 
@@ -416,7 +417,7 @@ def test_a_notice_after_the_script_has_ended_well_that_is_withdrawn(at_work: Nod
     at_work._handle(0, {"t": "ended", "code": 0})
     notice(at_work, "Azure announced Preempt")
     notice(at_work, "")
-    assert (at_work.preempted, at_work._outcome()) == (None, "succeeded")
+    assert (at_work.notice.since, at_work._outcome()) == (None, "succeeded")
 
 
 def test_mirroring_goes_on_while_the_node_is_held(at_work: Node) -> None:
