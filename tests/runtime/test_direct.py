@@ -323,7 +323,7 @@ def test_without_secrets_here_it_says_so(tmp_path: Path) -> None:
 def test_a_store_that_does_not_answer_matters_to_a_run_that_may_have_used_it(
     tmp_path: Path, past: dict[str, dict[str, Any]], tries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = {"name": "a", "place": None, "attempt": "0.0", "seq": 1, "saved": 1.0, "files": {}}
+    whole = {"protocol": 1, "name": "a", "attempt": "0.0", "seq": 1, "time": 1.0, "saved": 1.0, "files": {}}
     for name, record in {"attempts/0.0.json": {"direct": False}, **past}.items():
         (tmp_path / "live" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "live" / name).write_text(json.dumps(record or whole))

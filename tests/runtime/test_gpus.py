@@ -203,7 +203,7 @@ def test_a_node_hears_its_stop_signal_while_pytorch_begins(machine: Path, monkey
     began = time.monotonic()
     node._prepare_and_join()
     assert time.monotonic() - began < 30
-    assert node.preempted is not None
+    assert node.notice.since is not None
     assert node.failures == []
 
 

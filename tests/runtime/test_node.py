@@ -494,7 +494,7 @@ def test_a_node_that_may_be_taken_says_why_it_left_before_it_mirrors(
         raise Taken
 
     notice(at_work, "Azure announced Preempt")
-    at_work.code, at_work.mirror = 0, SimpleNamespace()  # type: ignore[assignment]
+    at_work.code, at_work.mirror = 0, SimpleNamespace(idle=threading.Event())  # type: ignore[assignment]
     monkeypatch.setattr(at_work, "_finish_mirror", taken)
     with pytest.raises(Taken):
         at_work._finish()
