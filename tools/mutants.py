@@ -1,9 +1,10 @@
-"""``make mutants``: change the provider files and the attempt policy a little, and see whether a test notices.
+"""``make mutants``: change provider files, the attempt policy and a node's decisions, and see whether a test notices.
 
     .venv-mutants/bin/python tools/mutants.py [--share 0.05] [--seed 0] [--only GLOB …] [--again] [--no-report]
 
-mutmut makes the mutants and runs, for each, the tests (``tests/providers``, ``tests/test_attempts.py``) that reach its
-function and need no engine of containers and no emulator but ours (``[tool.mutmut]`` in pyproject.toml says which).
+mutmut makes the mutants and runs, for each, the tests (``tests/providers``, ``tests/test_attempts.py``,
+``tests/runtime/test_decisions.py``) that reach its function and need no engine of containers and no emulator but ours
+(``[tool.mutmut]`` in pyproject.toml says which).
 ``--share`` of each file's mutants are tried, drawn by ``--seed``; ``--again`` tries those that survived the run before.
 Exit code 0: every survivor is explained in ``tools/survivors.toml``; 1: some is not; 2: nothing was tried.
 

@@ -148,10 +148,9 @@ def test_a_rank_that_ends_soon_after_a_withdrawal_takes_all_nodes_along(
 ) -> None:
     notice = Notice(since=since, withdrawn=1000.0 - ago)
     found, actions = hear(notice, {"t": "left"}, me=0, now=1000.0)
-    assert ([do for do, _ in actions], found.since) == (
-        ["say", "warn", "tell"] if leaves else [],
-        1000.0 if leaves else since,
-    )
+    why = "ranks of node 0 have left at a notice that was withdrawn"
+    assert actions == ([("say", f"{why}; {SAVE}"), ("warn", None), tell(why, 0, "")] if leaves else [])
+    assert (found.since, found.standing) == (1000.0 if leaves else since, frozenset())
 
 
 @pytest.mark.parametrize(
@@ -173,6 +172,7 @@ def test_only_a_notice_holds_a_node_and_ends_it_late(origins: list[str], hold: f
 @pytest.mark.parametrize(("origins", "of"), [(["notice"], "notice"), (["notice", "signal"], "signal"), ([], "")])
 def test_a_node_that_comes_later_hears_of_the_notice(origins: list[str], of: str) -> None:
     notice = Notice(since=1.0, why="w", node=2, standing=frozenset((2, each) for each in origins))
+    assert Notice().heard == 0.0
     assert notice.for_newcomer() == {"t": "preempt", "why": "w", "node": 2, "of": of}
 
 
