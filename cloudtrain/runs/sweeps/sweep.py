@@ -271,7 +271,8 @@ class Sweep:
     def step(self, *, on_change: Say | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Do once what `run` does all the time, until nothing can be added now. Return the summary.
 
-        ``environ`` has the values of ``env:`` references (default: this process's). Raises the errors of store and platform.
+        ``environ`` has the values of ``env:`` references (default: this process's). Raises the errors of store and
+        platform.
         """
         self.create()
         say = on_change or _silent
