@@ -326,7 +326,7 @@ def test_no_rank_of_the_last_attempt_runs_beside_the_next_one(jobs: Jobs, how: s
     """The node's own process cannot end its rank: it was killed too, or stands still."""
     jobs.write("train.py", BEATS)
     environ = ("--env", f"BEATS={jobs.tmp / 'beats'}", "--env", "ENOUGH=1")
-    jobs.shorten(stop_grace=2)  # the successor waits for its orphans
+    jobs.shorten(stop_grace=2, orphans=2)  # the successor waits for them
     run = jobs.detach("train.py", "--launcher", "python", "--retries", "1", *environ)
     jobs.printed(run, "up")
     supervisor, node = jobs.supervisor(), jobs.node(0)
@@ -585,6 +585,7 @@ def test_a_preempted_script_that_does_not_listen_is_stopped_before_the_grace_end
         "train.py",
         "import os, time\nprint('up', flush=True)\nif os.environ['CLOUDTRAIN_ATTEMPT'] == '0.0': time.sleep(90)\n",
     )
+    jobs.shorten(stop_grace=12)
     run = jobs.detach("train.py")
     jobs.printed(run, "up")
     began = time.monotonic()
@@ -592,13 +593,14 @@ def test_a_preempted_script_that_does_not_listen_is_stopped_before_the_grace_end
     result = jobs.cli("wait", run.url, "--json").json
     assert result["state"] == "succeeded"
     assert [a["number"] for a in result["attempts"]] == ["0.0", "0.1"]
-    assert 20 < time.monotonic() - began < 45  # local's grace is 40 s
+    assert 6 < time.monotonic() - began < 30
 
 
 # ------------------------------------------------------------------------------------------- what is restored is proved
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(jobs: Jobs) -> None:
+    jobs.shorten(quiet=0.5, scan=0.1)
     jobs.write(
         "train.py",
         TRAINS
@@ -606,7 +608,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(jobs: Jobs) -> None:
 if not resume:
     for step in (1, 2):
         save(step)
-        time.sleep(4.5)
+        time.sleep(2)
     raise ValueError("now")
 print("resumed step", first - 1, flush=True)
 """,
@@ -626,6 +628,7 @@ print("resumed step", first - 1, flush=True)
 
 
 def test_checkpoints_in_the_scripts_own_place_come_back_there(jobs: Jobs) -> None:
+    jobs.shorten(quiet=0.5, scan=0.1)
     jobs.write(
         "train.py",
         """
@@ -634,7 +637,7 @@ def test_checkpoints_in_the_scripts_own_place_come_back_there(jobs: Jobs) -> Non
         if os.environ["CLOUDTRAIN_ATTEMPT"] == "0.0":
             path.mkdir(parents=True)
             (path / "model.bin").write_text("weights")
-            time.sleep(4.5)
+            time.sleep(2)
             raise ValueError("now")
         assert (path / "model.bin").read_text() == "weights"
         assert pathlib.Path(os.environ["CLOUDTRAIN_RESUME_FROM"]).samefile(path)

@@ -158,6 +158,7 @@ def test_a_rank_that_ends_soon_after_a_withdrawal_takes_all_nodes_along(
     [
         ([], 60.0, False, INF),
         (["notice"], 60.0, True, 160.0),
+        (["notice"], 0.5, True, 100.5),
         (["notice"], 0.0, False, 128.0),
         (["signal"], 60.0, False, 128.0),
         (["notice", "signal"], 60.0, False, 128.0),
