@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .cause import Failure, real, root_cause
 from .timings import TIMINGS
 
-__all__ = ["Action", "Notice", "conclude", "hear", "outcome_of", "restore_verdict", "signal_due", "with_reports"]
+__all__ = ["Action", "Notice", "conclude", "hear", "node_outcome", "restore_verdict", "signal_due", "with_reports"]
 
 GRACE_RESERVE = 0.25
 """The part of the platform's grace kept for stopping ranks and mirroring, at most `Timings.reserve`."""
@@ -176,7 +176,7 @@ def restore_verdict(answers: Mapping[int, Message], nodes: int) -> tuple[str, An
     return "pass" if bad["damaged"] else "fail", bad["why"]
 
 
-def outcome_of(
+def node_outcome(
     failures: Sequence[Failure],
     *,
     stopped_ns: int | None,

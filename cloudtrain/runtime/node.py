@@ -26,7 +26,7 @@ from .archive import archive_of
 from .cause import Failure, category, failure_line, real, root_cause, silent_deaths, with_codes
 from .checkpoints import Watch
 from .compact import Compactor
-from .decisions import Notice, conclude, hear, outcome_of, restore_verdict, signal_due, with_reports
+from .decisions import Notice, conclude, hear, node_outcome, restore_verdict, signal_due, with_reports
 from .history import FIRST, Start, restart_of
 from .host_facts import kill_users, oom_kills
 from .launch import Ranks, reap
@@ -683,7 +683,7 @@ class Node:
         return root_cause(own, stopped_ns=self.stopped_ns)
 
     def _outcome(self) -> str:
-        return outcome_of(
+        return node_outcome(
             self.failures,
             stopped_ns=self.stopped_ns,
             noticed=self.notice.since is not None,

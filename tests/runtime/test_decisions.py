@@ -13,7 +13,7 @@ from cloudtrain.runtime.decisions import (
     Notice,
     conclude,
     hear,
-    outcome_of,
+    node_outcome,
     restore_verdict,
     signal_due,
     with_reports,
@@ -270,7 +270,7 @@ REAL, CONSEQUENCE = of(exception="ValueError"), of(exception="Connection closed 
 )
 def test_the_outcome_of_one_node(failures: list[Failure], changes: dict[str, Any], outcome: str) -> None:
     facts: dict[str, Any] = {"stopped_ns": None, "noticed": False, "complete": False, "saved": False, "code": 0}
-    assert outcome_of(failures, **{**facts, "stopping": False, **changes}) == outcome
+    assert node_outcome(failures, **{**facts, "stopping": False, **changes}) == outcome
 
 
 @pytest.mark.parametrize(
