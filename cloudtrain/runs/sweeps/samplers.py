@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError
@@ -63,7 +64,8 @@ def study_of(spec: SweepSpec, state: State) -> Study:
     known = {name: _distribution(item) for name, item in spec.space.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # multivariate sampling is called experimental
-        sampler = optuna.samplers.TPESampler(seed=spec.seed + len(state.trials), multivariate=True, constant_liar=True)
+        seed = Random(f"{spec.seed}/{len(state.trials)}").getrandbits(31)  # of its own for each trial
+        sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
         study = optuna.create_study(direction=spec.goal, sampler=sampler)
         for trial in state.trials:
             study.add_trial(_frozen(trial, state.outcomes.get(trial.n), known))
