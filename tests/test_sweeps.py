@@ -175,6 +175,34 @@ def test_first_points_come_first(sampler: str) -> None:
     assert sampler != "grid" or two == {"lr": 0.1, "layers": 1}
 
 
+def test_tpe_proposes_what_optuna_itself_would_propose() -> None:
+    """A study that has run all of it by ask and tell, and the one that we rebuild, give the same next parameters."""
+    import optuna
+
+    spec = spec_of(sampler="tpe", seed=5)
+    state = history(spec, 20, 7)
+    study = optuna.create_study()
+    for one in state.trials:
+        study.enqueue_trial(one.params)
+    ranges = {
+        "lr": optuna.distributions.FloatDistribution(1e-5, 1e-1, log=True),
+        "dropout": optuna.distributions.FloatDistribution(0.0, 0.5, step=0.1),
+        "layers": optuna.distributions.IntDistribution(2, 12, step=2),
+        "width": optuna.distributions.IntDistribution(16, 1024, log=True),
+        "optimizer": optuna.distributions.CategoricalDistribution(("adamw", "lion")),
+    }
+    for one in state.trials:
+        asked = study.ask(ranges)
+        assert asked.params == one.params
+        outcome = state.outcomes.get(one.n)
+        if outcome is not None and outcome.value is not None:
+            asked.report(outcome.value, one.n)
+            pruned = optuna.trial.TrialState.PRUNED if outcome.state == "stopped" else None
+            study.tell(asked, None if pruned else outcome.value, state=pruned)
+    study.sampler = study_of(spec, state).sampler
+    assert propose(spec, state) == study.ask(ranges).params
+
+
 def test_a_study_has_every_trial() -> None:
     spec = spec_of(goal="maximize", sampler="random")
     study = study_of(spec, history(spec, 6, 2))
