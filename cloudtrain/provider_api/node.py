@@ -112,6 +112,7 @@ class NodeEnvironment:
     wait for each other before the first rank starts. ``restarts_in_place``: the platform restarts a failed container
     itself before it ends the job. Such a start must not run the script a second time. ``cuda_compat`` is the folder of
     CUDA's forward compatibility libraries, which ranks use if the node's driver is older than the image's CUDA.
+    ``signals_ranks``: the stop signal reaches every process of the node, ranks and their children too.
     """
 
     topology: Topology
@@ -136,6 +137,7 @@ class NodeEnvironment:
     join_timeout: float = JOIN_TIMEOUT
     restarts_in_place: bool = False
     cuda_compat: str = ""
+    signals_ranks: bool = False
     agent: SyncAgent | None = None
 
     @property

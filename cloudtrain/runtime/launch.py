@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -186,6 +186,7 @@ class Ranks:
         first_rank: int,
         emit: Callable[[dict[str, Any]], None],
         read: Callable[[str], None] | None = None,
+        signals_ranks: bool = False,
     ) -> None:
         self._log, self._emit, self.first_rank = log, emit, first_rank
         self._read = read if first_rank == 0 else None
@@ -194,6 +195,7 @@ class Ranks:
         self.lone = "torch.distributed.run" not in command
         self.pids: dict[int, int] = {}
         self._bare = self.lone and not shim
+        self._signalled_by_platform = signals_ranks
         self._notified: dict[int, int] = {}
         self._former, self._former_end = set[int](), 0
         self.codes: dict[int, int] = {}
@@ -215,15 +217,16 @@ class Ranks:
                 # Open a reader first: without one, a rank takes its runtime for dead.
                 self._keepers.append(os.open(self._pipes / f"{kind}-{local}", os.O_RDONLY | os.O_NONBLOCK))
                 self._thread(target, local)
-        self._process = subprocess.Popen(
-            list(command),
-            env={**env, "CLOUDTRAIN_WORKER": f"{self._pipes}\n{package}"} if shim else dict(env),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        with _without_sigterm() if signals_ranks and shim else contextlib.nullcontext():
+            self._process = subprocess.Popen(
+                list(command),
+                env={**env, "CLOUDTRAIN_WORKER": f"{self._pipes}\n{package}"} if shim else dict(env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         self.pid = self._process.pid
         self._thread(self._read_launcher)
         threading.Thread(target=self._wait, name="wait", daemon=True).start()
@@ -318,14 +321,16 @@ class Ranks:
         """Send SIGTERM, once, to the ranks that handle it, not to their children. Return whether any got it now.
 
         So a handler has the platform's whole grace. A rank without one would die, and lose its time to see the preempt
-        file. DataLoader workers must not end before the rank that they serve.
+        file. DataLoader workers must not end before the rank that they serve. If the platform signals the ranks itself,
+        their handlers are at work already.
         """
         pids = list(self._pids_of_ranks().values())  # a rank may report its start meanwhile
         found = [pid for pid in pids if pid not in self._notified and handles_sigterm(pid)]
         for pid in found:
             self._notified[pid] = time.time_ns()  # before the signal: its consequences are later
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGTERM)
+            if not self._signalled_by_platform:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGTERM)
         return bool(found)
 
     def forget_notice(self, seconds: float) -> None:
@@ -375,6 +380,19 @@ class Ranks:
             with contextlib.suppress(OSError):
                 os.kill(self.pids[local], signal.SIGUSR1)
         return self._stacks
+
+
+@contextlib.contextmanager
+def _without_sigterm() -> Iterator[None]:
+    """Block SIGTERM in this thread, for a child that inherits that.
+
+    torchrun takes a SIGTERM for its own end, and would stop its ranks. The worker of each rank unblocks the signal.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _others_in_group(leader: int) -> list[int]:

@@ -176,9 +176,46 @@ def _error(exc: BaseException, code: int) -> dict[str, Any]:
     }
 
 
+def _shield() -> None:
+    """Let this rank, and the DataLoader's workers, outlive a platform's SIGTERM that reaches every process.
+
+    The runtime has blocked the signal for this process and for torchrun. A handler that does nothing takes the place of
+    the default, which would end the rank. The script's own handler replaces it, and `exec` restores the default, so a
+    program that the script starts can be terminated. A forked worker of a DataLoader keeps the signal blocked: torch
+    installs a handler in C there, and the rank fails if its worker ends first. Any other forked child gets the default.
+    """
+    import _signal  # type: ignore[import-not-found]
+
+    def ignore(number: int, frame: Any) -> None:
+        """Do nothing: the notice reaches the script by the preempt file."""
+
+    masks = []
+
+    def before_fork() -> None:
+        """Keep a signal for the child until it has the default back."""
+        masks.append(_signal.pthread_sigmask(_signal.SIG_BLOCK, [_signal.SIGTERM]))
+
+    def in_parent() -> None:
+        _signal.pthread_sigmask(_signal.SIG_SETMASK, masks.pop())
+
+    def in_child() -> None:
+        frame = sys._getframe()
+        while frame is not None and not frame.f_code.co_filename.endswith("torch/utils/data/dataloader.py"):
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None:
+            return
+        if _signal.getsignal(_signal.SIGTERM) is ignore:
+            _signal.signal(_signal.SIGTERM, _signal.SIG_DFL)
+        _signal.pthread_sigmask(_signal.SIG_SETMASK, masks.pop())
+
+    _signal.signal(_signal.SIGTERM, ignore)
+    os.register_at_fork(before=before_fork, after_in_parent=in_parent, after_in_child=in_child)
+    _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [_signal.SIGTERM])
+
+
 def _main() -> None:
     # Before the script, import only modules that Python itself already has: a script's own `json` must win.
-    import _signal  # type: ignore[import-not-found]
+    import _signal
     import faulthandler
 
     pipes, package = os.environ.pop("CLOUDTRAIN_WORKER").split("\n", 1)
@@ -190,6 +227,9 @@ def _main() -> None:
         os.close(out)
     fd = _pipe(os.path.join(pipes, f"events-{local}"))
     pid = os.getpid()
+    shielded = _signal.SIGTERM in _signal.pthread_sigmask(_signal.SIG_BLOCK, [])
+    if shielded:
+        _shield()
     faulthandler.enable()
     faulthandler.register(_signal.SIGUSR1, all_threads=True)  # else the signal would kill this process
     if fd is not None:
@@ -205,8 +245,12 @@ def _main() -> None:
     sys.path.append(package)
 
     try:
-        module, script = _load(target)
-        exec(script, module.__dict__)
+        try:
+            module, script = _load(target)
+            exec(script, module.__dict__)
+        finally:
+            if shielded:  # Python's own end restores the default of a signal that has a handler
+                _signal.signal(_signal.SIGTERM, _signal.SIG_IGN)
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
         event = _ours(_error, exc, code) if code else {"event": "end"}

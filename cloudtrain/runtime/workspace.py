@@ -249,6 +249,7 @@ class Workspace:
             package=self._package,
             processes=self.processes,
             shim=context["launcher"] != "command",
+            signals_ranks=self._site.signals_ranks,
             log=self._log,
             first_rank=self.node * self.processes,
             emit=emit,
