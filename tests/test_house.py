@@ -303,6 +303,7 @@ CLOUD_EXTRAS = {
     "sagemaker": {"images", "s3"},
     "azureml": {"sdk", "urls"},
     "vertex": {"machines", "bootstrap", "prepare"},
+    "slurm": {"script"},
 }
 
 

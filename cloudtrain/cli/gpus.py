@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from ..errors import NotFoundError, SpecError
 from ..job.job import Gpu
 from ..provider_api import catalog
+from ..provider_api.protocol import extras_of
 from ..provider_api.registry import provider_names, suggested_provider
 from ..validate import did_you_mean
 from . import format
@@ -70,11 +71,11 @@ def gpus(
         near = suggested_provider(provider)
         raise NotFoundError(f"no provider {provider!r}", field="provider", hint=near)
     chosen = at.settings(overrides=settings_pairs(settings), provider=provider)
-    if settings and chosen.provider not in catalog.providers():
+    if settings and provider is None and chosen.provider not in catalog.providers():
         raise SpecError("belongs to one provider", field="set", hint="add --provider NAME")
-    made = {name: _made(chosen, name).settings for name in catalog.providers() if provider in (None, name)}
+    made = {name: _made(chosen, name) for name in ((provider,) if provider else catalog.providers())}
     rows = [
-        _row(name, machine, _price(made[name], name, machine, region))
+        _row(name, machine, _price(made[name].settings, name, machine, region))
         for name, machine in _matching(pattern, _known(made))
         if _fits(machine, memory, network, spot_only)
     ]
@@ -101,9 +102,13 @@ def _made(settings: Settings, name: str) -> Any:
     return own.make_provider(name)
 
 
-def _known(names: Iterable[str]) -> list[tuple[str, Machine]]:
+def _known(made: Mapping[str, Any]) -> list[tuple[str, Machine]]:
+    """The machines of each provider: those of the catalogue, or those that its account lists."""
     return [
-        (name, machine) for name in names for machine in catalog.machines(name) if machine.gpu and not machine.retired
+        (name, machine)
+        for name, provider in made.items()
+        for machine in (catalog.machines(name) or extras_of(provider).machines())
+        if machine.gpu and not machine.retired
     ]
 
 

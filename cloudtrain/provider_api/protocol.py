@@ -20,6 +20,7 @@ from .node import PROTOCOL, NodeEnvironment
 
 if TYPE_CHECKING:  # a node compiles all imports at each start, and does not need these
     from ..job.job import Input, Job
+    from .catalog import Machine
     from .checks import Check
 
 __all__ = [
@@ -276,6 +277,10 @@ class ProviderExtras:
     def image_digest(self, request: Request) -> str | None:
         """Return the digest of the image that nodes will run; None if it cannot be known."""
         return None
+
+    def machines(self) -> Sequence[Machine]:
+        """Return the machines that the account itself has, with the network; empty if `catalog` lists them."""
+        return ()
 
     def stuck(self, native_id: str) -> Mapping[str, str]:
         """Return the checkpoints that nodes cannot copy to the store now, by name, each with the reason."""

@@ -110,6 +110,9 @@ class Provider(SupervisedProvider):
         theirs = job.replace(secrets=own.secrets) if own.secrets else job
         request = target.plan(theirs, map_urls(layout, own.store), attempt, gpu_index)
         launch = target.launch_spec(request)
+        if not (own.image or launch.nodes[0].image):
+            hint = "name an image that stands in for its machines: --local-image IMAGE"
+            raise SpecError(f"{own.target} starts nodes without an image", field="local_image", hint=hint)
         drills = [Injection.parse(*text.split(" ", 1), nodes=len(launch.nodes)) for text in own.drills]
         limits, differences = self._limits(launch.nodes)
         places = {own.store: layout.store, **own.maps}

@@ -1,0 +1,111 @@
+"""Provider ``slurm``: batch jobs of a Slurm cluster, by its own command line tools, here or on a login node by ssh.
+
+Its Request holds a batch script, complete with its ``#SBATCH`` lines, as ``sbatch`` takes it. `request`, `script` and
+`validate` make and check it. `api` sends it. `node` is the node half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...provider_api.protocol import Need, Request
+from .._cloud import CloudProvider
+
+if TYPE_CHECKING:
+    from ...provider_api.catalog import Machine
+
+__all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
+
+NAME = "slurm"
+STORE = Need(
+    example="/shared/cloudtrain",
+    find="a folder that every node and this machine see under the same path",
+    stand_in="/missing/shared/folder",
+    shown="/<shared>/<folder>",
+)
+ALIASES = ("sbatch", "srun", "hpc", "submitit", "hyperpod")
+"""Other words for the platform, for the hint of an unknown provider."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The cluster's settings, in Slurm's own words.
+
+    ``host`` is a login node for ``ssh``; empty: the tools of this machine. ``partition``, ``account``, ``qos``,
+    ``constraint``, ``reservation``, ``nodelist`` and ``exclude`` are options of sbatch. ``gres_type`` is the cluster's
+    type of a GPU by the name in a job, ``{"H100": "nvidia_h100_80gb_hbm3"}``; an empty text asks for no type.
+    ``mem`` (per node) and ``cpus_per_task`` are for jobs that ask for no memory or cores. ``extra`` are further options
+    of sbatch by their long names. ``setup`` are lines of bash before the start, and ``python`` is Python on the nodes.
+    ``container`` is none, pyxis or apptainer. ``max_time`` is the partition's time limit in seconds: a longer job runs
+    in parts. ``stop_grace`` is seconds from the stop signal to the kill. ``prices`` are US dollars an hour of a node by
+    partition, for ``max_cost``.
+    """
+
+    host: str = ""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    reservation: str = ""
+    nodelist: str = ""
+    exclude: str = ""
+    gres_type: dict[str, Any] = field(default_factory=dict)
+    mem: str = ""
+    cpus_per_task: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    setup: tuple[str, ...] = ()
+    python: str = "python3"
+    container: str = "none"
+    max_time: int = 0
+    stop_grace: int = 30
+    prices: dict[str, Any] = field(default_factory=dict)
+
+
+class Provider(CloudProvider):
+    """Provider of Slurm's batch jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
+
+    name: ClassVar[str] = NAME
+    Settings: ClassVar[type[Any]] = Settings
+    schemes: ClassVar[frozenset[str]] = frozenset({"file"})
+    retried_by: ClassVar[str] = "client"
+    max_wait_by: ClassVar[str] = "client"
+    min_poll_s: ClassVar[float] = 0.5
+    max_poll_s: ClassVar[float] = 10.0
+    needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        return str(self.account.create(request, secrets))
+
+    def machines(self) -> Sequence[Machine]:
+        found: list[Machine] = self.account.machines()
+        return found
+
+    def principal(self) -> str | None:
+        """Return the user and the host whose tools submit."""
+        return str(self.account.principal())
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        return {}
+
+
+DIFFERENCES = (
+    "the stop signal reaches the first process of a node: Slurm signals the ranks, too",
+    "lines of slurm.setup do not run, and containers stand in for the cluster's machines",
+)
+"""Differences that a rehearsal does not show."""
+SAMPLE = {
+    "settings": {"partition": "low", "gres_type": {"A100": "a100"}, "prices": {"low": 2.0}},
+    "rows": {
+        "resources.instance_type": {"instance_type": "bigmem"},
+        "resources.gpu": {"gpu": ("H100:2",)},
+        "max_cost": {"max_cost": 0.5},
+        "inputs.mode": {"inputs": {"data": {"url": "/tmp", "mode": "copy"}}},
+        "options": {"options": {"slurm": {"sbatch": {"nice": 100}}}},
+    },
+    "bases": {
+        "max_gpu_hours": {"gpu": ("H100:1",)},
+        "inputs.mode": {"inputs": {"data": {"url": "/tmp", "mode": "mount"}}},
+    },
+}

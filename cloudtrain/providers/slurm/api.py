@@ -1,0 +1,325 @@
+"""Submit, find, describe and cancel jobs by Slurm's command line tools, here or on a login node by ``ssh``.
+
+Each call is one script of bash. Submission needs no id of a request: a job is first held, then looked up by its name.
+The lowest id of that name is the run's job, and only that one is released. One controller gives the ids in order, so no
+client can see another lowest one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from ... import errors
+from .._cloud import one_line
+from . import NAME
+
+if TYPE_CHECKING:
+    from ...provider_api.catalog import Machine
+    from ...provider_api.protocol import Request
+    from . import Settings
+
+__all__ = ["FINAL", "HELP", "Account", "Job", "cluster_of", "error_of", "job_of"]
+
+FINAL = frozenset(
+    ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
+)
+"""States of a job that Slurm has ended, unless it is to start again: the man page of squeue."""
+HELP: Mapping[str, str] = {
+    "none": "run this on a login node, or set slurm.host to one that ssh reaches",
+    "ssh": "test the connection first: ssh HOST true",
+    "auth": "ask your administrator: the daemon munged of this machine does not work",
+    "quota": "sacctmgr show assoc user=$USER lists the limits",
+}
+SQUEUE_S = 5.0
+"""Shortest time in seconds between two squeue calls of one client, for all of its runs."""
+TIMEOUT = 120.0
+"""Seconds for one script."""
+LOST = 255
+"""Exit code of ssh itself. A login node that is gone, and a refused key, give the same one."""
+_REFUSALS: Sequence[tuple[str, type[errors.CloudtrainError], str]] = (
+    (r"Protocol authentication error|munge|Invalid user id|Access/permission denied", errors.AuthError, "auth"),
+    (r"AssocMax|AssocGrp|QOSMax|QOSGrp|accounting/QOS policy|MaxSubmit", errors.QuotaError, "quota"),
+    (r"Unable to contact|Socket timed out|Connection (refused|reset|timed)|Zero Bytes", errors.LostContactError, ""),
+    (r"temporarily unable|try again|Resource temporarily unavailable|slow down", errors.LostContactError, ""),
+    (r"not available|Memory specification|Invalid|Requested (partition|reservation|time)|too (long|large)|unrecognized",
+     errors.SpecError, ""),
+)  # fmt: skip
+"""Rows of (words of sbatch, error, key of `HELP`); the first match counts. Seen with Slurm 22.05."""
+_PROLOGUE = r"""
+command -v squeue >/dev/null || . /etc/profile >/dev/null 2>&1
+for name in $(compgen -v | grep -E '^(S?BATCH|SLURM|SQUEUE|SACCT|SALLOC|SCANCEL|SRUN)_'); do
+    [ "$name" = SLURM_CONF ] || unset "$name"
+done
+export SLURM_TIME_FORMAT=%s LC_ALL=C.UTF-8
+command -v squeue >/dev/null || { echo "squeue: command not found" >&2; exit 127; }
+ids() {  # the ids of all jobs of this name, the lowest first; also of jobs that Slurm has forgotten
+    squeue -h --me -t all --name "$name" -o %A || return 1
+    sacct -n -P -X -S now-30days --name "$name" -o jobidraw 2>/dev/null
+    cat "$base/job" 2>/dev/null
+    return 0
+}
+lowest() ( set -o pipefail; ids | sed -n '/^[0-9][0-9]*$/p' | sort -n | sed -n 1p )
+held() {  # whether job $1 waits for its release: "yes", or nothing
+    local lines
+    lines=$(squeue -h --me -t all --name "$name" -o "%A %T %r") || exit 75
+    case "
+$lines
+" in *"
+$1 PENDING JobHeldUser
+"*) echo yes ;; esac
+}
+"""
+_SUBMIT = r"""
+umask 077
+mkdir -p "$base" || exit 73
+found=$(lowest) || exit 75
+if [ -z "$found" ]; then
+    mine=$(printf %s "$batch" | sbatch --parsable --hold) || exit 65
+    mine=${mine%%;*}
+    found=$(lowest) && [ "$found" ] || exit 75
+    [ "$found" = "$mine" ] || scancel "$mine"
+fi
+is=$(held "$found") || exit 75
+if [ "$is" ]; then
+    if [ -n "$secrets" ]; then
+        printf %s "$secrets" >"$base/secrets.$$" && mv "$base/secrets.$$" "$base/secrets" || exit 73
+    fi
+    if ! scontrol release "$found"; then
+        is=$(held "$found") && [ -z "$is" ] || exit 75
+    fi
+fi
+echo "$found"
+"""
+_FIND = r"""
+[ -d "$base" ] || exit 0
+found=$(lowest) || exit 75
+[ "$found" ] || exit 0
+is=$(held "$found") || exit 75
+[ "$is" ] || echo "$found"
+"""
+_DESCRIBE = r"""
+[ -d "$base" ] || exit 66
+for mark in end over cancelled; do
+    [ ! -e "$base/$mark" ] || echo "mark $mark=$(cat "$base/$mark")"
+done
+if shown=$(scontrol -o show job "$job" 2>&1); then
+    echo "job $shown"
+else
+    case $shown in *"Invalid job id"*) ;; *) echo "$shown" >&2; exit 75 ;; esac
+fi
+sacct -n -D -P -X -j "$job" -o state,exitcode,start,end 2>/dev/null | sed 's/^/row /'
+exit 0
+"""
+_CANCEL = r"""
+[ -d "$base" ] || exit 66
+if squeue -h -j "$job" -o %T >/dev/null 2>&1 || ! squeue -h >/dev/null; then
+    scontrol update jobid="$job" requeue=0 2>/dev/null
+    scancel "$job" || exit 75
+    [ -e "$base/end" ] || touch "$base/cancelled"
+fi
+rm -f "$base/secrets"
+"""
+
+
+class Job(NamedTuple):
+    """A job as Slurm knows it: the fields of ``scontrol show job``, the rows of sacct, and the script's own marks."""
+
+    fields: Mapping[str, str]
+    rows: Sequence[Sequence[str]]
+    marks: Mapping[str, str]
+
+
+class Line(NamedTuple):
+    """A job's line of squeue."""
+
+    state: str
+    reason: str
+    start: str
+
+
+def job_of(native_id: str) -> tuple[str, str]:
+    """Return (id, folder of the job's files) of a native id. Raises `NotFoundError`."""
+    job, _, base = native_id.partition(":")
+    if not job.isdecimal() or not base.startswith("/"):
+        raise errors.NotFoundError(f"{native_id!r} is not an id of {NAME}, JOB:FOLDER")
+    return job, base
+
+
+def error_of(said: str, *, what: str, code: int = 1) -> errors.CloudtrainError:
+    """Return the error for what Slurm's tools, or ssh, wrote to stderr."""
+    text = one_line(said) or f"exit code {code}"
+    message = f"{what}: {text}"
+    for pattern, kind, key in _REFUSALS:
+        if re.search(pattern, text, re.IGNORECASE):
+            return kind(message, hint=HELP.get(key, ""))
+    return errors.PlatformError(message)
+
+
+class Cluster:
+    """One cluster, as this process reaches it: the transport, and the last answer of squeue for all jobs of the user.
+
+    ``host`` is a login node, or empty for the tools of this machine.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self._lock, self._at = threading.Lock(), float("-inf")
+        self._lines: dict[str, Line] = {}
+        self.details: dict[str, tuple[Line | None, Job]] = {}
+
+    def run(self, script: str, *, what: str, **values: str) -> subprocess.CompletedProcess[bytes]:
+        """Run ``script`` with these variables. Raises `LostContactError` if ssh has no connection, or time is up."""
+        given = "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
+        # A connection that is cut leaves half of a script: a function that is not complete does nothing.
+        text = f"main() {{\n{_PROLOGUE}{given}{script}\n}}\nmain </dev/null\nexit $?\n"
+        words = ["/bin/bash", "-s"]
+        if self.host:
+            options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15"]
+            words = ["ssh", "-T", *options, "--", self.host, "/bin/bash -s"]
+        try:
+            done = subprocess.run(words, input=text.encode(), capture_output=True, timeout=TIMEOUT, check=False)
+        except FileNotFoundError:
+            raise errors.PlatformError(f"{what}: there is no {words[0]} on this machine") from None
+        except subprocess.TimeoutExpired:
+            raise errors.LostContactError(f"{what}: no answer within {TIMEOUT:.0f} s") from None
+        said = done.stderr.decode("utf-8", "replace")
+        if self.host and done.returncode == LOST:
+            refused = "denied" in said or "verification failed" in said
+            kind = errors.AuthError if refused else errors.LostContactError
+            hint = HELP["ssh"].replace("HOST", self.host)
+            raise kind(f"{what}: ssh {self.host}: {one_line(said) or 'the connection was cut'}", hint=hint)
+        if done.returncode == 127 and "command not found" in said:
+            where = self.host or "this machine"
+            raise errors.PlatformError(f"{what}: there are no tools of Slurm on {where}", hint=HELP["none"])
+        return done
+
+    def line(self, job: str) -> Line | None:
+        """Return the job's line of squeue, at most `SQUEUE_S` old; None for a job that squeue does not list.
+
+        All runs share the answer: a busy slurmctld is asked once, whatever their number.
+        """
+        with self._lock:
+            if time.monotonic() - self._at >= SQUEUE_S:
+                text = self.checked('squeue -h --me -t all -o "%A|%T|%r|%S"', what="ask squeue")
+                rows = [line.split("|") for line in text.splitlines()]
+                self._lines = {row[0]: Line(*row[1:4]) for row in rows if len(row) == 4}
+                self._at = time.monotonic()
+            return self._lines.get(job)
+
+    def raw(self, script: str, *, what: str, **values: str) -> bytes:
+        """Return the output of ``script``. Raises the error of its exit code and its words."""
+        done = self.run(script, what=what, **values)
+        if done.returncode:
+            raise self._error(done, what)
+        return done.stdout
+
+    def checked(self, script: str, *, what: str, **values: str) -> str:
+        """Return the output of ``script`` as text; see `raw`."""
+        return self.raw(script, what=what, **values).decode("utf-8", "replace")
+
+    def _error(self, done: subprocess.CompletedProcess[bytes], what: str) -> errors.CloudtrainError:
+        said = done.stderr.decode("utf-8", "replace")
+        error = error_of(said, what=what, code=done.returncode)
+        if done.returncode == 66:
+            return errors.NotFoundError(f"{what}: no job has ever used this folder on {self.host or 'this machine'}")
+        if done.returncode == 73:
+            return errors.StorageError(f"{what}: {one_line(said)}")
+        # 75: a look-up or a release failed, not the request.
+        if done.returncode == 75 and not isinstance(error, (errors.AuthError, errors.LostContactError)):
+            return errors.LostContactError(str(error))
+        return error
+
+
+@cache
+def cluster_of(host: str, conf: str) -> Cluster:
+    """Return the one `Cluster` of this process for a login node, or for a configuration of this machine's tools."""
+    return Cluster(host)
+
+
+class Account:
+    """The user's jobs on one cluster."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.cluster = cluster_of(settings.host, os.environ.get("SLURM_CONF", ""))
+
+    def create(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        """Submit the request, unless it has a job already; return the native id."""
+        name, base = _name(request), _base(request)
+        values = {"name": name, "base": base, "batch": str(request.body["script"])}
+        values["secrets"] = json.dumps(dict(secrets)) if secrets else ""
+        found = self.cluster.checked(_SUBMIT, what="submit", **values).split()
+        if not found or not found[-1].isdecimal():
+            raise errors.LostContactError(f"submit: Slurm's answer has no id: {one_line(' '.join(found))!r}")
+        return f"{found[-1]}:{base}"
+
+    def find(self, request: Request) -> str | None:
+        """Return the native id of the request's job; None also for a held one, which its next submission releases."""
+        base = _base(request)
+        found = self.cluster.checked(_FIND, what="find the job", name=_name(request), base=base).split()
+        return f"{found[-1]}:{base}" if found and found[-1].isdecimal() else None
+
+    def describe(self, native_id: str) -> tuple[Line | None, Job]:
+        """Return the job's line of squeue, and its details as they were when that line was new."""
+        job, base = job_of(native_id)
+        line = self.cluster.line(job)
+        known = self.cluster.details.get(native_id)
+        if known is None or known[0] != line or line is None or line.state == "COMPLETING":
+            text = self.cluster.checked(_DESCRIBE, what="ask for the job", job=job, base=base)
+            known = line, parsed(text)
+            self.cluster.details[native_id] = known
+        return known
+
+    def cancel(self, native_id: str) -> None:
+        """Cancel the job, so that no requeue can start it again."""
+        job, base = job_of(native_id)
+        self.cluster.checked(_CANCEL, what="cancel", job=job, base=base)
+
+    def machines(self) -> list[Machine]:
+        """Return the kinds of nodes of each partition, which is their ``instance_type``."""
+        from ...provider_api.catalog import Machine
+
+        found = {}
+        for line in self.cluster.checked("sinfo -h -o '%R|%c|%m|%G'", what="ask for the nodes").splitlines():
+            partition, cores, memory, gres = line.split("|", 3)
+            vcpus, size = int(cores.rstrip("+")), int(memory.rstrip("+")) / 1024
+            for kind, count in re.findall(r"gpu:(?:([^:,()]+):)?(\d+)", gres) or [("", "0")]:
+                gpu = (kind or "gpu").upper() if count != "0" else ""
+                found[(partition, gpu, count)] = Machine(
+                    instance_type=partition, gpu=gpu, gpu_count=int(count), memory_gib=size, vcpus=vcpus
+                )
+        return list(found.values())
+
+    def principal(self) -> str:
+        """Return ``user@host`` of the machine whose tools submit."""
+        return self.cluster.checked('echo "$(id -un)@$(hostname)"', what="ask for the user").split()[-1]
+
+
+def parsed(text: str) -> Job:
+    """Return the job of `_DESCRIBE`'s answer."""
+    lines: dict[str, list[str]] = {"mark": [], "job": [], "row": []}
+    for line in text.splitlines():
+        kind, _, rest = line.partition(" ")
+        lines.get(kind, []).append(rest)
+    fields: dict[str, str] = {}
+    for key, value in re.findall(r"(?:^| )([\w:]+)=(\S*)", "".join(lines["job"][:1])):
+        fields.setdefault(key, value)  # a tag's text comes after the fields that count
+    rows = [line.split("|") for line in lines["row"] if line.count("|") == 3]
+    return Job(fields=fields, rows=rows, marks=dict(line.partition("=")[::2] for line in lines["mark"]))
+
+
+def _name(request: Request) -> str:
+    return str(request.body["sbatch"]["job-name"])
+
+
+def _base(request: Request) -> str:
+    return str(request.body["sbatch"]["output"]).rpartition("/")[0]

@@ -1,0 +1,100 @@
+"""Check a cluster for ``doctor``: tools, partition, GPUs, the store's folder, the container runtime, the request.
+
+Nothing is created. ``doctor --job`` looks at the store from a node.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ...errors import SpecError
+from ...provider_api.checks import Check, ok, skipped, tried
+from ...storage.local_disk import local_path
+from . import NAME
+from .api import error_of
+
+if TYPE_CHECKING:
+    from ...provider_api.protocol import Request
+    from .api import Account
+
+__all__ = ["checks"]
+
+_SHOWN = ("KillWait", "MinJobAge", "PreemptMode", "PreemptType", "JobRequeue", "EnforcePartLimits", "SlurmdTimeout")
+"""Values of ``scontrol show config`` that decide what a preempted or lost job has."""
+_FOLDER = 'while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done; [ -w "$folder" ] && stat -f -c %T "$folder"'
+_RUNTIMES = {"pyxis": "srun --help | grep -- --container-image", "apptainer": "apptainer --version"}
+
+
+def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
+    """Yield the checks of `doctor`."""
+    yield (found := next(tried("slurm", lambda: _tools(account))))
+    if found.status != "ok":
+        return
+    yield from tried("partition", lambda: _partition(account))
+    yield from tried("gpus", lambda: _gpus(account))
+    yield from tried("shared folder", lambda: _folder(account, store))
+    yield from tried("container", lambda: _container(account))
+    yield from tried("request", lambda: _request(account, request))
+
+
+def _tools(account: Account) -> Check:
+    text = account.cluster.checked("sbatch --version; scontrol show config", what="ask for Slurm's configuration")
+    known = dict(re.findall(r"^(\w+)\s*= (.*)$", text, re.MULTILINE))
+    has = ", ".join(f"{name}={known[name].strip()}" for name in _SHOWN if name in known)
+    sacct = "sacct answers" if not account.cluster.run("sacct -X -S now", what="ask sacct").returncode else "no sacct"
+    return ok("slurm", f"{text.splitlines()[0]} on {_where(account)}, as {account.principal()}; {sacct}; {has}")
+
+
+def _where(account: Account) -> str:
+    return str(account.settings.host or "this machine")
+
+
+def _partition(account: Account) -> Check:
+    """Check that the partition exists; without one, that the cluster has a default."""
+    text = account.cluster.checked("sinfo -h -o '%P|%a|%l|%D'", what="ask for the partitions")
+    given = [line.split("|") for line in text.splitlines()]
+    rows = {row[0].rstrip("*"): row for row in given}
+    default = next((row[0].rstrip("*") for row in given if row[0].endswith("*")), "")
+    chosen = [name for name in account.settings.partition.split(",") if name] or [default]
+    if wrong := [name for name in chosen if name not in rows]:
+        why = f"{wrong[0]!r} is no partition" if wrong[0] else "is not set, and there is no default"
+        raise SpecError(why, field=f"{NAME}.partition", hint=f"choose one of: {', '.join(sorted(rows))}")
+    said = [f"{name}: {rows[name][1]}, at most {rows[name][2]}, {rows[name][3]} nodes" for name in chosen]
+    return ok("partition", "; ".join(said))
+
+
+def _gpus(account: Account) -> Check:
+    found = [f"{item.instance_type}: {item.gpus} a node" for item in account.machines() if item.gpu]
+    return ok("gpus", ", ".join(found) or "there are none")
+
+
+def _folder(account: Account, store: str) -> Check:
+    """Check that the store's folder can be made, where Slurm's tools run."""
+    if (path := local_path(store) if store else None) is None:
+        return skipped("shared folder", "there is no store in a folder")
+    done = account.cluster.run(_FOLDER, what="look at the store", folder=str(path))
+    if done.returncode:
+        raise SpecError(f"{path} cannot be written on {_where(account)}", field="store", hint="choose another folder")
+    return ok("shared folder", f"{path} ({done.stdout.decode().strip()}); doctor --job looks at it from a node")
+
+
+def _container(account: Account) -> Check:
+    if (kind := account.settings.container) == "none":
+        return skipped("container", "nodes run their own Python")
+    if account.cluster.run(_RUNTIMES[kind], what="look for the container runtime").returncode:
+        raise SpecError(f"{_where(account)} has no {kind}", field=f"{NAME}.container", hint="ask your administrator")
+    return ok("container", f"{_where(account)} has {kind}")
+
+
+def _request(account: Account, request: Request | None) -> Check:
+    """Let Slurm judge the request. It starts nothing, but uses up a job's number."""
+    if request is None:
+        return skipped("request", "there is no plan")
+    script = 'printf %s "$batch" | sbatch --test-only 2>&1'
+    done = account.cluster.run(script, what="test the request", batch=str(request.body["script"]))
+    said = " ".join(done.stdout.decode("utf-8", "replace").split())
+    if done.returncode:
+        raise error_of(said, what="test the request")
+    return ok("request", said.removeprefix("sbatch: "))

@@ -1,0 +1,69 @@
+"""Read a job's lines from its files: one of the batch script and of Slurm's own words, and one of each node."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from ...errors import PlatformError
+from ...provider_api.protocol import LogLine, LogPage
+from .api import job_of
+
+if TYPE_CHECKING:
+    from .api import Account
+
+__all__ = ["page"]
+
+PAGE_BYTES = 1 << 20
+"""Most bytes of one file in a page."""
+_READ = r"""
+[ -d "$base" ] || exit 66
+cd "$base" || exit 66
+for file in node-*.log batch.log; do
+    [ -f "$file" ] || continue
+    at=0
+    for known in $cursor; do
+        [ "${known%%=*}" != "$file" ] || at=${known##*=}
+    done
+    size=$(stat -c %s "$file")
+    length=$((size - at)); [ "$length" -lt "$most" ] || length=$most
+    [ "$length" -gt 0 ] || continue
+    echo "file $file $length"
+    tail -c "+$((at + 1))" "$file" | head -c "$length"
+    echo
+done
+"""
+
+
+def page(account: Account, native_id: str, cursor: Any) -> LogPage:
+    """Return whole lines from ``cursor``, the offset in each file by its name."""
+    _, base = job_of(native_id)
+    offsets: dict[str, int] = dict(cursor or {})
+    known = " ".join(f"{name}={at}" for name, at in offsets.items())
+    data = account.cluster.raw(_READ, what="read the log", base=base, cursor=known, most=str(PAGE_BYTES))
+    lines: list[LogLine] = []
+    more = False
+    while data:
+        head, _, data = data.partition(b"\n")
+        match = re.fullmatch(rb"file ([a-z0-9.-]+) (\d+)", head)
+        if match is None:
+            raise PlatformError("read the log: an answer without its documented form")
+        name, length = match[1].decode(), int(match[2])
+        text, data = data[:length], data[length + 1 :]
+        more |= length == PAGE_BYTES
+        start = offsets.get(name, 0)
+        whole = text[: text.rfind(b"\n") + 1]
+        if not whole and length == PAGE_BYTES:
+            whole = text  # a line longer than a page comes in parts
+        for line in whole.splitlines(keepends=True):
+            shown = line.decode("utf-8", "replace").rstrip("\r\n")
+            lines.append(LogLine(node=_node(name), text=shown, id=f"{name}:{start}"))
+            start += len(line)
+        offsets[name] = start
+    return LogPage(lines=tuple(lines), cursor=offsets, more=more)
+
+
+def _node(name: str) -> str:
+    """Return the node's rank by its file's name; empty for the batch script."""
+    match = re.fullmatch(r"node-(\d+)\.log", name)
+    return match[1] if match else ""

@@ -1,0 +1,151 @@
+"""Turn Slurm's view of a job into a Status: `status` makes the calls, the rest is pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...errors import NotFoundError
+from ...provider_api.protocol import AttemptInfo, Status
+from .._cloud import first_match, hinted, patterns
+from .api import FINAL, job_of
+from .node import AGAIN, LOST, TIME_UP
+
+if TYPE_CHECKING:
+    from .api import Account, Job, Line
+
+__all__ = ["HINTS", "PENDING", "category_of", "status", "status_of"]
+
+PENDING = frozenset(
+    ("CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "SUSPENDED")
+)
+"""States in which no script need run. Any other state that is not final counts as running, also COMPLETING."""
+HINTS: Mapping[str, str] = {
+    "capacity": "choose other machines, or wait",
+    "quota": "sacctmgr show assoc user=$USER lists the limits",
+    "spec": "the partition never allows this: sinfo -o '%P %l %D' lists its limits; cancel the run and change it",
+    "infra": "the machines or Slurm itself failed; submit it again",
+}
+_REASONS = patterns(
+    (r"^(Partition(Config|TimeLimit|NodeLimit|Down|Inactive)|BadConstraints|InvalidAccount|InvalidQOS)$", "spec"),
+    (r"^(QOS|Assoc|MaxJobs|MaxSubmit|AccountingPolicy|AssociationJobLimit)", "quota"),
+    (r"^(Resources|Priority|ReqNodeNotAvail|Nodes_required|Reservation|Licenses)", "capacity"),
+)
+"""Reasons of a pending job: the man page of squeue."""
+_ENDS = {
+    "TIMEOUT": ("timeout", "Slurm's own time limit ended it"),
+    "OUT_OF_MEMORY": ("oom", "it used more memory than its limit"),
+    "NODE_FAIL": ("infra", "a node failed"),
+    "BOOT_FAIL": ("infra", "a node did not start"),
+    "PREEMPTED": ("preempted", "Slurm took its nodes back"),
+    "DEADLINE": ("capacity", "it could not end before its deadline"),
+    "REVOKED": ("infra", "another cluster took it"),
+    "REQUEUED": ("preempted", "it was requeued"),
+}
+_EXITS = {
+    f"{TIME_UP}:0": ("timeout", "max_runtime is used up"),
+    f"{AGAIN}:0": ("preempted", "its nodes stopped at a notice, and Slurm did not start it again"),
+    f"{LOST}:0": ("infra", "a node was lost"),
+    "0:53": ("infra", "Slurm could not start the batch script: its log's folder is missing on the node"),
+}
+"""Category and reason by the ExitCode, code:signal, of a FAILED job."""
+OOM_EXIT = "0:125"
+"""The DerivedExitCode if the kernel killed a process of a step for its memory."""
+
+
+def category_of(state: str, exit_code: str = "", derived: str = "") -> tuple[str, str]:
+    """Return (category, reason) of a job's end, by its state, ExitCode and DerivedExitCode."""
+    if state == "COMPLETED":
+        return "", ""
+    if state == "CANCELLED":
+        return "cancelled", "it was cancelled"
+    if state in _ENDS:
+        return _ENDS[state]
+    if exit_code in _EXITS:
+        return _EXITS[exit_code]
+    if derived == OOM_EXIT:
+        return "oom", "a process used more memory than the limit"
+    return "user_error", f"the batch script ended with {exit_code or 'an unknown code'}"
+
+
+def status(account: Account, native_id: str) -> Status:
+    """Return the job's status. Raises `NotFoundError` for a job that Slurm has forgotten without a mark of its end."""
+    return status_of(native_id, *account.describe(native_id))
+
+
+def status_of(native_id: str, line: Line | None, job: Job) -> Status:
+    """Return the Status of a job. ``line`` is that of squeue, None if it has none."""
+    number, base = job_of(native_id)
+    k = re.sub(r".*-(\d+)-\d+$", r"\1", base)
+    if not job.fields and not job.rows:
+        return _forgotten(number, job.marks)
+    fields, rows = job.fields, job.rows
+    last = rows[-1] if rows else ("", "", "", "")
+    # squeue's line is newer than the details only if the job changed a moment ago.
+    native = fields.get("JobState") or last[0].split(" ")[0]
+    exit_code = fields.get("ExitCode") or last[1]
+    restarts = int(fields.get("Restarts") or max(0, len(rows) - 1))
+    start, end = _time(fields.get("StartTime") or last[2]), _time(fields.get("EndTime") or last[3])
+    state, category, reason = _state(native, exit_code, fields)
+    final = state not in ("pending", "running")
+    return Status(
+        state=state,
+        native=native,
+        reason=hinted(reason, HINTS.get(category)) if category != "capacity" or final else reason,
+        category=category,
+        attempts=_attempts(k, restarts, rows, start=start if state != "pending" else None, end=end if final else None),
+        started=None if state == "pending" else _time(rows[0][2]) if len(rows) > 1 and _time(rows[0][2]) else start,
+        finished=end if final else None,
+        instance_type=fields.get("Partition", ""),
+    )
+
+
+def _state(native: str, exit_code: str, fields: Mapping[str, str]) -> tuple[str, str, str]:
+    """Return (state, category, reason)."""
+    why = fields.get("Reason", "").replace("None", "")
+    if native in PENDING:
+        if why == "JobHeldUser":
+            return "pending", "", "it is held: submit it again with the same run id, or run scontrol release"
+        if native == "REQUEUE_HOLD" or why in ("JobHeldAdmin", "job_requeued_in_held_state"):
+            return "pending", "", f"Slurm holds it ({why or native}): ask your administrator"
+        return "pending", first_match(_REASONS, why, ""), f"{native}: {why}" if why else native
+    category, reason = category_of(native, exit_code, fields.get("DerivedExitCode", ""))
+    if native == "COMPLETED":
+        return "succeeded", "", ""
+    if native == "CANCELLED":
+        return "cancelled", category, reason
+    if native in FINAL or native == "REVOKED":
+        return "failed", category, reason
+    return "running", "", "stopping" if native in ("COMPLETING", "STOPPED", "SIGNALING") else ""
+
+
+def _attempts(
+    k: str, restarts: int, rows: Sequence[Sequence[str]], *, start: float | None, end: float | None
+) -> tuple[AttemptInfo, ...]:
+    """Return a row for each start of Slurm. sacct, if there is one, knows the ends of those before the last."""
+    found = [AttemptInfo(number=f"{k}.{restart}") for restart in range(restarts + 1)]
+    for number, row in enumerate(rows[:restarts]):
+        category, reason = category_of(row[0].split(" ")[0], row[1])
+        times = _time(row[2]), _time(row[3])
+        found[number] = replace(found[number], category=category, reason=reason, started=times[0], ended=times[1])
+    found[-1] = replace(found[-1], started=start, ended=end)
+    return tuple(found)
+
+
+def _forgotten(number: str, marks: Mapping[str, str]) -> Status:
+    """Return the status of a job that Slurm knows no more, by what its script, or a cancel, wrote at its end."""
+    if "end" in marks:
+        if marks["end"] == "0":
+            return Status(state="succeeded", native="gone")
+        category, reason = category_of("FAILED", f"{marks['end']}:0")
+        return Status(state="failed", category=category, native="gone", reason=reason)
+    if "cancelled" in marks:
+        return Status(state="cancelled", category="cancelled", native="gone", reason="it was cancelled")
+    raise NotFoundError(f"Slurm no longer knows job {number}, and its script has recorded no end")
+
+
+def _time(text: str) -> float | None:
+    """Return Unix seconds of ``SLURM_TIME_FORMAT=%s``; None for Unknown and None."""
+    return float(text) if text.isdecimal() else None

@@ -1,0 +1,177 @@
+"""Provider ``slurm`` on a real cluster of this machine: the contract suite, and what only a real Slurm does."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Jobs
+from slurmcluster import Cluster, SlurmPlatform, running
+
+from cloudtrain.errors import LostContactError
+from cloudtrain.providers.slurm import api
+from cloudtrain.runs.run import Run
+from cloudtrain.testing.contract import ProviderContract
+from cloudtrain.testing.platform import FakePlatform
+
+pytestmark = pytest.mark.slow
+SCRIPT = Path(__file__).parents[1] / "scripts" / "slurm_ddp.py"
+
+
+@pytest.fixture(scope="class")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+class TestSlurm(ProviderContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def world(cls, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> FakePlatform:
+        return SlurmPlatform(tmp_path_factory.mktemp("world"), cluster)
+
+
+# ------------------------------------------------------------------------------------------------ what only Slurm does
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmPlatform]:
+    """A cluster for whole runs of DDP with two nodes."""
+    with running(tmp_path_factory.mktemp("slurm")) as cluster:
+        world = SlurmPlatform(tmp_path_factory.mktemp("world"), cluster)
+        shutil.copy(SCRIPT, world.place.code / "ddp.py")
+        yield world
+
+
+def send(world: SlurmPlatform, run_id: str, *, steps: int = 60, **job: Any) -> Run:
+    fields = {"entry_point": "ddp.py", "instance_count": 2, "env": {"STEPS": str(steps)}, "max_runtime": 600}
+    return world.send(world.plan({**fields, **job}, run_id=run_id))
+
+
+def texts(run: Run) -> list[str]:
+    return [line.text for line in run.logs()]
+
+
+def await_text(run: Run, text: str, count: int = 1) -> None:
+    deadline = time.monotonic() + 90
+    while sum(line.startswith(text) for line in texts(run)) < count:
+        assert time.monotonic() < deadline, texts(run)
+        assert not run.status().final, (run.status(), texts(run))
+        time.sleep(0.3)
+
+
+def loss_of(run: Run) -> str:
+    """The loss of a run that has succeeded."""
+    result = run.wait(timeout=150, poll=0.3)
+    assert result["state"] == "succeeded", (result["reason"], texts(run))
+    return next(text for text in texts(run) if text.startswith("loss "))
+
+
+def check_nothing_lost(run: Run) -> None:
+    """Each start goes on at the very step at which the one before stopped."""
+    words = texts(run)
+    stopped = [text.split()[2] for text in words if text.startswith("stopped after")]
+    began = [text.split()[2] for text in words if text.startswith("from step")]
+    assert set(began) == {"0", *stopped}
+
+
+@pytest.fixture(scope="module")
+def clean(whole: SlurmPlatform) -> str:
+    """The loss of a run that nothing disturbs."""
+    return loss_of(send(whole, "clean"))
+
+
+def test_a_preempted_job_saves_and_comes_to_the_same_bits(whole: SlurmPlatform, clean: str) -> None:
+    """No rank handles a signal, and each has a DataLoader's worker: Slurm's SIGTERM reaches them all."""
+    run = send(whole, "preempted-ddp")
+    await_text(run, "from step", 2)
+    whole.cluster.preempt(whole.job(run), 1)
+    assert loss_of(run) == clean
+    assert [row["number"] for row in run.result()["attempts"]] == ["0.0", "0.1"]
+    check_nothing_lost(run)
+
+
+@pytest.mark.proof
+def test_a_lost_node_is_replaced_and_comes_to_the_same_bits(whole: SlurmPlatform, clean: str) -> None:
+    """slurmd, its step and its ranks are killed; Slurm itself starts the job again, on other nodes."""
+    run = send(whole, "lost-ddp", env={"STEPS": "60", "PACE": "0.2"})
+    await_text(run, "from step", 2)
+    job = whole.job(run)
+    node = whole.cluster.nodes_of(job)[1]
+    whole.cluster.kill_node(node)
+    try:
+        await_text(run, "from step", 4)
+        assert node not in whole.cluster.nodes_of(job)
+        assert loss_of(run) == clean
+    finally:
+        whole.cluster.start()
+
+
+@pytest.mark.proof
+def test_a_controller_that_restarts_in_the_middle_changes_nothing(whole: SlurmPlatform, clean: str) -> None:
+    run = send(whole, "restarted-ddp")
+    await_text(run, "from step", 2)
+    whole.cluster.end("slurmctld")
+    with pytest.raises(LostContactError):
+        whole.provider.find(run.store.attempt_request(run.run_id, 0))
+    whole.cluster.start()
+    assert loss_of(run) == clean
+    assert [row["number"] for row in run.result()["attempts"]] == ["0.0"]
+
+
+def test_a_cancelled_job_stays_so(whole: SlurmPlatform) -> None:
+    """The nodes stop with the code for another start; the script must not ask for it."""
+    run = send(whole, "cancelled-ddp", steps=10_000)
+    await_text(run, "from step", 2)
+    run.cancel()
+    assert run.wait(timeout=60, poll=0.3)["state"] == "cancelled"
+    job = whole.job(run)
+    time.sleep(4)  # longer than a requeued job is held back
+    assert whole.cluster.field(job, "JobState") == "CANCELLED"
+    assert whole.cluster.field(job, "Restarts") == "0"
+
+
+@pytest.mark.proof
+def test_two_jobs_on_one_node_do_not_meet(whole: SlurmPlatform, clean: str) -> None:
+    """Nodes are shared: each job has ports of its own."""
+    place = type(whole.provider)(**{**dataclasses.asdict(whole.provider.settings), "nodelist": "n1,n2"})
+    world = SlurmPlatform(whole.folder / "shared", whole.cluster, **dataclasses.asdict(place.settings))
+    shutil.copy(SCRIPT, world.place.code / "ddp.py")
+    runs = [send(world, f"shared-{number}") for number in range(2)]
+    assert [loss_of(run) for run in runs] == [clean, clean]
+
+
+def test_all_runs_share_one_squeue(whole: SlurmPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    real = api.Cluster.run
+
+    def counted(self: api.Cluster, script: str, **more: Any) -> Any:
+        calls.append(script)
+        return real(self, script, **more)
+
+    monkeypatch.setattr(api, "SQUEUE_S", 5.0)
+    monkeypatch.setattr(api.Cluster, "run", counted)
+    native = send(whole, "clean").store.submitted("clean", 0)
+    assert native is not None
+    for _ in range(20):
+        whole.provider.status(str(native["native_id"]))
+    assert sum("squeue -h --me" in script and '-o "%A|%T' in script for script in calls) <= 1
+
+
+@pytest.mark.docker
+def test_a_rehearsal_needs_no_cluster(jobs: Jobs, images: Callable[[str], str]) -> None:
+    """Two nodes in containers run the very request, and meet at the ports and the address that srun would give."""
+    jobs.write("train.py", "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
+    words = ("rehearse", "train.py", "--provider", "slurm", "--store", "/lustre/me/store", "--nodes", "2")
+    words += ("--launcher", "python", "--max-runtime", "2m", "--run-id", "rehearsed", "--json")
+    done = jobs.cli(*words)
+    assert done.code == 2
+    assert "slurm starts nodes without an image" in done.err
+    done = jobs.cli(*words, "--local-image", images("pip"))
+    assert done.code == 0, done.err
+    assert done.json["state"] == "succeeded"
