@@ -196,7 +196,7 @@ def test_init_asks_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Captur
 
 def test_init_refuses_a_wrong_value_before_it_writes(capsys: Capture) -> None:
     assert cli.main(["init", "--provider", "vertex", "--set", "location=us"]) == 2
-    assert "not one region" in capsys.readouterr().err
+    assert "'us' is not a region" in capsys.readouterr().err
     assert [path.name for path in Path().iterdir()] == ["train.py"]
 
 

@@ -206,7 +206,7 @@ class ContainerEngine:
         body = {
             "Image": spec.image,
             "Entrypoint": ["/bin/sh", "-c", find],
-            "Cmd": [program, _backend(spec), *map(str, spec.ports)],
+            "Cmd": [program, str(CLIENT_TIMINGS.forward), _backend(spec), *map(str, spec.ports)],
             "Labels": self._labels(),
             "Healthcheck": {"Test": ["NONE"]},
             "HostConfig": {"NetworkMode": self._network, "LogConfig": LOG},

@@ -1,7 +1,8 @@
 """Forward some TCP ports of a container to another one, as a Kubernetes Service does for a pod.
 
-A container runs this one file by ``python -c``, with the target's name and the ports as arguments; standard library
-alone. A target that starts a moment later is waited for. A connection that it does not take is reset.
+A container runs the text of this one file by ``python -c``, so it imports the standard library alone. Its arguments:
+the seconds to wait for a target that starts a moment later, the target's name, and the ports. A connection that the
+target does not take is reset.
 """
 
 from __future__ import annotations
@@ -9,16 +10,14 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from ..storage.timings import CLIENT_TIMINGS
-
 __all__ = ["main"]
 
 CHUNK = 1 << 16
 
 
-async def _dial(target: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the target, retrying for `ClientTimings.forward` seconds. Raises `OSError`."""
-    end = asyncio.get_running_loop().time() + CLIENT_TIMINGS.forward
+async def _dial(target: str, port: int, seconds: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to the target, retrying for ``seconds``. Raises `OSError`."""
+    end = asyncio.get_running_loop().time() + seconds
     while True:
         try:
             return await asyncio.open_connection(target, port)
@@ -39,11 +38,11 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.transport.abort()
 
 
-async def _serve(target: str, ports: list[int]) -> None:
+async def _serve(seconds: float, target: str, ports: list[int]) -> None:
     def handler(port: int) -> object:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                there, back = await _dial(target, port)
+                there, back = await _dial(target, port, seconds)
             except OSError:
                 writer.transport.abort()
                 return
@@ -58,8 +57,9 @@ async def _serve(target: str, ports: list[int]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Run the forwarder. ``argv``: the target's name and the ports."""
-    asyncio.run(_serve(argv[0], [int(port) for port in argv[1:]]))
+    """Run the forwarder. ``argv``: the seconds to wait for the target, the target's name and the ports."""
+    seconds, target, *ports = argv
+    asyncio.run(_serve(float(seconds), target, [int(port) for port in ports]))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def tried(name: str, look: Callable[[], Iterable[Check] | Check], *, extra: bool
     except CloudtrainError as exc:
         if extra and not (isinstance(exc, SpecError) and not isinstance(exc, NotFoundError)):
             why = REFUSED if isinstance(exc, AuthError) else "no answer"
-            yield unknown(name, f"{why}: {exc}")
+            yield unknown(name, f"{why}: {exc.with_hint()}")
         else:
             yield failure(name, exc)
     except (LookupError, TypeError, ValueError, AttributeError) as exc:  # an answer without its documented form

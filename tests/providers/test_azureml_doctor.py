@@ -83,7 +83,7 @@ def test_a_service_that_does_not_answer(world: AzureMLWorld, examiner: Examiner)
 
 def test_a_workspace_that_there_is_none(world: AzureMLWorld, examiner: Examiner) -> None:
     examiner.settings("azureml", world.store, table(world, workspace_name="none"))
-    examiner("--image", "team/none:1").failure("workspace", fix="azureml.workspace_name", code=2)
+    examiner("--image", "team/none:1").failure("workspace", "azureml.workspace_name", fix="workspace_name", code=2)
 
 
 def test_what_the_caller_may_not_look_at_is_unknown(world: AzureMLWorld, examiner: Examiner) -> None:
@@ -100,7 +100,7 @@ def test_all_that_can_be_wrong_with_a_workspace(world: AzureMLWorld, examiner: E
     examiner.settings("azureml", world.store, table(world, datastore="other", compute="none"))
     world.plane.questions.actions = ["Microsoft.MachineLearningServices/workspaces/*/read", "*/workspaces/read"]
     found = examiner("--image", "azureml:train:9")
-    found.failed("datastore", "'other' is container", fix="azureml.datastore", code=2)
+    found.failed("datastore", "azureml.datastore: 'other' is container", fix="az ml datastore list", code=2)
     found.failed("compute", "no cluster 'none'", fix="az ml compute list", code=2)
     found.failed("permissions", "jobs/write", "jobs/cancel/action", fix="AzureML Data Scientist", code=3)
     assert "jobs/read" not in found.rows["permissions"]["detail"]

@@ -20,7 +20,7 @@ from cloudtrain.testing.contract import ProviderContract
 from cloudtrain.testing.platform import FakePlatform
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parents[1] / "scripts" / "slurm_ddp.py"
+SCRIPT = Path(__file__).with_name("slurm_ddp.py")
 
 
 @pytest.fixture(scope="class")
