@@ -32,6 +32,8 @@ fake_cloud, cloudtrain_snapshot = plugin.fake_cloud, plugin.cloudtrain_snapshot
 
 ROOT = Path(__file__).parents[1]
 AWS = {"region": "eu-west-1", "role": "arn:aws:iam::123456789012:role/training"}
+FOLDERS = {"slurm": "shared"}
+"""Where a provider's store is a folder: the kit keeps buckets alone in memory."""
 SCRIPT = """
 import json, os, time
 start = os.environ["CLOUDTRAIN_RESUME_FROM"]
@@ -72,7 +74,7 @@ def of(provider: str, **more: Any) -> Estimator:
         entry_point="train.py",
         provider=provider,
         settings=sample.get("settings"),
-        store=sample.get("store"),
+        store=sample.get("store") or FOLDERS.get(provider),
         write=lambda _: None,
         **job,
     )

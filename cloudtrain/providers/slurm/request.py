@@ -118,7 +118,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
     check_body(body)
     # A run's id may return for another job after its records are gone, so the name has a digest of the request.
-    unique = f"{job_name(layout.run, attempt, gpu_index)}-{digest_of(body)[:8]}"
+    unique = f"{job_name(layout.run, attempt, gpu_index)}-{digest_of(body)[:16]}"
     body["sbatch"] = {"job-name": unique, **body["sbatch"]}
     srun, front = _container(settings, job, {store, *folders})
     batch = Batch(
