@@ -339,7 +339,7 @@ def test_a_keyword_that_is_none_of_v2_names_the_nearest() -> None:
     ("words", "line"),
     [
         ({"role": "training"}, "role: 'training' is not an ARN"),
-        ({"role": None}, "role: is not set; give the ARN"),
+        ({"role": None}, "role: is not set"),
         ({"entry_point": None}, "entry_point: is missing"),
         ({"entry_point": "trian.py"}, "entry_point: 'trian.py' does not exist"),
         ({"source_dir": "s3://b/code.tar.gz"}, "source_dir: s3://b/code.tar.gz is no folder of this machine"),
@@ -787,7 +787,7 @@ def test_a_script_for_sagemaker_runs_here(local: PyTorch, here: Path, capsys: py
     assert (again.model_data, again.hyperparameters()) == (local.model_data, {"e": 3, "amp": True})
     with pytest.raises(SpecError, match="whose code is not here"):
         again.fit()
-    with pytest.raises(NotFoundError, match=r"training_job_name: no run 'local-2'.*; give the run's URL"):
+    with pytest.raises(NotFoundError, match=r"training_job_name: no run 'local-2'.*\nhint: give the run's URL"):
         PyTorch.attach("local-2")
 
 

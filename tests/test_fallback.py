@@ -389,7 +389,7 @@ def test_a_saved_plan_of_a_run_that_has_moved_since_is_refused_with_where_it_is(
     load_plan(saved, settings=Settings(), cwd=places.folder)
     places.clouds[0].stand("old.0", **NONE)
     old.reconcile(retry=FallbackPolicy(old))
-    with pytest.raises(SpecError, match=r"^resume_from: \S+store-0/runs/old/\S+ continued at \S+store-1/runs/old/\S+;"):
+    with pytest.raises(SpecError, match=r"^resume_from: \S+store-0/runs/old/\S+ continued at \S+store-1/runs/old/\S+\nhint: plan again"):
         load_plan(saved, settings=Settings(), cwd=places.folder)
 
 
@@ -682,7 +682,7 @@ def test_another_version_brings_the_submitter_s_runtime_over_or_says_in_a_line_t
     monkeypatch.setattr(runtime_zip, "digest", lambda provider=None: "0" * 64)
     (row,) = places.reconcile()
     assert row["exit_code"] == StorageError.exit_code
-    assert f"{places.stores[0].url}/{key} is not there" in str(row["error"])
+    assert f"{places.stores[0].url}/{key} is missing" in str(row["error"])
     assert handover.next_of(places.stores[0], "r") is None
     places.stores[0].files.write(key, data)
     assert places.reconcile()[0]["error"] is None

@@ -123,7 +123,9 @@ def settings_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
         raise SpecError("is of a pipeline: let a step of it call fit, with a plain session", field=where)
     region = getattr(session, "boto_region_name", None)
     if not isinstance(region, str):
-        raise SpecError("must be a sagemaker.Session; or leave it out and set AWS_REGION, AWS_PROFILE", field=where)
+        raise SpecError(
+            "must be a sagemaker.Session", field=where, hint="give one, or leave it out and set AWS_REGION, AWS_PROFILE"
+        )
     profile = getattr(vars(session).get("boto_session"), "profile_name", None)
     named = {"profile": profile} if isinstance(profile, str) and profile != "default" else {}
     return {**settings, "region": region, **named}
@@ -141,7 +143,9 @@ def job_fields(keywords: Mapping[str, Any]) -> dict[str, Any]:
     if not str(known.get("entry_point", "")).endswith(".sh"):
         fields["launcher"] = _launcher(known.get("distribution", {}))
     elif known.get("distribution"):
-        raise SpecError("starts Python, not a shell script; leave it out, or give train.py", field="distribution")
+        raise SpecError(
+            "starts Python, not a shell script", field="distribution", hint="leave it out, or give train.py"
+        )
     if "base_job_name" in known:
         fields["name"] = re.sub(r"[^a-z0-9]+", "-", str(known["base_job_name"]).lower())[:40].strip("-")
     if "tags" in known or LINEAGE in known:
@@ -160,7 +164,7 @@ def _code(known: Mapping[str, Any]) -> dict[str, Any]:
     given, entry = known.get("source_dir"), known.get("entry_point")
     if given is not None:
         if url_scheme(str(given)):
-            raise SpecError(f"{given} is no folder of this machine; give one", field="source_dir")
+            raise SpecError(f"{given} is no folder of this machine", field="source_dir", hint="give a folder")
         return {"requirements": "requirements.txt"} if (Path(given) / "requirements.txt").is_file() else {}
     if not isinstance(entry, (str, PurePath)) or not str(entry).strip():
         raise SpecError("is missing: the script to run, such as 'train.py'", field="entry_point")
@@ -299,7 +303,7 @@ def _checkpoints(known: dict[str, Any]) -> dict[str, Any]:
 def _max_wait(known: Mapping[str, Any]) -> int:
     """Return the seconds of waiting alone, at least one."""
     if not known.get("use_spot_instances"):
-        raise SpecError("is for use_spot_instances=True; leave it out", field="max_wait")
+        raise SpecError("is for use_spot_instances=True", field="max_wait", hint="leave it out")
     whole, run = (parse_duration(known[name], field=name) for name in ("max_wait", "max_run"))
     if whole < run:
         why = f"counts the running time too, so it is at least max_run ({run}), not {whole}"

@@ -270,8 +270,8 @@ class PyTorch(_Refusing):
         self._keywords = checked(_by_name(("entry_point", "framework_version", "py_version", *_CODE), values, keywords))
         kind, self.provider = str(self._keywords.get("instance_type", "")), NAME
         if kind == "local_gpu":
-            how = "cloudtrain.Estimator(provider='local', gpu='A10G:1')"
-            raise SpecError(f"the GPUs of this machine are not known; name them: {how}", field="instance_type")
+            how = "name them: cloudtrain.Estimator(provider='local', gpu='A10G:1')"
+            raise SpecError("the GPUs of this machine are not known", field="instance_type", hint=how)
         if kind == "local":
             self.provider = "docker" if "image_uri" in self._keywords else "local"
         elif not kind:
@@ -341,7 +341,7 @@ class PyTorch(_Refusing):
             run = open_run(target, store_url=settings.resolved(), cwd=Path.cwd(), settings=settings)
         except NotFoundError as exc:
             how = "give the run's URL, or its store="
-            raise NotFoundError(f"{exc.message}; {how}", field="training_job_name") from None
+            raise NotFoundError(exc.message, field="training_job_name", hint=how) from None
         if match and match["tag"] and match["tag"] != run_tag(run.url):
             raise NotFoundError(f"no training job {training_job_name} in {run.store.url}", field="training_job_name")
         made = cls.__new__(cls)
@@ -381,7 +381,7 @@ class PyTorch(_Refusing):
         from ..runs.submit import make_plan
 
         if not self._keywords:
-            raise SpecError("was attached to a job whose code is not here; make a new PyTorch", field="fit")
+            raise SpecError("was attached to a job whose code is not here", field="fit", hint="make a new PyTorch")
         with _their_words():
             if job_name is not None:
                 check_run_id(job_name)
@@ -412,7 +412,7 @@ class PyTorch(_Refusing):
             return _loaded(self.settings, store=store)
         role = found.make_provider(NAME).settings.role
         if not role:
-            raise SpecError("is not set; give the ARN of the role that jobs run as", field="role")
+            raise SpecError("is not set", field="role", hint="give the ARN of the role that jobs run as")
         if not _ROLE.fullmatch(role):
             how = f"aws iam get-role --role-name {role.rpartition('/')[2]} --query Role.Arn --output text"
             raise SpecError(f"{role!r} is not an ARN", field="role", hint=f"to look up the ARN, run: {how}")

@@ -143,7 +143,9 @@ def _context() -> _Context | None:
         tls = folder / "contexts" / "tls" / key / "docker"
         return _Context(str(endpoint.get("Host") or ""), not endpoint.get("SkipTLSVerify"), tls)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
-        raise SpecError(f"{file} cannot be read as docker wrote it ({why(exc)}); fix it, or set DOCKER_HOST") from None
+        raise SpecError(
+            f"{file} cannot be read as docker wrote it ({why(exc)})", hint="fix it, or set DOCKER_HOST"
+        ) from None
 
 
 def why(exc: BaseException) -> str:

@@ -347,7 +347,7 @@ class SupervisedProvider(ProviderExtras):
         if data["state"] in FINAL:
             return self.status(f"{data['host']}:{folder}")  # it ended between the two reads
         if data["host"] != socket.gethostname():
-            raise LostContactError(f"this run is on the machine {data['host']}; ask there", passing=False)
+            raise LostContactError(f"this run is on the machine {data['host']}", passing=False, hint="ask there")
         with locked(folder / "clearing") as free:
             if free and _read(folder / "status.json")["state"] not in FINAL:  # else the next attempt may have begun
                 self._clear(folder)
@@ -392,7 +392,7 @@ def _existing(native_id: str) -> Path:
     if (folder / "status.json").exists():
         return folder
     if host != socket.gethostname():
-        raise LostContactError(f"this run is on the machine {host}; ask there", passing=False)
+        raise LostContactError(f"this run is on the machine {host}", passing=False, hint="ask there")
     raise NotFoundError(f"no supervisor has ever written {folder}")
 
 

@@ -19,7 +19,7 @@ def stand_in_for(url: str, places: Mapping[str, str], *, or_same: bool = False) 
             return places[known].rstrip("/") + url[len(root) :]
     if or_same:
         return url
-    raise SpecError(f"{url} is not on this machine; name what stands for it: --map {url}=PATH", field="map")
+    raise SpecError(f"{url} is not on this machine", field="map", hint=f"name what stands for it: --map {url}=PATH")
 
 
 def map_urls(layout: Layout, store: str) -> Layout:

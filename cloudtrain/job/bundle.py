@@ -214,7 +214,7 @@ class _Verified:
             self._changed()
 
     def _changed(self) -> NoReturn:
-        raise StorageError(f"{self._expected.path!r} changed since the bundle was built; build it again")
+        raise StorageError(f"{self._expected.path!r} changed since the bundle was built", hint="build it again")
 
 
 def changes(bundle: Bundle, archive: bytes) -> list[str]:
@@ -294,7 +294,7 @@ def _dependencies(source: Source, cwd: Path, root: Path, walk: Walk) -> Iterator
         if name in taken:
             if folder == os.path.join(root, name):
                 continue
-            raise SpecError(f"{name!r} is already in the code that ships; rename one of the two", field=where)
+            raise SpecError(f"{name!r} is already in the code that ships", field=where, hint="rename one of the two")
         taken.add(name)
         walk.add(folder, name + "/")
         yield name + "/", Path(folder)
@@ -333,7 +333,7 @@ def _check_ships(
 ) -> None:
     paths = {entry.path for entry in entries}
     if MANIFEST in paths:
-        raise SpecError(f"{MANIFEST} is a name that the archive needs; rename the file", field="source")
+        raise SpecError(f"{MANIFEST} is a name that the archive needs", field="source", hint="rename the file")
     wanted = [("source.requirements", [source.requirements])] if source.requirements else []
     if source.module is not None:
         base = source.module.replace(".", "/")

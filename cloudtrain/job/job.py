@@ -322,13 +322,15 @@ class Job:
         if self.launcher != "command" and (suffix := PurePosixPath(entry).suffix.lower()) in NO_SCRIPTS:
             raise SpecError(f"{entry!r} is not a script", field="source.entry_point", hint=_instead_of(entry, suffix))
         if entry.endswith(".sh") and self.launcher != "command":
-            raise SpecError(f"{self.launcher} starts Python, not {entry}; use launcher 'command'", field="launcher")
+            raise SpecError(
+                f"{self.launcher} starts Python, not {entry}", field="launcher", hint="use launcher 'command'"
+            )
 
     def _check_names(self) -> None:
         """Check the names that two fields share, and those of ``{inputs.NAME}``."""
         for key in self.secrets:
             if key in self.env:
-                raise SpecError("is in env too; keep one of the two", field=f"secrets.{key}")
+                raise SpecError("is in env too", field=f"secrets.{key}", hint="keep one of the two")
         variables: dict[str, str] = {}
         for key in self.inputs:
             if (other := variables.setdefault(key.upper().replace("-", "_"), key)) != key:

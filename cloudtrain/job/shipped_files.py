@@ -359,4 +359,4 @@ def _check_name(path: str) -> None:
     try:
         path.encode()
     except UnicodeEncodeError:
-        raise SpecError(f"{os.fsencode(path)!r} is not a UTF-8 file name; rename it", field="source") from None
+        raise SpecError(f"{os.fsencode(path)!r} is not a UTF-8 file name", field="source", hint="rename it") from None

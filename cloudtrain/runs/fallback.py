@@ -161,9 +161,8 @@ def submit_with_fallbacks(
         else:
             onward.send(unsent)
             if handover.unsent_attempt(run) == unsent:
-                raise LostContactError(
-                    f"attempt {unsent} has not been sent; run the same command again with --run-id {run.run_id}"
-                )
+                again = f"run the same command again with --run-id {run.run_id}"
+                raise LostContactError(f"attempt {unsent} has not been sent", hint=again)
 
 
 def _check_installed(plan: Plan) -> None:
@@ -183,7 +182,9 @@ def _newest(plans: Sequence[Plan]) -> Plan:
             return plan
         with_recorded_origin(plan)
         if noted["run"] != following.run_url:
-            raise ConflictError(f"{plan.run_id!r} continued at {noted['run']}; choose another id", field="run_id")
+            raise ConflictError(
+                f"{plan.run_id!r} continued at {noted['run']}", field="run_id", hint="choose another id"
+            )
     return plans[-1]
 
 
@@ -337,8 +338,10 @@ class FallbackPolicy(Retry):
         try:
             return run.store.files.read(key)
         except FileNotFoundError:
-            why = f"{run.store.url}/{key} is not there, from where it was to be brought on; submit the same job again"
-            raise StorageError(f"{why} with --run-id {run.run_id}, by the same version of cloudtrain") from None
+            again = f"submit the same job again with --run-id {run.run_id}, by the same version of cloudtrain"
+            raise StorageError(
+                f"{run.store.url}/{key} is missing, so the next store cannot get it", hint=again
+            ) from None
 
     def _bring(self, digest: str, store: Store, name: str) -> None:
         """Copy a data tree from this run's store into ``store`` and check each digest, unless it is complete there."""
@@ -348,8 +351,8 @@ class FallbackPolicy(Retry):
             return
         listed = old.record(manifest)
         if listed is None:
-            why = f"is not in {old.url}, from which it was to be brought to {store.url}; submit the same job again"
-            raise StorageError(f"inputs.{name}: {why} with --run-id {self._run.run_id} where the data is")
+            again = f"submit the same job again with --run-id {self._run.run_id} on a machine that has the data"
+            raise StorageError(f"inputs.{name}: {old.url} has no copy of it for {store.url}", hint=again)
         self._say(f"copying {name} to {store.url}")
         with tempfile.TemporaryDirectory(prefix="cloudtrain-") as folder:
             for path, item in sorted(listed["files"].items()):

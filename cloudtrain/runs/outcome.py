@@ -214,9 +214,10 @@ def first_line(text: str) -> str:
 
 
 def one_line(exc: Exception) -> str:
-    """Return an exception in one line, with its type unless it is one of ours."""
-    text = first_line(str(exc))
-    return text if isinstance(exc, CloudtrainError) and text else f"{type(exc).__name__}: {text}"
+    """Return an exception in one line: one of ours with its hint, another with its type."""
+    if isinstance(exc, CloudtrainError) and str(exc):
+        return first_line(exc.with_hint())
+    return f"{type(exc).__name__}: {first_line(str(exc))}"
 
 
 # ------------------------------------------------------------------------------------------------------------ records

@@ -245,7 +245,7 @@ class _Pull:
                     bring()
             self.records()
         except FileNotFoundError as exc:
-            raise StorageError(f"{exc.filename or exc} was deleted during the pull; pull again") from exc
+            raise StorageError(f"{exc.filename or exc} was deleted during the pull", hint="pull again") from exc
         finally:  # also after a failure: files that came are not fetched again
             self.remember()
         return PullReport(
@@ -294,7 +294,8 @@ class _Pull:
             if self._direct(name):
                 self.names.append(name)
             elif strict:
-                raise StorageError(f"checkpoint {name} was overwritten while it was pulled, {TRIES} times; pull again")
+                why = f"checkpoint {name} was overwritten while it was pulled, {TRIES} times"
+                raise StorageError(why, hint="pull again")
         for name, target in pointers.items():
             if target in self.names and name not in self.names and safe(name):
                 text = f"{target}\n".encode()
@@ -611,7 +612,7 @@ class _Pull:
         Unchanged files of an earlier pull of another run are removed: runs do not mix.
         """
         if self.folder.is_file():
-            raise SpecError(f"{self.folder} is a file; name a folder", field="folder")
+            raise SpecError(f"{self.folder} is a file", field="folder", hint="name a folder")
         try:
             state = json_loads(self.out.read(PULL_STATE))
             known, same = dict(state["files"]), state["run"] == self.origin
@@ -620,9 +621,8 @@ class _Pull:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             foreign = [name for name in _PLACES if (self.folder / name).exists()]
             if foreign and not self._ours():
-                raise SpecError(
-                    f"{self.folder} has a {foreign[0]} that no pull wrote; name another folder", field="folder"
-                ) from None
+                why = f"{self.folder} has a {foreign[0]} that no pull wrote"
+                raise SpecError(why, field="folder", hint="name another folder") from None
             known, states, same = {}, [], True
         if known or not self.folder.exists() or not any(self.folder.iterdir()):
             self.out.create(".gitignore", b"*\n")

@@ -428,15 +428,15 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
     store = Store(layout.store, storage=chosen.storage, moving=settings.moving)
     bundle = _built(source, store, settings, cwd, path)
     if bundle.digest != layout.code_digest:
-        raise SpecError(f"the code in {source.path} has changed since it was planned; plan again", field="plan")
+        raise SpecError(f"the code in {source.path} has changed since it was planned", field="plan", hint="plan again")
     if runtime_zip.digest(type(chosen)) != layout.runtime_digest:
-        raise SpecError("it was made by another version of cloudtrain; plan again", field="plan")
+        raise SpecError("it was made by another version of cloudtrain", field="plan", hint="plan again")
     inputs, trees = store.inputs(job, chosen.schemes, run_id=layout.run_id, cwd=cwd)
     if inputs != dict(layout.inputs):
-        raise SpecError("an input has changed since it was planned; plan again", field="plan")
+        raise SpecError("an input has changed since it was planned", field="plan", hint="plan again")
     resumed = layout.resume_source or layout.resume
     if resumed and (now := followed(resumed, settings, ask=True)) != resumed:
-        raise SpecError(f"{resumed} continued at {now}; plan again with that URL", field="resume_from")
+        raise SpecError(f"{resumed} continued at {now}", field="resume_from", hint="plan again with that URL")
     return Plan(
         job=job,
         source=source,
