@@ -389,7 +389,8 @@ def test_a_saved_plan_of_a_run_that_has_moved_since_is_refused_with_where_it_is(
     load_plan(saved, settings=Settings(), cwd=places.folder)
     places.clouds[0].stand("old.0", **NONE)
     old.reconcile(retry=FallbackPolicy(old))
-    with pytest.raises(SpecError, match=r"^resume_from: \S+store-0/runs/old/\S+ continued at \S+store-1/runs/old/\S+\nhint: plan again"):
+    moved = r"^resume_from: \S+store-0/runs/old/\S+ continued at \S+store-1/runs/old/\S+\nhint: plan again"
+    with pytest.raises(SpecError, match=moved):
         load_plan(saved, settings=Settings(), cwd=places.folder)
 
 
