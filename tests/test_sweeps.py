@@ -9,6 +9,8 @@ import math
 import random
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +20,8 @@ import pytest
 
 from cloudtrain.errors import SpecError
 from cloudtrain.job.job import Job
+from cloudtrain.runs.reconcile import reconcile_store
+from cloudtrain.runs.submit import plan_record
 from cloudtrain.runs.sweeps.decide import next_entry
 from cloudtrain.runs.sweeps.drive import Log
 from cloudtrain.runs.sweeps.prune import costs_of, is_hopeless, value_of
@@ -446,6 +450,17 @@ def test_the_cap_of_a_trial_is_the_platforms_own_limit(
         make_sweep(plan_of_sweep(job, settings, sweep_id="tune", cwd=tmp_path), spec_of(limits={"max_gpu_hours": 20}))
 
 
+def test_a_fallback_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    (tmp_path / "cloudtrain.toml").write_text('fallback = ["spare"]\n[profiles.spare]\nprovider = "docker"\n')
+    job = Job.make(entry_point="train.py")
+    with pytest.raises(SpecError, match="fallback: a sweep cannot use spare") as caught:
+        plan_of_sweep(job, Settings.load(), sweep_id="tune", cwd=tmp_path)
+    assert caught.value.hint == "run the sweep with --set fallback="
+    assert plan_of_sweep(job, Settings.load(overrides={"fallback": ""}), sweep_id="tune", cwd=tmp_path)
+
+
 # ------------------------------------------------------------------------------------------------------------ outcomes
 
 
@@ -463,7 +478,7 @@ def test_the_cap_of_a_trial_is_the_platforms_own_limit(
             9.0,
         ),
         ({"state": "failed", "category": "oom", "native_id": "j", "cost": {}}, "", "failed", None),
-        ({"state": "failed", "category": "capacity", "native_id": "j", "cost": {}}, "", "refused", None),
+        ({"state": "failed", "category": "auth", "native_id": "j", "cost": {}}, "", "refused", None),
         (
             {"state": "failed", "category": "quota", "native_id": None, "cost": {"estimate_usd": None}},
             "",
@@ -476,6 +491,28 @@ def test_the_outcome_of_a_trial(result: Mapping[str, Any], stop: str, state: str
     one = Trial(n=4, run="s-0004", params={}, cap=CAP)
     found = outcome_of(one, result, [{"step": 3, "loss": 0.5}], stop, spec_of())
     assert (found.trial, found.state, found.value, found.at, found.max_cost) == (4, state, 0.5, 3.0, cost)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "more", "rows", "cost"),
+    [
+        ([{"category": "capacity"}, {"category": "quota"}], {}, [], 0.0),
+        ([{"category": "capacity", "started": "2026-11-26T10:00:00Z"}], {}, [], None),
+        ([{"category": "preempted"}, {"category": "capacity"}], {}, [], None),
+        ([{"category": "capacity"}], {"checkpoint": {"name": "step-1"}}, [], None),
+        ([{"category": "capacity"}], {}, [{"step": 1, "loss": 0.5}], None),
+        ([{"category": "capacity"}], {"cost": {"estimate_usd": 2.5}}, [{"step": 1, "loss": 0.5}], 2.5),
+    ],
+)
+def test_a_trial_that_never_had_machines_by_its_record_has_cost_nothing(
+    attempts: Any, more: Any, rows: Any, cost: float | None
+) -> None:
+    """An unknown cost of any other trial counts as its whole cap."""
+    one, result = Trial(n=0, run="s-0000", params={}, cap=CAP), {"attempts": attempts, "cost": {}, **more}
+    found = outcome_of(
+        one, {"state": "failed", "category": "capacity", "native_id": "j", **result}, rows, "", spec_of()
+    )
+    assert (found.state, found.max_cost) == ("refused", cost)
 
 
 def test_a_trial_without_the_metric_has_failed_and_names_its_columns() -> None:
@@ -499,6 +536,37 @@ def test_a_log_is_read_once_and_its_numbers_have_no_gap(tmp_path: Path) -> None:
     assert store.add_sweep_entry("s", 5, {"kind": "trial", "n": 5})
     (tmp_path / "sweeps/s/log/000000.json").unlink()
     assert [entry["n"] for entry in log.read()] == [0, 1, 2, 3]
+
+
+def test_a_store_wide_reconcile_makes_the_steps_of_a_local_sweep_in_a_remote_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only trial is known to another machine alone: it stays, and the sweep ends once it has a result."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    monkeypatch.setenv("CLOUDTRAIN_LOCAL_STATE_DIR", str(tmp_path / "state"))
+    job, store = Job.make(entry_point="train.py"), f"memory://{uuid.uuid4().hex}/store"
+    sweep = Sweep(job, space={"lr": [1]}, metric="loss", trials=1, store=store, sweep_id="s")
+    assert sweep.create()
+    other = trial(0, params={"lr": 1}, cap={}, at=time.time())
+    assert sweep.store.add_sweep_entry("s", 0, other)
+    plan = trial_plan(
+        sweep.record, fold(sweep.spec, [other]).trials[0], store=sweep.store, provider=sweep.provider,
+        settings=Settings.load(),
+    )  # fmt: skip
+    record = {**plan_record(plan), "protocol": 1, "created": time.time()}
+    assert sweep.store.create_run(plan.layout, record)
+    assert sweep.store.create_attempt(plan.layout, 0, plan.request)
+    sweep.store.write_submitted("s-0000", 0, "elsewhere:/gone/s-0000")
+    rows = {row["run_id"]: row for row in reconcile_store(store, environ={})}
+    assert rows["s"]["exit_code"] == rows["s-0000"]["exit_code"] == 0
+    assert rows["s"]["error"] == rows["s-0000"]["error"] != ""
+    assert len(sweep.store.sweep_entries("s")) == 1
+    ended = {"state": "succeeded", "native_id": "j", "category": None, "reason": "", "cost": {}}
+    sweep.store.write_result("s-0000", ended)
+    (row,) = reconcile_store(store, environ={})
+    assert (row["run_id"], row["state"], row["error"], row["exit_code"]) == ("s", "failed", None, 0)
+    assert [entry["kind"] for entry in sweep.store.sweep_entries("s")] == ["trial", "end"]
 
 
 def test_gc_keeps_the_content_of_a_sweep_that_has_no_run_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

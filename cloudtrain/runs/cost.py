@@ -111,7 +111,7 @@ def _used(
     if status.cost_usd is not None and (status.cost_usd or not ran):  # a cost of 0 for time that ran is no answer
         return _Used(usd=status.cost_usd, gpu_hours=gpu_hours)
     if status.final and not hours:
-        return _Used(usd=0.0, gpu_hours=gpu_hours)
+        return _Used(usd=0.0, gpu_hours=gpu_hours if ran else 0.0)
     dearest = _dearest(account, names)
     if dearest is None:
         return _Used(gpu_hours=gpu_hours)

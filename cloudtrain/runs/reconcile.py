@@ -128,7 +128,7 @@ def _sweep_rows(
 ) -> list[Row]:
     """Make the steps of each sweep that has not ended, and return its row: ``run`` is the sweep's URL.
 
-    A sweep whose trials are processes of another machine is left to that machine.
+    Trials that only another machine knows are an ``error`` with exit code 0, as such runs are.
     """
     opened = in_store(url, settings, lambda found: found) if isinstance(store, str) else store
     rows: list[Row] = []
@@ -139,12 +139,11 @@ def _sweep_rows(
         try:
             sweep = open_sweep(sweep_id, store_url=url, settings=settings)
             row["provider"] = sweep.provider.name
-            if sweep.provider.retried_by == "supervisor" and local_path(url) is None:
-                continue
             result = sweep.step(on_change=row["done"].append, environ=environ)
             row |= {"state": result["state"], "reason": result["reason"], "error": None, "exit_code": 0}
         except Exception as exc:  # noqa: BLE001 - one unreadable sweep must not stop the others
-            row |= {"error": one_line(exc), "exit_code": _code(exc)}
+            elsewhere = isinstance(exc, LostContactError) and not exc.passing
+            row |= {"error": one_line(exc), "exit_code": 0 if elsewhere else _code(exc)}
         if say is not None:
             for line in row["done"]:
                 say(f"{sweep_id}: {line}")

@@ -21,7 +21,6 @@ from ...storage.local_disk import local_path
 from ...storage.timings import CLIENT_TIMINGS
 from ...store.store import Store
 from ...validate import did_you_mean, json_value, url_scheme
-from ..fallback import only_first
 from ..log_sources import Contact
 from ..run import Run
 from ..submit import Plan, make_plan, plan_record, stage_content
@@ -384,14 +383,17 @@ def plan_of_sweep(
     cwd: Path,
     rehearse: Callable[[Job, Settings, str, Path], Plan] | None = None,
 ) -> Plan:
-    """Return the plan of a sweep's job, with the id of its first trial. Reads files only; a fallback is left out.
+    """Return the plan of a sweep's job, with the id of its first trial. Reads files only.
 
-    ``rehearse`` makes the plan in place of `make_plan`. Raises the errors of `make_plan`.
+    ``rehearse`` makes the plan in place of `make_plan`. Raises the errors of `make_plan`, and `SpecError` for a
+    fallback: the budget holds in one store.
     """
     chosen = sweep_id or new_run_id(job.name)[:LONGEST_ID].rstrip("-")
     first = run_of_trial(check_sweep_id(chosen), 0)
-    job, settings = job.replace(tags={**job.tags, TAG: chosen}), only_first(settings)[0]
-    job = job.replace(env={"WANDB_RUN_GROUP": chosen, **job.env})
+    if settings.fallback:
+        names = ", ".join(settings.fallback)
+        raise SpecError(f"a sweep cannot use {names}", field="fallback", hint="run the sweep with --set fallback=")
+    job = job.replace(tags={**job.tags, TAG: chosen}, env={"WANDB_RUN_GROUP": chosen, **job.env})
     if rehearse is not None:
         return rehearse(job, settings, first, cwd)
     return make_plan(job, settings=settings, run_id=first, cwd=cwd)

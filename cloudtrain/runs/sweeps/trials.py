@@ -14,6 +14,7 @@ from ...provider_api.protocol import Layout, Provider
 from ...settings.settings import Settings
 from ...store import runtime_zip
 from ...store.store import Store
+from ..attempts import NO_MACHINES
 from ..fallback import FallbackPolicy, StoredBundle
 from ..handover import REFUSALS
 from ..live_data import LiveRunReader
@@ -28,7 +29,6 @@ __all__ = ["TAG", "RunTrials", "outcome_of", "trial_plan"]
 
 TAG = "sweep"
 """Name of the tag by which the platform and `list` know the trials of a sweep."""
-NO_MACHINE = ("capacity", "quota", "auth")
 Say = Callable[[str], None]
 
 
@@ -112,29 +112,37 @@ def outcome_of(
 ) -> Outcome:
     """Return the outcome of a trial by its run's result and metrics rows. Pure.
 
-    A trial that succeeded without the metric has failed. A run that was never sent has cost nothing.
+    A trial that succeeded without the metric has failed. A run that was never sent, or never had machines by its
+    record, has used nothing.
     """
     state, category, reason = str(result["state"]), result.get("category"), str(result.get("reason") or "")
     value, native, cost = value_of(rows, spec), result.get("native_id"), result.get("cost") or {}
     if state == "cancelled" and stop in RULES:
         state, reason = "stopped", stop
-    elif state == "failed" and (native is None or category in NO_MACHINE):
+    elif state == "failed" and (native is None or category in (*NO_MACHINES, "auth")):
         state = "refused"
     elif state == "failed" and category == "timeout":
         state = "capped"
     elif state == "succeeded" and value is None:
         columns = ", ".join(dict.fromkeys(key for row in rows for key in row)) or "none"
         state, reason = "failed", f"its metrics have no finite {spec.metric}; columns: {columns}"
-    points = costs_of(rows, spec)
+    points, is_free = costs_of(rows, spec), native is None or (not rows and _had_no_machines(result))
     return Outcome(
         trial=trial.n,
         state=state,
         value=value,
         at=points[-1][0] if points else None,
-        max_cost=0.0 if native is None else cost.get("estimate_usd"),
-        max_gpu_hours=0.0 if native is None else cost.get("gpu_hours"),
+        max_cost=0.0 if is_free else cost.get("estimate_usd"),
+        max_gpu_hours=0.0 if is_free else cost.get("gpu_hours"),
         reason=reason if state != "succeeded" else "",
     )
+
+
+def _had_no_machines(result: Mapping[str, Any]) -> bool:
+    """Return whether every attempt of a run ended for lack of machines before it began, by the run's result alone."""
+    attempts = result.get("attempts") or ()
+    unserved = {result.get("category"), *(row.get("category") for row in attempts)} <= NO_MACHINES
+    return unserved and not result.get("checkpoint") and not any(row.get("started") for row in attempts)
 
 
 def trial_plan(
