@@ -63,6 +63,16 @@ def test_filters(asked: Callable[..., Told]) -> None:
     assert "no machine of the catalogue fits" in err
 
 
+@pytest.mark.parametrize(("key", "parts"), [("price", False), ("gpu-price", True)])
+def test_the_cheapest_comes_first_and_an_unknown_price_last(asked: Callable[..., Told], key: str, parts: bool) -> None:
+    _, found, _ = asked("H100", "--sort", key)
+    rows = found["machines"]
+    prices = [row["usd_per_hour"] / (row["gpu_count"] if parts else 1) for row in rows if row["usd_per_hour"]]
+    assert prices == sorted(prices) != sorted(prices, reverse=True)
+    assert [row["usd_per_hour"] is None for row in rows] == [False] * len(prices) + [True] * (len(rows) - len(prices))
+    assert {row["instance_type"] for row in rows} == set(names(asked("H100")))
+
+
 @pytest.mark.parametrize(
     ("words", "field", "says"),
     [

@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -45,6 +45,14 @@ MaxPrice = Annotated[
 Region = Annotated[
     str | None, Parameter(metavar="REGION", help="region of the prices; default: the provider's own setting")
 ]
+Sort = Annotated[
+    Literal["provider", "price", "gpu-price"],
+    Parameter(
+        metavar="KEY",
+        show_default=False,
+        help="price: lowest price an hour first; gpu-price: lowest price of each GPU first; default: by provider",
+    ),
+]
 All = Annotated[bool, switch("machines without a known price too", "--all")]
 
 COLUMNS = ("provider", "instance_type", "gpus", "memory", "cpus", "network", "usd_per_hour", "spot", "priced")
@@ -60,6 +68,7 @@ def gpus(
     spot_only: SpotOnly = None,
     max_price: MaxPrice = None,
     region: Region = None,
+    sort: Sort = "provider",
     everything: All = False,
     settings: Set = None,
     at: At = HERE,
@@ -81,7 +90,7 @@ def gpus(
     ]
     if max_price is not None:
         rows = [row for row in rows if row["usd_per_hour"] is not None and row["usd_per_hour"] <= max_price]
-    rows.sort(key=lambda row: (row["provider"], row["gpu"], row["gpu_count"], row["usd_per_hour"] or float("inf")))
+    rows.sort(key=lambda row: (_cost(row, sort), row["provider"], row["gpu"], row["gpu_count"], _cost(row, "price")))
     if json:
         screen.emit({"machines": rows, "exit_code": 0})
     else:
@@ -165,6 +174,15 @@ def _row(provider: str, machine: Machine, price: Price | None) -> dict[str, Any]
         "spot_usd_per_hour": price.spot_usd_per_hour if price is not None else None,
         "price": whose,
     }
+
+
+def _cost(row: Mapping[str, Any], sort: str) -> float:
+    """Return the US dollars an hour by which a machine is sorted; one without a known price comes last."""
+    if sort == "provider":
+        return 0.0
+    if row["usd_per_hour"] is None:
+        return float("inf")
+    return float(row["usd_per_hour"]) / (row["gpu_count"] if sort == "gpu-price" else 1)
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
