@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from ..runs.submit import Plan
 
 __all__ = [
-    "NO_DESCRIPTION", "NO_FLAGS", "Fallback", "Flags", "Provider", "RunId", "Set", "plan", "rehearse", "say_limits",
+    "NO_DESCRIPTION", "NO_FLAGS", "Fallback", "Flags", "Image", "LocalStore", "Provider", "RunId",
+    "Set", "plan", "rehearse", "say_limits",
     "say_price", "settings_pairs", "submit",
 ]  # fmt: skip
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from cyclopts import Parameter
 
 from ..errors import EXIT_CODES, AuthError, LostContactError, NotFoundError, SpecError, StorageError
 from ..job.job import Job, anchored
+from ..runs.submit import Plan
 from ..runs.summary import columns
 from ..runs.sweeps.spec import CURRENCIES, SweepSpec
 from ..runs.sweeps.sweep import CAPS, Sweep, make_sweep, open_sweep, plan_of_sweep
@@ -22,7 +24,7 @@ from .common_flags import HERE, At, OnSignal, Where, stoppable, switch, undistur
 from .flags import job_of
 from .output import Screen
 from .runs import EXIT_DETACHED, Json, Ours, WaitTimeout, seconds_of
-from .submit import NO_FLAGS, Provider, Set, settings_pairs
+from .submit import NO_FLAGS, Image, LocalStore, Provider, Set, settings_pairs
 
 __all__ = [
     "cancel_sweep",
@@ -56,6 +58,8 @@ def sweep(
     failures: Annotated[int | None, Parameter(help="limit: failed trials in a row")] = None,
     sweep_id: Annotated[str | None, Parameter(metavar="ID", help="id of a new sweep")] = None,
     rehearse: Annotated[bool, switch("run a new sweep's trials here, as the provider would start them")] = False,
+    local_store: LocalStore = "./.cloudtrain",
+    local_image: Image = "",
     detach: Annotated[bool, switch("start the first trials and return", "--detach", "-d")] = False,
     wait_timeout: WaitTimeout = None,
     on_signal: OnSignal = "detach",
@@ -76,8 +80,9 @@ def sweep(
     limits = {key: value for key, value in given.items() if value is not None}
     chosen = at.settings(overrides=settings_pairs(settings), cwd=Path.cwd(), provider=provider)
     if target.endswith(".toml"):
-        handle = _made(target, limits, chosen, sweep_id, rehearse)
+        handle = _made(target, limits, chosen, sweep_id, _rehearsal(local_store, local_image) if rehearse else None)
         handle.create()
+        at = Where(store=local_store, profile=at.profile) if rehearse else at
     else:
         handle = find_sweep(target, chosen)
         handle.change(limits)
@@ -89,19 +94,21 @@ def sweep(
     )
 
 
-def _made(file: str, limits: Mapping[str, Any], settings: Settings, sweep_id: str | None, rehearse: bool) -> Sweep:
-    """Return the sweep that ``file`` describes, with ``limits`` in place of its own."""
+def _rehearsal(store: str, image: str) -> Callable[..., Plan]:
+    from ..engine.rehearse import plan_rehearsal
+
+    return partial(plan_rehearsal, store=store, image=image)
+
+
+def _made(
+    file: str, limits: Mapping[str, Any], settings: Settings, sweep_id: str | None, make: Callable[..., Plan] | None
+) -> Sweep:
+    """Return the sweep that ``file`` describes, with ``limits`` in place of its own; ``make`` plans a rehearsal."""
     job, tables = _read(Path(file))
     tables["limits"] = {**table_of(tables.get("limits", {}), "limits"), **limits}
     spec = SweepSpec.from_dict(tables)
-    plan = plan_of_sweep(job, settings, sweep_id=sweep_id, cwd=Path.cwd(), rehearse=_rehearsal if rehearse else None)
+    plan = plan_of_sweep(job, settings, sweep_id=sweep_id, cwd=Path.cwd(), make=make)
     return make_sweep(plan, spec)
-
-
-def _rehearsal(job: Job, settings: Settings, run_id: str, cwd: Path) -> Any:
-    from ..engine.rehearse import plan_rehearsal
-
-    return plan_rehearsal(job, settings=settings, run_id=run_id, cwd=cwd)
 
 
 def _read(path: Path) -> tuple[Job, dict[str, Any]]:

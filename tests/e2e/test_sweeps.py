@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from jobs import Done, Jobs
 
 from cloudtrain.runs.sweeps.sweep import Sweep, open_sweep
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import argparse, json, math, os, pathlib, time
 flags = argparse.ArgumentParser()
@@ -159,3 +162,77 @@ def test_a_sweep_goes_on_from_its_record_alone(sweeps: Sweeps, tmp_path: Path) -
     assert (ended.code, ended.json["state"]) == (0, "cancelled")
     assert sweeps.cli("wait", "tune-1").code == 5
     sweeps.jobs.gone()
+
+
+DIGITS = """
+metric = "val_loss"
+[job]
+entry_point = "ddp.py"
+{image}
+max_runtime = "10m"
+hyperparameters = {{ epochs = {epochs} }}
+[job.inputs]
+train = "./digits.csv.gz"
+[limits]
+trials = {trials}
+parallel = 2
+[space]
+lr = {{ low = 1e-5, high = 3e-2, log = true }}
+global-batch = [32, 64, 128]
+[prune]
+rule = "asha"
+by = "epoch"
+"""
+
+
+def digits(sweeps: Sweeps, *, trials: int, epochs: int, image: str = "") -> None:
+    """Write a sweep that trains the small CNN of `entrypoints` on the digits."""
+    shutil.copytree(ROOT / "entrypoints", sweeps.jobs.code, dirs_exist_ok=True)
+    shutil.copy(ROOT / "examples/data/digits.csv.gz", sweeps.jobs.code)
+    sweeps.jobs.write("tune.toml", DIGITS.format(trials=trials, epochs=epochs, image=image and f'image = "{image}"'))
+
+
+def check_best(sweeps: Sweeps, result: dict[str, Any], store: Path) -> None:
+    """The best trial's checkpoint comes back, whole."""
+    best, known = result["best"], [row["value"] for row in result["trials"] if row["state"] == "succeeded"]
+    assert best["value"] == min(known) < 0.7
+    pulled = sweeps.jobs.cli(
+        "pull", result["sweep_id"], "out", "--what", "checkpoints:best", "--json", "--store", str(store)
+    )
+    assert (pulled.code, pulled.json["run_id"]) == (0, best["run_id"]), pulled.err
+    (folder,) = (sweeps.jobs.code / "out/checkpoints").iterdir()
+    assert json.loads((folder / "train.json").read_text())["step"] == int(folder.name.partition("-")[2])
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1200)
+def test_twelve_trials_of_a_real_training(sweeps: Sweeps) -> None:
+    digits(sweeps, trials=12, epochs=6)
+    done = sweeps.cli("sweep", "tune.toml", "--sweep-id", "digits", "--json", timeout=1000)
+    assert done.code == 0, done.err
+    result = done.json
+    assert len(result["trials"]) == result["counts"]["stopped"] + result["counts"]["succeeded"] == 12
+    assert result["counts"]["stopped"] >= 3
+    check_best(sweeps, result, sweeps.jobs.store)
+
+
+@pytest.mark.docker
+@pytest.mark.proof
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("target", ["sagemaker", "azureml", "vertex"])
+def test_four_trials_on_each_rehearsed_cloud(
+    sweeps: Sweeps, images: Callable[[str], str], nothing_left: None, target: str
+) -> None:
+    sample = importlib.import_module(f"cloudtrain.providers.{target}").SAMPLE
+    digits(sweeps, trials=4, epochs=3, image=sample["job"]["image"])
+    store = sweeps.jobs.store
+    words = ["--provider", target, "--store", sample["store"], "--rehearse", "--local-image", images("torch")]
+    words += ["--local-store", str(store), "--sweep-id", "digits", "--json"]
+    for name, value in sample["settings"].items():
+        words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    done = sweeps.jobs.cli("sweep", "tune.toml", *words, timeout=1000)
+    assert done.code == 0, done.err
+    result = done.json
+    assert [row["run_id"] for row in result["trials"]] == sweeps.open("digits").store.runs()
+    assert result["counts"]["stopped"] + result["counts"]["succeeded"] == 4
+    check_best(sweeps, result, store)

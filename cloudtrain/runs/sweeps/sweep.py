@@ -381,12 +381,12 @@ def plan_of_sweep(
     *,
     sweep_id: str | None,
     cwd: Path,
-    rehearse: Callable[[Job, Settings, str, Path], Plan] | None = None,
+    make: Callable[..., Plan] | None = None,
 ) -> Plan:
     """Return the plan of a sweep's job, with the id of its first trial. Reads files only.
 
-    ``rehearse`` makes the plan in place of `make_plan`. Raises the errors of `make_plan`, and `SpecError` for a
-    fallback: the budget holds in one store.
+    ``make`` makes the plan in place of `make_plan`, with the same keywords. Raises the errors of `make_plan`, and
+    `SpecError` for a fallback: the budget holds in one store.
     """
     chosen = sweep_id or new_run_id(job.name)[:LONGEST_ID].rstrip("-")
     first = run_of_trial(check_sweep_id(chosen), 0)
@@ -394,9 +394,7 @@ def plan_of_sweep(
         names = ", ".join(settings.fallback)
         raise SpecError(f"a sweep cannot use {names}", field="fallback", hint="run the sweep with --set fallback=")
     job = job.replace(tags={**job.tags, TAG: chosen}, env={"WANDB_RUN_GROUP": chosen, **job.env})
-    if rehearse is not None:
-        return rehearse(job, settings, first, cwd)
-    return make_plan(job, settings=settings, run_id=first, cwd=cwd)
+    return (make or make_plan)(job, settings=settings, run_id=first, cwd=cwd)
 
 
 def make_sweep(plan: Plan, spec: SweepSpec) -> Sweep:
