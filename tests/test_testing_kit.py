@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from cloudtrain.testing import plugin
 from cloudtrain.testing.fake_cloud import FakeCloud
 from cloudtrain.testing.places import Places
 from cloudtrain.testing.requests import assert_request, stable
+from cloudtrain.testing.running import Jobs as ContractJobs
 from cloudtrain.validate import toml_loads
 
 # The fixtures themselves, also where this package was installed before it had a plugin.
@@ -493,3 +495,24 @@ def test_as_a_plugin_it_guards_the_network_and_leaves_others_alone(tmp_path: Pat
 def test_the_package_brings_the_plugin() -> None:
     project = toml_loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"), where="pyproject.toml")["project"]
     assert project["entry-points"]["pytest11"] == {"cloudtrain": plugin.__name__}
+
+
+# ------------------------------------------------------------------------------------------------- the contract's jobs
+
+
+def test_a_job_that_fails_its_platform_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One broken platform would else cost each test of the contract the whole wait."""
+    waited: list[str] = []
+
+    def seen(run: str) -> None:
+        waited.append(run)
+        raise TimeoutError(f"{run} did not end")
+
+    world = types.SimpleNamespace(seen=seen, plan=lambda *_, run_id: run_id, send=lambda plan: plan)
+    world.place = types.SimpleNamespace(clear_earlier=lambda: None)
+    monkeypatch.setattr(ContractJobs, "_changes", lambda *_: [])
+    jobs = ContractJobs(world)  # type: ignore[arg-type]
+    for name in ("torchrun", "user_error", "torchrun"):
+        with pytest.raises(TimeoutError, match="earlier did not end"):
+            jobs.script(name)
+    assert waited == ["earlier"]

@@ -43,12 +43,16 @@ print(run.provider.find(run.store.attempt_request(run.run_id, 0)))
 
 
 class Jobs:
-    """Runs of one platform, each submitted when it is first needed and shared by all tests of the class."""
+    """Runs of one platform, each submitted when it is first needed and shared by all tests of the class.
+
+    A run that did not end as it must fails each of these tests at once: none waits for it again.
+    """
 
     def __init__(self, world: FakePlatform) -> None:
         self.world = world
         self._runs: dict[str, Run] = {}
         self._seen: dict[str, Seen] = {}
+        self._failed: dict[str, Exception] = {}
         self.states: dict[str, list[str]] = {}
         self.early: dict[str, LogPage] = {}
 
@@ -59,34 +63,44 @@ class Jobs:
 
     def script(self, name: str) -> Seen:
         """Return the result of the job of `JOBS` or `CASES` with every change of `SCRIPT` that names it."""
-        if name in CASES:
-            return self.case(name)
-        if name not in self._seen:
-            if name == "torchrun" and "earlier" not in self._runs:
-                self.world.place.clear_earlier()
-            run = self.run("earlier" if name == "torchrun" else name, JOBS[name], *self._changes(name))
-            self._seen[name] = self.world.seen(run)
-        return self._seen[name]
+        return self._once(name, self._case if name in CASES else self._script)
 
     def case(self, name: str) -> Seen:
         """Return the result of the run of one of `CASES`, after the case's action."""
+        return self._once(name, self._case)
+
+    def _once(self, name: str, make: Callable[[str], Seen]) -> Seen:
+        if name in self._failed:
+            raise self._failed[name]
         if name not in self._seen:
-            case, world = CASES[name], self.world
-            if name == "user_error":
-                self.script("torchrun")  # the earlier run that this one resumes from
-            secrets = {"secrets": {probe.SECRET: world.place.secret}} if name == "user_error" else {}
-            parts = (PLAIN, {"env": {"PROBE": case.probe}}, case.job, secrets, *self._changes(name))
-            run = self.run(name.replace("_", "-"), *parts)
-            if case.act:
-                world.await_line(run, "holding")
-                self.states[name] = [run.status().state]
-                self.early[name] = world.provider.logs(self.native(run))
-                last = run.job.resources.instance_count - 1
-                {"cancel": lambda *_: run.cancel(), "kill": world.kill, "preempt": world.preempt}[case.act](run, last)
-            states = self.states.setdefault(name, [])
-            run.wait(timeout=120, poll=0.2, on_status=lambda status: states.append(status.state))
-            self._seen[name] = world.seen(run)
+            try:
+                self._seen[name] = make(name)
+            except Exception as exc:
+                self._failed[name] = exc
+                raise
         return self._seen[name]
+
+    def _script(self, name: str) -> Seen:
+        if name == "torchrun" and "earlier" not in self._runs:
+            self.world.place.clear_earlier()
+        return self.world.seen(self.run("earlier" if name == "torchrun" else name, JOBS[name], *self._changes(name)))
+
+    def _case(self, name: str) -> Seen:
+        case, world = CASES[name], self.world
+        if name == "user_error":
+            self.script("torchrun")  # the earlier run that this one resumes from
+        secrets = {"secrets": {probe.SECRET: world.place.secret}} if name == "user_error" else {}
+        parts = (PLAIN, {"env": {"PROBE": case.probe}}, case.job, secrets, *self._changes(name))
+        run = self.run(name.replace("_", "-"), *parts)
+        if case.act:
+            world.await_line(run, "holding")
+            self.states[name] = [run.status().state]
+            self.early[name] = world.provider.logs(self.native(run))
+            last = run.job.resources.instance_count - 1
+            {"cancel": lambda *_: run.cancel(), "kill": world.kill, "preempt": world.preempt}[case.act](run, last)
+        states = self.states.setdefault(name, [])
+        run.wait(timeout=120, poll=0.2, on_status=lambda status: states.append(status.state))
+        return world.seen(run)
 
     def _changes(self, name: str) -> list[Fields]:
         place = self.world.place
