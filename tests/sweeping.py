@@ -114,13 +114,13 @@ class World:
 
     # --------------------------------------------------------------------------------------------------------- store
 
-    def sweep_entries(self, sweep_id: str, start: int) -> list[dict[str, Any]]:
+    def log_entries(self, folder: str, start: int = 0) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         while (text := self.call(lambda: self.objects.get(start + len(found)))) is not None:
             found.append(json.loads(text))
         return found
 
-    def add_sweep_entry(self, sweep_id: str, number: int, entry: Entry) -> bool:
+    def add_log_entry(self, folder: str, number: int, entry: Entry) -> bool:
         def create() -> bool:
             if number in self.objects:
                 self.count["lost races"] += 1

@@ -214,6 +214,35 @@ lr = [0.1, 0.2]
 """
 
 
+def test_a_budget_that_runs_share_and_what_they_have_cost(account: Account) -> None:
+    assert account.of("budget", "team", code=2)["field"] == "budget"
+    words = ("submit", "train.py", "--set", "budget=team", "--detach")
+    assert "no budget 'team'" in account.of(*words, "--run-id", "early", "--max-cost", "6", code=2)["error"]
+    made = account.of("budget", "team", "--max-cost", "10")
+    assert made["limits"] == {"max_cost": {"limit": 10.0, "used": 0, "reserved": 0}, "max_gpu_hours": None}
+    assert "needs its own max_cost" in account.of(*words, "--run-id", "free", code=2)["error"]
+    for _ in range(2):  # the second time it is the same run
+        account.of(*words, "--run-id", "one", "--max-cost", "6", "--tag", "team=red")
+    no = account.of(*words, "--run-id", "two", "--max-cost", "6", code=2)
+    assert no["error"] == "budget: 4.00 of 10 USD are left in 'team'; this run may use 6"
+    assert no["hint"] == "to see its runs: cloudtrain budget team; to close ended ones: cloudtrain reconcile"
+    assert not [run for run in ("early", "free", "two") if Path(f".cloudtrain/runs/{run}/run.json").exists()]
+    assert account.of("budget", "team")["runs"] == [{"run_id": "one", "max_cost": 6.0, "max_gpu_hours": None}]
+    account.jobs.stand("one.0", state="succeeded", attempts=ATTEMPTS[1:], cost_usd=1.5)
+    account.of("wait", "one")
+    account.of(*words, "--run-id", "two", "--max-cost", "6")
+    account.of("cancel", "two", "--wait")
+    known = account.of("budget", "team")
+    assert (known["limits"]["max_cost"]["used"], known["runs"]) == (1.5, [])
+    account.of("submit", "train.py", "--detach", "--run-id", "old")
+    account.jobs.stand("old.0", state="failed", attempts=ATTEMPTS[1:], cost_usd=None)
+    total = account.of("cost", "--by", "team", "--since", "1d")
+    assert (total["total"]["runs"], total["total"]["usd"], total["total"]["usd_unknown"]) == (3, 1.5, 1)
+    assert [(group["value"], group["usd"]) for group in total["groups"]] == [("red", 1.5), (None, 0.0)]
+    refused = account.of(*words, "--run-id", "three", "--max-cost", "1", "--fallback", "spare", code=2)
+    assert (refused["field"], refused["hint"]) == ("budget", "leave the fallback out: --fallback=")
+
+
 def test_a_sweep_in_every_verb(account: Account) -> None:
     Path("tune.toml").write_text(TUNE)
     Path("job.toml").write_text('entry_point = "train.py"\n')

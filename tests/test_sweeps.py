@@ -527,13 +527,20 @@ def test_a_trial_without_the_metric_has_failed_and_names_its_columns() -> None:
 
 def test_a_log_is_read_once_and_its_numbers_have_no_gap(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
-    assert store.sweep_entries("s") == []
-    assert [store.add_sweep_entry("s", n, {"kind": "trial", "n": n}) for n in (0, 1, 1, 2)] == [True, True, False, True]
-    log = Log(store, "s")
+    assert store.log_entries("sweeps/s") == []
+    assert [store.add_log_entry("sweeps/s", n, {"kind": "trial", "n": n}) for n in (0, 1, 1, 2)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+    log = Log(store, "sweeps/s")
     assert [entry["n"] for entry in log.read()] == [0, 1, 2]
-    assert not Log(store, "s").add({"kind": "end"})  # it has read nothing, so it may add nothing behind the others
+    assert not Log(store, "sweeps/s").add(
+        {"kind": "end"}
+    )  # it has read nothing, so it may add nothing behind the others
     assert log.add({"kind": "trial", "n": 3})
-    assert store.add_sweep_entry("s", 5, {"kind": "trial", "n": 5})
+    assert store.add_log_entry("sweeps/s", 5, {"kind": "trial", "n": 5})
     (tmp_path / "sweeps/s/log/000000.json").unlink()
     assert [entry["n"] for entry in log.read()] == [0, 1, 2, 3]
 
@@ -549,7 +556,7 @@ def test_a_store_wide_reconcile_makes_the_steps_of_a_local_sweep_in_a_remote_sto
     sweep = Sweep(job, space={"lr": [1]}, metric="loss", trials=1, store=store, sweep_id="s")
     assert sweep.create()
     other = trial(0, params={"lr": 1}, cap={}, at=time.time())
-    assert sweep.store.add_sweep_entry("s", 0, other)
+    assert sweep.store.add_log_entry("sweeps/s", 0, other)
     plan = trial_plan(
         sweep.record, fold(sweep.spec, [other]).trials[0], store=sweep.store, provider=sweep.provider,
         settings=Settings.load(),
@@ -561,12 +568,12 @@ def test_a_store_wide_reconcile_makes_the_steps_of_a_local_sweep_in_a_remote_sto
     rows = {row["run_id"]: row for row in reconcile_store(store, environ={})}
     assert rows["s"]["exit_code"] == rows["s-0000"]["exit_code"] == 0
     assert rows["s"]["error"] == rows["s-0000"]["error"] != ""
-    assert len(sweep.store.sweep_entries("s")) == 1
+    assert len(sweep.store.log_entries("sweeps/s")) == 1
     ended = {"state": "succeeded", "native_id": "j", "category": None, "reason": "", "cost": {}}
     sweep.store.write_result("s-0000", ended)
     (row,) = reconcile_store(store, environ={})
     assert (row["run_id"], row["state"], row["error"], row["exit_code"]) == ("s", "failed", None, 0)
-    assert [entry["kind"] for entry in sweep.store.sweep_entries("s")] == ["trial", "end"]
+    assert [entry["kind"] for entry in sweep.store.log_entries("sweeps/s")] == ["trial", "end"]
 
 
 def test_gc_keeps_the_content_of_a_sweep_that_has_no_run_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

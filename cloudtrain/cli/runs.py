@@ -360,7 +360,10 @@ States = Annotated[list[str] | None, many("runs in this state only, however many
 Since = Annotated[str | None, Parameter(metavar="DURATION", help="runs of the last '7d' only")]
 Tags = Annotated[list[str] | None, many("runs with this tag only; repeatable: with all", "NAME=VALUE", "--tag")]
 Columns = Annotated[
-    list[str] | None, many("further columns: hp.NAME, tag.NAME, cost, or a metric's name for its last value", "NAME,…")
+    list[str] | None,
+    many(
+        "further columns: hp.NAME, tag.NAME, cost, gpu_hours, attempts, or a metric's name for its last value", "NAME,…"
+    ),
 ]
 
 

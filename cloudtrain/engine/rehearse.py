@@ -48,8 +48,7 @@ def plan_rehearsal(
     ``store`` is the local folder in place of the real store. ``maps`` are local paths by the URLs they stand for.
     ``image`` is a local image in the request's place. ``secrets`` are references ``env:VARIABLE`` by the names of the
     job's secrets. ``drills`` are pairs like ``("preempt", "node=1,after=30s")``. Its request's ``body`` holds the
-    provider's whole (``request``), and in ``differences`` a line for each difference from the platform. Raises the
-    errors of `make_plan`, and `SpecError` for a job that cannot be rehearsed.
+    provider's ``request`` and the ``differences`` from the platform. Raises `SpecError`, and the errors of `make_plan`.
     """
     real = make_plan(job, settings=only_first(settings)[0], provider=provider, run_id=run_id, cwd=cwd)
     target = real.provider
@@ -88,6 +87,7 @@ def plan_rehearsal(
         layout=layout,
         request=with_resume_warning(chosen.plan(job, layout), layout),
         later=(),
+        settings=dataclasses.replace(real.settings, budget=""),
         upload=dataclasses.replace(real.upload, node_half=type(target)),
     )
 

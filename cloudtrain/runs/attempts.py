@@ -27,6 +27,7 @@ __all__ = [
     "Usage",
     "Wait",
     "exception_of",
+    "had_no_machines",
     "usage_of",
 ]
 
@@ -232,6 +233,13 @@ def exception_of(category: str, reason: str, failure: Record | None) -> str:
         return ""
     # The reason may quote a line of the script, which differs each time.
     return f"exit code {code}" if code else reason
+
+
+def had_no_machines(result: Record) -> bool:
+    """Return whether every attempt of a run ended for lack of machines before it began, by the run's result alone."""
+    attempts = result.get("attempts") or ()
+    unserved = {result.get("category"), *(row.get("category") for row in attempts)} <= NO_MACHINES
+    return unserved and not result.get("checkpoint") and not any(row.get("started") for row in attempts)
 
 
 def usage_of(result: Record, now: float) -> Usage:

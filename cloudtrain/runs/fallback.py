@@ -77,6 +77,12 @@ def plan_with_fallbacks(
     """
     from .resume import is_bare
 
+    if settings.budget and settings.fallback:
+        raise SpecError(
+            f"{settings.budget!r} holds in one store, so a run cannot use {', '.join(settings.fallback)}",
+            field="budget",
+            hint="leave the fallback out: --fallback=",
+        )
     plans: list[Plan] = []
     for number, own in enumerate(settings.candidates()):
         try:

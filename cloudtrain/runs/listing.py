@@ -32,6 +32,8 @@ PAGE = 50
 """Runs on a page."""
 ASKED = 1_000
 """Most runs of a remote store without a date in their ids whose run.json is read for it: one request each."""
+USES = frozenset({"cost", "gpu_hours", "attempts"})
+"""Columns of a run's use so far."""
 CHUNK = 200
 """Runs read at a time, which bounds the memory."""
 _STAMP = re.compile(r"(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)(\d\d)-.+")
@@ -55,7 +57,7 @@ class Wanted(NamedTuple):
     """A filter of a page's runs, and the columns shown in addition to their rows.
 
     ``name`` is a shell pattern of the job's name. ``tags`` are names and values. ``columns`` are ``hp.NAME``,
-    ``tag.NAME``, ``cost`` (US dollars) or the name of a metric, whose last value counts.
+    ``tag.NAME``, `USES` (US dollars, hours, a number) or the name of a metric, whose last value counts.
     """
 
     states: Collection[str] = ()
@@ -130,7 +132,7 @@ def list_page(
     for number, (row, run) in enumerate(records):
         if isinstance(run, _Gone) or not wanted.takes(row):
             continue
-        row = _with_status(row, run, cost="cost" in wanted.columns)
+        row = _with_status(row, run, cost=not USES.isdisjoint(wanted.columns))
         # A run of an unknown time is dated by its row.
         undated = since is not None and places[number].time == -math.inf
         early = undated and (row["created"] or "") < (iso_time(since) or "")
@@ -148,8 +150,9 @@ def _shown(store: Store, columns: Sequence[str], row: Row) -> Row:
     public = {key: row[key] for key in ROW}
     if not columns:
         return public
-    plain = [column for column in columns if column != "cost" and not column.startswith(("hp.", "tag."))]
-    known: Row = {"cost": (row["cost"] or {}).get("estimate_usd")}
+    plain = [column for column in columns if column not in USES and not column.startswith(("hp.", "tag."))]
+    cost = row["cost"] or {}
+    known: Row = {"cost": cost.get("estimate_usd"), "gpu_hours": cost.get("gpu_hours"), "attempts": row["attempts"]}
     known |= {f"hp.{name}": value for name, value in row["hyperparameters"].items()}
     known |= {f"tag.{name}": value for name, value in row["tags"].items()}
     if plain:
@@ -265,6 +268,7 @@ def _row(run_id: str, data: Record, **said: Any) -> Row:
         "tags": job.get("tags") or {},
         "hyperparameters": job.get("hyperparameters") or {},
         "cost": data.get("cost"),
+        "attempts": len(data.get("attempts") or ()),
     }
     return {**row, **said}
 
@@ -346,7 +350,8 @@ def _with_status(row: Row, run: Run | Exception | None, *, cost: bool) -> Row:
     try:
         if cost:
             result = run.result()
-            return {**row, **{key: result[key] for key in ("state", "category", "reason", "cost")}}
+            used = {key: result[key] for key in ("state", "category", "reason", "cost")}
+            return {**row, **used, "attempts": len(result["attempts"])}
         status = run.status()
     except Exception as exc:  # noqa: BLE001 - nor must one platform that fails
         return _with_status(row, exc, cost=cost)

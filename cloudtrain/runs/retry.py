@@ -33,6 +33,7 @@ from ..store.store import Store, next_of
 from ..validate import did_you_mean
 from . import handover
 from .attempts import NO_MACHINES, AttemptPolicy, Ending, Next, exception_of, usage_of
+from .budget import hold
 from .log_sources import patiently
 from .run import Run
 
@@ -79,6 +80,9 @@ def deliver(
     are recorded, so that no other client sends it. ``say`` is called if that means to wait for another client.
     """
     store, attempt = run.store, request.attempt
+    budget = run.record.get("budget")
+    if budget and store.result(run.run_id) is None and not store.cancelled(run.run_id):
+        hold(store, budget, run.run_id, run.job.at(run.provider_name))
 
     def send() -> str | None:
         # Checked again after a lost answer: nothing starts once the user knows that it was cancelled or refused.

@@ -469,6 +469,11 @@ class Run:
 
     def _keep(self, result: Result) -> Result:
         stored = self.store.write_result(self.run_id, self._kept(result))
+        if budget := self.record.get("budget"):
+            from .budget import open_budget
+
+            with contextlib.suppress(AuthError, StorageError):  # the next run that needs room does it
+                open_budget(self.store, budget).settle(self.run_id)
         return public_result(stored)
 
     # ------------------------------------------------------------------------------------------ logs, metrics, waiting

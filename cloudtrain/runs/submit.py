@@ -35,6 +35,7 @@ from ..storage.local_disk import local_path
 from ..store import runtime_zip
 from ..store.store import LocalTree, Staged, Store
 from ..validate import json_loads, url_scheme, without_secrets
+from .budget import hold
 from .handover import REFUSALS, unsent_attempt
 from .outcome import one_line
 from .retry import deliver, error_of, secret_values, write_context
@@ -525,7 +526,10 @@ def send_plan(
     plan = known or plan
     staged = _staged(plan, say, moved)
     say("recording the run")
-    if not plan.store.create_run(plan.layout, {**_record(plan), "origin": origin()}):
+    record = {**_record(plan), "origin": origin()}
+    if known is None and plan.settings.budget and not plan.store.cancelled(plan.run_id):
+        hold(plan.store, plan.settings.budget, plan.run_id, plan.job)
+    if not plan.store.create_run(plan.layout, record):
         plan = with_recorded_origin(plan) or plan
     if decide is not None:
         decide()
@@ -625,6 +629,7 @@ def _record(plan: Plan) -> dict[str, Any]:
     known = plan.fallbacks
     following: list[Mapping[str, Any]] = [*map(plan_record, known.further)] or [*known.rest]
     extra = {"fallbacks": following, "first": known.first, "refusals": list(known.refusals)}
+    extra["budget"] = plan.settings.budget
     head = {"protocol": 1, "version": _version.__version__, "created": time.time()}
     return {**head, **plan_record(plan), **{key: value for key, value in extra.items() if value}}
 

@@ -48,6 +48,7 @@ DEFAULT = "default"
 """The source of a value that is not set."""
 _GENERAL = (
     "provider", "store", "fallback", "max_code_mb", "concurrency", "sse", "sse_kms_key_id", "confirm_above_usd",
+    "budget",
 )  # fmt: skip
 _OF_CLIENT = ("max_code_mb", "concurrency")
 """Settings of this client, not of a region: ``--set`` gives them for every fallback too."""
@@ -103,6 +104,7 @@ class Settings:
     confirm_above_usd: float = field(
         default=100.0, metadata={"help": "US dollars above which submit asks on a terminal; 0: asks whatever it costs"}
     )
+    budget: str = field(default="", metadata={"help": "budget in the store from which each run reserves its limits"})
     profile: str = ""
     profiles: tuple[str, ...] = ()
     file: str = ""

@@ -414,23 +414,24 @@ class Store:
 
     def sweep_ended(self, sweep_id: str) -> bool:
         """Return whether the newest entry of a sweep's log is its end. Reads that entry alone."""
-        count = len(self.files.names(f"{sweep_folder(sweep_id)}/log"))
-        newest = self._json(_sweep_entry(sweep_id, count - 1)) if count else None
+        folder = sweep_folder(sweep_id)
+        count = len(self.files.names(f"{folder}/log"))
+        newest = self._json(_log_entry(folder, count - 1)) if count else None
         return newest is not None and newest.get("kind") == "end"
 
-    def add_sweep_entry(self, sweep_id: str, number: int, entry: Mapping[str, Any]) -> bool:
-        """Create entry ``number`` of a sweep's log; return False if another client has. The caller must have read all
-        entries before it."""
-        return self._create(_sweep_entry(sweep_id, number), entry)
+    def add_log_entry(self, folder: str, number: int, entry: Mapping[str, Any]) -> bool:
+        """Create entry ``number`` of the log of a sweep or budget; return False if another client has. The caller must
+        have read all entries before it."""
+        return self._create(_log_entry(folder, number), entry)
 
-    def sweep_entries(self, sweep_id: str, start: int = 0) -> list[dict[str, Any]]:
-        """Return the entries of a sweep's log from number ``start`` on, up to the first that is missing."""
+    def log_entries(self, folder: str, start: int = 0) -> list[dict[str, Any]]:
+        """Return the entries of the log below ``folder`` from number ``start`` on, up to the first that is missing."""
         found: list[dict[str, Any] | None] = []
         if not start:
-            count = len(self.files.names(f"{sweep_folder(sweep_id)}/log"))
-            found = parallel(lambda number: self._json(_sweep_entry(sweep_id, number)), [*range(count)])
+            count = len(self.files.names(f"{folder}/log"))
+            found = parallel(lambda number: self._json(_log_entry(folder, number)), [*range(count)])
         while not found or found[-1] is not None:
-            found.append(self._json(_sweep_entry(sweep_id, start + len(found))))
+            found.append(self._json(_log_entry(folder, start + len(found))))
         entries = [entry for entry in found[: found.index(None)] if entry is not None]
         for entry in entries:
             entry.pop(_TOKEN, None)
@@ -577,8 +578,8 @@ def sweep_folder(sweep_id: str) -> str:
     return f"sweeps/{check_run_id(sweep_id)}"
 
 
-def _sweep_entry(sweep_id: str, number: int) -> str:
-    return f"{sweep_folder(sweep_id)}/log/{number:06d}.json"
+def _log_entry(folder: str, number: int) -> str:
+    return f"{folder}/log/{number:06d}.json"
 
 
 def _attempt(run_id: str, k: int, name: str) -> str:

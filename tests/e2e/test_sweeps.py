@@ -89,7 +89,7 @@ def sweeps(tmp_path: Path) -> Iterator[Sweeps]:
 
 
 def entries(sweep: Sweep, kind: str) -> Sequence[dict[str, Any]]:
-    return [entry for entry in sweep.store.sweep_entries(sweep.id) if entry["kind"] == kind]
+    return [entry for entry in sweep.store.log_entries(f"sweeps/{sweep.id}") if entry["kind"] == kind]
 
 
 def check_once(sweeps: Sweeps, sweep: Sweep, count: int) -> None:
@@ -142,7 +142,7 @@ def test_two_clients_of_which_one_is_killed(sweeps: Sweeps, place: str, request:
     assert json.loads(out)["state"] == "succeeded"
     sweep = sweeps.open("both")
     check_once(sweeps, sweep, 12)
-    assert len({entry["by"] for entry in sweep.store.sweep_entries("both")}) == 2
+    assert len({entry["by"] for entry in sweep.store.log_entries("sweeps/both")}) == 2
 
 
 @pytest.mark.slow

@@ -23,30 +23,30 @@ __all__ = ["Driver", "EntryStore", "Log", "Trials", "writer"]
 
 
 class EntryStore(Protocol):
-    """The part of a store that holds the log of a sweep."""
+    """The part of a store that holds logs: of sweeps and budgets, each in its own ``folder``."""
 
-    def sweep_entries(self, sweep_id: str, start: int) -> list[dict[str, Any]]:
+    def log_entries(self, folder: str, start: int = 0) -> list[dict[str, Any]]:
         """Return the entries from number ``start`` on, up to the first that is missing."""
 
-    def add_sweep_entry(self, sweep_id: str, number: int, entry: Entry) -> bool:
+    def add_log_entry(self, folder: str, number: int, entry: Entry) -> bool:
         """Create entry ``number``; return False if another client has."""
 
 
 class Log:
-    """The log of a sweep as far as this client has read it. Entries never change, so each is read once."""
+    """The log in ``folder`` as far as this client has read it. Entries never change, so each is read once."""
 
-    def __init__(self, store: EntryStore, sweep_id: str) -> None:
-        self._store, self._sweep_id = store, sweep_id
+    def __init__(self, store: EntryStore, folder: str) -> None:
+        self._store, self._folder = store, folder
         self.entries: list[dict[str, Any]] = []
 
     def read(self) -> list[dict[str, Any]]:
         """Read what others have added; return all entries."""
-        self.entries += self._store.sweep_entries(self._sweep_id, len(self.entries))
+        self.entries += self._store.log_entries(self._folder, len(self.entries))
         return self.entries
 
     def add(self, entry: Entry) -> bool:
         """Add the entry right after those that were read. Return False if another client was first: decide again."""
-        return self._store.add_sweep_entry(self._sweep_id, len(self.entries), entry)
+        return self._store.add_log_entry(self._folder, len(self.entries), entry)
 
 
 class Trials(Protocol):

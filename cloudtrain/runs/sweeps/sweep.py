@@ -19,7 +19,7 @@ from ...provider_api.protocol import Provider
 from ...settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ...storage.local_disk import local_path
 from ...storage.timings import CLIENT_TIMINGS
-from ...store.store import Store
+from ...store.store import Store, sweep_folder
 from ...validate import did_you_mean, json_value, url_scheme
 from ..log_sources import Contact
 from ..run import Run
@@ -151,7 +151,7 @@ class Sweep:
         self.record, self.store, self._provider = found.record, found.store, found.provider
         self._settings, self._plan = found.settings, found.plan
         self.spec, self.id = SweepSpec.from_dict(found.record["spec"]), str(found.record["sweep_id"])
-        self._log = Log(found.store, self.id)
+        self._log = Log(found.store, sweep_folder(self.id))
 
     @classmethod
     def attach(cls, sweep: str, *, store: str | None = None, profile: str | None = None) -> Sweep:
@@ -410,7 +410,7 @@ def _new(plan: Plan, spec: SweepSpec) -> _Found:
     check_caps(spec.limits, cap)
     head = {"protocol": 1, "version": _version.__version__, "created": time.time()}
     head |= {"sweep_id": plan.run_id[:-DIGITS], "spec": json_value(spec.to_dict(), "sweep"), "cap": cap}
-    record = {**head, **plan_record(plan)}
+    record = {**head, **plan_record(plan)} | ({"budget": plan.settings.budget} if plan.settings.budget else {})
     return _Found(record=record, store=plan.store, provider=plan.provider, settings=plan.settings, plan=plan)
 
 

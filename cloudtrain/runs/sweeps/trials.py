@@ -14,7 +14,7 @@ from ...provider_api.protocol import Layout, Provider
 from ...settings.settings import Settings
 from ...store import runtime_zip
 from ...store.store import Store
-from ..attempts import NO_MACHINES
+from ..attempts import NO_MACHINES, had_no_machines
 from ..fallback import FallbackPolicy, StoredBundle
 from ..handover import REFUSALS
 from ..live_data import LiveRunReader
@@ -126,7 +126,7 @@ def outcome_of(
     elif state == "succeeded" and value is None:
         columns = ", ".join(dict.fromkeys(key for row in rows for key in row)) or "none"
         state, reason = "failed", f"its metrics have no finite {spec.metric}; columns: {columns}"
-    points, is_free = costs_of(rows, spec), native is None or (not rows and _had_no_machines(result))
+    points, is_free = costs_of(rows, spec), native is None or (not rows and had_no_machines(result))
     return Outcome(
         trial=trial.n,
         state=state,
@@ -136,13 +136,6 @@ def outcome_of(
         max_gpu_hours=0.0 if is_free else cost.get("gpu_hours"),
         reason=reason if state != "succeeded" else "",
     )
-
-
-def _had_no_machines(result: Mapping[str, Any]) -> bool:
-    """Return whether every attempt of a run ended for lack of machines before it began, by the run's result alone."""
-    attempts = result.get("attempts") or ()
-    unserved = {result.get("category"), *(row.get("category") for row in attempts)} <= NO_MACHINES
-    return unserved and not result.get("checkpoint") and not any(row.get("started") for row in attempts)
 
 
 def trial_plan(
@@ -181,7 +174,7 @@ def trial_plan(
         request=with_resume_warning(provider.plan(job, layout), layout),
         later=later_choices(provider, job, layout),
         upload=Upload(bundle=bundle, runtime=None if built_here else partial(_held, store, runtime)),
-        settings=settings,
+        settings=dataclasses.replace(settings, budget=record.get("budget", "")),
     )
 
 

@@ -1,0 +1,105 @@
+"""The verbs about money: cost sums what runs have used, budget limits what the runs of a store may use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from ..errors import AuthError, NotFoundError
+from ..runs.summary import columns
+from ..store.store import Store, in_store
+from .common_flags import HERE, At
+from .output import Screen
+from .runs import Json, Ours, Since, seconds_of
+
+__all__ = ["budget", "cost"]
+
+
+def cost(
+    *,
+    since: Since = None,
+    by: Annotated[str | None, Parameter(metavar="TAG", help="also sum by the values of this tag")] = None,
+    at: At = HERE,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """Sum what runs have used, their attempts and the trials of sweeps included."""
+    from ..runs.listing import Wanted, list_page
+    from ..runs.spend import COLUMNS, spend
+
+    age, settings, column = seconds_of(since, "since"), at.settings(), f"tag.{by}" if by else ""
+    page = list_page(
+        settings.resolved(),
+        settings,
+        limit=None,
+        since=None if age is None else time.time() - age,
+        wanted=Wanted(columns=list(filter(None, [*COLUMNS, column]))),
+    )
+    found = spend(page.rows, column)
+    if json:
+        screen.emit({"since_s": age, "by": by, **found, "exit_code": 0})
+    else:
+        screen.show(_spend_text(found, by or ""))
+    if found["total"]["usd_unknown"]:
+        screen.hint("to see the runs without a known cost: cloudtrain list --columns cost")
+    return 0
+
+
+def _spend_text(found: Mapping[str, Any], by: str) -> str:
+    head = (by, "runs", "attempts", "sweeps", "USD", "runs of unknown USD", "GPU hours", "runs of unknown GPU hours")
+    names = ("runs", "attempts", "sweeps", "usd", "usd_unknown", "gpu_hours", "gpu_hours_unknown")
+    groups = [(group["value"] or "-", group) for group in found["groups"]]
+    rows = [
+        (name, *(f"{sums[key]:.2f}" if key in ("usd", "gpu_hours") else str(sums[key]) for key in names))
+        for name, sums in [*groups, ("total", found["total"])]
+    ]
+    return columns([head, *rows])
+
+
+def budget(
+    name: Annotated[str, Parameter(name="NAME", help="the budget, as in the setting budget")],
+    /,
+    *,
+    max_cost: Annotated[float | None, Parameter(metavar="USD", help="set its limit of US dollars")] = None,
+    max_gpu_hours: Annotated[float | None, Parameter(metavar="HOURS", help="set its limit of GPU hours")] = None,
+    at: At = HERE,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """Show the budget of a store's runs, or set its limits. Runs that have ended no longer reserve anything."""
+    from ..runs.budget import UNITS, BudgetState, open_budget
+
+    given = {"max_cost": max_cost, "max_gpu_hours": max_gpu_hours}
+    limits = {key: value for key, value in given.items() if value is not None}
+
+    def read(store: Store) -> BudgetState:
+        found = open_budget(store, name)
+        found.change(limits)
+        try:
+            return found.settle()
+        except AuthError:  # a reader only looks
+            return found.state()
+
+    settings = at.settings()
+    state = in_store(settings.resolved(), settings, read)
+    if not state.limits:
+        hint = f"to make it, run: cloudtrain budget {name} --max-cost USD"
+        raise NotFoundError(f"there is no budget {name!r} in this store", field="budget", hint=hint)
+    rows = {key: {"limit": most, "used": round(state.spent(key), 4), "reserved": round(state.reserved(key), 4)}
+            for key, most in state.limits.items()}  # fmt: skip
+    if json:
+        runs = [{"run_id": run, **{key: cap.get(key) for key in UNITS}} for run, cap in state.held.items()]
+        screen.emit({"budget": name, "limits": {key: rows.get(key) for key in UNITS}, "runs": runs, "exit_code": 0})
+        return 0
+    lines = [
+        (key, f"{row['used']:.2f} used, {row['reserved']:.2f} reserved of {row['limit']:g} {UNITS[key]}")
+        for key, row in rows.items()
+    ]
+    held = [
+        (run, f"{', '.join(f'{cap[key]:g} {UNITS[key]}' for key in cap)} reserved") for run, cap in state.held.items()
+    ]
+    screen.show(columns([("budget", name), *lines, *held]))
+    return 0
