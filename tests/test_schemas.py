@@ -246,7 +246,14 @@ def test_a_budget_that_runs_share_and_what_they_have_cost(account: Account) -> N
 def test_a_sweep_in_every_verb(account: Account) -> None:
     Path("tune.toml").write_text(TUNE)
     Path("job.toml").write_text('entry_point = "train.py"\n')
+    planned = account.of("plan", "tune.toml")
+    assert planned["sweep"]["cap"] == {"max_cost": 2.5, "max_runtime": 86400}
+    assert planned["job"]["hyperparameters"]["lr"] in (0.1, 0.2)
+    assert planned["run_id"] == "train-plan-0000"
+    assert not Path(".cloudtrain").exists()
+    assert account.of("plan", "tune.toml", "--nodes", "2", code=2)["field"] == "instance_count"
     first = account.of("sweep", "tune.toml", "--sweep-id", "s", "--detach")
+    assert first["trials"][0]["params"]["lr"] == planned["job"]["hyperparameters"]["lr"]
     assert (first["state"], first["exit_code"], first["counts"]["running"]) == ("running", None, 2)
     assert first["budget"]["max_cost"] == {"limit": 10.0, "used": 0, "reserved": 5.0}
     assert account.of("sweep", "s", "--wait-timeout", "1s", code=7)["sweep_id"] == "s"
@@ -426,7 +433,10 @@ def test_several_runs_are_one_object(account: Account) -> None:
     mixed = account.of("status", "r2", "nosuch", "r1", code=2)
     assert [row.get("state") for row in mixed["runs"]] == ["running", None, "succeeded"]
     assert "nosuch" in mixed["runs"][1]["error"]
-    assert [Path(row["report"]).name for row in account.of("report", "r1", "r2")["runs"]] == ["r1.html", "r2.html"]
+    pages = account.of("report", "r1", "r2")
+    assert [Path(row["report"]).name for row in pages["runs"]] == ["r1.html", "r2.html"]
+    assert Path(pages["comparison"]).name == "comparison.html"
+    assert account.of("report", "r1", "none", code=2)["comparison"] is None
     pulled = account.of("pull", "r1", "r2", "-o", "out")
     assert [row["folder"] for row in pulled["runs"]] == ["out/r1", "out/r2"]
     assert account.of("pull", "r1", "-o", "alone")["folder"] == "alone"

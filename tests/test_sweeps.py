@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import json
 import math
@@ -17,9 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from cloudtrain.cli.sweep import sweep_screen
 from cloudtrain.errors import SpecError
 from cloudtrain.job.job import Job
+from cloudtrain.report.comparison import Compared, comparison_page
+from cloudtrain.report.curves import curves
 from cloudtrain.runs.reconcile import reconcile_store
 from cloudtrain.runs.submit import plan_record
 from cloudtrain.runs.sweeps.decide import next_entry
@@ -31,6 +36,7 @@ from cloudtrain.runs.sweeps.spec import Prune, SweepSpec, check_caps, check_swee
 from cloudtrain.runs.sweeps.state import Entry, Outcome, State, Trial, committed, fold, used
 from cloudtrain.runs.sweeps.sweep import Sweep, make_sweep, plan_of_sweep
 from cloudtrain.runs.sweeps.trials import outcome_of, trial_plan
+from cloudtrain.runs.sweeps.view import sweep_summary
 from cloudtrain.settings.settings import Settings
 from cloudtrain.store.gc import collect
 from cloudtrain.store.store import Store
@@ -520,6 +526,45 @@ def test_a_trial_without_the_metric_has_failed_and_names_its_columns() -> None:
     rows = [{"step": 1, "val_loss": 0.5}, {"step": 2, "lr": 0.1, "val_loss": 0.4}]
     found = outcome_of(one, {"state": "succeeded", "native_id": "j"}, rows, "", spec_of())
     assert (found.state, found.reason) == ("failed", "its metrics have no finite loss; columns: step, val_loss, lr")
+
+
+# ------------------------------------------------------------------------------------------------------------ the views
+
+
+def test_the_live_table_has_the_budget_and_the_running_trials_first() -> None:
+    spec = spec_of(limits={"max_cost": 40, "trials": 9, "parallel": 2}, space={"lr": [0.1, 0.2]})
+    state = fold(spec, [trial(n, params={"lr": 0.1}) for n in range(4)])
+    state = state.with_outcomes([done(0, cost=3.0), done(2, "failed")])
+    result = sweep_summary(spec, state, url="s", sweep_id="tune", provider="local")
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(sweep_screen(result, {1: (7.0, 0.25)}, height=20))
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    assert lines == [
+        "tune running, on local",
+        "4 trials, 2 running; best loss 1 (trial 0); 4.00 + 20.00 of 40 USD",
+        "trial state loss at lr",
+        "1 running 0.25 7 0.1",
+        "3 running 0.1",
+        "0 succeeded 1 0.1",
+        "2 failed 0.1",
+    ]
+    console.print(sweep_screen(result, {}, height=4))
+    assert len(console.export_text().splitlines()) == 4
+
+
+def compared(run_id: str, lr: float, losses: Any) -> Compared:
+    found = curves({"0.0": rows_of(*losses)})
+    result = {"run_id": run_id, "state": "succeeded", "attempts": [{}], "cost": {"estimate_usd": 1.5}}
+    return Compared(result=result, job={"name": "t", "hyperparameters": {"lr": lr}}, curves=found)
+
+
+def test_a_page_compares_runs() -> None:
+    page = comparison_page([compared("a", 0.1, (3.0, 2.0)), compared("<b>", 0.2, (3.0, 1.0))])
+    assert page.count("<polyline") == 2
+    assert "Last values: a 2, &lt;b&gt; 1." in page
+    assert ">hyperparameters.lr</th>" in page
+    assert ">name</th>" not in page  # it is the same
+    assert "The jobs have the same fields." in comparison_page([compared("a", 0.1, ()), compared("b", 0.1, ())])
 
 
 # ----------------------------------------------------------------------------------------------------------- the store

@@ -123,6 +123,11 @@ class Screen:
         return self.out.isatty()
 
     @property
+    def draws(self) -> bool:
+        """Return whether stdout is a terminal for a live view."""
+        return self.out.isatty() and os.environ.get("TERM", "") not in ("", "unknown") and not plain(os.environ)
+
+    @property
     def now(self) -> float | None:
         """Return Unix seconds for times such as ``2 min ago``; None for a program, which gets times as they are."""
         return time.time() if self.reads else None

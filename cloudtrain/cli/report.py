@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from ..provider_api.protocol import FINAL
 from ..runs.live_data import printable as tame
 from . import format
 from .common_flags import HERE, At, stoppable
-from .output import Screen, plain
+from .output import Screen
 from .runs import EXIT_DETACHED, Json, More, Ours, Ref, _called, _open_any, each_run
 
 __all__ = ["report", "watch"]
@@ -25,7 +24,7 @@ Out = Annotated[
 
 
 def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
-    """Write one HTML page about the run, that opens without a network."""
+    """Write one HTML page about each run, and one that compares several runs. They open without a network."""
     from ..report.report import write
     from ..runs.run import Run
 
@@ -42,6 +41,7 @@ def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json 
         if isinstance(handle, Run):
             path, result = write(handle, Path(out or "."))
             states.append(result["state"])
+            found.append((handle, result))
         else:
             path = handle.report(out or ".")
             states.append("succeeded")
@@ -52,8 +52,19 @@ def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json 
     def then(run: str, _: dict[str, Any]) -> list[list[str]]:
         return [["pull" if states[0] in FINAL else "watch", run], ["logs", run]]
 
+    def compare() -> dict[str, Any]:
+        from ..report.comparison import write_comparison
+
+        if len(found) < 2:
+            return {"comparison": None}
+        path = write_comparison(found, Path(out or "."))
+        if not json:
+            screen.value(str(path), f"wrote {path}")
+        return {"comparison": str(path)}
+
     states: list[str] = []
-    return each_run(runs, one, then, at, screen, json=json)
+    found: list[tuple[Run, dict[str, Any]]] = []
+    return each_run(runs, one, then, at, screen, json=json, also=compare)
 
 
 def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
@@ -69,12 +80,7 @@ def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen
             return watch_sweep(handle, at, screen, json=json)
         run = _called(run, screen.about)
         try:
-            if (
-                not json
-                and screen.out.isatty()
-                and os.environ.get("TERM", "") not in ("", "unknown")
-                and not plain(os.environ)
-            ):
+            if not json and screen.draws:
                 from rich.console import Console
 
                 last = on_terminal(Watch(handle), Console(file=screen.out))

@@ -113,8 +113,11 @@ def each_run(
     screen: Screen,
     *,
     json: bool,
+    also: Callable[[], dict[str, Any]] = dict,
 ) -> int:
     """Call ``one`` for each run and return the exit code. With ``json``, print the objects that it made.
+
+    ``also`` is called after several runs, and gives further fields.
 
     One run is one object, and ``then`` gives the next commands by its name and object. Several are ``runs`` in one
     object. If one of several fails, it is reported and the next one follows; the exit code is the largest.
@@ -135,8 +138,9 @@ def each_run(
             rows.append(refusal)
             code = max(code, exc.exit_code)
     screen.about = {}
+    more = also()
     if json:
-        screen.emit({"runs": rows, "exit_code": code})
+        screen.emit({"runs": rows, **more, "exit_code": code})
     return code
 
 

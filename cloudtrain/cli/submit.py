@@ -20,6 +20,7 @@ from ..provider_api.protocol import FINAL
 from ..runs.summary import fallback_text, files_text, summary
 from ..settings.settings import Settings
 from ..storage.timings import CLIENT_TIMINGS
+from ..validate import toml_loads
 from . import format
 from .common_flags import HERE, At, OnSignal, Where, many, stoppable, switch
 from .flags import JobFlags, given_flags, job_of
@@ -322,6 +323,12 @@ def plan(
 ) -> int:
     """Show the run's place, limits and price. --request, --json and a pipe have the exact request."""
     chosen = description.chosen()
+    if script is not None and _is_sweep(Path(script)):
+        from .sweep import plan_sweep
+
+        if given := [*given_flags(description.flags), *(["args"] if args is not None else [])]:
+            raise SpecError("a sweep's file has the whole job", field=given[0], hint="write the field below [job]")
+        return plan_sweep(script, chosen, screen, json=json)
     job = description.job(script, args)
     from ..runs.fallback import plan_with_fallbacks
 
@@ -349,6 +356,16 @@ def plan(
         save = "save this output" if json else "add --json > plan.json"
         screen.talk(f"to send exactly this: {save}, then cloudtrain submit --plan plan.json")
     return 0
+
+
+def _is_sweep(path: Path) -> bool:
+    """Return whether the file describes a sweep."""
+    if path.suffix != ".toml":
+        return False
+    try:
+        return {"metric", "space"} <= toml_loads(path.read_text(encoding="utf-8"), where=str(path)).keys()
+    except (OSError, UnicodeDecodeError):  # the reader of job files says what is wrong
+        return False
 
 
 def say_missing(planned: Plan, file: str, screen: Screen) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json as json_
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +15,11 @@ from cyclopts import Parameter
 
 from ..errors import EXIT_CODES, AuthError, LostContactError, NotFoundError, SpecError, StorageError
 from ..job.job import Job, anchored
-from ..runs.submit import Plan
-from ..runs.summary import columns
+from ..runs.submit import Plan, make_plan
+from ..runs.summary import columns, plan_text
+from ..runs.sweeps.samplers import propose
 from ..runs.sweeps.spec import CURRENCIES, SweepSpec
+from ..runs.sweeps.state import State
 from ..runs.sweeps.sweep import CAPS, Sweep, make_sweep, open_sweep, plan_of_sweep
 from ..runs.sweeps.view import change_lines, limits_text, value_text
 from ..settings.settings import Settings
@@ -31,9 +35,11 @@ __all__ = [
     "drive_sweep",
     "find_sweep",
     "list_trials",
+    "plan_sweep",
     "reconcile_sweep",
     "show_sweep",
     "sweep",
+    "sweep_screen",
     "sweep_text",
     "watch_sweep",
 ]
@@ -143,14 +149,40 @@ def _say_start(handle: Sweep, screen: Screen) -> None:
     screen.about = {"sweep": handle.url, "sweep_id": handle.id}
     limits = handle.limits
     screen.talk(f"sweep {handle.id} on {handle.record['provider']}: {limits_text(limits)}")
+    for text in _at_worst(handle.cap, limits):
+        screen.talk(text)
+
+
+def _at_worst(caps: Mapping[str, float], limits: Mapping[str, Any]) -> Iterator[str]:
     for name, unit in zip(CURRENCIES, ("USD", "GPU hours"), strict=True):
-        cap, limit = handle.cap.get(name), limits.get(name)
-        if cap is None:
-            continue
-        if limits.get("trials"):
-            screen.talk(f"at worst: {limits['trials']} trials x {cap:g} {unit} = {limits['trials'] * cap:g} {unit}")
-        if limit is not None:
-            screen.talk(f"the limit of {limit:g} {unit} lets at least {math.floor(limit / cap + 1e-9)} trials run")
+        cap, limit = caps.get(name), limits.get(name)
+        if cap is not None and limits.get("trials"):
+            yield f"at worst: {limits['trials']} trials x {cap:g} {unit} = {limits['trials'] * cap:g} {unit}"
+        if cap is not None and limit is not None:
+            yield f"the limit of {limit:g} {unit} lets at least {math.floor(limit / cap + 1e-9)} trials run"
+
+
+def plan_sweep(file: str, settings: Settings, screen: Screen, *, json: bool) -> int:
+    """Print the request of trial 0, the space, the limits and the caps of the sweep in ``file``. Write nothing."""
+    job, tables = _read(Path(file))
+    spec = SweepSpec.from_dict(tables)
+    params = propose(spec, State(limits=spec.limits)) or {}
+    first = job.replace(hyperparameters={**job.hyperparameters, **params})
+    name = f"{job.name[:20].rstrip('-')}-plan"
+    plan = plan_of_sweep(first, settings, sweep_id=name, cwd=Path.cwd(), make=partial(make_plan, preview=True))
+    caps, limits = make_sweep(plan, spec).cap, dataclasses.asdict(spec.limits)
+    if json:
+        screen.emit({**plan.document(), "sweep": {"spec": spec.to_dict(), "cap": caps}}, indent=2)
+        return 0
+    rows = [("metric", f"{spec.metric}, {spec.goal}"), ("sampler", spec.sampler), ("limits", limits_text(limits))]
+    rows += [("one trial", limits_text({**caps, "parallel": 1}).removesuffix(", 1 at once"))]
+    rows += [(f"space {key}", json_.dumps(item)) for key, item in spec.to_dict()["space"].items()]
+    rows += [(f"trial 0 {key}", value_text(value)) for key, value in params.items()]
+    screen.data(f"{plan_text(plan.document(), terminal=screen.reads)}\n\nsweep\n{columns(rows)}")
+    for text in (*_at_worst(caps, limits), *(f"warning: {text}" for text in plan.warnings)):
+        screen.talk(text)
+    screen.next(["sweep", file])
+    return 0
 
 
 def drive_sweep(handle: Sweep, at: Where, screen: Screen, *, timeout: float | None, on_signal: str, json: bool) -> int:
@@ -273,27 +305,75 @@ def reconcile_sweep(handle: Sweep, screen: Screen, *, json: bool) -> int:
 
 
 def watch_sweep(handle: Sweep, at: Where, screen: Screen, *, json: bool) -> int:
-    """Print a line for each change of a sweep until it ends. It starts no trial and stops none. Return 0."""
-    before, line, say = handle.state(), "", screen.talk if json else screen.data
+    """Show a live table of a sweep until it ends; without a terminal, a line for each change. It starts no trial and
+    stops none. Return 0."""
     with stoppable():
         try:
-            while True:
-                now = handle.state()
-                result = handle.summary(now)
-                for text in change_lines(handle.spec, before, now):
-                    say(text)
-                if sweep_line(result) != line:
-                    line = sweep_line(result)
-                    say(line)
-                before = now
-                if result["exit_code"] is not None:
-                    break
-                time.sleep(WATCH_SECONDS)
+            draws = screen.draws and not json
+            result = _draw(handle, screen) if draws else _follow(handle, screen.talk if json else screen.data)
         except KeyboardInterrupt:
             screen.talk("\nno longer watching; the sweep continues")
             screen.next(["watch", handle.id], ["sweep", handle.id], where=at.flags)
             return EXIT_DETACHED
     return _emit(result, screen, at, json, code=0)
+
+
+def _follow(handle: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
+    before, line = handle.state(), ""
+    while True:
+        now = handle.state()
+        result = handle.summary(now)
+        for text in change_lines(handle.spec, before, now):
+            say(text)
+        if sweep_line(result) != line:
+            line = sweep_line(result)
+            say(line)
+        before = now
+        if result["exit_code"] is not None:
+            return result
+        time.sleep(WATCH_SECONDS)
+
+
+def _draw(handle: Sweep, screen: Screen) -> dict[str, Any]:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(file=screen.out)
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            state = handle.state()
+            result = handle.summary(state)
+            live.update(sweep_screen(result, handle.progress(state), height=console.height), refresh=True)
+            if result["exit_code"] is not None:
+                return result
+            time.sleep(WATCH_SECONDS)
+
+
+def sweep_screen(result: Mapping[str, Any], progress: Mapping[int, tuple[float, float]], *, height: int) -> Any:
+    """Return the live table: the budget and the best so far, the running trials, then the ended ones, best first.
+
+    ``progress`` has the last progress and value of each running trial.
+    """
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    sign, metric = 1 if result["goal"] == "minimize" else -1, str(result["metric"])
+    names = list(dict.fromkeys(name for row in result["trials"] for name in row["params"]))
+
+    def rank(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
+        value = row["value"]
+        return row["state"] != "running", value is None, sign * value if value is not None else row["trial"]
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("trial", "state", metric, "at", *names):
+        table.add_column(name, no_wrap=True)
+    for row in sorted(result["trials"], key=rank)[: max(1, height - 3)]:
+        at, value = progress.get(row["trial"], (None, row["value"]))
+        cells = [row["trial"], row["state"], value, at, *(row["params"].get(name) for name in names)]
+        table.add_row(*("" if cell is None else value_text(cell) for cell in cells))
+    title = f"{result['sweep_id']}  {result['state']}, on {result['provider']}"
+    return Group(Text(title, style="bold"), Text(sweep_line(result)), table)
 
 
 def sweep_line(result: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from ..storage.local_disk import disk_errors, make_durable, temp_file
 from ..validate import without_secrets
 from .markup import Html, html_table, page, tag
 
-__all__ = ["sweep_page", "write_sweep"]
+__all__ = ["BOTTOM", "LEFT", "RIGHT", "TOP", "axes", "drawing", "label", "scaled", "sweep_page", "write_sweep"]
 
 WIDTH, HEIGHT = 560.0, 230.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 540.0, 24.0, 196.0
@@ -96,21 +96,21 @@ def _best_chart(trials: Sequence[Row], metric: str, sign: int) -> Html:
     last = max(trials[-1]["trial"], 1)
     dots, line, best = list[Html](), list[str](), math.inf
     for n, value in known:
-        x, y = _scaled(n, 0, last, LEFT, RIGHT), _scaled(value, low, high, BOTTOM, TOP)
+        x, y = scaled(n, 0, last, LEFT, RIGHT), scaled(value, low, high, BOTTOM, TOP)
         dots.append(tag("circle", cx=x, cy=y, r="3", class_="dot line"))
         if sign * value < best:
-            line += [f"{x:.1f},{_scaled(sign * best, low, high, BOTTOM, TOP):.1f}"] if line else []
+            line += [f"{x:.1f},{scaled(sign * best, low, high, BOTTOM, TOP):.1f}"] if line else []
             best = sign * value
-        line.append(f"{x:.1f},{_scaled(sign * best, low, high, BOTTOM, TOP):.1f}")
+        line.append(f"{x:.1f},{scaled(sign * best, low, high, BOTTOM, TOP):.1f}")
     words = f"{len(known)} values from {value_text(low)} to {value_text(high)}; the best is {value_text(sign * best)}."
     labels = [
-        _label(value_text(high), LEFT - 6, TOP + 4, "end"),
-        _label(value_text(low), LEFT - 6, BOTTOM + 4, "end"),
-        _label("0", LEFT, BOTTOM + 20, "middle"),
-        _label(f"trial {last}", RIGHT, BOTTOM + 20, "end"),
+        label(value_text(high), LEFT - 6, TOP + 4, "end"),
+        label(value_text(low), LEFT - 6, BOTTOM + 4, "end"),
+        label("0", LEFT, BOTTOM + 20, "middle"),
+        label(f"trial {last}", RIGHT, BOTTOM + 20, "end"),
     ]
-    drawing = [*_frame(), tag("polyline", points=" ".join(line), class_="line"), *dots, *labels]
-    return _figure(f"{metric}, the best so far", words, drawing)
+    parts = [*axes(), tag("polyline", points=" ".join(line), class_="line"), *dots, *labels]
+    return drawing(f"{metric}, the best so far", words, parts)
 
 
 def _coordinates(known: Sequence[Row], metric: str) -> Html:
@@ -118,18 +118,18 @@ def _coordinates(known: Sequence[Row], metric: str) -> Html:
     names = [*dict.fromkeys(name for row in known for name in row["params"]), metric]
     columns = [[row["value"] if name == metric else row["params"].get(name) for row in known] for name in names]
     heights = [_heights(column) for column in columns]
-    across = [_scaled(number, 0, max(len(names) - 1, 1), LEFT, RIGHT) for number in range(len(names))]
+    across = [scaled(number, 0, max(len(names) - 1, 1), LEFT, RIGHT) for number in range(len(names))]
     lines = []
     for number in reversed(range(len(known))):  # the best ones last, on top
         points = " ".join(f"{x:.1f},{column[number]:.1f}" for x, column in zip(across, heights, strict=True))
         lines.append(tag("polyline", points=points, class_="line" if number < BEST_LINES else "line band"))
-    drawing = [tag("line", x1=x, x2=x, y1=TOP, y2=BOTTOM, class_="axis") for x in across]
+    parts = [tag("line", x1=x, x2=x, y1=TOP, y2=BOTTOM, class_="axis") for x in across]
     for x, name, column in zip(across, names, columns, strict=True):
         low, high = _ends(column)
-        drawing += [_label(name, x, BOTTOM + 32, "middle"), _label(low, x, BOTTOM + 16, "middle")]
-        drawing.append(_label(high, x, TOP - 8, "middle"))
+        parts += [label(name, x, BOTTOM + 32, "middle"), label(low, x, BOTTOM + 16, "middle")]
+        parts.append(label(high, x, TOP - 8, "middle"))
     words = f"Each line is a trial; the {min(BEST_LINES, len(known))} best ones are strong. The last axis is {metric}."
-    return _figure("Parallel coordinates", words, [*drawing, *lines])
+    return drawing("Parallel coordinates", words, [*parts, *lines])
 
 
 def _heights(column: Sequence[Any]) -> list[float]:
@@ -137,10 +137,10 @@ def _heights(column: Sequence[Any]) -> list[float]:
     if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in column):
         low, high = min(column), max(column)
         if low > 0 and high / low >= 100:
-            return [_scaled(math.log(value), math.log(low), math.log(high), BOTTOM, TOP) for value in column]
-        return [_scaled(value, low, high, BOTTOM, TOP) for value in column]
+            return [scaled(math.log(value), math.log(low), math.log(high), BOTTOM, TOP) for value in column]
+        return [scaled(value, low, high, BOTTOM, TOP) for value in column]
     kinds = list(dict.fromkeys(str(value) for value in column))
-    return [_scaled(kinds.index(str(value)), 0, max(len(kinds) - 1, 1), BOTTOM, TOP) for value in column]
+    return [scaled(kinds.index(str(value)), 0, max(len(kinds) - 1, 1), BOTTOM, TOP) for value in column]
 
 
 def _ends(column: Sequence[Any]) -> tuple[str, str]:
@@ -150,22 +150,26 @@ def _ends(column: Sequence[Any]) -> tuple[str, str]:
     return kinds[0], kinds[-1]
 
 
-def _scaled(value: float, low: float, high: float, start: float, end: float) -> float:
+def scaled(value: float, low: float, high: float, start: float, end: float) -> float:
+    """Return the position of a value in the drawing, from ``low`` at ``start`` to ``high`` at ``end``."""
     return (start + end) / 2 if high == low else start + (value - low) / (high - low) * (end - start)
 
 
-def _frame() -> list[Html]:
+def axes() -> list[Html]:
+    """Return the lines below and to the left of a drawing."""
     return [
         tag("line", x1=LEFT, x2=RIGHT, y1=BOTTOM, y2=BOTTOM, class_="axis"),
         tag("line", x1=LEFT, x2=LEFT, y1=TOP, y2=BOTTOM, class_="axis"),
     ]
 
 
-def _label(text: str, x: float, y: float, anchor: str) -> Html:
+def label(text: str, x: float, y: float, anchor: str) -> Html:
+    """Return a text of the drawing; ``anchor`` is the part of it at ``x``: start, middle or end."""
     return tag("text", text, x=x, y=y, text_anchor=anchor)
 
 
-def _figure(title: str, words: str, drawing: Sequence[Html]) -> Html:
+def drawing(title: str, words: str, parts: Sequence[Html]) -> Html:
+    """Return a figure of ``parts`` with its title and its description in words."""
     box = f"0 0 {WIDTH:g} {HEIGHT:g}"
-    svg = tag("svg", tag("title", title), tag("desc", words), *drawing, viewBox=box, role="img")
+    svg = tag("svg", tag("title", title), tag("desc", words), *parts, viewBox=box, role="img")
     return tag("figure", tag("h3", title), svg, tag("figcaption", words))

@@ -51,6 +51,7 @@ __all__ = [
     "Fallbacks",
     "Plan",
     "Upload",
+    "flat_fields",
     "later_choices",
     "link_fallbacks",
     "load_plan",
@@ -693,7 +694,7 @@ def _of_another_job(plan: Plan, record: Mapping[str, Any]) -> ConflictError:
     if record["provider"] != plan.provider_name:
         words.append(f"it runs on {record['provider']}")
     if record["job_digest"] != plan.job.digest:
-        before, now = _fields(record.get("job", {})), _fields(plan.job.to_dict())
+        before, now = flat_fields(record.get("job", {})), flat_fields(plan.job.to_dict())
         words += [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
     if (digest := record["code"].get("digest")) != plan.layout.code_digest:
         from ..job.bundle import changes
@@ -710,11 +711,11 @@ def _of_another_job(plan: Plan, record: Mapping[str, Any]) -> ConflictError:
     )
 
 
-def _fields(value: Any, name: str = "") -> dict[str, Any]:
+def flat_fields(value: Any, name: str = "") -> dict[str, Any]:
     """Return the values of a job's nested tables by their dotted names."""
     if not isinstance(value, Mapping):
         return {name: value}
-    return {k: v for key, item in value.items() for k, v in _fields(item, f"{name}.{key}" if name else key).items()}
+    return {k: v for key, item in value.items() for k, v in flat_fields(item, f"{name}.{key}" if name else key).items()}
 
 
 def _listed(words: Sequence[str]) -> str:

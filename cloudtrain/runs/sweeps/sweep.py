@@ -151,6 +151,7 @@ class Sweep:
         self.record, self.store, self._provider = found.record, found.store, found.provider
         self._settings, self._plan = found.settings, found.plan
         self.spec, self.id = SweepSpec.from_dict(found.record["spec"]), str(found.record["sweep_id"])
+        self._live: RunTrials | None = None
         self._log = Log(found.store, sweep_folder(self.id))
 
     @classmethod
@@ -340,6 +341,12 @@ class Sweep:
                 if (kept := self.store.result(trial.run)) is not None:
                     found.append(trials.outcome(trial, kept, state.stop_of(trial.n)))
         return state.with_outcomes(found)
+
+    def progress(self, state: State) -> dict[int, tuple[float, float]]:
+        """Return the last progress and value of each running trial that has any, by trial. Reads the store."""
+        self._live = self._live or self._trials()
+        last = {trial.n: self._live.points(trial)[-1:] for trial in state.live}
+        return {n: (points[0][0], self.spec.sign * points[0][1]) for n, points in last.items() if points}
 
     def result(self) -> dict[str, Any]:
         """Return the object that ``cloudtrain status --json`` prints for a sweep."""
