@@ -243,6 +243,27 @@ def test_a_budget_that_runs_share_and_what_they_have_cost(account: Account) -> N
     assert (refused["field"], refused["hint"]) == ("budget", "leave the fallback out: --fallback=")
 
 
+def test_the_trials_of_a_sweep_reserve_from_the_budget_too(account: Account) -> None:
+    def held() -> list[str]:
+        return [row["run_id"] for row in account.of("budget", "team")["runs"]]
+
+    Path("tune.toml").write_text(TUNE)
+    Path("job.toml").write_text('entry_point = "train.py"\n')
+    account.of("budget", "team", "--max-cost", "4")
+    refused = account.of("sweep", "tune.toml", "--sweep-id", "s", "--set", "budget=team", "--detach", code=2)
+    assert (refused["field"], held()) == ("budget", ["s-0000"])
+    assert not Path(".cloudtrain/runs/s-0001/run.json").exists()
+    account.of("budget", "team", "--max-cost", "9")
+    account.of("sweep", "s", "--detach")  # another client, without the setting: the sweep's record has it
+    assert held() == ["s-0000", "s-0001"]
+    account.of("sweep", "s", "--parallel", "3", "--detach")
+    assert held() == ["s-0000", "s-0001", "s-0002"]
+    account.of("budget", "team", "--max-cost", "1")
+    assert account.of("cancel", "s")["exit_code"] in (None, 5)  # also with a budget that is used up
+    account.of("sweep", "tune.toml", "--sweep-id", "t", "--set", "budget=team", "--detach", code=2)
+    assert account.of("cancel", "t")["state"] == "cancelled"  # its trial was never recorded
+
+
 def test_a_sweep_in_every_verb(account: Account) -> None:
     Path("tune.toml").write_text(TUNE)
     Path("job.toml").write_text('entry_point = "train.py"\n')
