@@ -124,7 +124,7 @@ def test_a_local_input_is_staged_here_and_a_remote_one_needs_a_stand_in(vertex: 
     job = vertex.job(inputs={"train": str(vertex.folder / "data"), "val": "gs://elsewhere/val"})
     error = vertex.refused(job)
     assert error.field == "inputs.val"
-    assert "--map gs://elsewhere/val=PATH" in error.message
+    assert "--map gs://elsewhere/val=PATH" in error.hint
     plan = vertex.rehearsed(job, maps={"gs://elsewhere": "data", "gs://elsewhere/val/": "data"})
     assert [tree.digest in plan.layout.inputs["train"].url for tree in plan.upload.trees] == [True]
     urls = {mount.url for mount in plan.provider.launch_spec(plan.request).nodes[0].mounts}

@@ -167,6 +167,17 @@ def test_clients_at_once_with_strikes_leave_one_job(cluster: Cluster, tools: Pat
         assert (len(found["live"]), found["held"]) == (1, []), trial
 
 
+def test_a_second_held_job_of_a_dead_client_is_cancelled(cluster: Cluster, tools: Path, tmp_path: Path) -> None:
+    """Another client was faster, and this one died before it could cancel its own."""
+    request = request_of(tmp_path, 0)
+    native = Account(Provider().settings).create(request)
+    cluster.call("/usr/bin/sbatch", "--hold", text=request.body["script"])
+    assert len(jobs_of(cluster, request)["held"]) == 1
+    assert Account(Provider().settings).create(request) == native
+    found = jobs_of(cluster, request)
+    assert (found["live"], found["held"], len(found["cancelled"])) == ([native.partition(":")[0]], [], 1)
+
+
 def test_ssh_that_is_cut_anywhere_leaves_one_job(cluster: Cluster, tools: Path, tmp_path: Path) -> None:
     """Half of a script does nothing; an answer that is lost is found again."""
     chance = random.Random(11)

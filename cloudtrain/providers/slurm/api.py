@@ -68,14 +68,14 @@ ids() {  # the ids of all jobs of this name, the lowest first; also of jobs that
     return 0
 }
 lowest() ( set -o pipefail; ids | sed -n '/^[0-9][0-9]*$/p' | sort -n | sed -n 1p )
+waiting() (  # the ids of the jobs of this name that wait for their release
+    set -o pipefail
+    squeue -h --me -t PENDING --name "$name" -o "%A %r" | sed -n 's/ JobHeldUser$//p'
+)
 held() {  # whether job $1 waits for its release: "yes", or nothing
-    local lines
-    lines=$(squeue -h --me -t all --name "$name" -o "%A %T %r") || exit 75
-    case "
-$lines
-" in *"
-$1 PENDING JobHeldUser
-"*) echo yes ;; esac
+    local ids
+    ids=$(waiting) || exit 75
+    case " ${ids//$'\n'/ } " in *" $1 "*) echo yes ;; esac
 }
 """
 _SUBMIT = r"""
@@ -86,9 +86,13 @@ if [ -z "$found" ]; then
     mine=$(printf %s "$batch" | sbatch --parsable --hold) || exit 65
     mine=${mine%%;*}
     found=$(lowest) && [ "$found" ] || exit 75
-    [ "$found" = "$mine" ] || scancel "$mine"
 fi
-is=$(held "$found") || exit 75
+# Only the lowest is ever released. Another one is ours, or of a client that died before it could cancel it.
+held=$(waiting) || exit 75
+is=
+for id in $held; do
+    if [ "$id" = "$found" ]; then is=yes; else scancel "$id"; fi
+done
 if [ "$is" ]; then
     if [ -n "$secrets" ]; then
         printf %s "$secrets" >"$base/secrets.$$" && mv "$base/secrets.$$" "$base/secrets" || exit 73
