@@ -14,6 +14,7 @@ import pytest
 from jobs import Jobs
 
 from cloudtrain.errors import EXIT_CODES
+from cloudtrain.runtime.timings import Timings
 
 pytestmark = pytest.mark.slow
 
@@ -171,7 +172,8 @@ for second in range(300):
 
 
 def test_a_killed_node_loses_at_most_thirty_seconds_of_its_outputs(jobs: Jobs) -> None:
-    jobs.shorten(output_look=2.0)  # a fifth: three looks are then 6 seconds where they are 30 by default
+    assert Timings().output_look == 10.0  # three looks are 30 seconds
+    jobs.shorten(output_look=2.0)  # a fifth: three looks are then 6 seconds
     jobs.write("train.py", STAMPS)
     run = jobs.detach("train.py", "--nodes", "2", "--launcher", "python")
     outputs = jobs.store / "runs" / run.run_id / "live" / "outputs"
