@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from cloudtrain.testing.platform import FakePlatform, Impossible
 from cloudtrain.testing.tables import Fields
 
 SCRIPT = Path(__file__).with_name("slurm.sh")
+DDP = Path(__file__).parent / "providers" / "slurm_ddp.py"
 GRACE = 30
 """Seconds of the stop grace that the provider is told: GraceTime is 30, KillWait 5."""
 
@@ -172,3 +174,45 @@ def running(folder: Path, **options: str) -> Iterator[Cluster]:
             yield cluster
         finally:
             cluster.stop()
+
+
+# --------------------------------------------------------------------------------------------------- whole runs of DDP
+
+
+def ddp_world(folder: Path, cluster: Cluster, **settings: object) -> SlurmPlatform:
+    """Return the platform of ``cluster`` with the script `DDP` in its code."""
+    world = SlurmPlatform(folder, cluster, **settings)
+    shutil.copy(DDP, world.place.code / "ddp.py")
+    return world
+
+
+def send(world: SlurmPlatform, run_id: str, *, steps: int = 60, **job: Any) -> Run:
+    fields = {"entry_point": "ddp.py", "instance_count": 2, "env": {"STEPS": str(steps)}, "max_runtime": 600}
+    return world.send(world.plan({**fields, **job}, run_id=run_id))
+
+
+def texts(run: Run) -> list[str]:
+    return [line.text for line in run.logs()]
+
+
+def await_text(run: Run, text: str, count: int = 1) -> None:
+    deadline = time.monotonic() + 90
+    while sum(line.startswith(text) for line in texts(run)) < count:
+        assert time.monotonic() < deadline, texts(run)
+        assert not run.status().final, (run.status(), texts(run))
+        time.sleep(0.3)
+
+
+def loss_of(run: Run) -> str:
+    """The loss of a run that has succeeded."""
+    result = run.wait(timeout=150, poll=0.3)
+    assert result["state"] == "succeeded", (result["reason"], texts(run))
+    return next(text for text in texts(run) if text.startswith("loss "))
+
+
+def check_nothing_lost(run: Run) -> None:
+    """Each start goes on at the very step at which the one before stopped."""
+    words = texts(run)
+    stopped = [text.split()[2] for text in words if text.startswith("stopped after")]
+    began = [text.split()[2] for text in words if text.startswith("from step")]
+    assert set(began) == {"0", *stopped}

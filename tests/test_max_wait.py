@@ -48,6 +48,13 @@ def test_since_it_was_submitted(tmp_path: Path) -> None:
     assert store.expired("r", 0) == {"reason": WHY, "created_by": store.expired("r", 0)["created_by"]}  # type: ignore[index]
 
 
+def test_the_platforms_own_reason_for_the_wait_is_kept(tmp_path: Path) -> None:
+    wait, store, clock = begun(tmp_path)
+    clock.now = T0 + LIMIT + 1
+    why = wait.ends(0, replace(PENDING, reason="PENDING: QOSMaxJobsPerUserLimit"))
+    assert why == f"{WHY}: PENDING: QOSMaxJobsPerUserLimit" == (store.expired("r", 0) or {})["reason"]
+
+
 def test_what_does_not_end_is_cancelled_again_after_a_while_and_by_any_other_client_at_once(tmp_path: Path) -> None:
     wait, store, clock = begun(tmp_path)
     clock.now = T0 + LIMIT + 1

@@ -46,9 +46,10 @@ class MaxWait:
         if isinstance(decision, Wait):
             self._due[key] = self._ticks() + decision.seconds
             return ""
-        self._store.expire(self._run_id, attempt, decision.reason)
+        reason = f"{decision.reason}: {status.reason}" if status.reason else decision.reason
+        self._store.expire(self._run_id, attempt, reason)
         self._due[key] = self._ticks() + CLIENT_TIMINGS.cancel_again
-        return decision.reason
+        return reason
 
     def _since(self, attempt: int, status: Status) -> float:
         """Return in Unix seconds since when the attempt waits: its submission, or the loss of its machines."""

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import Jobs
-from slurmcluster import Cluster, SlurmPlatform, running
+from slurmcluster import (
+    Cluster,
+    SlurmPlatform,
+    await_text,
+    check_nothing_lost,
+    ddp_world,
+    loss_of,
+    running,
+    send,
+)
 
 from cloudtrain.errors import LostContactError
 from cloudtrain.providers.slurm import api
-from cloudtrain.runs.run import Run
 from cloudtrain.testing.contract import ProviderContract
 from cloudtrain.testing.platform import FakePlatform
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).with_name("slurm_ddp.py")
 
 
 @pytest.fixture(scope="class")
@@ -43,41 +48,7 @@ class TestSlurm(ProviderContract):
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmPlatform]:
     """A cluster for whole runs of DDP with two nodes."""
     with running(tmp_path_factory.mktemp("slurm")) as cluster:
-        world = SlurmPlatform(tmp_path_factory.mktemp("world"), cluster)
-        shutil.copy(SCRIPT, world.place.code / "ddp.py")
-        yield world
-
-
-def send(world: SlurmPlatform, run_id: str, *, steps: int = 60, **job: Any) -> Run:
-    fields = {"entry_point": "ddp.py", "instance_count": 2, "env": {"STEPS": str(steps)}, "max_runtime": 600}
-    return world.send(world.plan({**fields, **job}, run_id=run_id))
-
-
-def texts(run: Run) -> list[str]:
-    return [line.text for line in run.logs()]
-
-
-def await_text(run: Run, text: str, count: int = 1) -> None:
-    deadline = time.monotonic() + 90
-    while sum(line.startswith(text) for line in texts(run)) < count:
-        assert time.monotonic() < deadline, texts(run)
-        assert not run.status().final, (run.status(), texts(run))
-        time.sleep(0.3)
-
-
-def loss_of(run: Run) -> str:
-    """The loss of a run that has succeeded."""
-    result = run.wait(timeout=150, poll=0.3)
-    assert result["state"] == "succeeded", (result["reason"], texts(run))
-    return next(text for text in texts(run) if text.startswith("loss "))
-
-
-def check_nothing_lost(run: Run) -> None:
-    """Each start goes on at the very step at which the one before stopped."""
-    words = texts(run)
-    stopped = [text.split()[2] for text in words if text.startswith("stopped after")]
-    began = [text.split()[2] for text in words if text.startswith("from step")]
-    assert set(began) == {"0", *stopped}
+        yield ddp_world(tmp_path_factory.mktemp("world"), cluster)
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +111,7 @@ def test_a_cancelled_job_stays_so(whole: SlurmPlatform) -> None:
 def test_two_jobs_on_one_node_do_not_meet(whole: SlurmPlatform, clean: str) -> None:
     """Nodes are shared: each job has ports of its own."""
     place = type(whole.provider)(**{**dataclasses.asdict(whole.provider.settings), "nodelist": "n1,n2"})
-    world = SlurmPlatform(whole.folder / "shared", whole.cluster, **dataclasses.asdict(place.settings))
-    shutil.copy(SCRIPT, world.place.code / "ddp.py")
+    world = ddp_world(whole.folder / "shared", whole.cluster, **dataclasses.asdict(place.settings))
     runs = [send(world, f"shared-{number}") for number in range(2)]
     assert [loss_of(run) for run in runs] == [clean, clean]
 
