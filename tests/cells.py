@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from typing import Any
 
 from containers import BUILD, IMAGE, left
 from jobs import CLI, Done, Jobs
+from slurmcluster import GRACE, Cluster, running
 
 from cloudtrain.engine.docker_api import connect, run_label
 from cloudtrain.errors import StorageError
@@ -31,9 +33,10 @@ from cloudtrain.runtime.checkpoints import complete
 
 ROOT = Path(__file__).parents[1]
 CLOUDS = ("sagemaker", "azureml", "vertex")
-PROVIDERS = ("local", "docker", *CLOUDS)
+HERE = ("local", "docker", "slurm")
+"""Platforms that run for real on this machine; slurm's is a cluster of four nodes, by tests/slurm.sh."""
+PROVIDERS = (*HERE, *CLOUDS)
 """The columns; the clouds' are rehearsed."""
-HERE = ("local", "docker")
 RUN = "r"
 PATIENCE = float(os.environ.get("CLOUDTRAIN_PATIENCE") or 600)
 """Seconds that a cell may take; a loaded machine takes many."""
@@ -81,8 +84,9 @@ FIXTURES = {
     "slow store": "each file that is made, renamed, opened or removed in the store takes 50 ms more",
 }
 NOT = {
-    **{f"image {tag}/local": "has no image" for tag in IMAGES},
-    "cut off/local": "its nodes share this machine's network",
+    **{f"image {tag}/{provider}": "has no image" for tag in IMAGES for provider in ("local", "slurm")},
+    **{f"cut off/{provider}": "its nodes share this machine's network" for provider in ("local", "slurm")},
+    "no way out/slurm": "a node needs the way to Slurm's controller",
 }
 """Cells that are none, and why."""
 
@@ -161,7 +165,8 @@ class Site:
     def __init__(self, folder: Path, cell: Cell) -> None:
         self.cell, self.provider = cell, cell.provider
         self.jobs = Jobs(folder)
-        self.engine = None if cell.provider == "local" else connect()
+        self.engine = connect() if cell.provider in ("docker", *CLOUDS) else None
+        self.cluster: Cluster | None = None
         self.live = self.jobs.store / "runs" / RUN / "live"
         (folder / "data").mkdir()
 
@@ -207,6 +212,9 @@ class Site:
         """The command line: ``submit`` here, ``rehearse`` what a cloud would start."""
         if self.provider in HERE:
             where = ["submit", "job.json", "--provider", self.provider, "--store", str(self.jobs.store)]
+            if self.cluster is not None:
+                settings = {"partition": "low", "python": sys.executable, "stop_grace": GRACE}
+                where += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
         else:
             sample = SAMPLES[self.provider]
             where = ["rehearse", "job.json", "--provider", self.provider, "--store", sample["store"]]
@@ -241,9 +249,20 @@ class Site:
         """Until there is a complete checkpoint."""
         self.jobs.wait_for(lambda: complete(self.live / "checkpoints"), PATIENCE)
 
+    @property
+    def slurm_job(self) -> str:
+        """Slurm's number of the first attempt's job, once it is submitted."""
+        record = self.jobs.store / "runs" / RUN / "attempts/0/submitted.json"
+        self.jobs.wait_for(record.exists, PATIENCE)
+        return str(json.loads(record.read_text())["native_id"]).partition(":")[0]
+
     def befall(self, kind: str) -> None:
         """Node 1, where no drill of ours does it: a notice, or its end."""
         self.saved()
+        if self.cluster is not None:
+            act = self.cluster.preempt if kind == "preempted" else self.cluster.kill_task
+            act(self.slurm_job, 1)
+            return
         if self.engine is not None:
             found = self.container(1)
             assert found is not None
@@ -257,7 +276,7 @@ class Site:
     def late(self) -> None:
         """Node 1 stands still as soon as it is there, for 15 s."""
         if self.engine is None:
-            pid = self.jobs.node(1)
+            pid = self.jobs.node(1) if self.cluster is None else self._slurm_node()
             os.kill(pid, signal.SIGSTOP)
             time.sleep(15)
             os.kill(pid, signal.SIGCONT)
@@ -266,6 +285,14 @@ class Site:
         self.engine.pause(found["Id"])
         time.sleep(15)
         self.engine.unpause(found["Id"])
+
+    def _slurm_node(self) -> int:
+        """The pid of node 1's runtime."""
+        assert self.cluster is not None
+        cluster, job = self.cluster, self.slurm_job
+        self.jobs.wait_for(lambda: cluster.field(job, "JobState") == "RUNNING", PATIENCE)
+        found: list[int] = self.jobs.wait_for(lambda: cluster.tasks(job, 1), PATIENCE)
+        return found[0]
 
     def cut_off(self) -> None:
         """Node 1 leaves its network for 20 s, and comes back under its names and address."""
@@ -363,7 +390,16 @@ def run(cell: Cell, folder: Path) -> dict[str, Any]:
 
     The losses are told in bits, and as a digest over all steps; whether they are those of others is for who compares.
     """
-    site, began = Site(folder, cell), time.monotonic()
+    if cell.provider != "slurm":
+        return _run(Site(folder, cell), folder)
+    site = Site(folder, cell)
+    with running(Path(tempfile.mkdtemp(prefix="ct-slurm-", dir=folder))) as site.cluster:
+        site.jobs.environ["SLURM_CONF"] = str(site.cluster.conf)
+        return _run(site, folder)
+
+
+def _run(site: Site, folder: Path) -> dict[str, Any]:
+    cell, began = site.cell, time.monotonic()
     before = left(site.engine, folder) if site.engine is not None else []
     try:
         found = {"image": _image, "training": _training, "fixture": _fixture}[cell.kind](site)

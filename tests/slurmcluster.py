@@ -85,13 +85,19 @@ class Cluster:
 
     def kill_task(self, job: str, number: int) -> None:
         """Kill every process of one node of the job; its slurmd and slurmstepd stay."""
+        for pid in self.tasks(job, number):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def tasks(self, job: str, number: int) -> list[int]:
+        """Return the pids of one node of the job, oldest first."""
+        name, found = self.nodes_of(job)[number], []
+        wanted = {f"SLURM_JOB_ID={job}", f"SLURM_CONF={self.conf}", f"SLURMD_NODENAME={name}", "SLURM_STEP_ID=0"}
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                words = (path / "environ").read_bytes().split(b"\0")
-                mine = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_CONF={self.conf}".encode()} <= set(words)
-                name = self.nodes_of(job)[number].encode()
-                if mine and b"SLURMD_NODENAME=" + name in words and b"SLURM_STEP_ID=0" in words:
-                    os.kill(int(path.name), signal.SIGKILL)
+                if {word.encode() for word in wanted} <= set((path / "environ").read_bytes().split(b"\0")):
+                    found.append(int(path.name))
+        return sorted(found)
 
 
 def _free_ports(count: int) -> int:
