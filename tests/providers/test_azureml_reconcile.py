@@ -68,7 +68,7 @@ def test_two_who_reconcile_at_once_end_one_wait_and_start_one_attempt(idle: Azur
         assert len(idle.plane.jobs) <= 2
     result = run.result()
     assert (result["state"], result["category"], result["exit_code"]) == ("failed", "capacity", 4)
-    assert result["reason"] == "no machines within max_wait (1s)"
+    assert result["reason"] == "no machines within max_wait (1s): Queued"
     assert run.store.attempts("waits") == [0, 1]
     assert len(idle.plane.jobs) == 2
 
