@@ -16,7 +16,7 @@ from ...store import runtime_zip
 from ...store.store import Store
 from ..attempts import NO_MACHINES, had_no_machines
 from ..fallback import FallbackPolicy, StoredBundle
-from ..handover import REFUSALS
+from ..handover import REFUSALS, cut_off
 from ..live_data import LiveRunReader
 from ..metrics import merge_metrics
 from ..run import Run
@@ -74,8 +74,14 @@ class RunTrials:
         return None if result is None else self.outcome(trial, result, stop)
 
     def outcome(self, trial: Trial, result: Mapping[str, Any], stop: str) -> Outcome:
-        """Return the outcome of a trial whose run has this ``result``."""
-        return outcome_of(trial, result, self._rows(trial), stop, self._spec)
+        """Return the outcome of a trial whose run has this ``result``.
+
+        A request without an answer may still arrive at the platform, so the trial's use is unknown.
+        """
+        found, run = outcome_of(trial, result, self._rows(trial), stop, self._spec), trial.run
+        if result.get("native_id") is None and any(cut_off(self._store, run, k) for k in self._store.attempts(run)):
+            return dataclasses.replace(found, max_cost=None, max_gpu_hours=None)
+        return found
 
     def points(self, trial: Trial) -> Points:
         """Return the points of the trial's metrics so far. Those of a run with a result are read once."""
