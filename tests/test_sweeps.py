@@ -20,11 +20,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cloudtrain.cli import main
 from cloudtrain.cli.sweep import sweep_screen
 from cloudtrain.errors import SpecError
 from cloudtrain.job.job import Job
 from cloudtrain.report.comparison import Compared, comparison_page
 from cloudtrain.report.curves import curves
+from cloudtrain.runs.handover import sending
 from cloudtrain.runs.reconcile import reconcile_store
 from cloudtrain.runs.submit import plan_record
 from cloudtrain.runs.sweeps.decide import next_entry
@@ -35,7 +37,7 @@ from cloudtrain.runs.sweeps.space import grid_point, grid_size, parse_space, ran
 from cloudtrain.runs.sweeps.spec import Prune, SweepSpec, check_caps, check_sweep_id
 from cloudtrain.runs.sweeps.state import Entry, Outcome, State, Trial, committed, fold, used
 from cloudtrain.runs.sweeps.sweep import Sweep, make_sweep, plan_of_sweep
-from cloudtrain.runs.sweeps.trials import outcome_of, trial_plan
+from cloudtrain.runs.sweeps.trials import RunTrials, outcome_of, trial_plan
 from cloudtrain.runs.sweeps.view import sweep_summary
 from cloudtrain.settings.settings import Settings
 from cloudtrain.store.gc import collect
@@ -79,6 +81,8 @@ def test_a_description_comes_back_from_json() -> None:
         ({"space": {"lr": {"low": 0, "high": 1, "step": 0}}}, "space.lr.step"),
         ({"space": {"lr": []}}, "space.lr"),
         ({"space": {"lr": [1, 1]}}, "space.lr"),
+        ({"space": {"lr": [0.1, math.nan]}}, "space.lr"),
+        ({"space": {"lr": {"low": 0, "high": 10**400}}}, "space.lr.high"),
         ({"limits": {"parallel": 2}}, "limits"),
         ({"limits": {"trails": 2}}, "limits.trails"),
         ({"limits": {"trials": 0}}, "limits.trials"),
@@ -89,6 +93,9 @@ def test_a_description_comes_back_from_json() -> None:
         ({"prune": {"min": 2}}, "prune.rule"),
         ({"prune": "hyperband"}, "prune.rule"),
         ({"first": [{"lr": 1.0}]}, "first[0].lr"),
+        ({"first": [{"layers": 3}]}, "first[0].layers"),
+        ({"first": [{"layers": 4.0}]}, "first[0].layers"),
+        ({"first": [{"dropout": 0.25}]}, "first[0].dropout"),
         ({"first": [{"learning_rate": 1e-3}]}, "first[0].learning_rate"),
         ({"metrc": "loss"}, "metrc"),
     ],
@@ -98,6 +105,22 @@ def test_a_wrong_description_names_its_field(tables: Mapping[str, Any], field: s
         spec_of(**tables)
     assert caught.value.field == field
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ("[job]\nlaunchr = 'python'", "job.launchr"),
+        ("[job]\nentry_point = 'train.py'\n[trial]\nmax_cost = -1", "trial.max_cost"),
+    ],
+)
+def test_a_wrong_field_of_the_job_is_named_by_its_path_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str, field: str
+) -> None:
+    (tmp_path / "tune.toml").write_text(f"metric = 'loss'\n{wrong}\n")
+    assert main(["sweep", str(tmp_path / "tune.toml"), "--store", str(tmp_path / "store")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {field}: ")
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_sweep_whose_trials_have_no_cap_in_the_currency_of_a_limit_is_refused() -> None:
@@ -295,7 +318,7 @@ def test_the_value_of_a_trial() -> None:
     assert value_of(rows, spec_of(goal="maximize")) == 3.0
     assert value_of(rows, spec_of(value="last")) == 2.0
     assert value_of(rows[:3], spec_of(value="last")) is None
-    assert value_of([{"step": 1, "loss": "low"}, {"accuracy": 1}], spec_of()) is None
+    assert value_of([{"step": 1, "loss": "low"}, {"accuracy": 1}, {"step": 2, "loss": True}], spec_of()) is None
 
 
 # ---------------------------------------------------------------------------------------------------------- decisions
@@ -521,6 +544,32 @@ def test_a_trial_that_never_had_machines_by_its_record_has_cost_nothing(
     assert (found.state, found.max_cost) == ("refused", cost)
 
 
+def test_a_trial_whose_request_has_no_answer_counts_with_its_cap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job may still arrive at the platform, although the run has been cancelled."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    sweep = Sweep(
+        Job.make(entry_point="train.py"), space={"lr": [1]}, metric="loss", trials=1,
+        store=f"memory://{uuid.uuid4().hex}/store", sweep_id="s",
+    )  # fmt: skip
+    assert sweep.create()
+    one = Trial(n=0, run="s-0000", params={"lr": 1}, cap=sweep.cap)
+    plan = trial_plan(
+        sweep.record, one, store=sweep.store, provider=sweep.provider, settings=Settings.load()
+    )  # fmt: skip
+    assert sweep.store.create_attempt(plan.layout, 0, plan.request)
+    result = {"state": "cancelled", "native_id": None, "cost": None}
+    trials = RunTrials(
+        sweep.record, sweep.spec, store=sweep.store, provider=sweep.provider, settings=Settings.load(), environ={}
+    )
+    assert trials.outcome(one, result, "cancelled").max_gpu_hours == 0.0
+    with pytest.raises(KeyboardInterrupt), sending(sweep.store, one.run, plan.request, arrival=0, say=print):
+        raise KeyboardInterrupt
+    assert trials.outcome(one, result, "cancelled").max_gpu_hours is None
+
+
 def test_a_trial_without_the_metric_has_failed_and_names_its_columns() -> None:
     one = Trial(n=0, run="s-0000", params={}, cap=CAP)
     rows = [{"step": 1, "val_loss": 0.5}, {"step": 2, "lr": 0.1, "val_loss": 0.4}]
@@ -619,6 +668,27 @@ def test_a_store_wide_reconcile_makes_the_steps_of_a_local_sweep_in_a_remote_sto
     (row,) = reconcile_store(store, environ={})
     assert (row["run_id"], row["state"], row["error"], row["exit_code"]) == ("s", "failed", None, 0)
     assert [entry["kind"] for entry in sweep.store.log_entries("sweeps/s")] == ["trial", "end"]
+
+
+def test_verbs_name_commands_that_take_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    store = str(tmp_path / "store")
+    sweep = Sweep(
+        Job.make(entry_point="train.py"), space={"lr": [1]}, metric="loss", trials=1, store=store, sweep_id="s"
+    )
+    assert sweep.create()
+    assert main(["report", "s", "--store", store]) == 0
+    lines = [line.partition("cloudtrain ")[2] for line in capsys.readouterr().err.splitlines()]
+    commands = [line.split() for line in lines if line]
+    assert [words[0] for words in commands] == ["list", "status"]
+    assert [main(words) for words in commands] == [0, 0]
+    sweep.cancel()
+    capsys.readouterr()
+    assert main(["status", "s", "--store", store]) == 0
+    assert "cancelled: cancelled" not in capsys.readouterr().out
 
 
 def test_gc_keeps_the_content_of_a_sweep_that_has_no_run_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

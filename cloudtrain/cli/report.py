@@ -50,6 +50,8 @@ def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json 
         return {**screen.about, "report": str(path), "exit_code": 0}
 
     def then(run: str, _: dict[str, Any]) -> list[list[str]]:
+        if not found:  # a sweep has no log of its own
+            return [["list", run], ["status", run]]
         return [["pull" if states[0] in FINAL else "watch", run], ["logs", run]]
 
     def compare() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json as json_
 import math
@@ -132,10 +133,21 @@ def _read(path: Path) -> tuple[Job, dict[str, Any]]:
     if isinstance(given, str):
         job = job_of(str(path.parent / given), None, NO_FLAGS, None, cwd=Path.cwd())
     elif isinstance(given, Mapping):
-        job = Job.from_dict(anchored(dict(given), path.parent))
+        with _below("job"):
+            job = Job.from_dict(anchored(dict(given), path.parent))
     else:
         raise SpecError("must be the path of a job file, or a table of a job's fields", field="job")
-    return job.replace(**trial), tables
+    with _below("trial"):
+        return job.replace(**trial), tables
+
+
+@contextlib.contextmanager
+def _below(table: str) -> Iterator[None]:
+    """Name a wrong field by its path in tune.toml."""
+    try:
+        yield
+    except SpecError as exc:
+        raise SpecError(exc.message, field=f"{table}.{exc.field}", hint=exc.hint) from None
 
 
 def find_sweep(word: str, settings: Settings) -> Sweep:
@@ -231,7 +243,7 @@ def _emit(result: Mapping[str, Any], screen: Screen, at: Where, json: bool, code
 def sweep_text(result: Mapping[str, Any]) -> str:
     """Return the summary of a sweep for people, as ``status`` prints it."""
     counts, best = result["counts"], result["best"]
-    state = str(result["state"]) + (f": {result['reason']}" if result["reason"] else "")
+    state = str(result["state"]) + (f": {result['reason']}" if result["reason"] not in ("", result["state"]) else "")
     rows = [("sweep", str(result["sweep_id"])), ("state", state), ("provider", str(result["provider"]))]
     words = [f"{count} {name}" for name, count in counts.items() if count]
     rows.append(("trials", f"{len(result['trials'])}: {', '.join(words)}" if words else "none yet"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from .spec import Prune, SweepSpec
 
@@ -23,20 +23,19 @@ def costs_of(rows: Iterable[Mapping[str, Any]], spec: SweepSpec) -> list[tuple[f
     by = spec.prune.by if spec.prune is not None else "step"
     points = []
     for row in rows:
-        at, value = _number(row.get(by)), row.get(spec.metric)
-        if at is not None and isinstance(value, (int, float)) and not isinstance(value, bool):
-            points.append((at, spec.sign * value if math.isfinite(value) else math.inf))
+        at, value = row.get(by), row.get(spec.metric)
+        if _is_number(at) and _is_number(value) and math.isfinite(at):
+            points.append((float(at), spec.sign * value if math.isfinite(value) else math.inf))
     return sorted(points)
 
 
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def value_of(rows: Sequence[Mapping[str, Any]], spec: SweepSpec) -> float | None:
     """Return a trial's value: its best finite one, or the last; None without one."""
-    known = [float(row[spec.metric]) for row in rows if isinstance(row.get(spec.metric), (int, float))]
+    known = [float(row[spec.metric]) for row in rows if _is_number(row.get(spec.metric))]
     if spec.value == "last":
         known = known[-1:]
     finite = [value for value in known if math.isfinite(value)]

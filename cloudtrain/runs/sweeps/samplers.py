@@ -37,25 +37,15 @@ def propose(spec: SweepSpec, state: State) -> Params | None:
     Equal states give equal parameters, on any machine. Raises `SpecError` if Optuna is missing.
     """
     number = len(state.trials)
-    if spec.sampler == "grid":
-        return spec.first[number] | _rest(spec, number) if number < len(spec.first) else _grid(spec, number)
     if number < len(spec.first):
-        return _rest(spec, number) | spec.first[number]
+        return random_point(spec.space, spec.seed, number) | spec.first[number]
+    if spec.sampler == "grid":
+        return grid_point(spec.space, number - len(spec.first))
     if spec.sampler == "random":
         return random_point(spec.space, spec.seed, number)
     study = study_of(spec, state)
     found: Params = study.ask({name: _distribution(item) for name, item in spec.space.items()}).params
     return {name: found[name] for name in spec.space}
-
-
-def _grid(spec: SweepSpec, number: int) -> Params | None:
-    return grid_point(spec.space, number - len(spec.first))
-
-
-def _rest(spec: SweepSpec, number: int) -> Params:
-    """Return random values for the names that a first point leaves out."""
-    drawn = random_point(spec.space, spec.seed, number)
-    return {name: value for name, value in drawn.items() if name not in spec.first[number]}
 
 
 def study_of(spec: SweepSpec, state: State) -> Study:

@@ -16,6 +16,8 @@ __all__ = ["Choices", "Dimension", "Params", "Range", "grid_point", "grid_size",
 
 Params = dict[str, Any]
 RANGE_KEYS = ("low", "high", "log", "step")
+LARGEST = 1e300
+"""Largest bound of a range."""
 MOST_GRID = 100_000
 """Most points of a grid."""
 
@@ -31,9 +33,12 @@ class Range:
     whole: bool = False
 
     def contains(self, value: Any) -> bool:
-        """Return whether ``value`` is a number in the range; its step does not matter."""
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return is_number and self.low <= value <= self.high and (not self.whole or value == int(value))
+        """Return whether ``value`` is a number of the range, on a step if it has one. Optuna takes no other."""
+        is_number = isinstance(value, int if self.whole else (int, float)) and not isinstance(value, bool)
+        if not is_number or not self.low <= value <= self.high:
+            return False
+        steps = (value - self.low) / (self.step or 1)
+        return not self.step or abs(steps - round(steps)) < 1e-8
 
     def draw(self, random: Random) -> float:
         """Return a random number of the range."""
@@ -101,8 +106,11 @@ def parse_space(table: Any) -> dict[str, Dimension]:
 
 def _dimension(value: Any, where: str) -> Dimension:
     if isinstance(value, Sequence) and not isinstance(value, str):
-        if not value or not all(isinstance(item, (str, int, float, bool)) for item in value):
-            raise SpecError("must be a list of at least one text, number or boolean", field=where)
+        known = [
+            item for item in value if isinstance(item, (str, int)) or (isinstance(item, float) and math.isfinite(item))
+        ]
+        if not value or len(known) < len(value):
+            raise SpecError("must be a list of at least one text, finite number or boolean", field=where)
         if len({(type(item), item) for item in value}) < len(value):
             raise SpecError("has one value twice", field=where)
         return Choices(values=tuple(value))
@@ -128,7 +136,7 @@ def _dimension(value: Any, where: str) -> Dimension:
 
 
 def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:  # or it is NaN
         raise SpecError("must be a number", field=where)
     return value
 

@@ -177,7 +177,7 @@ def _first(points: Any, space: Mapping[str, Dimension]) -> tuple[Params, ...]:
             if name not in space:
                 raise SpecError("is not in [space]", field=where, hint=near_or_all(name, [*space]))
             if not space[name].contains(value):
-                raise SpecError(f"{value!r} is outside its range in [space]", field=where)
+                raise SpecError(f"{value!r} is not a value of [space]", field=where)
     return tuple(dict(point) for point in points)
 
 

@@ -318,7 +318,7 @@ class Sweep:
                 return
 
     def cancel(self) -> None:
-        """Stop every trial and start no further one. It does not wait for the end; a second call change_lines nothing.
+        """Stop every trial and start no further one. It does not wait for the end; a second call changes nothing.
 
         Raises the errors of store and platform.
         """
