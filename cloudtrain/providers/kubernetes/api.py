@@ -1,0 +1,333 @@
+"""Create, find, read and cancel Jobs by the Kubernetes API.
+
+The client library is used for kubeconfig, credentials and TLS alone; plain JSON goes over its pool of connections. Its
+typed models refuse what servers take, and differ by version.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import (
+    AuthError,
+    CloudtrainError,
+    ConflictError,
+    LostContactError,
+    NotFoundError,
+    PlatformError,
+    QuotaError,
+    SpecError,
+)
+from ...storage.extras import not_installed
+from .._cloud import ANOTHER_ID, one_line, time_of
+from . import NAME
+from .devices import kind_of
+from .request import CANCELLED, LABEL_REQUEST, job_of, native_id_of
+
+if TYPE_CHECKING:
+    from ...provider_api.catalog import Machine
+    from ...provider_api.protocol import Request
+    from . import Settings
+
+__all__ = ["Account", "ExistsError", "error_of", "is_ending"]
+
+TIMEOUT = 30.0
+"""Seconds for one call."""
+LINGER = 8
+"""Seconds from the pods' own deadline to the Job's: less than the 10 s after which a Job starts a pod again."""
+MERGE = "application/merge-patch+json"
+ENDING = frozenset(("Complete", "Failed", "SuccessCriteriaMet", "FailureTarget"))
+"""Conditions of a Job whose end is decided."""
+IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+HELP: Mapping[str, str] = {
+    "none": "test the connection: kubectl get jobs; kubectl config get-contexts lists values of kubernetes.context",
+    "auth": "to see what you may do, run: kubectl auth can-i --list",
+    "quota": "to see the limits, run: kubectl describe resourcequota",
+    "old": "the cluster must have Kubernetes 1.29 or newer: kubectl version",
+}
+
+
+class ExistsError(ConflictError):
+    """Error: an object of this name is there already."""
+
+
+def error_of(status: int, reason: str, message: str, *, what: str) -> CloudtrainError:
+    """Return the error for an answer of the API server: its HTTP status, and reason and message of its body."""
+    text = f"{what}: {one_line(message) or f'HTTP {status}'}"
+    if "exceeded quota" in message:
+        return QuotaError(text, hint=HELP["quota"])
+    if status in (401, 403):
+        return AuthError(text, hint=HELP["auth"])
+    if status == 404:
+        return NotFoundError(text)
+    if status == 409 and reason == "AlreadyExists":
+        return ExistsError(text)
+    if status in (400, 413, 422):
+        return SpecError(text, hint=HELP["old"] if "unknown field" in message else "")
+    if status in (409, 429) or status >= 500:
+        return LostContactError(text)
+    return PlatformError(f"{text} (HTTP {status})")
+
+
+def is_ending(job: Mapping[str, Any]) -> bool:
+    """Return whether the end of a Job is decided."""
+    conditions = job.get("status", {}).get("conditions") or ()
+    return any(item["type"] in ENDING and item["status"] == "True" for item in conditions)
+
+
+class Account:
+    """The caller's view of one cluster."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._lock = threading.Lock()
+        self._known: tuple[Any, Any] | None = None
+
+    # --------------------------------------------------------------------------------------------------- the connection
+
+    def _connection(self) -> tuple[Any, Any]:
+        """Return the client's configuration and its pool of connections."""
+        with self._lock:
+            if self._known is None:
+                self._known = self._connect()
+            return self._known
+
+    def _connect(self) -> tuple[Any, Any]:
+        try:
+            from kubernetes import client, config
+        except ModuleNotFoundError:
+            raise not_installed(f"provider {NAME!r}", NAME, field="provider", named=["kubernetes"]) from None
+        own, found = self.settings, client.Configuration()
+        try:
+            if IN_POD.exists() and not (own.kubeconfig or own.context):
+                config.load_incluster_config(client_configuration=found)
+            else:
+                config.load_kube_config(
+                    own.kubeconfig or None, own.context or None, client_configuration=found, persist_config=False
+                )
+        except (config.ConfigException, OSError, ValueError) as exc:
+            raise AuthError(f"no cluster: {one_line(exc)}", hint=HELP["none"]) from None
+        return found, client.ApiClient(found).rest_client.pool_manager
+
+    def call(self, method: str, path: str, *, what: str, body: Any = None, **query: Any) -> Any:
+        """Return the object of an answer. ``what`` is the action for messages. Raises the errors of `error_of`."""
+        kind = MERGE if method == "PATCH" else "application/json"
+        return json.loads(self.raw(method, path, what=what, body=body, kind=kind, **query))
+
+    def raw(
+        self, method: str, path: str, *, what: str, body: Any = None, kind: str = "application/json", **query: Any
+    ) -> bytes:
+        """Return the bytes of an answer; see `call`."""
+        found, pool = self._connection()
+        from urllib3.exceptions import HTTPError
+
+        headers = {"Accept": "application/json, */*", "Content-Type": kind}
+        try:
+            for item in found.auth_settings().values():  # asked for each call: this renews a token
+                if item["in"] == "header" and item["value"]:
+                    headers[item["key"]] = item["value"]
+            url = found.host + path + (f"?{urllib.parse.urlencode(query)}" if query else "")
+            data = None if body is None else json.dumps(body).encode()
+            answer = pool.request(method, url, headers=headers, body=data, retries=False, timeout=TIMEOUT)
+        except (HTTPError, OSError, ValueError) as exc:
+            text = f"{what}: {found.host} does not answer: {one_line(exc)}"
+            raise LostContactError(text, hint=HELP["none"]) from None
+        if answer.status < 300:
+            return bytes(answer.data)
+        try:
+            said = json.loads(answer.data)
+            reason, message = str(said.get("reason", "")), str(said.get("message", ""))
+        except (ValueError, AttributeError):
+            reason, message = "", answer.data[:300].decode("utf-8", "replace")
+        raise error_of(answer.status, reason, message, what=what)
+
+    # --------------------------------------------------------------------------------------------------------- the jobs
+
+    def create(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        """Create the request's objects, unless they are there; return the native id.
+
+        The Job comes first: only one client can create its name. Its pods wait for the rest.
+        """
+        wanted = job_of(request)
+        try:
+            job = self.call("POST", self._jobs(), what="create the Job", body=wanted, fieldValidation="Strict")
+        except ExistsError:
+            job = self._claimed(wanted)
+            if is_ending(job):
+                return native_id_of(wanted)
+        owner = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "name": job["metadata"]["name"],
+            "uid": job["metadata"]["uid"],
+        }
+        for item in request.body["items"]:
+            if item["kind"] != "Job":
+                self._create_owned(item, owner)
+        if any(volume["name"] == "secrets" for volume in wanted["spec"]["template"]["spec"]["volumes"]):
+            data = {name: base64.b64encode(value.encode()).decode() for name, value in (secrets or {}).items()}
+            meta = {key: wanted["metadata"][key] for key in ("name", "namespace", "labels")}
+            self._create_owned(
+                {"apiVersion": "v1", "kind": "Secret", "immutable": True, "metadata": meta, "data": data}, owner
+            )
+        return native_id_of(wanted)
+
+    def _claimed(self, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the Job of this name. Raises `ConflictError` if it is not of this very request."""
+        job = self.job(native_id_of(wanted))
+        if not _is_same(job, wanted):
+            raise ConflictError(f"Job {native_id_of(wanted)} is of another request", field="run_id", hint=ANOTHER_ID)
+        return job
+
+    def _create_owned(self, item: Mapping[str, Any], owner: Mapping[str, Any]) -> None:
+        made = {**item, "metadata": {**item["metadata"], "ownerReferences": [owner]}}
+        what = f"create the {item['kind']}"
+        path = f"/api/v1/namespaces/{self.settings.namespace}/{item['kind'].lower()}s"
+        try:
+            self.call("POST", path, what=what, body=made, fieldValidation="Strict")
+        except ExistsError:
+            return
+
+    def _jobs(self, namespace: str = "") -> str:
+        return f"/apis/batch/v1/namespaces/{namespace or self.settings.namespace}/jobs"
+
+    def find(self, request: Request) -> str | None:
+        """Return the native id if the cluster has the request's Job with all of its objects."""
+        wanted = job_of(request)
+        try:
+            job = self.job(native_id_of(wanted))
+        except NotFoundError:
+            return None
+        return native_id_of(wanted) if _is_same(job, wanted) and (is_ending(job) or self._whole(request)) else None
+
+    def _whole(self, request: Request) -> bool:
+        """Return whether the Service and the Secret are there: a client may have died after it created the Job."""
+        wanted = job_of(request)
+        kinds = [item["kind"] for item in request.body["items"] if item["kind"] != "Job"]
+        if any(volume["name"] == "secrets" for volume in wanted["spec"]["template"]["spec"]["volumes"]):
+            kinds.append("Secret")
+        name, namespace = wanted["metadata"]["name"], wanted["metadata"]["namespace"]
+        for kind in kinds:
+            try:
+                path = f"/api/v1/namespaces/{namespace}/{kind.lower()}s/{name}"
+                self.call("GET", path, what=f"look for the {kind}")
+            except NotFoundError:
+                return False
+            except AuthError:  # many roles may create secrets, and not read them
+                continue
+        return True
+
+    def job(self, native_id: str) -> Mapping[str, Any]:
+        """Return a Job. Raises `NotFoundError`."""
+        namespace, name = _parts(native_id)
+        found: Mapping[str, Any] = self.call("GET", f"{self._jobs(namespace)}/{name}", what="ask for the Job")
+        return found
+
+    def pods(self, native_id: str) -> list[Mapping[str, Any]]:
+        """Return the pods of a Job, the oldest first."""
+        namespace, name = _parts(native_id)
+        query = {"labelSelector": f"batch.kubernetes.io/job-name={name}"}
+        found = self.call("GET", f"/api/v1/namespaces/{namespace}/pods", what="ask for the pods", **query)
+        return sorted(found["items"], key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"]))
+
+    def refusals(self, native_id: str) -> list[Mapping[str, Any]]:
+        """Return the events of a Job whose pods the cluster refused to create, the oldest first."""
+        namespace, name = _parts(native_id)
+        query = {"fieldSelector": f"involvedObject.kind=Job,involvedObject.name={name},reason=FailedCreate"}
+        found = self.call("GET", f"/api/v1/namespaces/{namespace}/events", what="ask for the events", **query)
+        return sorted(
+            found["items"],
+            key=lambda event: str(event.get("lastTimestamp") or event["metadata"].get("creationTimestamp")),
+        )
+
+    def log(self, namespace: str, pod: str, **query: Any) -> bytes:
+        """Return the log of a pod's container."""
+        return self.raw("GET", f"/api/v1/namespaces/{namespace}/pods/{pod}/log", what="read the log", **query)
+
+    def cancel(self, native_id: str) -> None:
+        """Stop the pods by their own deadline, so that their logs stay, and then the Job before it starts others."""
+        namespace, name = _parts(native_id)
+        job = self.job(native_id)
+        if is_ending(job) or CANCELLED in (job["metadata"].get("annotations") or {}):
+            return
+        for pod in self.pods(native_id):
+            if pod["status"].get("phase") in ("Pending", "Running") and pod["spec"].get("nodeName"):
+                path = f"/api/v1/namespaces/{namespace}/pods/{pod['metadata']['name']}"
+                try:
+                    self.call("PATCH", path, what="stop the pod", body={"spec": {"activeDeadlineSeconds": 1}})
+                except NotFoundError:
+                    continue
+        began = time_of(job["status"].get("startTime"))
+        deadline = max(0, int(time.time() - began)) + LINGER if began else 0
+        change = {"metadata": {"annotations": {CANCELLED: "true"}}, "spec": {"activeDeadlineSeconds": deadline}}
+        self.call("PATCH", f"{self._jobs(namespace)}/{name}", what="cancel the Job", body=change)
+
+    # ------------------------------------------------------------------------------------------------------ the cluster
+
+    def machines(self) -> list[Machine]:
+        """Return the kinds of nodes, by their instance type."""
+        from ...provider_api.catalog import Machine
+
+        found: dict[tuple[Any, ...], Machine] = {}
+        for node in self.call("GET", "/api/v1/nodes", what="ask for the nodes")["items"]:
+            labels, size = node["metadata"].get("labels") or {}, node["status"].get("allocatable") or {}
+            count = int(size.get(self.settings.gpu_resource, 0))
+            gpu = kind_of(self.settings, labels) if count else ""
+            kind = labels.get("node.kubernetes.io/instance-type") or "node"
+            found[(kind, gpu, count)] = Machine(
+                instance_type=kind,
+                gpu=gpu,
+                gpu_count=count,
+                vcpus=_cores(size.get("cpu")),
+                memory_gib=_gib(size.get("memory")),
+                arch="arm64" if labels.get("kubernetes.io/arch") == "arm64" else "x86_64",
+            )
+        return [found[key] for key in sorted(found)]
+
+    def principal(self) -> str:
+        """Return the user's name by a SelfSubjectReview, which needs no right."""
+        body = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
+        path = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
+        found = self.call("POST", path, what="ask who calls", body=body)
+        return f"{found['status']['userInfo'].get('username', 'unknown')} on {self._connection()[0].host}"
+
+    def may(self, verb: str, group: str, resource: str, *, namespace: str) -> bool:
+        """Return whether the caller has this right, by a SelfSubjectAccessReview, which needs no right."""
+        kind, _, sub = resource.partition("/")
+        asked = {"namespace": namespace, "verb": verb, "group": group, "resource": kind, "subresource": sub}
+        spec = {"resourceAttributes": {key: value for key, value in asked.items() if value}}
+        body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": spec}
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        return bool(self.call("POST", path, what="ask for the rights", body=body)["status"].get("allowed"))
+
+
+def _is_same(job: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    return bool((job["metadata"].get("labels") or {}).get(LABEL_REQUEST) == wanted["metadata"]["labels"][LABEL_REQUEST])
+
+
+def _parts(native_id: str) -> tuple[str, str]:
+    """Return (namespace, name). Raises `NotFoundError`."""
+    namespace, slash, name = native_id.partition("/")
+    if not (namespace and slash and name) or "/" in name:
+        raise NotFoundError(f"{native_id!r} is not an id of {NAME}, NAMESPACE/JOB")
+    return namespace, name
+
+
+def _cores(quantity: Any) -> int | None:
+    text = str(quantity or "")
+    return int(text[:-1]) // 1000 if text.endswith("m") else int(text) if text.isdecimal() else None
+
+
+def _gib(quantity: Any) -> float | None:
+    text = str(quantity or "")
+    unit = {"Ki": 20, "Mi": 10, "Gi": 0}.get(text[-2:])
+    if unit is not None and text[:-2].isdecimal():
+        return round(int(text[:-2]) / (1 << unit), 1)
+    return round(int(text) / (1 << 30), 1) if text.isdecimal() else None

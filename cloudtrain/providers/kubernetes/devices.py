@@ -1,0 +1,204 @@
+"""The parts of a pod that choose its machines: kinds of GPUs, spot nodes, and shares of a GPU by HAMi. Pure.
+
+Sources: the NVIDIA GPU operator's labels, SkyPilot's table of labels (sky/provision/kubernetes/utils.py), the clouds'
+pages on spot nodes, and HAMi's documentation and source of 2026-08. None was run with a real GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...errors import SpecError, UnsupportedError
+from ...validate import choice_of, near_or_all
+from . import NAME
+
+if TYPE_CHECKING:
+    from ...job.job import Gpu
+    from . import Settings
+
+__all__ = [
+    "SPOT", "check_hami", "gpu_limits", "gpu_selector", "hami_annotations", "kind_of", "spot_selector", "tolerations",
+]  # fmt: skip
+
+GPU_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "nvidia.com/gpu.product": {
+        "H200": ("NVIDIA-H200",),
+        "H100": ("NVIDIA-H100-80GB-HBM3", "NVIDIA-H100-PCIe", "NVIDIA-H100-NVL"),
+        "A100-80GB": ("NVIDIA-A100-SXM4-80GB", "NVIDIA-A100-80GB-PCIe"),
+        "A100-40GB": ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB"),
+        "A10": ("NVIDIA-A10",),
+        "A10G": ("NVIDIA-A10G",),
+        "L40S": ("NVIDIA-L40S",),
+        "L4": ("NVIDIA-L4",),
+        "T4": ("Tesla-T4",),
+        "V100-32GB": ("Tesla-V100-SXM2-32GB", "Tesla-V100-PCIE-32GB"),
+        "V100-16GB": ("Tesla-V100-SXM2-16GB", "Tesla-V100-PCIE-16GB"),
+    },
+    "cloud.google.com/gke-accelerator": {
+        "B200": ("nvidia-b200",),
+        "H200": ("nvidia-h200-141gb",),
+        "H100": ("nvidia-h100-80gb", "nvidia-h100-mega-80gb"),
+        "A100-80GB": ("nvidia-a100-80gb",),
+        "A100-40GB": ("nvidia-tesla-a100",),
+        "L4": ("nvidia-l4",),
+        "T4": ("nvidia-tesla-t4",),
+        "V100-16GB": ("nvidia-tesla-v100",),
+        "P100": ("nvidia-tesla-p100",),
+        "P4": ("nvidia-tesla-p4",),
+    },
+    "karpenter.k8s.aws/instance-gpu-name": {
+        name: (name.lower(),) for name in ("B200", "H200", "H100", "A100", "A10G", "L40S", "L4", "T4", "V100")
+    },
+    "gpu.nvidia.com/class": {name: (name,) for name in ("B200", "H200", "H100", "L40S")},
+}
+"""Values of the nodes' label by the name of a GPU, by the label's key."""
+SPOT: Mapping[str, tuple[Mapping[str, str], Mapping[str, str] | None]] = {
+    "gke": ({"cloud.google.com/gke-spot": "true"}, {"key": "cloud.google.com/gke-spot", "value": "true"}),
+    "eks": ({"eks.amazonaws.com/capacityType": "SPOT"}, None),
+    "karpenter": ({"karpenter.sh/capacity-type": "spot"}, None),
+    "aks": (
+        {"kubernetes.azure.com/scalesetpriority": "spot"},
+        {"key": "kubernetes.azure.com/scalesetpriority", "value": "spot"},
+    ),
+}
+"""The nodes' label and the taint of spot machines, by the kind of the cluster."""
+_ANNOTATIONS = {
+    "use_gputype": "nvidia.com/use-gputype",
+    "nouse_gputype": "nvidia.com/nouse-gputype",
+    "use_gpuuuid": "nvidia.com/use-gpuuuid",
+    "nouse_gpuuuid": "nvidia.com/nouse-gpuuuid",
+    "vgpu_mode": "nvidia.com/vgpu-mode",
+    "numa_bind": "nvidia.com/numa-bind",
+    "node_scheduler_policy": "hami.io/node-scheduler-policy",
+    "gpu_scheduler_policy": "hami.io/gpu-scheduler-policy",
+}
+"""HAMi's annotation by our name of it."""
+_WORDS = {
+    "vgpu_mode": ("hami-core", "mig", "mps"),
+    "node_scheduler_policy": ("binpack", "spread"),
+    "gpu_scheduler_policy": ("spread", "binpack", "topology-aware", "mutex", "numa"),
+}
+_NUMBERS = {
+    "gpumem": ("nvidia.com/gpumem", 1, 2**31 - 1),
+    "gpumem_percentage": ("nvidia.com/gpumem-percentage", 1, 100),
+    "gpucores": ("nvidia.com/gpucores", 0, 100),
+    "priority": ("nvidia.com/priority", 0, 1),
+}
+"""HAMi's resource by our name of it, with its least and largest value. ``gpumem`` is MiB of each card."""
+RESOURCES = "resources"
+"""The key of a table of further resources by their full names, for the other devices that HAMi shares."""
+
+
+def gpu_limits(settings: Settings, gpu: Gpu | None) -> dict[str, str]:
+    """Return the limits of a container that ask for its GPUs, as texts: every client takes these."""
+    if gpu is None:
+        return {}
+    limits = {settings.gpu_resource: str(gpu.count)}
+    for name, (resource, _, _) in _NUMBERS.items():
+        if name in settings.hami:
+            limits[resource] = str(settings.hami[name])
+    return {**limits, **{name: str(value) for name, value in settings.hami.get(RESOURCES, {}).items()}}
+
+
+def gpu_selector(settings: Settings, gpu: Gpu | None) -> list[dict[str, Any]]:
+    """Return the expressions of a node's labels for this kind of GPU. Raises `UnsupportedError` for an unknown one."""
+    if gpu is None or not settings.gpu_label:
+        return []
+    name = str(gpu).rpartition(":")[0]
+    known = {**GPU_NAMES.get(settings.gpu_label, {}), **settings.gpu_names}
+    kinds = [item for item in known if item == name or (item.rpartition("-")[0] or item) == name]
+    values = [value for item in kinds for value in _values(known[item])]
+    if name in settings.gpu_names:
+        values = list(_values(settings.gpu_names[name]))
+    if not values and gpu.name in settings.gpu_names:
+        values = list(_values(settings.gpu_names[gpu.name]))
+    if not values:
+        hint = f'look it up with kubectl get nodes -L {settings.gpu_label}, then set gpu_names = {{ {name} = ["…"] }}'
+        raise UnsupportedError(
+            NAME, "resources.gpu", f"no value of {settings.gpu_label} is known for {name}", hint=hint
+        )
+    return [{"key": settings.gpu_label, "operator": "In", "values": values}]
+
+
+def _values(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def spot_selector(settings: Settings, spot: bool) -> dict[str, str]:
+    """Return the label of spot nodes. Raises `UnsupportedError` if the settings do not say which kind they are."""
+    if not spot:
+        return {}
+    if not settings.spot:
+        hint = f"set kubernetes.spot to one of: {', '.join(SPOT)}; or set node_selector and tolerations"
+        raise UnsupportedError(NAME, "resources.spot", "kubernetes.spot is not set", hint=hint)
+    return dict(SPOT[settings.spot][0])
+
+
+def tolerations(settings: Settings, gpu: Gpu | None, spot: bool) -> list[dict[str, Any]]:
+    """Return the taints that the pods accept. A silent node's pods go after 60 s, where the default is 300."""
+    found: list[dict[str, Any]] = [
+        {"key": f"node.kubernetes.io/{name}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60}
+        for name in ("unreachable", "not-ready")
+    ]
+    if gpu is not None:
+        found.append({"key": settings.gpu_resource, "operator": "Exists", "effect": "NoSchedule"})
+    taint = SPOT[settings.spot][1] if spot and settings.spot else None
+    if taint is not None:
+        found.append({**taint, "operator": "Equal", "effect": "NoSchedule"})
+    return [*found, *(dict(item) for item in settings.tolerations)]
+
+
+def hami_annotations(settings: Settings) -> dict[str, str]:
+    """Return HAMi's annotations of the pods."""
+    found = {}
+    for name, key in _ANNOTATIONS.items():
+        if name in settings.hami:
+            value = settings.hami[name]
+            found[key] = str(value).lower() if isinstance(value, bool) else ",".join(_values(value))
+    return found
+
+
+def check_hami(hami: Any) -> None:
+    """Raise `SpecError` for a rule of HAMi that its scheduler would refuse, cut or silently ignore."""
+    where = f"{NAME}.hami"
+    if not isinstance(hami, Mapping):
+        raise SpecError("must be a table", field=where)
+    for name, value in hami.items():
+        field = f"{where}.{name}"
+        if name in _NUMBERS:
+            _, least, most = _NUMBERS[name]
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise SpecError(f"must be a whole number from {least} to {most}, not {value!r}", field=field)
+        elif name in _WORDS:
+            for word in str(value).split(","):
+                choice_of(word, _WORDS[name], field)
+        elif name == "numa_bind":
+            if not isinstance(value, bool):
+                raise SpecError("must be true or false", field=field)
+        elif name in _ANNOTATIONS:
+            if not value or not all(isinstance(item, str) and item for item in _values(value)):
+                raise SpecError("must be text or a list of texts", field=field)
+        elif name == RESOURCES:
+            _check_resources(value, field)
+        else:
+            raise SpecError(
+                "is no rule of HAMi", field=field, hint=near_or_all(name, [*_NUMBERS, *_ANNOTATIONS, RESOURCES])
+            )
+    if "gpumem" in hami and "gpumem_percentage" in hami:
+        raise SpecError("excludes gpumem_percentage", field=f"{where}.gpumem", hint="keep one of them")
+
+
+def _check_resources(value: Any, field: str) -> None:
+    if not isinstance(value, Mapping):
+        raise SpecError('must be a table like { "huawei.com/Ascend910B3" = 1 }', field=field)
+    for name, number in value.items():
+        if "/" not in name or isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise SpecError("must be a resource's full name and a whole number", field=f"{field}.{name}")
+
+
+def kind_of(settings: Settings, labels: Mapping[str, str]) -> str:
+    """Return the name in a job of the GPU of a node with these labels; the label's own value if none is known."""
+    value = labels.get(settings.gpu_label, "")
+    known = {**GPU_NAMES.get(settings.gpu_label, {}), **settings.gpu_names}
+    return next((name for name, values in known.items() if value in _values(values)), value.upper() or "GPU")

@@ -1,0 +1,120 @@
+"""Check a cluster for ``doctor``: who calls, its rights, the version, the volume, GPUs, Kueue, HAMi, the request.
+
+Nothing is created. ``doctor --job`` looks at the volume from a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ...errors import AuthError, NotFoundError, SpecError
+from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
+from ...storage.local_disk import local_path
+from . import NAME
+from .request import job_of
+
+if TYPE_CHECKING:
+    from ...provider_api.protocol import Request
+    from .api import Account
+
+__all__ = ["RIGHTS", "checks"]
+
+RIGHTS = (
+    *(("batch", "jobs", verb) for verb in ("create", "get", "patch")),
+    ("", "services", "create"),
+    ("", "secrets", "create"),
+    *(("", "pods", verb) for verb in ("list", "patch")),
+    ("", "pods/log", "get"),
+    ("", "events", "list"),
+)
+"""The (group, resource, verb) that a run needs: the smallest Role with which one ran."""
+OLDEST = 29
+"""The oldest minor version of Kubernetes 1 whose Jobs have ``backoffLimitPerIndex`` by default."""
+
+
+def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
+    """Yield the checks of `doctor`."""
+    yield (has := installed(("kubernetes",), extra=NAME))
+    if has.status != "ok":
+        return
+    yield (found := next(tried("cluster", lambda: _cluster(account))))
+    if found.status != "ok":
+        return
+    yield from tried("rights", lambda: _rights(account))
+    yield from tried("shared volume", lambda: _volume(account, store))
+    yield from tried("gpus", lambda: _gpus(account), extra=True)
+    yield from tried("queue", lambda: _queue(account), extra=True)
+    yield from tried("request", lambda: _request(account, request))
+
+
+def _cluster(account: Account) -> Check:
+    found = account.call("GET", "/version", what="ask for the version")
+    minor = int("".join(filter(str.isdigit, str(found.get("minor", "")))) or 0)
+    said = f"{found.get('gitVersion')}, as {account.principal()}, namespace {account.settings.namespace}"
+    if minor < OLDEST:
+        return failed("cluster", said, fix=f"use a cluster of version 1.{OLDEST} or newer", code=2)
+    return ok("cluster", said)
+
+
+def _rights(account: Account) -> Check:
+    namespace = account.settings.namespace
+    lacking = [
+        f"{verb} {resource}"
+        for group, resource, verb in RIGHTS
+        if not account.may(verb, group, resource, namespace=namespace)
+    ]
+    if lacking:
+        text = f"in namespace {namespace} you may not {', '.join(lacking)}"
+        fix = "ask the cluster's administrator for a Role with these: the page on Kubernetes has one"
+        return failed("rights", text, fix=fix, code=AuthError.exit_code)
+    return ok("rights", f"all {len(RIGHTS)} that a run needs in namespace {namespace}")
+
+
+def _volume(account: Account, store: str) -> Check:
+    """Check that the claim is bound, and that the store's folder is on the volume as this machine sees it."""
+    own = account.settings
+    path = local_path(store) if store else None
+    if path is not None and own.root and not f"{path}/".startswith(f"{own.root}/"):
+        raise SpecError(f"{path} is not below kubernetes.root, {own.root}", field="store")
+    if not own.claim:
+        return skipped("shared volume", "kubernetes.claim is not set")
+    try:
+        where = f"/api/v1/namespaces/{own.namespace}/persistentvolumeclaims/{own.claim}"
+        found = account.call("GET", where, what="look for the claim")
+    except NotFoundError:
+        hint = f"to list the claims, run: kubectl get pvc -n {own.namespace}"
+        raise SpecError(f"{own.claim!r} is no claim in {own.namespace}", field=f"{NAME}.claim", hint=hint) from None
+    except AuthError:
+        return unknown("shared volume", "you may not look at claims")
+    phase, modes = found["status"].get("phase"), found["spec"].get("accessModes") or ()
+    if "ReadWriteMany" not in modes:
+        fix = "choose a claim with the access mode ReadWriteMany"
+        return failed(
+            "shared volume", f"{own.claim} is {', '.join(modes)}: only one machine can use it", fix=fix, code=2
+        )
+    return ok("shared volume", f"{own.claim} is {phase}; doctor --job looks at it from a node")
+
+
+def _gpus(account: Account) -> Check:
+    found = [f"{item.instance_type}: {item.gpus} a node" for item in account.machines() if item.gpu]
+    return ok("gpus", ", ".join(found) or f"no node has {account.settings.gpu_resource} now; an autoscaler may add one")
+
+
+def _queue(account: Account) -> Check:
+    own = account.settings
+    if not own.queue:
+        return skipped("queue", "kubernetes.queue is not set")
+    path = f"/apis/kueue.x-k8s.io/v1beta1/namespaces/{own.namespace}/localqueues/{own.queue}"
+    found = account.call("GET", path, what="look for the LocalQueue")
+    return ok("queue", f"{own.queue} of cluster queue {found['spec'].get('clusterQueue')}")
+
+
+def _request(account: Account, request: Request | None) -> Check:
+    """Let the API server judge the request, without creating it."""
+    if request is None:
+        return skipped("request", "there is no plan")
+    job = job_of(request)
+    path = f"/apis/batch/v1/namespaces/{job['metadata']['namespace']}/jobs"
+    account.call("POST", path, what="test the request", body=job, dryRun="All", fieldValidation="Strict")
+    return ok("request", "the API server takes the Job")

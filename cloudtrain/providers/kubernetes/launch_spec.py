@@ -1,0 +1,82 @@
+"""Predict the pods that a request's Job starts, as data for an engine, a rehearsal and the contract suite. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
+from ...provider_api.protocol import Request
+from .node import AGAIN, CLOCK_PATH, GRACE_PATH, INDEX, LIMIT_PATH
+from .request import job_of
+
+if TYPE_CHECKING:
+    from . import Settings
+
+__all__ = ["launch_spec"]
+
+RESTARTS = 1000
+"""Restarts of a job by Kubernetes: only the time limit of the run ends them."""
+GB = 1000**3
+
+
+def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
+    """Return one node a pod."""
+    job = job_of(request)
+    name, spec = str(job["metadata"]["name"]), job["spec"]
+    container = spec["template"]["spec"]["containers"][0]
+    limits, words, nodes = container["resources"]["limits"], container["args"], int(spec["completions"])
+    cores, memory, gpus = limits.get("cpu"), limits.get("memory"), limits.get(settings.gpu_resource, "0")
+
+    def node(number: int) -> NodeSpec:
+        return NodeSpec(
+            image=container["image"],
+            entrypoint=list(container["command"]),
+            command=list(words),
+            env={**{item["name"]: item["value"] for item in container["env"]}, INDEX: str(number)},
+            mounts=list(_mounts(words)),
+            hostname=f"{name}-{number}.{name}" if nodes > 1 else None,
+            gpus=int(gpus) if str(gpus).isdecimal() else 0,
+            cpus=int(cores) if str(cores).isdecimal() else None,
+            memory=_bytes(memory),
+            shm=_bytes(_shm(job)),
+        )
+
+    rules = LaunchRules(
+        time_limit=float(_words(words, LIMIT_PATH)),
+        restart_on=(AGAIN,),
+        max_restarts=RESTARTS,
+        preemptions=RESTARTS,
+        losses=RESTARTS,
+        stop_grace=settings.stop_grace,
+    )
+    return LaunchSpec(nodes=[node(number) for number in range(nodes)], rules=rules)
+
+
+def _shm(job: Any) -> str | None:
+    volumes = {volume["name"]: volume for volume in job["spec"]["template"]["spec"]["volumes"]}
+    found: str | None = volumes["shm"]["emptyDir"].get("sizeLimit")
+    return found
+
+
+def _bytes(quantity: Any) -> int | None:
+    """Return the bytes of a quantity that `request` made, ``16G``; None for any other."""
+    text = str(quantity or "")
+    return int(text[:-1]) * GB if text.endswith("G") and text[:-1].isdecimal() else None
+
+
+def _words(words: list[str], name: str) -> str:
+    """Return the value of the ``--path`` pair ``name``."""
+    return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
+
+
+def _mounts(words: list[str]) -> Iterator[Mount]:
+    """Yield each file and folder of the command by itself: all are on the shared volume."""
+    yield Mount(url=f"file://{words[1]}", path=words[1], kind="mount")
+    context = words[words.index("--context") + 1].rpartition("/")[0]
+    yield Mount(url=f"file://{context}", path=context, kind="mount")
+    for before, word in itertools.pairwise(words):
+        name, _, path = word.partition("=")
+        if before == "--path" and name not in (GRACE_PATH, LIMIT_PATH, CLOCK_PATH):
+            yield Mount(url=f"file://{path}", path=path, kind="sync" if name in ("live", "direct") else "mount")

@@ -1,0 +1,105 @@
+"""Node half of provider ``kubernetes``: read the environment of an indexed Job's pod. Standard library alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...errors import SpecError, StorageError
+from ...provider_api.node import NodeEnvironment, Topology
+from .._cloud import paths_of
+
+__all__ = ["AGAIN", "GRACE", "TIME_UP", "Clock", "node_environment", "secret"]
+
+GRACE = 30
+"""Default seconds from the stop signal to the kill: Kubernetes' own."""
+AGAIN, TIME_UP = 75, 76
+"""Exit codes: the Job starts the node again; the job has used up its time limit."""
+PORT = 29500
+GRACE_PATH, CLOCK_PATH, LIMIT_PATH = "grace", "clock", "limit"
+"""``--path`` pairs: the grace, the file with the running time of all starts, and the limit of it in seconds."""
+NODES, HOST = "CLOUDTRAIN_KUBERNETES_NODES", "CLOUDTRAIN_KUBERNETES_HOST"
+INDEX = "JOB_COMPLETION_INDEX"
+SCRATCH, SECRETS = "/cloudtrain/scratch", "/cloudtrain/secrets"
+WRITTEN = 5.0
+"""Seconds between two writes of the running time."""
+
+
+def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+    """Return the facts that the Job gave this pod. Raises `SpecError` outside of one."""
+    paths = paths_of(argv)
+    grace = float(paths.pop(GRACE_PATH, GRACE))
+    file, limit = paths.pop(CLOCK_PATH, ""), float(paths.pop(LIMIT_PATH, 0))
+    try:
+        nodes, rank = int(environ[NODES]), int(environ[INDEX])
+    except (KeyError, ValueError):
+        raise SpecError("is not set: this is no pod of an indexed Job", field=INDEX) from None
+    codes = {"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": AGAIN}
+    clock = Clock(Path(file), limit, codes) if file and limit and rank == 0 else None
+    return NodeEnvironment(
+        topology=Topology(
+            nodes=nodes,
+            node_rank=rank,
+            master_addr=environ[HOST] if nodes > 1 else "127.0.0.1",
+            master_port=PORT,
+        ),
+        paths=paths,
+        scratch=(SCRATCH, "/tmp"),
+        stop_grace=grace,
+        exit_code=codes,
+        secrets=lambda reference: secret(reference.partition(":")[2]),
+        notices=(clock,) if clock is not None else (),
+    )
+
+
+class Clock:
+    """The running time of all starts of a job, on node 0. A Job's own deadline also counts the wait for machines.
+
+    At the limit it reports the end as a notice, so that every node saves, and changes the exit code of this node.
+    """
+
+    def __init__(self, file: Path, limit: float, codes: dict[str, int]) -> None:
+        self._file, self._limit, self._codes = file, limit, codes
+        self._began: float | None = None
+        self._before = self._written = 0.0
+
+    def __call__(self) -> str:
+        """Return the reason for the node's end; empty before the limit."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began, self._before = now, self._read()
+        used = self._before + now - self._began
+        if used - self._written >= WRITTEN or not self._written:
+            self._write(used)
+        if used < self._limit:
+            return ""
+        self._codes.update(preempted=TIME_UP, lost=TIME_UP)
+        return "the time limit is used up"
+
+    def _read(self) -> float:
+        try:
+            return float(self._file.read_text())
+        except (OSError, ValueError):
+            return 0.0
+
+    def _write(self, used: float) -> None:
+        new = self._file.with_suffix(".new")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(f"{used:.1f}")
+            new.replace(self._file)
+            self._written = used
+        except OSError:  # the shared volume does not answer now
+            return
+
+
+def secret(name: str) -> str:
+    """Return the value of the submitter's variable ``name``. Raises `StorageError`, never with a value."""
+    path = Path(SECRETS) / name
+    try:
+        return path.read_text()
+    except (OSError, ValueError) as exc:
+        why = os.strerror(exc.errno) if isinstance(exc, OSError) and exc.errno else "it is not text"
+        raise StorageError(f"secret env:{name} cannot be read from {path}: {why}") from None

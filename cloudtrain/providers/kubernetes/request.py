@@ -1,0 +1,387 @@
+"""Make the manifest of a Job. Pure: no network, no credentials, no client library."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import posixpath
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...errors import SpecError, UnsupportedError
+from ...job.job import job_name, run_tag
+from ...job.options import merge_options
+from ...provider_api.limits import checked_prices, hard_limit
+from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
+from ...validate import choice_of, url_scheme
+from .._cloud import digest_of, secret_references
+from . import NAME, Provider
+from .devices import SPOT, check_hami, gpu_limits, gpu_selector, hami_annotations, spot_selector, tolerations
+from .node import AGAIN, CLOCK_PATH, GRACE_PATH, HOST, LIMIT_PATH, NODES, SCRATCH, SECRETS
+from .validate import check_job, check_labels
+
+if TYPE_CHECKING:
+    from ...job.job import Gpu, Job
+    from . import Settings
+
+__all__ = [
+    "CANCELLED", "CONTAINER", "LABEL_REQUEST", "LABEL_RUN", "OWNED", "POD_INDEX", "checked", "job_of", "native_id_of",
+    "plan",
+]  # fmt: skip
+
+LABEL_RUN, LABEL_REQUEST = "cloudtrain.dev/run", "cloudtrain.dev/request"
+CANCELLED = "cloudtrain.dev/cancelled"
+"""Annotation of a Job that cloudtrain has cancelled."""
+POD_INDEX = "batch.kubernetes.io/job-completion-index"
+"""Label of a pod with its number in the Job: the node rank."""
+CONTAINER = "node"
+_SPEC = (
+    *("completionMode", "completions", "parallelism", "activeDeadlineSeconds", "podFailurePolicy", "suspend"),
+    *("backoffLimitPerIndex", "maxFailedIndexes", "manualSelector", "selector", "podReplacementPolicy", "managedBy"),
+)
+_POD = ("restartPolicy", "subdomain", "hostname", "volumes.*.name", "volumes.*.secret", "activeDeadlineSeconds",
+        "terminationGracePeriodSeconds", "hostNetwork")  # fmt: skip
+_NODE = ("name", "image", "command", "args", "env.*.name", "env.*.value", "volumeMounts.*.name",
+         "volumeMounts.*.mountPath", "volumeMounts.*.subPath")  # fmt: skip
+OWNED = (
+    *("apiVersion", "kind", "status", "metadata.name", "metadata.namespace", "metadata.labels"),
+    *(f"spec.{name}" for name in _SPEC),
+    *(f"spec.template.spec.{name}" for name in _POD),
+    *(f"spec.template.spec.containers.*.{name}" for name in _NODE),
+)
+"""Fields of the Job that `options` cannot change: another field or setting sets them, or the run relies on them."""
+LONGEST_NAME = 57
+"""Characters of a Job's name: its pods are named ``NAME-INDEX``, with 63 at most, for up to 100,000 nodes."""
+EXTRA_GRACE = 10
+"""Seconds between the end of our grace and Kubernetes' kill."""
+JOIN = 3600
+"""Seconds beyond its limit after which a pod is stopped in any case: it may wait for its image and its peers."""
+POLICIES = ("", "Always", "IfNotPresent", "Never")
+_TEXTS = ("kubeconfig", "context", "namespace", "claim", "root", "service_account", "priority_class", "runtime_class",
+          "scheduler_name", "queue", "gpu_resource", "gpu_label", "spot")  # fmt: skip
+_BAD_PATH = re.compile(r"[\x00-\x1f\x7f:]")
+"""Characters that a mount's path cannot have."""
+_ROOTS = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/root", "/sbin", "/sys", "/usr")
+"""Folders whose content in an image a volume would hide."""
+
+
+def checked(settings: Settings) -> Settings:
+    """Return ``settings``, checked. Raises `SpecError`."""
+    for name in _TEXTS:
+        value = getattr(settings, name)
+        if not isinstance(value, str) or re.search(r"[\x00-\x1f\x7f]", value):
+            raise SpecError(f"must be one line of text, not {value!r}", field=f"{NAME}.{name}")
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", settings.namespace):
+        raise SpecError(f"{settings.namespace!r} is not a namespace's name", field=f"{NAME}.namespace")
+    choice_of(settings.image_pull_policy, POLICIES, f"{NAME}.image_pull_policy")
+    choice_of(settings.spot, ("", *SPOT), f"{NAME}.spot")
+    choice_of(settings.security, ("", "restricted"), f"{NAME}.security")
+    for name, least in (("ttl", 3600), ("pending", 60), ("stop_grace", 5), ("user", 0)):
+        number = getattr(settings, name)
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise SpecError(f"must be a whole number, at least {least}", field=f"{NAME}.{name}")
+    if settings.claim and settings.volume:
+        raise SpecError("excludes claim", field=f"{NAME}.volume", hint="keep one of them")
+    root = settings.root.rstrip("/") or settings.root
+    if root and (
+        not root.startswith("/") or root in _ROOTS or _BAD_PATH.search(root) or posixpath.normpath(root) != root
+    ):
+        hint = "use the folder where the volume is mounted here, like /mnt/training"
+        raise SpecError(f"{root!r} cannot be a volume's folder on the nodes", field=f"{NAME}.root", hint=hint)
+    for name in ("labels", "annotations", "node_selector"):
+        check_labels(getattr(settings, name), f"{NAME}.{name}", values=name != "annotations")
+    if isinstance(settings.tolerations, Mapping) or not all(isinstance(item, Mapping) for item in settings.tolerations):
+        raise SpecError("must be a list of tables", field=f"{NAME}.tolerations")
+    check_hami(settings.hami)
+    return dataclasses.replace(
+        settings,
+        root=root,
+        image_pull_secrets=tuple(settings.image_pull_secrets),
+        tolerations=tuple(dict(item) for item in settings.tolerations),
+        prices=checked_prices(settings.prices, NAME),
+    )
+
+
+def job_of(request: Request) -> Mapping[str, Any]:
+    """Return the Job of a request."""
+    found: Mapping[str, Any] = next(item for item in request.body["items"] if item["kind"] == "Job")
+    return found
+
+
+def native_id_of(job: Mapping[str, Any]) -> str:
+    """Return ``namespace/name`` of a Job."""
+    return f"{job['metadata']['namespace']}/{job['metadata']['name']}"
+
+
+# ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_index: int) -> Request:
+    """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
+    check_needs(Provider, settings, job)
+    check_inputs(Provider, layout.inputs)
+    _refuse(settings, job)
+    gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
+    machine = job.resources.instance_type or "node"
+    seconds, notes = hard_limit(job, NAME, lambda _: [machine], gpu_index=gpu_index, own=settings.prices)
+    name = _name(layout, attempt, gpu_index)
+    words = _words(settings, job, layout, attempt, gpu_index, seconds)
+    made = _job(settings, job, layout, gpu, name=name, attempt=attempt, seconds=seconds, words=words)
+    made = merge_options(made, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
+    check_job(made)
+    # A run's id may return for another job after its records are gone, so a label has a digest of the Job.
+    made["metadata"]["labels"][LABEL_REQUEST] = digest_of(made)
+    items = [made]
+    if job.resources.instance_count > 1:
+        items.insert(0, _service(made))
+    if job.secrets:
+        notes.append(f"submit also creates the Secret {name} from this machine's variables; it goes with the Job")
+    if gpu is not None and settings.hami and job.resources.instance_count > 1 and _is_shared(settings):
+        notes.append("two nodes of this run may get shares of one GPU by HAMi, which NCCL refuses")
+    return Request(
+        provider=NAME,
+        operation=f"kubectl create -n {settings.namespace} -f -",
+        body={"apiVersion": "v1", "kind": "List", "items": items},
+        context=context_of(NAME, job, layout, processes=job.resources.processes(gpu_index)),
+        run=layout.run,
+        attempt=attempt,
+        gpu_index=gpu_index,
+        instance_types=(machine,) if settings.prices else (),
+        notes=tuple(notes),
+    )
+
+
+def _is_shared(settings: Settings) -> bool:
+    hami = settings.hami
+    return "gpumem" in hami or hami.get("gpumem_percentage", 100) < 100 or hami.get("gpucores", 100) < 100
+
+
+def _name(layout: Layout, attempt: int, gpu_index: int) -> str:
+    """Return the name of Job and Service. A Service's name begins with a letter, also on older servers."""
+    full = job_name(layout.run, attempt, gpu_index)
+    tail = full[full.rindex(run_tag(layout.run)) - 1 :]
+    return f"ct-{full.removesuffix(tail)}"[: LONGEST_NAME - len(tail)].rstrip("-") + tail
+
+
+def _refuse(settings: Settings, job: Job) -> None:
+    wanted = job.resources
+    if not (settings.claim or settings.volume):
+        hint = f"set {NAME}.claim to the PersistentVolumeClaim that holds {settings.root}, or {NAME}.volume"
+        raise SpecError("is not set", field=f"{NAME}.claim", hint=hint)
+    if wanted.shm_gb and wanted.memory_gb and wanted.shm_gb > wanted.memory_gb:
+        raise SpecError(f"is more than memory_gb, {wanted.memory_gb}, which holds it", field="resources.shm_gb")
+    if job.env.keys() & {NODES, HOST}:
+        raise SpecError("cloudtrain itself sets this variable", field=f"env.{min(job.env.keys() & {NODES, HOST})}")
+    for name, item in job.inputs.items():
+        if item.shard:
+            raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole input")
+        if item.mode == "copy":
+            raise UnsupportedError(
+                NAME, f"inputs.{name}.mode", "nodes read inputs where they are, on the shared volume"
+            )
+    for name, reference in job.secrets.items():
+        if not reference.startswith("env:"):
+            known = "env:NAME only: the value travels in a Secret of the namespace"
+            list(secret_references(NAME, dataclasses.replace(job, secrets={name: reference}), scheme="", known=known,
+                                   create=lambda rest: rest))  # fmt: skip
+
+
+def _path(settings: Settings, url: str, field: str) -> str:
+    """Return the path of a ``file`` URL below the shared volume. Raises `UnsupportedError` for any other."""
+    hint = f"choose a folder below {settings.root}, which nodes and this machine share"
+    if url_scheme(url) != "file":
+        raise UnsupportedError(NAME, field, f"its nodes see the shared volume, not {url}", hint=hint)
+    path = url.removeprefix("file://")
+    if not f"{path}/".startswith(f"{settings.root}/") and not path.startswith(("/<", "/missing/")):
+        raise UnsupportedError(NAME, field, f"{path} is not on the shared volume", hint=hint)
+    return path
+
+
+def _words(settings: Settings, job: Job, layout: Layout, attempt: int, gpu_index: int, seconds: int) -> list[str]:
+    """Return the runtime's command line, without Python."""
+    paths = {"code": layout.code, "live": layout.live, "direct": layout.direct}
+    paths = {name: _path(settings, url, "store") for name, url in paths.items()}
+    if layout.resume:
+        paths["resume"] = _path(settings, layout.resume, "resume_from")
+    for name, item in sorted(layout.inputs.items()):
+        path = _path(settings, item.url, f"inputs.{name}")
+        paths[f"file.{name}" if item.file else f"input.{name}"] = path
+    paths[GRACE_PATH], paths[LIMIT_PATH] = str(settings.stop_grace), str(seconds)
+    paths[CLOCK_PATH] = f"{_path(settings, layout.native, 'store')}/{NAME}-{attempt}-{gpu_index}/used"
+    words = [_path(settings, layout.runtime, "store"), "run", "--context", _path(settings, layout.context, "store")]
+    words += ["--attempt", str(attempt)]
+    return words + [word for name, path in paths.items() for word in ("--path", f"{name}={path}")]
+
+
+# ---------------------------------------------------------------------------------------------------------- the objects
+
+
+def _labels(settings: Settings, layout: Layout, attempt: int) -> dict[str, str]:
+    queue = {"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {}
+    return {
+        **{key: str(value) for key, value in settings.labels.items()},
+        "app.kubernetes.io/managed-by": "cloudtrain",
+        LABEL_RUN: run_tag(layout.run),
+        "cloudtrain.dev/run-id": layout.run_id,
+        "cloudtrain.dev/attempt": str(attempt),
+        **queue,
+    }
+
+
+def _job(
+    settings: Settings,
+    job: Job,
+    layout: Layout,
+    gpu: Gpu | None,
+    *,
+    name: str,
+    attempt: int,
+    seconds: int,
+    words: list[str],
+) -> dict[str, Any]:
+    labels, nodes = _labels(settings, layout, attempt), job.resources.instance_count
+    for key in job.tags:
+        if key.startswith("cloudtrain."):
+            raise SpecError("tags that begin with cloudtrain. are not yours to set", field=f"tags.{key}")
+    told: dict[str, Any] = {
+        "run-url": layout.run,
+        "name": job.name,
+        "tags": dict(sorted(job.tags.items())),
+        "origin": layout.origin,
+    }
+    annotations = {
+        f"cloudtrain.dev/{key}": value if isinstance(value, str) else json.dumps(dict(value))
+        for key, value in told.items()
+    }
+    rules = [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "Ignore", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [AGAIN]}},
+        {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "NotIn", "values": [AGAIN]}},
+    ]
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {
+            "name": name,
+            "namespace": settings.namespace,
+            "labels": dict(labels),
+            "annotations": annotations,
+        },
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": nodes,
+            "parallelism": nodes,
+            "backoffLimitPerIndex": 3,
+            "maxFailedIndexes": 0,
+            "podReplacementPolicy": "Failed",
+            "activeDeadlineSeconds": seconds + settings.pending,
+            "ttlSecondsAfterFinished": settings.ttl,
+            "podFailurePolicy": {"rules": rules},
+            "template": {
+                "metadata": {"labels": dict(labels), "annotations": _pod_annotations(settings, gpu)},
+                "spec": _pod(settings, job, gpu, name=name, seconds=seconds, words=words),
+            },
+        },
+    }
+
+
+def _pod_annotations(settings: Settings, gpu: Gpu | None) -> dict[str, str]:
+    """Return the annotations that keep other programs from taking or changing a training node, and the user's."""
+    return {
+        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+        "karpenter.sh/do-not-disrupt": "true",
+        "sidecar.istio.io/inject": "false",
+        **(hami_annotations(settings) if gpu is not None else {}),
+        **{key: str(value) for key, value in settings.annotations.items()},
+    }
+
+
+def _pod(settings: Settings, job: Job, gpu: Gpu | None, *, name: str, seconds: int, words: list[str]) -> dict[str, Any]:
+    wanted, s = job.resources, settings
+    machine = {"node.kubernetes.io/instance-type": wanted.instance_type} if wanted.instance_type else {}
+    expressions = gpu_selector(s, gpu)
+    terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
+    shm = {"sizeLimit": f"{wanted.shm_gb}G"} if wanted.shm_gb else {}
+    disk = {"sizeLimit": f"{wanted.disk_gb}G"} if wanted.disk_gb else {}
+    volume = {"persistentVolumeClaim": {"claimName": s.claim}} if s.claim else dict(s.volume)
+    secrets = {"name": "secrets", "secret": {"secretName": name, "defaultMode": 0o444}}
+    fields: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "subdomain": name,
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": bool(s.service_account),
+        "terminationGracePeriodSeconds": s.stop_grace + EXTRA_GRACE,
+        "activeDeadlineSeconds": seconds + JOIN,
+        "serviceAccountName": s.service_account,
+        "imagePullSecrets": [{"name": item} for item in s.image_pull_secrets],
+        "nodeSelector": {**s.node_selector, **spot_selector(s, wanted.spot), **machine},
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}} if expressions else {},
+        "tolerations": tolerations(s, gpu, wanted.spot),
+        "priorityClassName": s.priority_class,
+        "runtimeClassName": s.runtime_class,
+        "schedulerName": s.scheduler_name,
+        "hostNetwork": s.host_network,
+        "dnsPolicy": "ClusterFirstWithHostNet" if s.host_network else "",
+        "securityContext": _pod_security(s),
+        "volumes": [
+            {"name": "shared", **volume},
+            {"name": "scratch", "emptyDir": disk},
+            {"name": "shm", "emptyDir": {"medium": "Memory", **shm}},
+            *([secrets] if job.secrets else []),
+        ],
+        "containers": [_container(s, job, gpu, name=name, words=words)],
+    }
+    kept = ("enableServiceLinks", "automountServiceAccountToken")
+    return {key: value for key, value in fields.items() if key in kept or value not in ("", [], {}, False)}
+
+
+def _pod_security(settings: Settings) -> dict[str, Any]:
+    found: dict[str, Any] = {"runAsUser": settings.user, "fsGroup": settings.user} if settings.user else {}
+    if settings.security:
+        found |= {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    return found
+
+
+def _container(settings: Settings, job: Job, gpu: Gpu | None, *, name: str, words: list[str]) -> dict[str, Any]:
+    wanted = job.resources
+    limits = {
+        **({"cpu": str(wanted.cpus)} if wanted.cpus else {}),
+        **({"memory": f"{wanted.memory_gb}G"} if wanted.memory_gb else {}),
+        **({"ephemeral-storage": f"{wanted.disk_gb}G"} if wanted.disk_gb else {}),
+        **gpu_limits(settings, gpu),
+    }
+    host = f"{name}-0.{name}" if wanted.instance_count > 1 else "127.0.0.1"
+    env = {NODES: str(wanted.instance_count), HOST: host}
+    if gpu is None:
+        env["NVIDIA_VISIBLE_DEVICES"] = "void"  # else a CUDA image sees every GPU on some clusters
+    command = python_command(words)
+    closed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    mounts = [("shared", settings.root), ("scratch", SCRATCH), ("shm", "/dev/shm")]
+    mounts += [("secrets", SECRETS)] if job.secrets else []
+    return {
+        "name": CONTAINER,
+        "image": job.image,
+        **({"imagePullPolicy": settings.image_pull_policy} if settings.image_pull_policy else {}),
+        "command": command[:3],
+        "args": command[3:],
+        "env": [{"name": key, "value": value} for key, value in env.items()],
+        "resources": {"limits": limits, "requests": dict(limits)},
+        **({"securityContext": closed} if settings.security else {}),
+        "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in mounts],
+    }
+
+
+def _service(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the headless Service that gives each pod a name: ``NAME-INDEX.NAME``."""
+    meta = job["metadata"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": meta["name"], "namespace": meta["namespace"], "labels": dict(meta["labels"])},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"batch.kubernetes.io/job-name": meta["name"]},
+        },
+    }
