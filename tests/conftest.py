@@ -55,7 +55,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if marks & left_out else None
 
 
-CLOUDS = ("test_sagemaker", "test_azureml", "test_vertex", "test_slurm")
+CLOUDS = ("test_sagemaker", "test_azureml", "test_vertex", "test_slurm", "test_kubernetes")
 """Modules with a provider's contract that leave to `make proof` what local and docker show already."""
 
 

@@ -304,6 +304,7 @@ CLOUD_EXTRAS = {
     "azureml": {"sdk", "urls"},
     "vertex": {"machines", "bootstrap", "prepare"},
     "slurm": {"script"},
+    "kubernetes": {"devices"},
 }
 
 

@@ -34,7 +34,7 @@ fake_cloud, cloudtrain_snapshot = plugin.fake_cloud, plugin.cloudtrain_snapshot
 
 ROOT = Path(__file__).parents[1]
 AWS = {"region": "eu-west-1", "role": "arn:aws:iam::123456789012:role/training"}
-FOLDERS = {"slurm": "shared"}
+FOLDERS = {"slurm": "shared", "kubernetes": "shared"}
 """Where a provider's store is a folder: the kit keeps buckets alone in memory."""
 SCRIPT = """
 import json, os, time

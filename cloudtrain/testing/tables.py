@@ -72,14 +72,14 @@ class Sample:
     ``settings`` make the provider without any account. ``store`` is a URL it can use. ``job`` are fields that each plan
     needs. ``rows`` are changes in the platform's own words, for fields whose values are its own:
     ``{"resources.instance_type": {"instance_type": "ml.m5.large"}}``. ``bases`` are further fields that such a job
-    needs. ``secret`` is a reference of a kind that its nodes read.
+    needs. Both may be functions of the `Place`. ``secret`` is a reference of a kind that its nodes read.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     store: str = ""
     job: Fields = field(default_factory=dict)
-    rows: Mapping[str, Fields] = field(default_factory=dict)
-    bases: Mapping[str, Fields] = field(default_factory=dict)
+    rows: Mapping[str, Fields | Callable[[Place], Fields]] = field(default_factory=dict)
+    bases: Mapping[str, Fields | Callable[[Place], Fields]] = field(default_factory=dict)
     secret: str = "env:" + probe.SECRET
 
     @classmethod
@@ -436,6 +436,10 @@ def plan_of(provider: Provider, place: Place, *parts: Fields, run_id: str = RUN_
     )
 
 
+def _own(fields: Fields | Callable[[Place], Fields]) -> Callable[[Place], Fields]:
+    return fields if callable(fields) else _to(**fields)
+
+
 def platform_rows(provider: type[Provider]) -> dict[str, Row]:
     """Return `PLATFORM` in the words of one provider's `Sample`."""
     sample = Sample.of(provider)
@@ -443,8 +447,8 @@ def platform_rows(provider: type[Provider]) -> dict[str, Row]:
     for name in {*sample.rows, *sample.bases}:
         row = rows[name]
         rows[name] = Row(
-            base=_to(**sample.bases[name]) if name in sample.bases else row.base,
-            change=_to(**sample.rows[name]) if name in sample.rows else row.change,
+            base=_own(sample.bases[name]) if name in sample.bases else row.base,
+            change=_own(sample.rows[name]) if name in sample.rows else row.change,
         )
     return rows
 

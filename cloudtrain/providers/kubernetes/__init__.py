@@ -123,7 +123,7 @@ DIFFERENCES = (
     "labels, taints, quotas, Kueue and HAMi do not act",
 )
 """Differences that a rehearsal does not show."""
-SAMPLE = {
+SAMPLE: dict[str, Any] = {
     "job": {"image": "registry.example/team/trainer:1"},
     "settings": {
         "namespace": "team",
@@ -136,7 +136,11 @@ SAMPLE = {
         "resources.instance_type": {"instance_type": "a2-highgpu-1g"},
         "resources.gpu": {"gpu": ("H100:2",)},
         "max_cost": {"max_cost": 0.5},
-        "options": {"options": {"kubernetes": {"spec": {"template": {"spec": {"dnsPolicy": "Default"}}}}}},
+        "inputs.mode": lambda place: {"inputs": {"data": {"url": str(place.data), "mode": "copy"}}},
+        "options": {"options": {"kubernetes": {"items": {"0": {"spec": {"template": {"spec": {"priority": 10}}}}}}}},
     },
-    "bases": {"max_gpu_hours": {"gpu": ("H100:1",)}},
+    "bases": {
+        "max_gpu_hours": {"gpu": ("H100:1",)},
+        "inputs.mode": lambda place: {"inputs": {"data": {"url": str(place.data), "mode": "mount"}}},
+    },
 }

@@ -12,7 +12,7 @@ from ...errors import AuthError, NotFoundError, SpecError
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
 from ...storage.local_disk import local_path
 from . import NAME
-from .request import job_of
+from .request import job_object
 
 if TYPE_CHECKING:
     from ...provider_api.protocol import Request
@@ -114,7 +114,7 @@ def _request(account: Account, request: Request | None) -> Check:
     """Let the API server judge the request, without creating it."""
     if request is None:
         return skipped("request", "there is no plan")
-    job = job_of(request)
+    job = job_object(request)
     path = f"/apis/batch/v1/namespaces/{job['metadata']['namespace']}/jobs"
     account.call("POST", path, what="test the request", body=job, dryRun="All", fieldValidation="Strict")
     return ok("request", "the API server takes the Job")

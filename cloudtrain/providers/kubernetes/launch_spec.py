@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
 from .node import AGAIN, CLOCK_PATH, GRACE_PATH, INDEX, LIMIT_PATH
-from .request import job_of
+from .request import job_object
 
 if TYPE_CHECKING:
     from . import Settings
@@ -23,8 +23,9 @@ GB = 1000**3
 
 def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
     """Return one node a pod."""
-    job = job_of(request)
+    job = job_object(request)
     name, spec = str(job["metadata"]["name"]), job["spec"]
+    service = spec["template"]["spec"]["subdomain"]
     container = spec["template"]["spec"]["containers"][0]
     limits, words, nodes = container["resources"]["limits"], container["args"], int(spec["completions"])
     cores, memory, gpus = limits.get("cpu"), limits.get("memory"), limits.get(settings.gpu_resource, "0")
@@ -36,7 +37,7 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
             command=list(words),
             env={**{item["name"]: item["value"] for item in container["env"]}, INDEX: str(number)},
             mounts=list(_mounts(words)),
-            hostname=f"{name}-{number}.{name}" if nodes > 1 else None,
+            hostname=f"{name}-{number}.{service}" if nodes > 1 else None,
             gpus=int(gpus) if str(gpus).isdecimal() else 0,
             cpus=int(cores) if str(cores).isdecimal() else None,
             memory=_bytes(memory),

@@ -19,20 +19,22 @@ from .._cloud import digest_of, secret_references
 from . import NAME, Provider
 from .devices import SPOT, check_hami, gpu_limits, gpu_selector, hami_annotations, spot_selector, tolerations
 from .node import AGAIN, CLOCK_PATH, GRACE_PATH, HOST, LIMIT_PATH, NODES, SCRATCH, SECRETS
-from .validate import check_job, check_labels
+from .validate import check_body, check_labels
 
 if TYPE_CHECKING:
     from ...job.job import Gpu, Job
     from . import Settings
 
 __all__ = [
-    "CANCELLED", "CONTAINER", "LABEL_REQUEST", "LABEL_RUN", "OWNED", "POD_INDEX", "checked", "job_of", "native_id_of",
-    "plan",
+    "CANCELLED", "CONTAINER", "ENDED", "LABEL_REQUEST", "LABEL_RUN", "OWNED", "POD_INDEX", "checked", "job_object",
+    "native_id_of", "plan",
 ]  # fmt: skip
 
 LABEL_RUN, LABEL_REQUEST = "cloudtrain.dev/run", "cloudtrain.dev/request"
 CANCELLED = "cloudtrain.dev/cancelled"
-"""Annotation of a Job that cloudtrain has cancelled."""
+"""Annotation of a Job that a user has cancelled by cloudtrain."""
+ENDED = "cloudtrain.dev/ended"
+"""Annotation of a Job that cloudtrain has ended because it cannot start: ``CATEGORY: REASON``."""
 POD_INDEX = "batch.kubernetes.io/job-completion-index"
 """Label of a pod with its number in the Job: the node rank."""
 CONTAINER = "node"
@@ -40,17 +42,23 @@ _SPEC = (
     *("completionMode", "completions", "parallelism", "activeDeadlineSeconds", "podFailurePolicy", "suspend"),
     *("backoffLimitPerIndex", "maxFailedIndexes", "manualSelector", "selector", "podReplacementPolicy", "managedBy"),
 )
-_POD = ("restartPolicy", "subdomain", "hostname", "volumes.*.name", "volumes.*.secret", "activeDeadlineSeconds",
-        "terminationGracePeriodSeconds", "hostNetwork")  # fmt: skip
+_POD = (
+    *("restartPolicy", "subdomain", "hostname", "activeDeadlineSeconds", "terminationGracePeriodSeconds"),
+    *("hostNetwork", "volumes.*.name", "volumes.*.emptyDir", "volumes.*.secret"),
+)
 _NODE = ("name", "image", "command", "args", "env.*.name", "env.*.value", "volumeMounts.*.name",
          "volumeMounts.*.mountPath", "volumeMounts.*.subPath")  # fmt: skip
+_JOB = "items.*"
+_POD_SPEC = f"{_JOB}.spec.template.spec"
 OWNED = (
-    *("apiVersion", "kind", "status", "metadata.name", "metadata.namespace", "metadata.labels"),
-    *(f"spec.{name}" for name in _SPEC),
-    *(f"spec.template.spec.{name}" for name in _POD),
-    *(f"spec.template.spec.containers.*.{name}" for name in _NODE),
+    *("apiVersion", "kind", "metadata"),
+    *(f"{_JOB}.{name}" for name in ("apiVersion", "kind", "status", "metadata.name", "metadata.namespace")),
+    *(f"{_JOB}.metadata.labels", f"{_JOB}.spec.clusterIP", f"{_JOB}.spec.publishNotReadyAddresses"),
+    *(f"{_JOB}.spec.{name}" for name in _SPEC),
+    *(f"{_POD_SPEC}.{name}" for name in _POD),
+    *(f"{_POD_SPEC}.containers.*.{name}" for name in _NODE),
 )
-"""Fields of the Job that `options` cannot change: another field or setting sets them, or the run relies on them."""
+"""Fields of the manifest that `options` cannot change: a field or setting sets them, or the run relies on them."""
 LONGEST_NAME = 57
 """Characters of a Job's name: its pods are named ``NAME-INDEX``, with 63 at most, for up to 100,000 nodes."""
 EXTRA_GRACE = 10
@@ -103,7 +111,7 @@ def checked(settings: Settings) -> Settings:
     )
 
 
-def job_of(request: Request) -> Mapping[str, Any]:
+def job_object(request: Request) -> Mapping[str, Any]:
     """Return the Job of a request."""
     found: Mapping[str, Any] = next(item for item in request.body["items"] if item["kind"] == "Job")
     return found
@@ -125,16 +133,20 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
     machine = job.resources.instance_type or "node"
     seconds, notes = hard_limit(job, NAME, lambda _: [machine], gpu_index=gpu_index, own=settings.prices)
-    name = _name(layout, attempt, gpu_index)
+    name, service = _names(layout, attempt, gpu_index)
     words = _words(settings, job, layout, attempt, gpu_index, seconds)
-    made = _job(settings, job, layout, gpu, name=name, attempt=attempt, seconds=seconds, words=words)
-    made = merge_options(made, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
-    check_job(made)
-    # A run's id may return for another job after its records are gone, so a label has a digest of the Job.
-    made["metadata"]["labels"][LABEL_REQUEST] = digest_of(made)
-    items = [made]
-    if job.resources.instance_count > 1:
-        items.insert(0, _service(made))
+    pod = _pod(settings, job, gpu, name=name, service=service, seconds=seconds, words=words)
+    made = _job(settings, job, layout, name=name, attempt=attempt, seconds=seconds, pod=pod)
+    if gpu is not None:
+        made["spec"]["template"]["metadata"]["annotations"] |= hami_annotations(settings)
+    items = [made, *([_service(made, service)] if job.resources.instance_count > 1 else [])]
+    body: dict[str, Any] = {"apiVersion": "v1", "kind": "List", "items": items}
+    body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
+    check_body(body["items"][0])
+    # A run's id may return for another job after its records are gone, so a label has a digest of the objects.
+    unique = digest_of(body)
+    for item in body["items"]:
+        item["metadata"]["labels"][LABEL_REQUEST] = unique
     if job.secrets:
         notes.append(f"submit also creates the Secret {name} from this machine's variables; it goes with the Job")
     if gpu is not None and settings.hami and job.resources.instance_count > 1 and _is_shared(settings):
@@ -142,7 +154,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     return Request(
         provider=NAME,
         operation=f"kubectl create -n {settings.namespace} -f -",
-        body={"apiVersion": "v1", "kind": "List", "items": items},
+        body=body,
         context=context_of(NAME, job, layout, processes=job.resources.processes(gpu_index)),
         run=layout.run,
         attempt=attempt,
@@ -157,11 +169,11 @@ def _is_shared(settings: Settings) -> bool:
     return "gpumem" in hami or hami.get("gpumem_percentage", 100) < 100 or hami.get("gpucores", 100) < 100
 
 
-def _name(layout: Layout, attempt: int, gpu_index: int) -> str:
-    """Return the name of Job and Service. A Service's name begins with a letter, also on older servers."""
+def _names(layout: Layout, attempt: int, gpu_index: int) -> tuple[str, str]:
+    """Return the names of Job and Service. A Service's name begins with a letter, and a run id with a digit."""
     full = job_name(layout.run, attempt, gpu_index)
     tail = full[full.rindex(run_tag(layout.run)) - 1 :]
-    return f"ct-{full.removesuffix(tail)}"[: LONGEST_NAME - len(tail)].rstrip("-") + tail
+    return full.removesuffix(tail)[: LONGEST_NAME - len(tail)].rstrip("-") + tail, f"ct{tail}"
 
 
 def _refuse(settings: Settings, job: Job) -> None:
@@ -230,15 +242,7 @@ def _labels(settings: Settings, layout: Layout, attempt: int) -> dict[str, str]:
 
 
 def _job(
-    settings: Settings,
-    job: Job,
-    layout: Layout,
-    gpu: Gpu | None,
-    *,
-    name: str,
-    attempt: int,
-    seconds: int,
-    words: list[str],
+    settings: Settings, job: Job, layout: Layout, *, name: str, attempt: int, seconds: int, pod: Mapping[str, Any]
 ) -> dict[str, Any]:
     labels, nodes = _labels(settings, layout, attempt), job.resources.instance_count
     for key in job.tags:
@@ -279,25 +283,26 @@ def _job(
             "ttlSecondsAfterFinished": settings.ttl,
             "podFailurePolicy": {"rules": rules},
             "template": {
-                "metadata": {"labels": dict(labels), "annotations": _pod_annotations(settings, gpu)},
-                "spec": _pod(settings, job, gpu, name=name, seconds=seconds, words=words),
+                "metadata": {"labels": dict(labels), "annotations": _pod_annotations(settings)},
+                "spec": pod,
             },
         },
     }
 
 
-def _pod_annotations(settings: Settings, gpu: Gpu | None) -> dict[str, str]:
+def _pod_annotations(settings: Settings) -> dict[str, str]:
     """Return the annotations that keep other programs from taking or changing a training node, and the user's."""
     return {
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
         "karpenter.sh/do-not-disrupt": "true",
         "sidecar.istio.io/inject": "false",
-        **(hami_annotations(settings) if gpu is not None else {}),
         **{key: str(value) for key, value in settings.annotations.items()},
     }
 
 
-def _pod(settings: Settings, job: Job, gpu: Gpu | None, *, name: str, seconds: int, words: list[str]) -> dict[str, Any]:
+def _pod(
+    settings: Settings, job: Job, gpu: Gpu | None, *, name: str, service: str, seconds: int, words: list[str]
+) -> dict[str, Any]:
     wanted, s = job.resources, settings
     machine = {"node.kubernetes.io/instance-type": wanted.instance_type} if wanted.instance_type else {}
     expressions = gpu_selector(s, gpu)
@@ -308,7 +313,7 @@ def _pod(settings: Settings, job: Job, gpu: Gpu | None, *, name: str, seconds: i
     secrets = {"name": "secrets", "secret": {"secretName": name, "defaultMode": 0o444}}
     fields: dict[str, Any] = {
         "restartPolicy": "Never",
-        "subdomain": name,
+        "subdomain": service,
         "enableServiceLinks": False,
         "automountServiceAccountToken": bool(s.service_account),
         "terminationGracePeriodSeconds": s.stop_grace + EXTRA_GRACE,
@@ -330,7 +335,7 @@ def _pod(settings: Settings, job: Job, gpu: Gpu | None, *, name: str, seconds: i
             {"name": "shm", "emptyDir": {"medium": "Memory", **shm}},
             *([secrets] if job.secrets else []),
         ],
-        "containers": [_container(s, job, gpu, name=name, words=words)],
+        "containers": [_container(s, job, gpu, host=f"{name}-0.{service}", words=words)],
     }
     kept = ("enableServiceLinks", "automountServiceAccountToken")
     return {key: value for key, value in fields.items() if key in kept or value not in ("", [], {}, False)}
@@ -343,7 +348,7 @@ def _pod_security(settings: Settings) -> dict[str, Any]:
     return found
 
 
-def _container(settings: Settings, job: Job, gpu: Gpu | None, *, name: str, words: list[str]) -> dict[str, Any]:
+def _container(settings: Settings, job: Job, gpu: Gpu | None, *, host: str, words: list[str]) -> dict[str, Any]:
     wanted = job.resources
     limits = {
         **({"cpu": str(wanted.cpus)} if wanted.cpus else {}),
@@ -351,8 +356,7 @@ def _container(settings: Settings, job: Job, gpu: Gpu | None, *, name: str, word
         **({"ephemeral-storage": f"{wanted.disk_gb}G"} if wanted.disk_gb else {}),
         **gpu_limits(settings, gpu),
     }
-    host = f"{name}-0.{name}" if wanted.instance_count > 1 else "127.0.0.1"
-    env = {NODES: str(wanted.instance_count), HOST: host}
+    env = {NODES: str(wanted.instance_count), HOST: host if wanted.instance_count > 1 else "127.0.0.1"}
     if gpu is None:
         env["NVIDIA_VISIBLE_DEVICES"] = "void"  # else a CUDA image sees every GPU on some clusters
     command = python_command(words)
@@ -372,13 +376,13 @@ def _container(settings: Settings, job: Job, gpu: Gpu | None, *, name: str, word
     }
 
 
-def _service(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the headless Service that gives each pod a name: ``NAME-INDEX.NAME``."""
+def _service(job: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the headless Service that gives each pod a name: ``JOB-INDEX.NAME``."""
     meta = job["metadata"]
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {"name": meta["name"], "namespace": meta["namespace"], "labels": dict(meta["labels"])},
+        "metadata": {"name": name, "namespace": meta["namespace"], "labels": dict(meta["labels"])},
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,

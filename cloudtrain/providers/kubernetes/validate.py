@@ -14,7 +14,7 @@ from ...errors import SpecError
 from ...validate import near_or_all
 from . import NAME
 
-__all__ = ["check_job", "check_labels"]
+__all__ = ["check_body", "check_labels"]
 
 LONGEST = 63
 """Characters of a label's value, and of the name part of a key."""
@@ -65,44 +65,62 @@ def check_labels(table: Any, where: str, *, values: bool = True) -> None:
             raise SpecError(why, field=f"{where}.{key}")
 
 
-def check_job(job: Mapping[str, Any]) -> None:
+def check_body(job: Mapping[str, Any]) -> None:
     """Raise `SpecError` for what the API server would refuse, named by its place in a job's ``options``."""
-    where = f"options.{NAME}"
-    spec = job["spec"]
-    pod = spec["template"]["spec"]
+    where = f"options.{NAME}.items.0"
     _known(job, frozenset(("apiVersion", "kind", "metadata", "spec")), where)
-    _known(spec, _JOB, f"{where}.spec")
-    _known(pod, _POD, f"{where}.spec.template.spec")
-    check_labels(spec["template"]["metadata"].get("labels", {}), f"{where}.spec.template.metadata.labels")
-    names = [volume.get("name") for volume in pod["volumes"]]
-    for number, container in enumerate([*pod["containers"], *pod.get("initContainers", ())]):
-        place = f"{where}.spec.template.spec.containers.{number}"
-        _known(container, _CONTAINER, place)
-        _check_resources(container.get("resources", {}), f"{place}.resources")
-        for mount in container.get("volumeMounts", ()):
-            if mount.get("name") not in names:
-                raise SpecError(f"{mount.get('name')!r} is no volume of the pod", field=f"{place}.volumeMounts")
-    if "backoffLimit" in spec:
-        raise SpecError("backoffLimitPerIndex is set", field=f"{where}.spec.backoffLimit", hint="leave it out")
+    spec = _known(job["spec"], _JOB, f"{where}.spec")
+    _known(spec["template"], frozenset(("metadata", "spec")), f"{where}.spec.template")
+    pod = _known(spec["template"]["spec"], _POD, f"{where}.spec.template.spec")
+    meta = _known(spec["template"]["metadata"], frozenset(("labels", "annotations")), f"{where}.spec.template.metadata")
+    check_labels(meta.get("labels", {}), f"{where}.spec.template.metadata.labels")
+    names = [volume.get("name") for volume in _tables(pod["volumes"], f"{where}.spec.template.spec.volumes")]
     if len(set(names)) < len(names):
         raise SpecError("has one name twice", field=f"{where}.spec.template.spec.volumes")
+    if "backoffLimit" in spec:
+        raise SpecError("backoffLimitPerIndex is set", field=f"{where}.spec.backoffLimit", hint="leave it out")
+    for kind in ("containers", "initContainers"):
+        place = f"{where}.spec.template.spec.{kind}"
+        for number, container in enumerate(_tables(pod.get(kind, []), place)):
+            _check_container(container, names, f"{place}.{number}")
 
 
-def _known(table: Any, names: frozenset[str], where: str) -> None:
+def _check_container(container: Mapping[str, Any], volumes: list[Any], where: str) -> None:
+    _known(container, _CONTAINER, where)
+    resources = container.get("resources", {})
+    _check_resources(_known(resources, frozenset(("limits", "requests", "claims")), f"{where}.resources"), where)
+    for mount in _tables(container.get("volumeMounts", []), f"{where}.volumeMounts"):
+        if mount.get("name") not in volumes:
+            raise SpecError(f"{mount.get('name')!r} is no volume of the pod", field=f"{where}.volumeMounts")
+    for item in _tables(container.get("env", []), f"{where}.env"):
+        if not isinstance(item.get("value", ""), str):
+            raise SpecError(f"must be text, not {item['value']!r}", field=f"{where}.env", hint="put it in quotes")
+
+
+def _tables(value: Any, where: str) -> list[Mapping[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        raise SpecError("must be a list of tables", field=where)
+    return value
+
+
+def _known(table: Any, names: frozenset[str], where: str) -> Mapping[str, Any]:
     if not isinstance(table, Mapping):
         raise SpecError("must be a table", field=where)
     for name in table:
         if name not in names:
             raise SpecError("is no field of Kubernetes here", field=f"{where}.{name}", hint=near_or_all(name, [*names]))
+    return table
 
 
 def _check_resources(resources: Mapping[str, Any], where: str) -> None:
     for kind in ("limits", "requests"):
-        for name, value in resources.get(kind, {}).items():
-            field = f"{where}.{kind}.{name}"
+        if not isinstance(found := resources.get(kind, {}), Mapping):
+            raise SpecError("must be a table", field=f"{where}.resources.{kind}")
+        for name, value in found.items():
+            field = f"{where}.resources.{kind}.{name}"
             if isinstance(value, bool) or not _QUANTITY.fullmatch(str(value)) or str(value).startswith("-"):
                 raise SpecError(f"{value!r} is not a quantity, like 16 or 100Gi", field=field)
             if "/" in name and not str(value).isdecimal():
                 raise SpecError(f"must be a whole number, not {value!r}", field=field)
-            if "/" in name and kind == "requests" and resources.get("limits", {}).get(name) != value:
+            if "/" in name and kind == "requests" and dict(resources.get("limits", {})).get(name) != value:
                 raise SpecError("must be equal to the limit", field=field)

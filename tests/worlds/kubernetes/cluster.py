@@ -1,0 +1,308 @@
+"""The API server of the fake cluster, and its objects."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+import traceback
+import urllib.parse
+import uuid
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from ..base import Fault, Platform, due
+from .life import Job, stamp
+
+__all__ = ["Cluster", "Refusal"]
+
+TOKEN = "a-token-of-the-fake"
+_JOBS = re.compile(r"/apis/batch/v1/namespaces/([^/]+)/jobs(?:/([^/]+))?")
+_CORE = re.compile(r"/api/v1/namespaces/([^/]+)/(services|secrets|configmaps|persistentvolumeclaims)(?:/([^/]+))?")
+_PODS = re.compile(r"/api/v1/namespaces/([^/]+)/pods(?:/([^/]+)(?:/(log|eviction))?)?")
+_EVENTS = re.compile(r"/api/v1/namespaces/([^/]+)/events")
+_LABEL = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
+
+
+class Refusal(Exception):
+    """An answer that is no success, in the words of the API server."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        self.status, self.reason, self.message = status, reason, message
+        super().__init__(message)
+
+
+def _missing(kind: str, name: str) -> Refusal:
+    return Refusal(404, "NotFound", f'{kind} "{name}" not found')
+
+
+class Wire:
+    """The server on the loopback. ``faults`` are of operations like ``POST jobs``; ``calls`` counts them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.crashes: list[str] = []
+        self.faults: list[Fault] = []
+        self.calls: list[str] = []
+        wire = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _answer(self) -> None:
+                wire.answer(cluster, self)
+
+            do_GET = do_POST = do_PATCH = do_DELETE = _answer
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self._thread.join()
+
+    def answer(self, cluster: Cluster, handler: BaseHTTPRequestHandler) -> None:
+        length = int(handler.headers.get("Content-Length") or 0)
+        data = handler.rfile.read(length)
+        path, _, query = handler.path.partition("?")
+        operation = f"{handler.command} {_kind(path)}"
+        self.calls.append(operation)
+        fault = due(self.faults, operation, "*")
+        status, body = 200, b""
+        try:
+            if fault is not None and not fault.done and fault.error is not None:
+                raise fault.error
+            if fault is None or fault.done:
+                if handler.headers.get("Authorization") != f"Bearer {TOKEN}":
+                    raise Refusal(401, "Unauthorized", "Unauthorized")
+                asked = dict(urllib.parse.parse_qsl(query))
+                found = cluster.handle(handler.command, path, asked, json.loads(data) if data else None)
+                body = found if isinstance(found, bytes) else json.dumps(found).encode()
+                status = 201 if handler.command == "POST" else 200
+            if fault is not None:
+                if fault.error is not None:
+                    raise fault.error
+                handler.close_connection = True
+                handler.connection.close()
+                return
+        except Refusal as exc:
+            status = exc.status
+            said = {"kind": "Status", "status": "Failure", "reason": exc.reason, "message": exc.message}
+            body = json.dumps({**said, "code": exc.status}).encode()
+        except Exception:  # noqa: BLE001  the test must see it
+            self.crashes.append(traceback.format_exc())
+            status, body = 500, b"{}"
+        try:
+            handler.send_response(status)
+            handler.send_header("Content-Length", str(len(body)))
+            handler.end_headers()
+            handler.wfile.write(body)
+        except OSError:  # a client that was killed
+            return
+
+
+def _kind(path: str) -> str:
+    words = [word for word in path.split("/") if word]
+    if "namespaces" in words and len(words) > words.index("namespaces") + 2:
+        words = words[words.index("namespaces") + 2 :]
+        return "/".join(words[::2]) if len(words) > 2 else words[0]
+    return words[-1] if words else ""
+
+
+class Cluster(Platform):
+    """A namespace ``team`` with a claim, a quota or none, and machines or none. ``volume`` is the shared folder."""
+
+    def __init__(self, folder: Path, *, volume: Path) -> None:
+        self.folder, self.volume = folder, volume
+        folder.mkdir(parents=True)
+        self.jobs: dict[tuple[str, str], Job] = {}
+        self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.events: list[dict[str, Any]] = []
+        self.no_capacity = self.quota = False
+        self.denied: set[str] = set()
+        self.grace, self.restart_seconds = 40.0, 1.0
+        self._lock = threading.RLock()
+        self.wire = Wire(self)
+        claim = {"spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}}
+        self.objects["persistentvolumeclaims", "team", "training"] = claim
+        self.kubeconfig = folder / "kubeconfig"
+        named = {"name": "fake", "cluster": {"server": self.wire.url}}
+        user = {"name": "me", "user": {"token": TOKEN}}
+        context = {"name": "fake", "context": {"cluster": "fake", "user": "me", "namespace": "team"}}
+        config = {"apiVersion": "v1", "kind": "Config", "current-context": "fake"}
+        found = {**config, "clusters": [named], "users": [user], "contexts": [context]}
+        self.kubeconfig.write_text(json.dumps(found))
+
+    def environ(self) -> dict[str, str]:
+        return {"KUBECONFIG": str(self.kubeconfig)}
+
+    def local(self, url: str) -> Path:
+        """The folder that stands for a volume."""
+        if url.startswith("volume:"):
+            return self.volume
+        path = self.folder / "scratch" / url.partition("://")[2]
+        path.mkdir(parents=True, exist_ok=True)
+        path.chmod(0o777)
+        return path
+
+    def event(self, job: Job, reason: str, message: str) -> None:
+        with self._lock:
+            about = {"kind": "Job", "name": job.name, "namespace": job.namespace}
+            times = {"lastTimestamp": stamp(), "metadata": {"creationTimestamp": stamp()}}
+            self.events.append({"involvedObject": about, "reason": reason, "message": message, **times})
+
+    def secret_of(self, job: Job) -> Mapping[str, str] | None:
+        """The values of the Job's Secret; None: it needs one that is not there."""
+        for volume in job.made["spec"]["template"]["spec"]["volumes"]:
+            if "secret" in volume:
+                found = self.objects.get(("secrets", job.namespace, volume["secret"]["secretName"]))
+                if found is None:
+                    return None
+                return {key: base64.b64decode(value).decode() for key, value in found["data"].items()}
+        return {}
+
+    # ------------------------------------------------------------------------------------------------------ the answers
+
+    def handle(self, method: str, path: str, query: Mapping[str, str], body: Any) -> Any:
+        with self._lock:
+            if f"{method} {_kind(path)}" in self.denied:
+                raise Refusal(403, "Forbidden", f'User "me" cannot {method} resource "{_kind(path)}"')
+            if match := _JOBS.fullmatch(path):
+                return self._job(method, match[1], match[2], query, body)
+            if match := _CORE.fullmatch(path):
+                return self._core(method, match[2], match[1], match[3], body)
+            if match := _PODS.fullmatch(path):
+                return self._pod(method, match[1], match[2], match[3], query, body)
+            if match := _EVENTS.fullmatch(path):
+                wanted = dict(word.split("=") for word in query["fieldSelector"].split(","))
+                return {"items": [item for item in self.events if _fits(item, wanted)]}
+            return self._rest(path, body)
+
+    def _rest(self, path: str, body: Any) -> Any:
+        if path == "/version":
+            return {"major": "1", "minor": "36", "gitVersion": "v1.36.2"}
+        if path.endswith("/selfsubjectreviews"):
+            return {"status": {"userInfo": {"username": "me"}}}
+        if path.endswith("/selfsubjectaccessreviews"):
+            asked = body["spec"]["resourceAttributes"]
+            return {"status": {"allowed": f"{asked['verb']} {asked['resource']}" not in self.denied}}
+        if path == "/api/v1/nodes":
+            labels = {"node.kubernetes.io/instance-type": "a2", "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
+            size = {"nvidia.com/gpu": "8", "cpu": "95900m", "memory": "1048576000Ki"}
+            return {"items": [{"metadata": {"labels": labels}, "status": {"allocatable": size}}]}
+        raise Refusal(404, "NotFound", "the server could not find the requested resource")
+
+    def _job(self, method: str, namespace: str, name: str | None, query: Mapping[str, str], body: Any) -> Any:
+        if method == "POST":
+            return self._create_job(namespace, body, dry="dryRun" in query)
+        job = self.jobs.get((namespace, str(name)))
+        if job is None:
+            raise _missing("jobs.batch", str(name))
+        if method == "PATCH":
+            job.made["metadata"].setdefault("annotations", {}).update(body["metadata"].get("annotations", {}))
+            job.made["spec"].update(body.get("spec", {}))
+        return job.made
+
+    def _create_job(self, namespace: str, body: Any, *, dry: bool) -> Any:
+        name, spec = str(body["metadata"]["name"]), body["spec"]
+        if (namespace, name) in self.jobs:
+            raise Refusal(409, "AlreadyExists", f'jobs.batch "{name}" already exists')
+        wrong = []
+        if (
+            not re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name)
+            or len(name) + 1 + len(str(spec["completions"])) > 63
+        ):
+            wrong.append(f'metadata.name: Invalid value: "{name}": must be no more than 63 characters')
+        for key, value in {**body["metadata"]["labels"], **spec["template"]["metadata"]["labels"]}.items():
+            if not _LABEL.fullmatch(value):
+                wrong.append(f'metadata.labels: Invalid value: "{value}": a valid label must be {key}')
+        volumes = [item["name"] for item in spec["template"]["spec"]["volumes"]]
+        for container in spec["template"]["spec"]["containers"]:
+            for mount in container["volumeMounts"]:
+                if mount["name"] not in volumes:
+                    wrong.append(f'spec.template.spec.containers[0].volumeMounts[0].name: Not found: "{mount["name"]}"')
+            for item in container["env"]:
+                if not isinstance(item["value"], str):
+                    raise Refusal(
+                        400, "BadRequest", "cannot unmarshal number into Go struct field EnvVar.value of type string"
+                    )
+        if spec["completions"] != spec["parallelism"]:
+            wrong.append("spec.parallelism: Invalid value")
+        if wrong:
+            text = f'Job.batch "{name}" is invalid: {", ".join(wrong)}'
+            raise Refusal(422, "Invalid", text)
+        made = json.loads(json.dumps(body))
+        made["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": stamp()}
+        if not dry:
+            self.jobs[namespace, name] = Job(self, made)
+        return made
+
+    def _core(self, method: str, kind: str, namespace: str, name: str | None, body: Any) -> Any:
+        if method == "POST":
+            name = str(body["metadata"]["name"])
+            if (kind, namespace, name) in self.objects:
+                raise Refusal(409, "AlreadyExists", f'{kind} "{name}" already exists')
+            self.objects[kind, namespace, name] = json.loads(json.dumps(body))
+        found = self.objects.get((kind, namespace, str(name)))
+        if found is None:
+            raise _missing(kind, str(name))
+        return found
+
+    def _of(self, namespace: str) -> Iterator[tuple[Job, Any]]:
+        for job in self.jobs.values():
+            if job.namespace == namespace:
+                for pod in list(job.pods):
+                    yield job, pod
+
+    def _pod(
+        self, method: str, namespace: str, name: str | None, verb: str | None, query: Mapping[str, str], body: Any
+    ) -> Any:
+        if name is None:
+            key, _, value = query["labelSelector"].partition("=")
+            return {
+                "items": [p.object for _, p in self._of(namespace) if p.object["metadata"]["labels"].get(key) == value]
+            }
+        found = next(((job, pod) for job, pod in self._of(namespace) if pod.name == name), None)
+        if found is None:
+            raise _missing("pods", name)
+        job, pod = found
+        if verb == "log":
+            return _log(pod, query)
+        if verb == "eviction":
+            job.evict(pod.index)
+            return {}
+        if method == "PATCH":
+            limit, now = body["spec"]["activeDeadlineSeconds"], pod.object["spec"].get("activeDeadlineSeconds")
+            if now is not None and limit > now:
+                raise Refusal(
+                    422, "Invalid", "spec.activeDeadlineSeconds: must be less than or equal to previous value"
+                )
+            pod.object["spec"] = {**pod.object["spec"], "activeDeadlineSeconds": limit}
+        return pod.object
+
+
+def _fits(event: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
+    about = event["involvedObject"]
+    known = {"involvedObject.kind": about["kind"], "involvedObject.name": about["name"], "reason": event["reason"]}
+    return all(known[key] == value for key, value in wanted.items())
+
+
+def _log(pod: Any, query: Mapping[str, str]) -> bytes:
+    """The log with times; ``sinceTime`` counts in whole seconds."""
+    if pod.phase == "Pending":
+        raise Refusal(400, "BadRequest", f'container "node" in pod "{pod.name}" is waiting to start: ContainerCreating')
+    lines = []
+    for at, text in list(pod.lines):
+        moment = stamp(at)
+        if moment >= query.get("sinceTime", ""):
+            lines.append(f"{moment[:-1]}.{int(at % 1 * 1e9):09d}Z ".encode() + text + b"\n")
+    return b"".join(lines)[: int(query.get("limitBytes", 1 << 40))]

@@ -1,0 +1,88 @@
+"""The fake cluster as the platform of the contract suite."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cloudtrain.provider_api.protocol import Request
+from cloudtrain.provider_api.registry import find_provider
+from cloudtrain.providers.kubernetes.request import job_object
+from cloudtrain.runs.run import Run
+from cloudtrain.testing.platform import FakePlatform
+from cloudtrain.testing.tables import Fields
+
+from .cluster import Cluster
+from .life import Job
+
+__all__ = ["KubernetesWorld"]
+
+
+class KubernetesWorld(FakePlatform):
+    """A `Cluster` whose shared volume is ``folder``. ``image`` is an image of this machine's engine."""
+
+    def __init__(self, folder: Path, *, image: str, **settings: Any) -> None:
+        self.plane = plane = Cluster(folder / "cluster", volume=folder)
+        self.image = image
+        self.settings = {
+            "kubeconfig": str(plane.kubeconfig),
+            "namespace": "team",
+            "claim": "training",
+            "root": str(folder),
+            "spot": "gke",
+            "prices": {"node": 2.0, "a2-highgpu-1g": 4.0},
+            **settings,
+        }
+        made = find_provider("kubernetes")(**self.settings)
+        store = (folder / "store").as_uri()
+        super().__init__(folder, provider=made, store=store, nowhere="team/ct-nowhere-0")
+
+    def close(self) -> None:
+        self.plane.close()
+
+    def plan(self, *parts: Fields, run_id: str = "contract") -> Any:
+        return super().plan({"image": self.image}, *parts, run_id=run_id)
+
+    def check(self, request: Request) -> None:
+        super().check(request)
+        job = job_object(request)
+        path = f"/apis/batch/v1/namespaces/{job['metadata']['namespace']}/jobs"
+        self.plane.handle("POST", path, {"dryRun": "All"}, job)
+
+    @contextlib.contextmanager
+    def node(self, request: Request, number: int) -> Iterator[Mapping[str, str]]:
+        container = job_object(request)["spec"]["template"]["spec"]["containers"][0]
+        env = {item["name"]: item["value"] for item in container["env"]}
+        yield {**env, "JOB_COMPLETION_INDEX": str(number)}
+
+    def job(self, run: Run, attempt: int = 0) -> Job:
+        submitted = run.store.submitted(run.run_id, attempt)
+        assert submitted is not None
+        namespace, _, name = str(submitted["native_id"]).partition("/")
+        return self.plane.jobs[namespace, name]
+
+    def preempt(self, run: Run, number: int) -> None:
+        self.job(run).evict(number)
+
+    def kill(self, run: Run, number: int) -> None:
+        self.job(run).kill(number)
+
+    @contextlib.contextmanager
+    def fault(self, category: str) -> Iterator[Fields]:
+        plane = self.plane
+        if category == "capacity":
+            plane.no_capacity = True
+            yield {"max_wait": 1}
+            plane.no_capacity = False
+        elif category == "quota":
+            plane.quota = True
+            yield {}
+            plane.quota = False
+        elif category == "auth":
+            plane.denied.add("POST jobs")
+            yield {}
+            plane.denied.clear()
+        else:
+            yield {"image": "team/none:1"}
