@@ -7,11 +7,13 @@ typed models refuse what servers take, and differ by version.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import threading
 import time
 import urllib.parse
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,22 +31,23 @@ from ...storage.extras import not_installed
 from .._cloud import ANOTHER_ID, one_line, time_of
 from . import NAME
 from .devices import kind_of
-from .request import CANCELLED, LABEL_REQUEST, job_of, native_id_of
+from .request import CANCELLED, ENDED, LABEL_REQUEST, job_object, native_id_of
 
 if TYPE_CHECKING:
     from ...provider_api.catalog import Machine
     from ...provider_api.protocol import Request
     from . import Settings
 
-__all__ = ["Account", "ExistsError", "error_of", "is_ending"]
+__all__ = ["FINAL", "HELP", "Account", "ExistsError", "error_of", "is_ending", "job_of"]
 
 TIMEOUT = 30.0
 """Seconds for one call."""
 LINGER = 8
 """Seconds from the pods' own deadline to the Job's: less than the 10 s after which a Job starts a pod again."""
 MERGE = "application/merge-patch+json"
-ENDING = frozenset(("Complete", "Failed", "SuccessCriteriaMet", "FailureTarget"))
-"""Conditions of a Job whose end is decided."""
+FINAL = frozenset(("Complete", "Failed"))
+"""Conditions of a Job that has ended."""
+_DECIDED = frozenset((*FINAL, "SuccessCriteriaMet", "FailureTarget"))
 IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 HELP: Mapping[str, str] = {
     "none": "test the connection: kubectl get jobs; kubectl config get-contexts lists values of kubernetes.context",
@@ -63,6 +66,8 @@ def error_of(status: int, reason: str, message: str, *, what: str) -> Cloudtrain
     text = f"{what}: {one_line(message) or f'HTTP {status}'}"
     if "exceeded quota" in message:
         return QuotaError(text, hint=HELP["quota"])
+    if "admission webhook" in message and 400 <= status < 500:
+        return SpecError(text)
     if status in (401, 403):
         return AuthError(text, hint=HELP["auth"])
     if status == 404:
@@ -79,7 +84,7 @@ def error_of(status: int, reason: str, message: str, *, what: str) -> Cloudtrain
 def is_ending(job: Mapping[str, Any]) -> bool:
     """Return whether the end of a Job is decided."""
     conditions = job.get("status", {}).get("conditions") or ()
-    return any(item["type"] in ENDING and item["status"] == "True" for item in conditions)
+    return any(item["type"] in _DECIDED and item["status"] == "True" for item in conditions)
 
 
 class Account:
@@ -89,6 +94,7 @@ class Account:
         self.settings = settings
         self._lock = threading.Lock()
         self._known: tuple[Any, Any] | None = None
+        self._ahead = 0.0  # seconds by which the server's clock is ahead of this machine's
 
     # --------------------------------------------------------------------------------------------------- the connection
 
@@ -139,6 +145,8 @@ class Account:
         except (HTTPError, OSError, ValueError) as exc:
             text = f"{what}: {found.host} does not answer: {one_line(exc)}"
             raise LostContactError(text, hint=HELP["none"]) from None
+        with contextlib.suppress(KeyError, ValueError, TypeError):
+            self._ahead = parsedate_to_datetime(answer.headers["Date"]).timestamp() - time.time()
         if answer.status < 300:
             return bytes(answer.data)
         try:
@@ -155,7 +163,7 @@ class Account:
 
         The Job comes first: only one client can create its name. Its pods wait for the rest.
         """
-        wanted = job_of(request)
+        wanted = job_object(request)
         try:
             job = self.call("POST", self._jobs(), what="create the Job", body=wanted, fieldValidation="Strict")
         except ExistsError:
@@ -171,7 +179,7 @@ class Account:
         for item in request.body["items"]:
             if item["kind"] != "Job":
                 self._create_owned(item, owner)
-        if any(volume["name"] == "secrets" for volume in wanted["spec"]["template"]["spec"]["volumes"]):
+        if _has_secrets(wanted):
             data = {name: base64.b64encode(value.encode()).decode() for name, value in (secrets or {}).items()}
             meta = {key: wanted["metadata"][key] for key in ("name", "namespace", "labels")}
             self._create_owned(
@@ -200,62 +208,71 @@ class Account:
 
     def find(self, request: Request) -> str | None:
         """Return the native id if the cluster has the request's Job with all of its objects."""
-        wanted = job_of(request)
+        wanted = job_object(request)
         try:
             job = self.job(native_id_of(wanted))
         except NotFoundError:
             return None
-        return native_id_of(wanted) if _is_same(job, wanted) and (is_ending(job) or self._whole(request)) else None
+        return native_id_of(wanted) if _is_same(job, wanted) and (is_ending(job) or self._is_whole(request)) else None
 
-    def _whole(self, request: Request) -> bool:
+    def _is_whole(self, request: Request) -> bool:
         """Return whether the Service and the Secret are there: a client may have died after it created the Job."""
-        wanted = job_of(request)
-        kinds = [item["kind"] for item in request.body["items"] if item["kind"] != "Job"]
-        if any(volume["name"] == "secrets" for volume in wanted["spec"]["template"]["spec"]["volumes"]):
-            kinds.append("Secret")
-        name, namespace = wanted["metadata"]["name"], wanted["metadata"]["namespace"]
-        for kind in kinds:
+        wanted = job_object(request)
+        names = [(item["kind"], item["metadata"]["name"]) for item in request.body["items"] if item["kind"] != "Job"]
+        if _has_secrets(wanted):
+            names.append(("Secret", wanted["metadata"]["name"]))
+        for kind, name in names:
+            path = f"/api/v1/namespaces/{wanted['metadata']['namespace']}/{kind.lower()}s/{name}"
             try:
-                path = f"/api/v1/namespaces/{namespace}/{kind.lower()}s/{name}"
                 self.call("GET", path, what=f"look for the {kind}")
             except NotFoundError:
                 return False
-            except AuthError:  # many roles may create secrets, and not read them
+            except AuthError:  # a role may create secrets, and not read them
                 continue
         return True
 
     def job(self, native_id: str) -> Mapping[str, Any]:
         """Return a Job. Raises `NotFoundError`."""
-        namespace, name = _parts(native_id)
+        namespace, name = job_of(native_id)
         found: Mapping[str, Any] = self.call("GET", f"{self._jobs(namespace)}/{name}", what="ask for the Job")
         return found
 
+    def describe(self, native_id: str) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
+        """Return a Job and its pods, the oldest first."""
+        return self.job(native_id), self.pods(native_id)
+
     def pods(self, native_id: str) -> list[Mapping[str, Any]]:
         """Return the pods of a Job, the oldest first."""
-        namespace, name = _parts(native_id)
+        namespace, name = job_of(native_id)
         query = {"labelSelector": f"batch.kubernetes.io/job-name={name}"}
         found = self.call("GET", f"/api/v1/namespaces/{namespace}/pods", what="ask for the pods", **query)
         return sorted(found["items"], key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"]))
 
-    def refusals(self, native_id: str) -> list[Mapping[str, Any]]:
-        """Return the events of a Job whose pods the cluster refused to create, the oldest first."""
-        namespace, name = _parts(native_id)
-        query = {"fieldSelector": f"involvedObject.kind=Job,involvedObject.name={name},reason=FailedCreate"}
-        found = self.call("GET", f"/api/v1/namespaces/{namespace}/events", what="ask for the events", **query)
-        return sorted(
-            found["items"],
-            key=lambda event: str(event.get("lastTimestamp") or event["metadata"].get("creationTimestamp")),
-        )
+    def creations(self, job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the events of a Job about pods that it created or could not create, the oldest first."""
+        meta = job["metadata"]
+        query = {"fieldSelector": f"involvedObject.kind=Job,involvedObject.name={meta['name']}"}
+        found = self.call("GET", f"/api/v1/namespaces/{meta['namespace']}/events", what="ask for the events", **query)
+        own = [
+            event
+            for event in found["items"]
+            if event["reason"] in ("FailedCreate", "SuccessfulCreate")
+            and event["involvedObject"].get("uid") in (None, meta["uid"])  # the name may have been an earlier Job's
+        ]
+        return sorted(own, key=lambda event: (_moment(event), event["reason"] == "FailedCreate"))
 
     def log(self, namespace: str, pod: str, **query: Any) -> bytes:
         """Return the log of a pod's container."""
         return self.raw("GET", f"/api/v1/namespaces/{namespace}/pods/{pod}/log", what="read the log", **query)
 
-    def cancel(self, native_id: str) -> None:
-        """Stop the pods by their own deadline, so that their logs stay, and then the Job before it starts others."""
-        namespace, name = _parts(native_id)
+    def cancel(self, native_id: str, *, why: str = "") -> None:
+        """Stop the pods by their own deadline, so that their logs stay, and then the Job before it starts others.
+
+        ``why`` is the annotation `ENDED` of a Job that cloudtrain itself ends; empty: a user cancels it.
+        """
+        namespace, name = job_of(native_id)
         job = self.job(native_id)
-        if is_ending(job) or CANCELLED in (job["metadata"].get("annotations") or {}):
+        if is_ending(job) or {CANCELLED, ENDED} & set(job["metadata"].get("annotations") or {}):
             return
         for pod in self.pods(native_id):
             if pod["status"].get("phase") in ("Pending", "Running") and pod["spec"].get("nodeName"):
@@ -265,8 +282,9 @@ class Account:
                 except NotFoundError:
                     continue
         began = time_of(job["status"].get("startTime"))
-        deadline = max(0, int(time.time() - began)) + LINGER if began else 0
-        change = {"metadata": {"annotations": {CANCELLED: "true"}}, "spec": {"activeDeadlineSeconds": deadline}}
+        deadline = max(0, int(time.time() + self._ahead - began)) + LINGER if began else 0
+        mark = {ENDED: why} if why else {CANCELLED: "true"}
+        change = {"metadata": {"annotations": mark}, "spec": {"activeDeadlineSeconds": deadline}}
         self.call("PATCH", f"{self._jobs(namespace)}/{name}", what="cancel the Job", body=change)
 
     # ------------------------------------------------------------------------------------------------------ the cluster
@@ -308,11 +326,21 @@ class Account:
         return bool(self.call("POST", path, what="ask for the rights", body=body)["status"].get("allowed"))
 
 
+def _moment(event: Mapping[str, Any]) -> str:
+    """Return when an event was last seen, in whole seconds of UTC as text."""
+    found = event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp") or ""
+    return str(found)[:19]
+
+
+def _has_secrets(job: Mapping[str, Any]) -> bool:
+    return any(volume["name"] == "secrets" for volume in job["spec"]["template"]["spec"]["volumes"])
+
+
 def _is_same(job: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     return bool((job["metadata"].get("labels") or {}).get(LABEL_REQUEST) == wanted["metadata"]["labels"][LABEL_REQUEST])
 
 
-def _parts(native_id: str) -> tuple[str, str]:
+def job_of(native_id: str) -> tuple[str, str]:
     """Return (namespace, name). Raises `NotFoundError`."""
     namespace, slash, name = native_id.partition("/")
     if not (namespace and slash and name) or "/" in name:

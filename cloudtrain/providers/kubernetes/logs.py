@@ -32,16 +32,19 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
         name = str(pod["metadata"]["name"])
         since, seen = marks.get(name, ["", 0])
         query = {"sinceTime": since} if since else {}
+        query |= {"container": CONTAINER, "timestamps": "true"}
         try:
-            data = account.log(
-                namespace, name, container=CONTAINER, timestamps="true", limitBytes=str(PAGE_BYTES), **query
-            )
+            data = account.log(namespace, name, limitBytes=str(PAGE_BYTES), **query)
+            cut = len(data) >= PAGE_BYTES
+            if cut and not _lines(data, since, seen):  # one line, or the lines of one second, fill it
+                data, cut = account.log(namespace, name, **query), False
         except (SpecError, NotFoundError, LostContactError):  # it is not created yet, or gone, or its machine is silent
             continue
-        more |= len(data) >= PAGE_BYTES
-        found = _lines(data, name, since, seen)
+        more |= cut
+        found = _lines(data, since, seen)
         for line, second, number in found:
-            marks[name] = [second, number]
+            if second >= marks.get(name, ["", 0])[0]:  # lines of stdout and stderr may swap
+                marks[name] = [second, number]
             lines.append(
                 LogLine(
                     node=str(pod["metadata"]["labels"][POD_INDEX]),
@@ -53,7 +56,7 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
     return LogPage(lines=tuple(lines), cursor=marks, more=more and bool(lines))
 
 
-def _lines(data: bytes, pod: str, since: str, seen: int) -> list[tuple[tuple[str, str], str, int]]:
+def _lines(data: bytes, since: str, seen: int) -> list[tuple[tuple[str, str], str, int]]:
     """Return ((time, text), second, number in that second) of each whole line after the ``seen`` ones of ``since``."""
     found = []
     counts: dict[str, int] = {}

@@ -6,34 +6,45 @@ Seen with Kubernetes 1.36.2; the tests hold its answers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ...errors import AuthError, NotFoundError
 from ...provider_api.protocol import AttemptInfo, Status
 from .._cloud import hinted, one_line, time_of
+from .api import is_ending
 from .node import AGAIN, TIME_UP
-from .request import CANCELLED, POD_INDEX
+from .request import CANCELLED, ENDED, POD_INDEX
 
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["HINTS", "status", "status_of"]
+__all__ = ["HINTS", "PENDING", "category_of", "status", "status_of"]
 
 HINTS: Mapping[str, str] = {
     "quota": "to see the limits, run: kubectl describe resourcequota",
     "image": "check image and kubernetes.image_pull_secrets",
     "oom": "ask for more with memory_gb",
+    "disk": "ask for more with disk_gb",
 }
 _IMAGE = frozenset(
     ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "ImageInspectError", "StartError")
 )
 """Reasons of a container that waits in vain, or could not start."""
-_STARTING = frozenset(("ContainerCreating", "PodInitializing"))
+_DECIDED = ("Ending", "Suspended")
+"""Our words for a Job that waits, and needs no pod now."""
+PENDING = frozenset(("ContainerCreating", "PodInitializing"))
+"""Reasons of a container that waits as every one does."""
 _NO_PROGRAM = (126, 127, 128)
 """Exit codes of a command that is missing in the image."""
+_KILLS = frozenset((137, 143))
+"""Exit codes of a container that was killed from outside."""
+_COUNTS = tuple(f"batch.kubernetes.io/job-index-{kind}-count" for kind in ("failure", "ignored-failure"))
+"""Annotations of a pod with the number of its node's earlier pods."""
 _TAKEN = {
     "EvictionByEvictionAPI": "it was evicted",
-    "PreemptionByScheduler": "a pod of higher priority took its place",
+    "PreemptionByScheduler": "a pod of higher priority preempted it",
     "DeletionByTaintManager": "its machine was tainted",
     "DeletionByPodGC": "its machine is gone",
     "TerminationByKubelet": "its machine shut down, or ran out of something",
@@ -43,18 +54,28 @@ Object = Mapping[str, Any]
 
 
 def status(account: Account, native_id: str) -> Status:
-    """Return the Job's status. Raises `NotFoundError` for an unknown one."""
-    job = account.job(native_id)
-    pods = account.pods(native_id)
+    """Return the Job's status. Raises `NotFoundError` for an unknown one.
+
+    A Job whose pods cannot start stays active, and would start them beside a later attempt. So this ends it.
+    """
+    job, pods = account.describe(native_id)
     found = status_of(job, pods)
-    if found.state == "pending" and not pods and not job["spec"].get("suspend"):
-        return _refused(found, account.refusals(native_id))
+    if found.state == "pending" and found.native not in _DECIDED and _lacks_pods(job, pods):
+        with suppress(AuthError):  # the caller may not see events
+            found = _refused(found, account.creations(job))
+    if found.state == "failed" and not is_ending(job):
+        with suppress(AuthError, NotFoundError):  # the caller may only read, or the Job is gone
+            account.cancel(native_id, why=f"{found.category}: {found.reason}")
     return found
 
 
+def _lacks_pods(job: Object, pods: Sequence[Object]) -> bool:
+    return len({_index(pod) for pod in pods}) < int(job["spec"]["completions"])
+
+
 def _refused(found: Status, events: Sequence[Object]) -> Status:
-    """Return the status of a Job without pods, by the events of those that the cluster refused."""
-    if not events:
+    """Return the status of a Job that lacks pods, by its events about their creation, the oldest first."""
+    if not events or events[-1].get("reason") != "FailedCreate":
         return found
     why = one_line(events[-1].get("message"))
     if "exceeded quota" in why:
@@ -69,29 +90,33 @@ def status_of(job: Object, pods: Sequence[Object]) -> Status:
     conditions = {
         item["type"]: item for item in job.get("status", {}).get("conditions") or () if item["status"] == "True"
     }
-    cancelled = CANCELLED in (job["metadata"].get("annotations") or {})
+    marks = job["metadata"].get("annotations") or {}
+    cancelled = CANCELLED in marks
     attempts = _attempts(job, pods)
     began = min((row.started for row in attempts if row.started is not None), default=None)
     base = Status(state="running", started=began, attempts=attempts, instance_type=_machine(job))
     if "Complete" in conditions:
         ended = time_of(job["status"].get("completionTime")) or time_of(conditions["Complete"]["lastTransitionTime"])
         return replace(base, state="succeeded", native="Complete", finished=ended)
+    if ENDED in marks:
+        category, _, reason = str(marks[ENDED]).partition(": ")
+        over = time_of(conditions.get("Failed", {}).get("lastTransitionTime"))
+        return replace(base, state="failed", category=category, native="Ended", reason=reason, finished=over)
     if "Failed" in conditions:
         return _failed(base, conditions["Failed"], pods, cancelled=cancelled)
     newest = {_index(pod): pod for pod in pods}
     waiting, why = _waiting([pod for pod in newest.values() if pod["status"].get("phase") == "Pending"])
-    if waiting in _IMAGE:
+    if waiting in _IMAGE and not cancelled:
         return replace(base, state="failed", category="image", native=waiting, reason=hinted(why, HINTS["image"]))
     if job["spec"].get("suspend"):
-        native = "cancelled" if cancelled else "pending"
-        return replace(
-            base, state=native, category=cancelled * "cancelled", native="Suspended", reason="a queue holds it"
-        )
+        base = replace(base, native="Suspended")
+        if cancelled:
+            return replace(base, state="cancelled", category="cancelled", reason="it was cancelled")
+        return replace(base, state="pending", reason="a queue holds it")
     if conditions.keys() & {"FailureTarget", "SuccessCriteriaMet"} or cancelled:
         state = "running" if began is not None or not cancelled else "pending"
         return replace(base, state=state, native="Ending", reason="stopping" if cancelled else "")
-    unready = [pod for pod in newest.values() if pod["status"].get("phase") == "Pending"]
-    if len(newest) < job["spec"]["completions"] or unready:
+    if _lacks_pods(job, pods) or any(pod["status"].get("phase") == "Pending" for pod in newest.values()):
         category = "capacity" if waiting == "Unschedulable" else ""
         return replace(base, state="pending", native=waiting or "Pending", category=category, reason=why)
     if any(_begins_again(pod) for pod in newest.values()):
@@ -106,26 +131,52 @@ def _failed(base: Status, why: Object, pods: Sequence[Object], *, cancelled: boo
     base = replace(
         base, state="failed", native=f"Failed: {why.get('reason', '')}", finished=time_of(why.get("lastTransitionTime"))
     )
-    if why.get("reason") == "DeadlineExceeded":
-        if cancelled:
-            return replace(base, state="cancelled", category="cancelled", reason="it was cancelled")
+    late = why.get("reason") == "DeadlineExceeded"
+    # A pod that does not stop at the signal of a cancel is killed, and its exit code fails the Job.
+    if cancelled and (late or any(pod["status"].get("reason") == "DeadlineExceeded" for pod in pods)):
+        return replace(base, state="cancelled", category="cancelled", reason="it was cancelled")
+    if late:
         return replace(base, category="timeout", reason="it waited and ran longer than max_runtime and pending allow")
-    for pod in pods:
-        for name, end in _ends(pod):
-            node = f"node {_index(pod)}"
-            if end.get("reason") == "OOMKilled":
-                return replace(base, category="oom", reason=hinted(f"{node} ran out of memory", HINTS["oom"]))
-            if end.get("exitCode") == TIME_UP:
-                return replace(base, category="timeout", reason="max_runtime is used up")
-            if end.get("exitCode") in _NO_PROGRAM or end.get("reason") in _IMAGE:
-                said = one_line(end.get("message")) or f"exit code {end.get('exitCode')}: it may have no Python"
-                return replace(base, category="image", reason=hinted(f"{node}, image {name}: {said}", HINTS["image"]))
+    newest = {_index(pod): pod for pod in pods}.values()
+    # The Job counts no pod that it starts again, so such a pod is not its reason.
+    blamed = [pod for pod in newest if pod["status"].get("phase") == "Failed" and not _begins_again(pod)]
+    for pod in blamed:
+        category, said = _pod_failure(pod)
+        if category:
+            return replace(base, category=category, reason=said)
     message = one_line(why.get("message"))
     if why.get("reason") != "PodFailurePolicy":
         return replace(base, category="infra", reason=message)
-    codes = [end.get("exitCode") for pod in pods for _, end in _ends(pod)]
-    killed = 137 in codes and not any(code not in (0, AGAIN, 137, 143) for code in codes)
-    return replace(base, category="infra" if killed else "user_error", reason=message)
+    codes = {end.get("exitCode") for pod in blamed for _, end in _ends(pod)}
+    return replace(base, category="infra" if codes & _KILLS and codes <= _KILLS else "user_error", reason=message)
+
+
+def _pod_failure(pod: Object) -> tuple[str, str]:
+    """Return (category, reason) of a failed pod; empty if it does not say more than its exit code."""
+    node, said = f"node {_index(pod)}", one_line(pod["status"].get("message"))
+    if pod["status"].get("reason") == "DeadlineExceeded":
+        return "timeout", f"{node} did not stop at max_runtime"
+    if "exceed" in said:  # its storage: a line of the kubelet
+        return "user_error", hinted(f"{node}: {said}", HINTS["disk"])
+    for image, end in _ends(pod):
+        category, text = category_of(end)
+        if category == "image":
+            return category, hinted(f"{node}, image {image}: {text}", HINTS[category])
+        if category:
+            return category, hinted(text, HINTS.get(category))
+    return ("infra", f"{node}: {said}") if said else ("", "")
+
+
+def category_of(end: Object) -> tuple[str, str]:
+    """Return (category, reason) of a container's end; empty if the end alone does not say it."""
+    code, message = end.get("exitCode"), one_line(end.get("message"))
+    if end.get("reason") == "OOMKilled":
+        return "oom", "a node used more memory than its limit"
+    if code == TIME_UP:
+        return "timeout", "max_runtime is used up"
+    if code in _NO_PROGRAM or end.get("reason") in _IMAGE:
+        return "image", message or f"exit code {code}: it may have no Python"
+    return "", ""
 
 
 def _ends(pod: Object) -> list[tuple[str, Object]]:
@@ -170,39 +221,53 @@ def _waiting(pods: Sequence[Object]) -> tuple[str, str]:
                 return str(item.get("reason") or "Unschedulable"), one_line(item.get("message"))
         for item in _containers(pod):
             found = item["state"].get("waiting") or {}
-            if found.get("reason") and found["reason"] not in _STARTING:
+            if found.get("reason") and found["reason"] not in PENDING:
                 return str(found["reason"]), one_line(f"{found['reason']}: {found.get('message', '')}")
     return "", ""
 
 
 def _attempts(job: Object, pods: Sequence[Object]) -> tuple[AttemptInfo, ...]:
-    """Return a row for each start of the nodes. A node has one pod for each start."""
+    """Return a row for each start of the nodes."""
     k = str((job["metadata"].get("labels") or {}).get("cloudtrain.dev/attempt", "0"))
-    by_node: dict[str, list[Object]] = {}
+    by_start: dict[int, list[Object]] = {}
+    before: dict[str, int] = {}
     for pod in pods:
-        by_node.setdefault(_index(pod), []).append(pod)
-    starts = max((len(found) for found in by_node.values()), default=0)
+        by_start.setdefault(_start(pod, before.get(_index(pod), 0)), []).append(pod)
+        before[_index(pod)] = before.get(_index(pod), 0) + 1
+    last = max(by_start, default=-1)
     rows = []
-    for restart in range(starts):
-        found = [own[restart] for own in by_node.values() if restart < len(own)]
-        began = [_time(pod, "startedAt") for pod in found]
-        ended = [_time(pod, "finishedAt") for pod in found]
+    for start in range(last + 1):
+        found = by_start.get(start, [])
+        began = [moment for moment in (_time(pod, "startedAt") for pod in found) if moment is not None]
+        ended = [moment for moment in (_time(pod, "finishedAt") for pod in found) if moment is not None]
+        over = start < last or len(ended) == len(found)
         taken = next(filter(None, map(_disruption, found)), "")
         rows.append(
             AttemptInfo(
-                number=f"{k}.{restart}",
-                started=min((moment for moment in began if moment is not None), default=None),
-                ended=max((moment for moment in ended if moment is not None), default=None),
-                category="preempted" if taken and restart < starts - 1 else "",
-                reason=_TAKEN.get(taken, taken) if restart < starts - 1 else "",
+                number=f"{k}.{start}",
+                started=min(began, default=None),
+                ended=max(ended, default=None) if over else None,
+                category="preempted" if taken and start < last else "",
+                reason=_TAKEN.get(taken, taken) if start < last else "",
             )
         )
     return tuple(rows)
 
 
+def _start(pod: Object, before: int) -> int:
+    """Return the number of a pod's start: a pod that was evicted is deleted, so the pods that are left do not tell it.
+
+    ``before`` is the number of older pods of its node, for a server that does not write it.
+    """
+    marks = pod["metadata"].get("annotations") or {}
+    counts = [int(marks[key]) for key in _COUNTS if key in marks]
+    return sum(counts) if counts else before
+
+
 def _time(pod: Object, name: str) -> float | None:
     for item in _containers(pod):
         for state in ("running", "terminated"):
-            if (found := (item["state"].get(state) or {}).get(name)) is not None:
-                return time_of(found)
+            moment = time_of((item["state"].get(state) or {}).get(name))
+            if moment:  # a container that could not start has 1970
+                return moment
     return None
