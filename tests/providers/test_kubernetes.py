@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import clients
 import pytest
-from clients import at_work
+from clients import DDP, DEATHS, DIGITS, EPOCHS, PATIENCE, at_work, check_death
+from jobs import Done, Jobs
+from worlds.kubernetes.life import Job
 from worlds.kubernetes.world import KubernetesWorld
 
 from cloudtrain.testing.contract import ProviderContract
@@ -30,3 +37,134 @@ class TestKubernetes(ProviderContract):
     @classmethod
     def world(cls, made: KubernetesWorld) -> FakePlatform:
         return made
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+
+class Client(clients.Client):
+    """The command line, with a store on the cluster's shared volume."""
+
+    world: KubernetesWorld
+
+    def __init__(self, world: KubernetesWorld, jobs: Jobs) -> None:
+        own = {name: world.settings[name] for name in ("kubeconfig", "namespace", "claim", "root")}
+        settings = [word for name, value in own.items() for word in ("--set", f"{name}={value}")]
+        super().__init__(world, jobs, "--image", world.image, *settings)
+        digits = world.folder / "digits.csv.gz"
+        shutil.copyfile(DIGITS, digits)
+        self.train = ("--input", f"train={digits}", "--hp", f"epochs={EPOCHS}")
+
+    def until(self, run_id: str, text: str) -> Job:
+        """Wait until a pod of the job has printed a line with ``text``; the job."""
+        job: Job = self.job(run_id)
+        Jobs.wait_for(lambda: job.over or text in job.printed(), PATIENCE)
+        assert not job.over, job.made["status"]
+        return job
+
+
+@pytest.fixture(scope="module")
+def torch_world(
+    tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]
+) -> Iterator[KubernetesWorld]:
+    folder = tmp_path_factory.mktemp("world")
+    with at_work(folder, engine, lambda: KubernetesWorld(folder, image=images("torch"))) as world:
+        yield world
+
+
+@pytest.fixture
+def client(torch_world: KubernetesWorld, tmp_path: Path) -> Iterator[Client]:
+    jobs = Jobs(tmp_path)
+    yield Client(torch_world, jobs)
+    jobs.close()
+
+
+HOLD = """
+    import os, time
+    print("the script begins", flush=True)
+    while not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
+        time.sleep(0.05)
+"""
+LINES = """
+    import os, time
+    for number in range(400):
+        if os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
+            break
+        print(f"line {number} of rank {os.environ['RANK']} in {os.environ['CLOUDTRAIN_ATTEMPT']}", flush=True)
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.timeout(4 * PATIENCE)
+class TestWholeRuns:
+    @pytest.mark.parametrize(
+        "what", ["evict", pytest.param("lose", marks=pytest.mark.proof), pytest.param("", marks=pytest.mark.proof)]
+    )
+    def test_a_pod_that_is_taken_or_lost_changes_no_bit(
+        self, client: Client, whole: dict[int, float], what: str
+    ) -> None:
+        """The losses of each step are those of provider local, on 2 nodes x 2 processes."""
+        name = f"bits-{what or 'clean'}"
+        process = client.jobs.start(*client.words(DDP, name, *client.train, "--keep-checkpoints", "2"))
+        if what:
+            getattr(client.until(name, "step 66 epoch 3 "), what)(1)
+        out, err = process.communicate(timeout=PATIENCE)
+        done = Done(process.returncode, out, err)
+        assert (done.code, done.json["state"]) == (0, "succeeded"), err
+        assert [row["number"] for row in done.json["attempts"]] == (["0.0", "0.1"] if what else ["0.0"])
+        assert client.losses(name) == whole
+
+    def test_max_runtime_counts_running_time_over_all_starts(self, client: Client) -> None:
+        """The first start runs for some seconds; the second gets what is left of the limit."""
+        script = client.jobs.write("hold/hold.py", HOLD)
+        words = client.words(str(script), "timed")
+        words[words.index("20m")] = "14s"
+        process = client.jobs.start(*words)
+        job = client.until("timed", "the script begins")
+        time.sleep(6)
+        job.evict(0)
+        out, err = process.communicate(timeout=PATIENCE)
+        done = Done(process.returncode, out, err)
+        assert (done.code, done.json["category"]) == (6, "timeout"), err
+        used = float(next(Path(client.store.removeprefix("file://")).glob("runs/timed/native/*/used")).read_text())
+        assert 14 <= used < 30
+        assert len(done.json["attempts"]) == 2
+
+    def test_a_cancelled_job_keeps_its_pods_and_their_log(self, client: Client) -> None:
+        script = client.jobs.write("hold/hold.py", HOLD)
+        process = client.jobs.start(*client.words(str(script), "stopped"))
+        job = client.until("stopped", "the script begins")
+        assert client.jobs.cli("cancel", "stopped", "--store", client.store).code == 0
+        out, err = process.communicate(timeout=PATIENCE)
+        assert json.loads(out)["state"] == "cancelled", err
+        job.wait()
+        assert [pod.object["status"]["reason"] for pod in job.pods] == ["DeadlineExceeded"] * 2
+        assert "the script begins" in job.printed()
+
+    def test_each_line_comes_once_while_pods_are_evicted(self, client: Client) -> None:
+        script = client.jobs.write("lines/lines.py", LINES)
+        process = client.jobs.start(*client.words(str(script), "lines"))
+        client.until("lines", "line 100 of rank 2").evict(1)
+        _, err = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, err
+        printed = client.jobs.cli("logs", "lines", "--store", client.store).out.splitlines()
+        found = sorted(line.partition("line ")[2] for line in printed if "line " in line)
+        assert len(set(found)) == len(found)
+        second = {f"{number} of rank {rank} in 0.1" for number in range(400) for rank in range(4)}
+        assert second <= set(found)
+        assert {f"0 of rank {rank} in 0.0" for rank in range(4)} <= set(found)
+
+
+@pytest.mark.parametrize(("call", "moment"), DEATHS)
+def test_a_client_s_death_leaves_one_job(made: KubernetesWorld, tmp_path: Path, call: str, moment: str) -> None:
+    """A job waits for machines meanwhile."""
+    plane, jobs = made.plane, Jobs(tmp_path)
+    before, plane.no_capacity = set(plane.jobs), True
+    made.store = (made.folder / f"store-{call}-{moment}").as_uri()
+
+    def natives() -> list[str]:
+        return [f"{namespace}/{name}" for namespace, name in plane.jobs if (namespace, name) not in before]
+
+    script = jobs.write("short/short.py", "print('done')")
+    check_death(Client(made, jobs), call, moment, str(script), natives)
+    jobs.close()

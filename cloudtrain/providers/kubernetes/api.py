@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import threading
 import time
 import urllib.parse
@@ -116,7 +117,10 @@ class Account:
                 config.load_incluster_config(client_configuration=found)
             else:
                 config.load_kube_config(
-                    own.kubeconfig or None, own.context or None, client_configuration=found, persist_config=False
+                    own.kubeconfig or os.environ.get("KUBECONFIG") or None,
+                    own.context or None,
+                    client_configuration=found,
+                    persist_config=False,
                 )
         except (config.ConfigException, OSError, ValueError) as exc:
             raise AuthError(f"no cluster: {one_line(exc)}", hint=HELP["none"]) from None

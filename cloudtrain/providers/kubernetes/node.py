@@ -23,7 +23,7 @@ GRACE_PATH, CLOCK_PATH, LIMIT_PATH = "grace", "clock", "limit"
 NODES, HOST = "CLOUDTRAIN_KUBERNETES_NODES", "CLOUDTRAIN_KUBERNETES_HOST"
 INDEX = "JOB_COMPLETION_INDEX"
 SCRATCH, SECRETS = "/cloudtrain/scratch", "/cloudtrain/secrets"
-WRITTEN = 5.0
+WRITTEN = 2.0
 """Seconds between two writes of the running time."""
 
 
@@ -71,7 +71,7 @@ class Clock:
         if self._began is None:
             self._began, self._before = now, self._read()
         used = self._before + now - self._began
-        if used - self._written >= WRITTEN or not self._written:
+        if used - self._written >= WRITTEN or used >= self._limit:
             self._write(used)
         if used < self._limit:
             return ""

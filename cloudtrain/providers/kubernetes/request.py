@@ -44,10 +44,9 @@ _SPEC = (
 )
 _POD = (
     *("restartPolicy", "subdomain", "hostname", "activeDeadlineSeconds", "terminationGracePeriodSeconds"),
-    *("hostNetwork", "volumes.*.name", "volumes.*.emptyDir", "volumes.*.secret"),
+    "hostNetwork",
 )
-_NODE = ("name", "image", "command", "args", "env.*.name", "env.*.value", "volumeMounts.*.name",
-         "volumeMounts.*.mountPath", "volumeMounts.*.subPath")  # fmt: skip
+_NODE = ("name", "image", "command", "args")
 _JOB = "items.*"
 _POD_SPEC = f"{_JOB}.spec.template.spec"
 OWNED = (
@@ -143,6 +142,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     body: dict[str, Any] = {"apiVersion": "v1", "kind": "List", "items": items}
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
     check_body(body["items"][0])
+    _check_kept(body["items"][0], items[0])
     # A run's id may return for another job after its records are gone, so a label has a digest of the objects.
     unique = digest_of(body)
     for item in body["items"]:
@@ -169,6 +169,18 @@ def _is_shared(settings: Settings) -> bool:
     return "gpumem" in hami or hami.get("gpumem_percentage", 100) < 100 or hami.get("gpucores", 100) < 100
 
 
+def _check_kept(job: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise `SpecError` if ``job`` lacks one of our volumes, mounts or variables. `options` may add others."""
+    pod, own = job["spec"]["template"]["spec"], ours["spec"]["template"]["spec"]
+    lists = {"volumes": (pod["volumes"], own["volumes"])}
+    node, known = pod["containers"][0], own["containers"][0]
+    lists |= {f"containers.0.{name}": (node[name], known[name]) for name in ("env", "volumeMounts")}
+    for name, (found, kept) in lists.items():
+        if found[: len(kept)] != kept:
+            where = f"options.{NAME}.items.0.spec.template.spec.{name}"
+            raise SpecError("cloudtrain itself sets this part of the request", field=where, hint="add items after ours")
+
+
 def _names(layout: Layout, attempt: int, gpu_index: int) -> tuple[str, str]:
     """Return the names of Job and Service. A Service's name begins with a letter, and a run id with a digit."""
     full = job_name(layout.run, attempt, gpu_index)
@@ -183,8 +195,6 @@ def _refuse(settings: Settings, job: Job) -> None:
         raise SpecError("is not set", field=f"{NAME}.claim", hint=hint)
     if wanted.shm_gb and wanted.memory_gb and wanted.shm_gb > wanted.memory_gb:
         raise SpecError(f"is more than memory_gb, {wanted.memory_gb}, which holds it", field="resources.shm_gb")
-    if job.env.keys() & {NODES, HOST}:
-        raise SpecError("cloudtrain itself sets this variable", field=f"env.{min(job.env.keys() & {NODES, HOST})}")
     for name, item in job.inputs.items():
         if item.shard:
             raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole input")

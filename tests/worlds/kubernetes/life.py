@@ -45,7 +45,16 @@ class Pod:
             "batch.kubernetes.io/job-name": job.name,
         }
         self.object: dict[str, Any] = {
-            "metadata": {"name": name, "namespace": job.namespace, "labels": labels, "creationTimestamp": stamp()},
+            "metadata": {
+                "name": name,
+                "namespace": job.namespace,
+                "labels": labels,
+                "creationTimestamp": stamp(),
+                "annotations": {
+                    "batch.kubernetes.io/job-index-failure-count": "0",
+                    "batch.kubernetes.io/job-index-ignored-failure-count": str(job.ignored.get(index, 0)),
+                },
+            },
             "spec": dict(job.made["spec"]["template"]["spec"]),
             "status": {"phase": "Pending", "conditions": []},
         }
@@ -135,6 +144,7 @@ class Job:
         self._since = time.time()
         self.folder = cluster.folder / "jobs" / f"{self.namespace}-{self.name}"
         self.pods: list[Pod] = []
+        self.ignored: dict[int, int] = {}
         self.crash, self.over, self.starts = "", False, 0
         self._stop = threading.Event()
         self._engine = Machines(folder=self.folder / "engine", run=self.folder.as_uri(), environ={})
@@ -152,6 +162,11 @@ class Job:
 
     def newest(self, index: int) -> Pod:
         return [pod for pod in self.pods if pod.index == index][-1]
+
+    def printed(self) -> str:
+        """What all containers have printed of whole lines, also those of pods that are gone."""
+        files = sorted((self.folder / "engine" / "out").glob("*/node-*.log"))
+        return "\n".join(path.read_text("utf-8", "replace").rpartition("\n")[0] for path in files)
 
     def evict(self, index: int) -> None:
         pod = self.newest(index)
@@ -196,6 +211,8 @@ class Job:
             if end is not None:
                 return self._end(*end)
             todo = [index for index in todo if self.newest(index).phase != "Succeeded"]
+            self.ignored |= {index: self.ignored.get(index, 0) + 1 for index in todo}
+            self.pods = [pod for pod in self.pods if not pod.disrupted]  # whoever takes a pod deletes it
             began = time.monotonic()
             stopped = any(pod.object["status"].get("reason") == "DeadlineExceeded" for pod in self.pods)
             pause = PAUSE if stopped else self.cluster.restart_seconds

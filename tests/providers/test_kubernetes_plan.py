@@ -1,0 +1,326 @@
+"""Plans of provider ``kubernetes`` without a cluster: the exact manifest, refusals, the node half, its clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloudtrain.errors import SpecError, StorageError, UnsupportedError
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout, LayoutInput, Request
+from cloudtrain.providers.kubernetes import Provider, node
+from cloudtrain.providers.kubernetes.request import job_object
+
+OWN: Mapping[str, Any] = {"namespace": "team", "claim": "training", "root": "/srv"}
+
+
+def layout(**change: Any) -> Layout:
+    given: dict[str, Any] = {
+        "store": "file:///srv/s",
+        "run_id": "20261126-x",
+        "code_digest": "c",
+        "runtime_digest": "d",
+    }
+    return Layout(**{**given, **change})
+
+
+def planned(settings: Mapping[str, Any] = {}, at: Layout | None = None, attempt: int = 0, **job: Any) -> Request:
+    made = Provider(**{**OWN, **settings})
+    fields = {"entry_point": "train.py", "name": "x", "image": "team/image:1", **job}
+    return made.plan(Job.make(**fields), at or layout(), attempt)
+
+
+def pod_of(request: Request) -> dict[str, Any]:
+    found: dict[str, Any] = job_object(request)["spec"]["template"]["spec"]
+    return found
+
+
+def container_of(request: Request) -> dict[str, Any]:
+    found: dict[str, Any] = pod_of(request)["containers"][0]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def test_one_node_is_a_job_alone_and_two_have_a_service() -> None:
+    assert [item["kind"] for item in planned().body["items"]] == ["Job"]
+    request = planned(instance_count=2)
+    job, service = request.body["items"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    assert (service["spec"]["clusterIP"], pod_of(request)["subdomain"]) == ("None", service["metadata"]["name"])
+    env = {item["name"]: item["value"] for item in container_of(request)["env"]}
+    assert env[node.HOST] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (2, 2)
+    assert request.operation == "kubectl create -n team -f -"
+
+
+@pytest.mark.parametrize("run_id", ["r", "a" * 40, "20261126-235959-train-abcd"])
+def test_names_fit_into_those_of_pods(run_id: str) -> None:
+    request = planned(at=layout(run_id=run_id), attempt=12, instance_count=4096)
+    job, service = (item["metadata"]["name"] for item in request.body["items"])
+    assert len(f"{job}-4095") <= 63
+    assert service[0].isalpha()
+    assert len(service) <= 63
+    assert job != planned(at=layout(run_id=run_id), attempt=11).body["items"][0]["metadata"]["name"]
+
+
+def test_a_job_s_fields_are_the_pod_s() -> None:
+    request = planned(
+        {"spot": "gke", "queue": "lq", "priority_class": "high", "user": 1000, "security": "restricted",
+         "image_pull_secrets": ("reg",), "service_account": "trainer", "labels": {"team": "a"}},
+        gpu=("H100:8",), cpus=16, memory_gb=64, disk_gb=100, shm_gb=16, spot=True, instance_type="a3", max_runtime=3600,
+        tags={"Key": "two words"},
+    )  # fmt: skip
+    pod, container, meta = pod_of(request), container_of(request), job_object(request)["metadata"]
+    limits = {"cpu": "16", "memory": "64G", "ephemeral-storage": "100G", "nvidia.com/gpu": "8"}
+    assert container["resources"] == {"limits": limits, "requests": limits}
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-spot": "true", "node.kubernetes.io/instance-type": "a3",
+    }  # fmt: skip
+    terms = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert terms[0]["matchExpressions"][0]["values"][0] == "NVIDIA-H100-80GB-HBM3"
+    keys = [item["key"] for item in pod["tolerations"]]
+    assert keys[2:] == ["nvidia.com/gpu", "cloud.google.com/gke-spot"]
+    assert (pod["priorityClassName"], pod["serviceAccountName"]) == ("high", "trainer")
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert pod["volumes"][2] == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16G"}}
+    assert (meta["labels"]["team"], meta["labels"]["kueue.x-k8s.io/queue-name"]) == ("a", "lq")
+    assert json.loads(meta["annotations"]["cloudtrain.dev/tags"]) == {"Key": "two words"}
+    assert job_object(request)["spec"]["activeDeadlineSeconds"] == 3600 + 7 * 86400
+    assert "limit=3600" in container["args"]
+    assert not any(item["name"] == "NVIDIA_VISIBLE_DEVICES" for item in container["env"])
+
+
+def test_a_secret_is_named_and_its_value_is_not_in_the_manifest() -> None:
+    request = planned(secrets={"TOKEN": "env:HF_TOKEN"})
+    name = job_object(request)["metadata"]["name"]
+    assert pod_of(request)["volumes"][-1] == {"name": "secrets", "secret": {"secretName": name, "defaultMode": 0o444}}
+    assert any("creates the Secret" in note for note in request.notes)
+
+
+def test_money_becomes_seconds() -> None:
+    request = planned({"prices": {"a3": 10.0}}, instance_type="a3", instance_count=2, max_cost=10)
+    assert "limit=1800" in container_of(request)["args"]
+
+
+def test_another_request_has_another_label() -> None:
+    labels = [
+        job_object(planned(**job))["metadata"]["labels"]["cloudtrain.dev/request"]  # type: ignore[arg-type]
+        for job in ({}, {"cpus": 2}, {"tags": {"a": "b"}}, {})
+    ]
+    assert labels[0] == labels[3]
+    assert len(set(labels)) == 3
+
+
+@pytest.mark.parametrize(
+    ("label", "gpu", "values"),
+    [
+        ("nvidia.com/gpu.product", "A100:1", 4),
+        ("nvidia.com/gpu.product", "A100-80GB:1", 2),
+        ("cloud.google.com/gke-accelerator", "H100:8", 2),
+        ("karpenter.k8s.aws/instance-gpu-name", "A10G:1", 1),
+        ("gpu.nvidia.com/class", "H200:8", 1),
+    ],
+)
+def test_the_kind_of_a_gpu_is_a_label_s_value(label: str, gpu: str, values: int) -> None:
+    affinity = pod_of(planned({"gpu_label": label}, gpu=(gpu,)))["affinity"]["nodeAffinity"]
+    (expression,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"][0][
+        "matchExpressions"
+    ]
+    assert (expression["key"], len(expression["values"])) == (label, values)
+
+
+def test_own_names_of_gpus_win_and_no_label_asks_for_any() -> None:
+    own = {"gpu_names": {"H100": "big"}, "gpu_label": "team/gpu"}
+    affinity = pod_of(planned(own, gpu=("H100-80GB:1",)))["affinity"]["nodeAffinity"]
+    terms = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert terms[0]["matchExpressions"] == [{"key": "team/gpu", "operator": "In", "values": ["big"]}]
+    assert "affinity" not in pod_of(planned({"gpu_label": ""}, gpu=("H100:1",)))
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "job", "field"),
+    [
+        ({"claim": ""}, {}, "kubernetes.claim"),
+        ({"root": "/usr"}, {}, "kubernetes.root"),
+        ({"root": "srv"}, {}, "kubernetes.root"),
+        ({"root": "/srv/../etc"}, {}, "kubernetes.root"),
+        ({"volume": {"nfs": {}}}, {}, "kubernetes.volume"),
+        ({"namespace": "Team"}, {}, "kubernetes.namespace"),
+        ({"spot": "gce"}, {}, "kubernetes.spot"),
+        ({"security": "strict"}, {}, "kubernetes.security"),
+        ({"ttl": 1}, {}, "kubernetes.ttl"),
+        ({"labels": {"a b": "c"}}, {}, "kubernetes.labels.a b"),
+        ({"labels": {"a": "two words"}}, {}, "kubernetes.labels.a"),
+        ({"node_selector": {"a": "x" * 64}}, {}, "kubernetes.node_selector.a"),
+        ({"hami": {"gpumem": "3Gi"}}, {}, "kubernetes.hami.gpumem"),
+        ({"hami": {"gpumem_percentage": 101}}, {}, "kubernetes.hami.gpumem_percentage"),
+        ({"hami": {"gpucores": -1}}, {}, "kubernetes.hami.gpucores"),
+        ({"hami": {"priority": 2}}, {}, "kubernetes.hami.priority"),
+        ({"hami": {"vgpu_mode": "fast"}}, {}, "kubernetes.hami.vgpu_mode"),
+        ({"hami": {"gpumen": 1}}, {}, "kubernetes.hami.gpumen"),
+        ({"hami": {"gpumem": 1, "gpumem_percentage": 1}}, {}, "kubernetes.hami.gpumem"),
+        ({"hami": {"resources": {"gpu": 1}}}, {}, "kubernetes.hami.resources.gpu"),
+        ({}, {"gpu": ("K80:1",)}, "resources.gpu"),
+        ({}, {"spot": True}, "resources.spot"),
+        ({}, {"shm_gb": 8, "memory_gb": 4}, "resources.shm_gb"),
+        ({}, {"max_cost": 1}, "max_cost"),
+        ({}, {"image": None}, "image"),
+        ({}, {"secrets": {"A": "aws:x"}}, "secrets.A"),
+        ({}, {"tags": {"cloudtrain.run": "x"}}, "tags.cloudtrain.run"),
+    ],
+)
+def test_it_is_refused_before_anything_is_sent(settings: Mapping[str, Any], job: Mapping[str, Any], field: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        planned(settings, **job)
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("at", "field"),
+    [
+        (layout(store="s3://bucket/x"), "store"),
+        (layout(store="file:///home/me"), "store"),
+        (layout(inputs={"data": LayoutInput(url="file:///data")}), "inputs.data"),
+        (layout(resume="file:///old/runs/a"), "resume_from"),
+    ],
+)
+def test_what_is_not_on_the_shared_volume_is_refused(at: Layout, field: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        planned(at=at, inputs={"data": "/data"} if at.inputs else {})
+    assert caught.value.field == field
+    assert caught.value.hint == "choose a folder below /srv, which nodes and this machine share"
+
+
+POD = ("items", "0", "spec", "template", "spec")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        ((*POD, "contianers"), [], "contianers"),
+        (("items", "0", "spec", "complettions"), 2, "complettions"),
+        (("items", "0", "spec", "backoffLimit"), 2, "backoffLimit"),
+        (("items", "0", "sepc"), {}, "sepc"),
+        ((*POD, "containers", "0", "imagePullPolcy"), "Always", "imagePullPolcy"),
+        ((*POD, "containers", "0", "resources", "limits", "nvidia.com/gpu"), "1.5", "nvidia.com/gpu"),
+        ((*POD, "containers", "0", "resources", "limits", "cpu"), "-1", "cpu"),
+        ((*POD, "containers", "0", "resources", "limits", "cpu"), "two", "cpu"),
+        ((*POD, "containers", "0", "volumeMounts", "3"), {"name": "none", "mountPath": "/x"}, "volumeMounts"),
+        ((*POD, "containers", "0", "env", "2"), {"name": "A", "value": 1}, "env"),
+        ((*POD, "containers", "0", "volumeMounts", "0", "mountPath"), "/x", "volumeMounts"),
+        ((*POD, "volumes", "1", "emptyDir"), "x", "volumes"),
+        ((*POD, "volumes"), [], "volumeMounts"),
+        (("items", "0", "spec", "template", "metadata", "labels", "a"), "b c", "a"),
+        (("items", "0", "spec", "podFailurePolicy"), {}, "podFailurePolicy"),
+        (("items", "0", "spec", "completions"), 3, "completions"),
+        ((*POD, "restartPolicy"), "OnFailure", "restartPolicy"),
+        (("items", "0", "metadata", "name"), "x.y", "name"),
+    ],
+)
+def test_a_wrong_manifest_is_refused(path: tuple[str, ...], value: Any, field: str) -> None:
+    options: Any = value
+    for key in reversed(path):
+        options = {key: options}
+    with pytest.raises(SpecError) as caught:
+        planned(options={"kubernetes": options}, instance_count=1)
+    assert caught.value.field.endswith(field)
+    assert caught.value.field.startswith("options.kubernetes.items.")
+
+
+def test_options_reach_the_manifest() -> None:
+    """Also further volumes, after ours."""
+    extra = {"rdma/ib": "1"}
+    mount = {"volumeMounts": {"3": {"name": "data", "mountPath": "/data"}}}
+    change = {
+        "containers": {"0": {"resources": {"limits": extra, "requests": extra}, **mount}},
+        "hostIPC": True,
+        "volumes": {"3": {"name": "data", "nfs": {"server": "nas", "path": "/data"}}},
+    }
+    request = planned(options={"kubernetes": {"items": {"0": {"spec": {"template": {"spec": change}}}}}})
+    assert pod_of(request)["hostIPC"] is True
+    assert container_of(request)["resources"]["limits"]["rdma/ib"] == "1"
+    assert pod_of(request)["volumes"][-1]["name"] == container_of(request)["volumeMounts"][-1]["name"] == "data"
+
+
+# ---------------------------------------------------------------------------------------------------------------- HAMi
+
+
+def test_a_share_of_a_gpu_is_hami_s_resources_and_annotations() -> None:
+    rules = {
+        "gpumem": 8000, "gpucores": 50, "priority": 1, "use_gputype": ["A100", "V100"], "numa_bind": True,
+        "node_scheduler_policy": "spread", "vgpu_mode": "hami-core", "resources": {"huawei.com/Ascend910B3-memory": 4},
+    }  # fmt: skip
+    request = planned({"hami": rules}, gpu=("A100:1",), instance_count=2)
+    limits = container_of(request)["resources"]["limits"]
+    assert limits == {
+        "nvidia.com/gpu": "1", "nvidia.com/gpumem": "8000", "nvidia.com/gpucores": "50", "nvidia.com/priority": "1",
+        "huawei.com/Ascend910B3-memory": "4",
+    }  # fmt: skip
+    annotations = job_object(request)["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["nvidia.com/use-gputype"] == "A100,V100"
+    assert (annotations["nvidia.com/numa-bind"], annotations["hami.io/node-scheduler-policy"]) == ("true", "spread")
+    assert any("shares of one GPU" in note for note in request.notes)
+    plain = planned({"hami": rules})
+    assert container_of(plain)["resources"]["limits"] == {}
+    assert "nvidia.com/use-gputype" not in job_object(plain)["spec"]["template"]["metadata"]["annotations"]
+
+
+# ------------------------------------------------------------------------------------------------------------ the node
+
+
+def test_a_pod_knows_its_rank_and_node_0() -> None:
+    environ = {node.NODES: "2", node.HOST: "r-0.ct-r", node.INDEX: "1"}
+    found = node.node_environment(environ, {"live": "/srv/l", "grace": "20", "limit": "60", "clock": "/srv/used"})
+    assert (found.topology.nodes, found.topology.node_rank, found.topology.master_addr) == (2, 1, "r-0.ct-r")
+    assert (found.stop_grace, found.paths, found.notices) == (20.0, {"live": "/srv/l"}, ())
+    assert found.exit_code == {"succeeded": 0, "failed": 1, "preempted": 75, "lost": 75}
+    with pytest.raises(SpecError, match="no pod of an indexed Job"):
+        node.node_environment({}, {})
+
+
+def test_the_clock_sums_all_starts_and_changes_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    file = tmp_path / "native" / "used"
+    environ = {node.NODES: "1", node.INDEX: "0"}
+    paths = {"live": "/l", "limit": "60", "clock": str(file)}
+    (first,) = (one := node.node_environment(environ, paths)).notices
+    assert first() == ""
+    now[0] += 40
+    assert first() == ""
+    assert float(file.read_text()) == 40
+    assert one.exit_code["preempted"] == node.AGAIN
+    now[0] += 1000  # it waited for machines
+    (second,) = (other := node.node_environment(environ, paths)).notices
+    assert second() == ""
+    now[0] += 19
+    assert second() == ""
+    now[0] += 1
+    assert second() == "the time limit is used up"
+    assert other.exit_code == {"succeeded": 0, "failed": 1, "preempted": node.TIME_UP, "lost": node.TIME_UP}
+    assert float(file.read_text()) == 60
+
+
+def test_a_volume_that_does_not_answer_stops_no_job(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    clock = node.Clock(tmp_path / "file" / "used", 60, {})
+    assert clock() == ""
+
+
+def test_a_missing_secret_is_named_without_its_value(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(node, "SECRETS", str(tmp_path))
+    (tmp_path / "TOKEN").write_text("value")
+    assert node.secret("TOKEN") == "value"
+    with pytest.raises(StorageError, match="secret env:NONE cannot be read from"):
+        node.secret("NONE")
