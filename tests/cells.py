@@ -32,12 +32,14 @@ from cloudtrain.errors import StorageError
 from cloudtrain.runtime.checkpoints import complete
 
 ROOT = Path(__file__).parents[1]
-CLOUDS = ("sagemaker", "azureml", "vertex")
+CLOUDS = ("sagemaker", "azureml", "vertex", "kubernetes")
 HERE = ("local", "docker", "slurm")
 """Platforms that run for real on this machine; slurm's is a cluster of four nodes, by tests/slurm.sh."""
 PROVIDERS = (*HERE, *CLOUDS)
 """The columns; the clouds' are rehearsed."""
 RUN = "r"
+SHARED = (Path(tempfile.gettempdir()) / "shared").as_uri()
+"""The store of a platform whose nodes share a folder; a rehearsal puts another in its place."""
 PATIENCE = float(os.environ.get("CLOUDTRAIN_PATIENCE") or 600)
 """Seconds that a cell may take; a loaded machine takes many."""
 SAMPLES = {name: importlib.import_module(f"cloudtrain.providers.{name}").SAMPLE for name in CLOUDS}
@@ -217,7 +219,7 @@ class Site:
                 where += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
         else:
             sample = SAMPLES[self.provider]
-            where = ["rehearse", "job.json", "--provider", self.provider, "--store", sample["store"]]
+            where = ["rehearse", "job.json", "--provider", self.provider, "--store", sample.get("store", SHARED)]
             where += ["--local-store", str(self.jobs.store), "--local-image", self.image]
             for name, value in sample["settings"].items():
                 where += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]

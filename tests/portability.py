@@ -27,13 +27,13 @@ OTHER_MACHINE = f"there is no undisturbed run on {PROVIDERS[0]} of the same mach
 ELSEWHERE = (
     f"on another processor than the first column's, with the bits of the undisturbed run on {PROVIDERS[0]} there"
 )
-_INTRO = """# Portability: the same job, six ways, under fire
+_INTRO = """# Portability: the same job, seven ways, under fire
 
 <!-- Made of docs/data/portability.json by: python tests/portability.py. Not to be edited. -->
 
 One job file, the same code and the same data: as processes (`local`), in containers (`docker`), by the real daemons of
-Slurm on one machine (`slurm`), and as what SageMaker, Azure ML and Vertex AI would start for the very request that they
-would be sent ([rehearse.md](rehearse.md)). Nothing here was run on a cloud. Every cell that says
+Slurm on one machine (`slurm`), and as what SageMaker, Azure ML, Vertex AI and Kubernetes would start for the very
+request that they would be sent ([rehearse.md](rehearse.md)). Nothing here was run on a cloud. Every cell that says
 something really ran: {passed} of {run} did what they must.
 """
 _TRAININGS = """

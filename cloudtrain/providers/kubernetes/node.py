@@ -71,7 +71,7 @@ class Clock:
         if self._began is None:
             self._began, self._before = now, self._read()
         used = self._before + now - self._began
-        if used - self._written >= WRITTEN or used >= self._limit:
+        if used - self._written >= WRITTEN or used >= self._limit > self._written:
             self._write(used)
         if used < self._limit:
             return ""

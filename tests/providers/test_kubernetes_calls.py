@@ -1,0 +1,330 @@
+"""Provider ``kubernetes`` and a cluster that gives trouble: lost answers, half-made jobs, two clients, few rights."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctoring import Examiner
+from worlds.base import Fault
+from worlds.kubernetes.cluster import Refusal
+from worlds.kubernetes.world import KubernetesWorld
+
+from cloudtrain.errors import (
+    AuthError,
+    CloudtrainError,
+    ConflictError,
+    LostContactError,
+    NotFoundError,
+    PlatformError,
+    QuotaError,
+    SpecError,
+)
+from cloudtrain.provider_api.protocol import Request
+from cloudtrain.provider_api.registry import find_provider
+from cloudtrain.providers.kubernetes.api import ExistsError, error_of
+
+pytestmark = [pytest.mark.remote]
+
+TWO = {"instance_count": 2, "secrets": {"TOKEN": "env:TOKEN"}}
+VALUES = {"TOKEN": "geheim"}
+DOWN = Refusal(503, "ServiceUnavailable", "the server is currently unable to handle the request")
+IMAGE = ["--image", "registry.example/team/none:1"]
+
+
+@pytest.fixture
+def world(
+    tmp_path_factory: pytest.TempPathFactory, examiner: Examiner, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[KubernetesWorld]:
+    """A cluster without a machine to give, so that no container starts. The examiner's folder has its settings."""
+    for name in [name for name in os.environ if name.startswith("KUBE")]:
+        monkeypatch.delenv(name)
+    found = KubernetesWorld(tmp_path_factory.mktemp("world"), image="team/none:1")
+    found.plane.no_capacity = True
+    examiner.settings("kubernetes", found.store, found.settings)
+    yield found
+    found.close()
+
+
+def two(world: KubernetesWorld, **more: Any) -> Request:
+    """The request of a job of two nodes with a secret: a Job, a Service and a Secret."""
+    made: Request = world.plan(TWO, more).request
+    return made
+
+
+def again(world: KubernetesWorld, **settings: Any) -> Any:
+    """Another client."""
+    return find_provider("kubernetes")(**{**dataclasses.asdict(world.provider.settings), **settings})
+
+
+def kinds(world: KubernetesWorld) -> list[str]:
+    """The kinds of the cluster's objects, with its Jobs."""
+    return sorted(["jobs"] * len(world.plane.jobs) + [kind for kind, _, _ in world.plane.objects if kind[0] == "s"])
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "message", "expected"),
+    [
+        (401, "Unauthorized", "Unauthorized", AuthError),
+        (403, "Forbidden", 'jobs.batch is forbidden: User "me" cannot create resource "jobs"', AuthError),
+        (403, "Forbidden", 'jobs.batch "x" is forbidden: exceeded quota: none, requested: count/jobs.batch=1', QuotaError),
+        (403, "Forbidden", 'admission webhook "vjob.kb.io" denied the request: no queue', SpecError),
+        (404, "NotFound", 'namespaces "team" not found', NotFoundError),
+        (409, "AlreadyExists", 'jobs.batch "x" already exists', ExistsError),
+        (409, "Conflict", "the object has been modified; please apply your changes to the latest version", LostContactError),
+        (400, "BadRequest", 'strict decoding error: unknown field "spec.maxFailedIndexes"', SpecError),
+        (413, "RequestEntityTooLarge", "Request entity too large: limit is 3145728", SpecError),
+        (422, "Invalid", 'Job.batch "x" is invalid: spec.completions: Required value', SpecError),
+        (429, "TooManyRequests", "Too many requests, please try again later.", LostContactError),
+        (500, "InternalError", "etcdserver: request timed out", LostContactError),
+        (503, "", "", LostContactError),
+        (405, "MethodNotAllowed", "the server does not allow this method", PlatformError),
+    ],
+)  # fmt: skip
+def test_the_error_of_an_answer(status: int, reason: str, message: str, expected: type[CloudtrainError]) -> None:
+    found = error_of(status, reason, message, what="create the Job")
+    assert type(found) is expected
+    assert str(found).startswith("create the Job: ")
+    assert (message or f"HTTP {status}") in str(found)
+
+
+def test_a_cluster_that_drops_fields_is_too_old() -> None:
+    found = error_of(400, "BadRequest", 'strict decoding error: unknown field "spec.maxFailedIndexes"', what="create")
+    assert "1.29" in found.with_hint()
+
+
+def test_a_folder_in_place_of_a_kubeconfig(world: KubernetesWorld, tmp_path: Path) -> None:
+    client = again(world, kubeconfig=str(tmp_path / "none"))
+    with pytest.raises(AuthError) as told:
+        client.status("team/x")
+    assert "kubernetes.context" in told.value.with_hint()
+
+
+def test_a_context_that_is_not_there(world: KubernetesWorld) -> None:
+    with pytest.raises(AuthError, match="other"):
+        again(world, context="other").status("team/x")
+
+
+def test_the_variable_of_kubectl_names_the_cluster(world: KubernetesWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(world.plane.kubeconfig))
+    assert again(world, kubeconfig="").principal().startswith("me on http://127.0.0.1")
+
+
+def test_a_wrong_token(world: KubernetesWorld, tmp_path: Path) -> None:
+    other = tmp_path / "kubeconfig"
+    other.write_text(world.plane.kubeconfig.read_text().replace("a-token-of-the-fake", "another"))
+    with pytest.raises(AuthError) as told:
+        again(world, kubeconfig=str(other)).status("team/x")
+    assert "another" not in told.value.with_hint(), "a token is a secret"
+
+
+def test_a_server_that_does_not_answer(world: KubernetesWorld, tmp_path: Path) -> None:
+    other = tmp_path / "kubeconfig"
+    other.write_text(world.plane.kubeconfig.read_text().replace(world.plane.wire.url, "http://127.0.0.1:9"))
+    with pytest.raises(LostContactError, match=r"127\.0\.0\.1:9"):
+        again(world, kubeconfig=str(other)).status("team/x")
+
+
+@pytest.mark.parametrize("native", ["x", "team/", "/x", "team/x/y"])
+def test_an_id_of_another_platform(world: KubernetesWorld, native: str) -> None:
+    with pytest.raises(NotFoundError, match="NAMESPACE/JOB"):
+        world.provider.status(native)
+
+
+@pytest.mark.parametrize("what", ["status", "logs", "cancel"])
+def test_a_job_that_never_was(world: KubernetesWorld, what: str) -> None:
+    with pytest.raises(NotFoundError):
+        getattr(world.provider, what)("team/x")
+
+
+# ------------------------------------------------------------------------------------------------------ what is created
+
+
+def test_the_job_comes_first_and_owns_the_rest(world: KubernetesWorld) -> None:
+    native = world.provider.submit(two(world), VALUES)
+    posts = [call for call in world.plane.wire.calls if call.startswith("POST")]
+    assert posts == ["POST jobs", "POST services", "POST secrets"]
+    job = world.plane.jobs["team", native.partition("/")[2]]
+    for key in (key for key in world.plane.objects if key[0] in ("services", "secrets")):
+        (owner,) = world.plane.objects[key]["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["name"], owner["uid"]) == ("Job", job.name, job.made["metadata"]["uid"])
+    assert "geheim" not in str(job.made)
+
+
+@pytest.mark.parametrize("operation", ["POST jobs", "POST services", "POST secrets"])
+@pytest.mark.parametrize("error", [None, DOWN], ids=["cut", "unavailable"])
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+def test_a_call_without_an_answer(world: KubernetesWorld, operation: str, error: Exception | None, done: bool) -> None:
+    """The client may die then: another one sees whether all is there, and completes it."""
+    request = two(world)
+    world.plane.wire.faults.append(Fault(operation, error=error, done=done))
+    with pytest.raises(LostContactError):
+        world.provider.submit(request, VALUES)
+    other = again(world)
+    whole = operation == "POST secrets" and done
+    assert (other.find(request) is not None) == whole
+    native = other.submit(request, VALUES)
+    assert kinds(world) == ["jobs", "secrets", "services"]
+    assert other.find(request) == native == other.submit(request, VALUES)
+
+
+def test_clients_at_once_make_one_job(world: KubernetesWorld) -> None:
+    request = two(world)
+    clients = [again(world) for _ in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        found = set(pool.map(lambda client: client.submit(request, VALUES), clients))
+    assert len(found) == 1
+    assert kinds(world) == ["jobs", "secrets", "services"]
+
+
+def test_one_client_from_several_threads(world: KubernetesWorld) -> None:
+    request = two(world)
+    native = world.provider.submit(request, VALUES)
+    client = again(world)
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda _: client.status(native).state, range(24)))
+    assert set(found) == {"pending"}
+
+
+def test_a_job_of_another_request_is_not_adopted(world: KubernetesWorld) -> None:
+    first, second = two(world), two(world, memory_gb=2)
+    world.provider.submit(first, VALUES)
+    assert world.provider.find(second) is None
+    with pytest.raises(ConflictError) as told:
+        world.provider.submit(second, VALUES)
+    assert told.value.field == "run_id"
+    assert "--run-id" in told.value.with_hint()
+
+
+def test_a_job_that_has_ended_is_found_without_its_secret(world: KubernetesWorld) -> None:
+    request = two(world)
+    native = world.provider.submit(request, VALUES)
+    world.provider.cancel(native)
+    world.plane.jobs["team", native.partition("/")[2]].wait()
+    world.plane.objects = {key: value for key, value in world.plane.objects.items() if key[0] != "secrets"}
+    assert world.provider.find(request) == native == world.provider.submit(request, VALUES)
+    assert "secrets" not in kinds(world)
+
+
+def test_a_role_that_cannot_read_secrets(world: KubernetesWorld) -> None:
+    world.plane.denied |= {"GET secrets", "GET services"}
+    request = two(world)
+    native = world.provider.submit(request, VALUES)
+    assert world.provider.find(request) == native
+
+
+@pytest.mark.parametrize("kind", ["jobs", "services", "secrets"])
+def test_a_role_that_cannot_create(world: KubernetesWorld, kind: str) -> None:
+    world.plane.denied.add(f"POST {kind}")
+    with pytest.raises(AuthError) as told:
+        world.provider.submit(two(world), VALUES)
+    assert "kubectl auth can-i --list" in told.value.with_hint()
+
+
+# -------------------------------------------------------------------------------------------------- a job that is there
+
+
+@pytest.mark.parametrize("operation", ["GET jobs", "GET pods"])
+@pytest.mark.parametrize("error", [None, DOWN], ids=["cut", "unavailable"])
+def test_a_status_without_an_answer_passes(world: KubernetesWorld, operation: str, error: Exception | None) -> None:
+    native = world.provider.submit(two(world), VALUES)
+    world.plane.wire.faults.append(Fault(operation, error=error))
+    with pytest.raises(LostContactError):
+        world.provider.status(native)
+    assert world.provider.status(native).state == "pending"
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+def test_a_cancel_without_an_answer_is_repeated(world: KubernetesWorld, done: bool) -> None:
+    native = world.provider.submit(two(world), VALUES)
+    world.plane.wire.faults.append(Fault("PATCH jobs", done=done))
+    with pytest.raises(LostContactError):
+        world.provider.cancel(native)
+    world.provider.cancel(native)
+    world.provider.cancel(native)
+    world.plane.jobs["team", native.partition("/")[2]].wait()
+    assert world.provider.status(native).state == "cancelled"
+    world.provider.cancel(native)
+    assert world.provider.status(native).state == "cancelled"
+
+
+def test_a_job_over_the_quota_is_ended_and_stays_so(world: KubernetesWorld) -> None:
+    """The quota may be free a moment later; the job of a later attempt must not run beside this one."""
+    world.plane.quota = True
+    native = world.provider.submit(two(world), VALUES)
+    job = world.plane.jobs["team", native.partition("/")[2]]
+    while not world.plane.events:
+        pass
+    first = world.provider.status(native)
+    assert (first.state, first.category) == ("failed", "quota")
+    job.wait()
+    assert job.pods == []
+    last = again(world).status(native)
+    assert (last.state, last.category, last.reason) == (first.state, first.category, first.reason)
+
+
+def test_machines_are_the_kinds_of_nodes(world: KubernetesWorld) -> None:
+    (found,) = world.provider.machines()
+    assert (found.instance_type, found.gpu_count, found.vcpus, found.memory_gib) == ("a2", 8, 95, 1000.0)
+    assert found.gpus == "H100-80GB:8" or found.gpu.startswith("H100")
+
+
+# -------------------------------------------------------------------------------------------------------------- doctor
+
+
+def test_all_is_well(world: KubernetesWorld, examiner: Examiner) -> None:
+    found = examiner(*IMAGE)
+    assert {row["status"] for row in found.rows.values()} <= {"ok", "skipped"}, found.rows
+    assert found.code == 0
+    assert "v1.36.2, as me on http://127.0.0.1" in found.rows["cluster"]["detail"]
+    assert "training is Bound" in found.rows["shared volume"]["detail"]
+    assert "8" in found.rows["gpus"]["detail"]
+    assert found.status("request") == "ok"
+    assert world.plane.jobs == {}, "nothing is created"
+
+
+def test_a_right_that_is_missing(world: KubernetesWorld, examiner: Examiner) -> None:
+    world.plane.denied |= {"patch pods", "create secrets"}
+    examiner(*IMAGE).failure("rights", "may not create secrets, patch pods", fix="Role", code=3)
+
+
+def test_a_claim_that_is_missing(world: KubernetesWorld, examiner: Examiner) -> None:
+    world.plane.objects.clear()
+    examiner(*IMAGE).failure("shared volume", "'training'", fix="kubectl get pvc -n team", code=2)
+
+
+def test_a_claim_of_one_machine(world: KubernetesWorld, examiner: Examiner) -> None:
+    world.plane.objects["persistentvolumeclaims", "team", "training"]["spec"]["accessModes"] = ["ReadWriteOnce"]
+    examiner(*IMAGE).failure("shared volume", "ReadWriteOnce", fix="ReadWriteMany", code=2)
+
+
+def test_what_the_caller_may_not_look_at_is_unknown(world: KubernetesWorld, examiner: Examiner) -> None:
+    world.plane.denied |= {"GET persistentvolumeclaims", "GET nodes"}
+    found = examiner(*IMAGE)
+    assert [found.status(name) for name in ("shared volume", "gpus")] == ["unknown"] * 2, found.rows
+    assert found.code == 0
+
+
+def test_an_api_server_that_refuses_the_request(world: KubernetesWorld, examiner: Examiner) -> None:
+    said = 'admission webhook "policy" denied the request: images come from registry.internal alone'
+    world.plane.wire.faults.append(Fault("POST jobs", error=Refusal(403, "Forbidden", said)))
+    examiner(*IMAGE).failure("request", "registry.internal", fix="", code=2)
+
+
+def test_a_cluster_that_does_not_answer(world: KubernetesWorld, examiner: Examiner) -> None:
+    world.plane.wire.faults.append(Fault("*", times=9))
+    found = examiner(*IMAGE)
+    found.failed("cluster", "does not answer", fix="kubectl get jobs", code=7)
+
+
+def test_a_caller_who_is_not_known(world: KubernetesWorld, examiner: Examiner) -> None:
+    world.plane.wire.faults.append(Fault("*", error=Refusal(401, "Unauthorized", "Unauthorized"), times=9))
+    examiner(*IMAGE).failed("cluster", "Unauthorized", fix="kubectl auth can-i --list", code=3)
