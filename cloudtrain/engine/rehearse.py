@@ -101,10 +101,16 @@ def _existing(path: str, cwd: Path) -> str:
 
 
 def _stand_ins(real: Plan, maps: Mapping[str, str]) -> dict[str, str]:
-    """Return ``maps``, extended to the inputs that the plan would have copied into the store."""
+    """Return ``maps``, with inputs that the plan would have copied into the store, and with files of this machine."""
+    here = {item.url: item.url for item in real.layout.inputs.values() if _is_here(item.url)}
     sources = {item.url: item.source for item in real.layout.inputs.values() if item.source}
     found = {url: stand_in_for(source, maps, or_same=True) for url, source in sources.items()}
-    return {**maps, **{url: place for url, place in found.items() if place != sources[url]}}
+    return {**here, **maps, **{url: place for url, place in found.items() if place != sources[url]}}
+
+
+def _is_here(url: str) -> bool:
+    path = local_path(url)
+    return path is not None and path.exists()
 
 
 def _check_data(real: Plan, places: Mapping[str, str]) -> None:
