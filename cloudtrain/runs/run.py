@@ -799,8 +799,9 @@ class Run:
         """Copy the run's results into ``folder``, verified; existing files are not copied again.
 
         ``what``
-            some of ``checkpoints``, ``artifacts``, ``outputs``, ``logs`` and ``metrics`` (default: all five). One checkpoint
-            is ``checkpoints:latest``, ``checkpoints:best`` or ``checkpoints:step=N``; ``checkpoints:all`` is each one.
+            some of ``checkpoints``, ``artifacts``, ``outputs``, ``logs`` and ``metrics`` (default: all five). One
+            checkpoint is ``checkpoints:latest``, ``checkpoints:best`` or ``checkpoints:step=N``; all of them are
+            ``checkpoints:all``.
         ``follow``
             bring new results repeatedly, until the run has ended.
         ``on_pull``
