@@ -161,8 +161,8 @@ class Estimator:
         run = estimator.fit("data/", wait=False)  # one input is the channel `train`
         run = Estimator.attach(run.url)  # later, from any machine
 
-    ``provider``, ``store``, ``profile``, ``fallback`` and ``settings`` are the keywords of `submit`. ``write`` is called
-    with the text of each log line; by default, the text goes to stdout.
+    ``provider``, ``store``, ``profile``, ``fallback`` and ``settings`` are the keywords of `submit`. ``write`` is
+    called with the text of each log line. By default, the text goes to stdout.
 
     Raises `SpecError` for an invalid job, with its ``field``. Nothing is read or sent before you call ``plan`` or
     ``fit``.
