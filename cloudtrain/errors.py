@@ -113,7 +113,7 @@ class CloudtrainError(Exception):
 
 
 class SpecError(CloudtrainError):
-    """A mistake in a job, flag or setting; nothing was sent.
+    """A mistake in a job, flag or setting. Nothing was sent.
 
     ``field`` is its dotted name (``resources.gpu``), or ``""`` if there is none; ``message`` is the rest.
     """
@@ -126,7 +126,7 @@ class SpecError(CloudtrainError):
 
 
 class UnsupportedError(SpecError):
-    """A ``field`` that ``provider`` cannot honour; ``why`` gives the reason, ``hint`` the alternative."""
+    """A ``field`` that ``provider`` does not support. ``why`` is the reason, and ``hint`` the alternative."""
 
     def __init__(self, provider: str, field: str, why: str, *, hint: str = "") -> None:
         self.provider, self.why = provider, why
@@ -134,7 +134,7 @@ class UnsupportedError(SpecError):
 
 
 class ConflictError(SpecError):
-    """A name that another job has: it is never adopted, never overwritten."""
+    """An id or name that belongs to another job, which stays unchanged."""
 
 
 class NotFoundError(SpecError):
@@ -160,7 +160,7 @@ class CapacityError(CloudtrainError):
 
 
 class LostContactError(CloudtrainError):
-    """A platform that could not be reached for too long; a submitted run continues.
+    """A platform or store that did not answer for too long. A submitted run continues.
 
     ``passing`` is False if asking again from here cannot help. ``throttled`` is True if the platform answers that there
     were too many requests.
@@ -180,11 +180,11 @@ class StorageError(CloudtrainError):
 
 
 class DigestError(StorageError):
-    """Content that differs from its recorded digest."""
+    """Damaged content: it differs from its recorded digest."""
 
 
 class PlatformError(CloudtrainError):
-    """A failure of the platform, or an answer that breaks its own contract."""
+    """A failure of the platform, or an answer in a wrong form."""
 
     exit_code = 9
 

@@ -29,7 +29,7 @@ Texts = str | Sequence[str]
 
 
 class RunFailedError(CloudtrainError):
-    """A run that `Estimator.fit` waited for and that did not succeed; ``result`` is the object of ``result.json``."""
+    """A run that did not succeed while `Estimator.fit` waited. ``result`` is the object of ``result.json``."""
 
     def __init__(self, result: Mapping[str, Any]) -> None:
         self.result = dict(result)
@@ -50,10 +50,11 @@ def plan(
     settings: Mapping[str, Scalar | Sequence[Any]] | None = None,
     run_id: str | None = None,
 ) -> Plan:
-    """Return exactly what `submit` would send. Needs no network and no credentials, and sends nothing.
+    """Return exactly what `submit` would send. This sends nothing, and needs no network and no credentials.
 
-    The keywords are those of `submit`. Without ``run_id`` the plan has the id ``<name>-plan``. A missing setting has a
-    placeholder in the plan. Raises `SpecError` with the field for a job that the provider cannot run.
+    The keywords are those of `submit`. Without ``run_id``, the plan has the id ``<name>-plan``. The plan shows a
+    placeholder for each missing setting. Raises `SpecError` for a job that the provider cannot run; ``field`` names the
+    field.
     """
     chosen = _load_settings(provider, store, profile, fallback, settings)
     return _make_plan(job, chosen, run_id, preview=True)
@@ -72,20 +73,20 @@ def submit(
     """Send the job and return its run at once. Call `Run.wait` to follow it, and `Run.cancel` to stop it.
 
     ``provider``
-        where to run.
+        name of the platform, such as ``local`` or ``sagemaker``.
     ``store``
-        URL under which code, data and runs live.
+        URL or folder below which code, data and runs are kept.
     ``profile``
         profile of the settings file.
     ``fallback``
         profiles to try next, in order, if there are no machines.
     ``settings``
-        general settings or those of the provider, such as ``{"region": "us-east-1"}``.
+        settings of cloudtrain or of the provider, such as ``{"region": "us-east-1"}``.
     ``run_id``
-        id of the run; default: a new one. The same job with the same id is the same run: it is never sent twice.
+        id of the run; default: a new one. If you repeat a call with the same job and id, you get the same run.
 
-    Keywords override cloudtrain.toml and the environment. Raises `SpecError` with the field for an invalid job, and the
-    errors of storage and provider. A run that ended badly is no error here.
+    These keywords override cloudtrain.toml and the environment variables. Raises `SpecError` for an invalid job, with
+    its ``field``, and the errors of store and platform. Raises nothing if the run fails later: look at `Run.result`.
     """
     from .runs.fallback import submit_with_fallbacks
 
@@ -96,7 +97,7 @@ def submit(
 def attach(run: str, *, store: str | None = None, profile: str | None = None) -> Run:
     """Return the run with this URL, or with this id in ``store`` (default: the setting). Works from any machine.
 
-    Raises `NotFoundError` if there is none, with the nearest id as its hint.
+    Raises `NotFoundError` if there is no such run. Its hint names the nearest id.
     """
     from .runs.run import open_run
     from .settings.settings import Settings
@@ -142,7 +143,7 @@ def _following(run: Run) -> Run:
 class Estimator:
     """A job and its settings as one object, with the methods of an estimator in SageMaker's SDK.
 
-    All keywords but the last six are the Job's own fields; None means its default.
+    All keywords but the last six are fields of a Job, where None means the field's default.
 
     ::
 
@@ -160,12 +161,11 @@ class Estimator:
         run = estimator.fit("data/", wait=False)  # one input is the channel `train`
         run = Estimator.attach(run.url)  # later, from any machine
 
-    ``store`` is the URL under which code, data and runs live. ``profile`` is a profile of the settings file.
-    ``fallback`` lists the profiles to try next, in order, after a lack of capacity or quota alone. ``settings`` are
-    general ones or those of the provider (``{"region": "…"}``). They override cloudtrain.toml and the environment.
-    ``write`` takes the text of log lines.
+    ``provider``, ``store``, ``profile``, ``fallback`` and ``settings`` are the keywords of `submit`. ``write`` is
+    called with the text of each log line. By default, the text goes to stdout.
 
-    Raises `SpecError` with the field for an invalid job. Nothing is read or sent before ``plan`` or ``fit``.
+    Raises `SpecError` for an invalid job, with its ``field``. Nothing is read or sent before you call ``plan`` or
+    ``fit``.
     """
 
     def __init__(
@@ -225,20 +225,19 @@ class Estimator:
         self._write = write
 
     def plan(self, inputs: Inputs | None = None, *, run_id: str | None = None) -> Plan:
-        """Return exactly what ``fit`` would send, without network or credentials.
-
-        Without ``run_id`` the plan's is ``<name>-plan``.
-        """
+        """Return exactly what ``fit`` would send, without network or credentials, as the function `plan` does."""
         return plan(self._job(inputs), **self._keywords, run_id=run_id)
 
     def fit(
         self, inputs: Inputs | None = None, *, wait: bool = True, logs: bool = True, run_id: str | None = None
     ) -> Run:
-        """Submit the job; with ``wait`` return when it has ended, else at once.
+        """Submit the job and return its run: after its end with ``wait``, else at once.
 
-        ``inputs`` override the job's own, by channel; a single one is the channel ``train``. With ``wait`` and ``logs``
-        the log lines of all ranks are written as they come. Raises `RunFailedError` if that run did not succeed, and
-        the errors of planning and sending. Ctrl-C stops the waiting, not the run (``latest_run``).
+        ``inputs`` replace the job's own inputs of the same channel. A single input is the channel ``train``. With
+        ``wait`` and ``logs``, you see the log lines of all ranks as they come. Ctrl-C ends the wait only: the run
+        continues, and ``latest_run`` is its handle.
+
+        Raises `RunFailedError` if the run that it waited for did not succeed, and the errors of `submit`.
         """
         return self._finished(submit(self._job(inputs), **self._keywords, run_id=run_id), wait, logs)
 
@@ -256,11 +255,21 @@ class Estimator:
         logs: bool = True,
         run_id: str | None = None,
     ) -> Run:
-        """Run the job here, in containers, as the provider's platform would start its exact request; else as ``fit``.
+        """Run the job on this machine, in containers, as the provider's platform would start its exact request.
 
-        ``preempt`` and ``kill`` inject faults (``node=1,after=30s``). ``maps`` are local paths by the URLs they stand
-        for. ``secret_values`` are ``env:VARIABLE`` by the secret's name. The run and its data are in ``local_store``.
-        The ``body`` of the run's request lists the ``differences`` from the platform.
+        ``preempt``, ``kill``
+            faults to inject, such as ``node=1,after=30s``.
+        ``maps``
+            a local path for each remote URL.
+        ``local_image``
+            local image to use in place of the job's.
+        ``local_store``
+            folder for the run and its data.
+        ``secret_values``
+            ``env:VARIABLE`` for each secret's name.
+
+        All else is as in ``fit``. The ``differences`` in the ``body`` of the run's request name what a rehearsal cannot
+        imitate.
         """
         from .engine.rehearse import plan_rehearsal
         from .runs.submit import send_plan
@@ -297,11 +306,12 @@ class Estimator:
     def reconcile(
         target: str | None = None, *, store: str | None = None, profile: str | None = None
     ) -> list[dict[str, Any]]:
-        """Do once what a waiting client would do, for a run or for every unfinished run of a store.
+        """Do the work of a waiting client once, for a run or for every unfinished run of a store.
 
-        ``target`` is a run's URL, its id in ``store``, or a store's URL or path (None: ``store``, by default the
-        setting). Return one object a run, as in ``cloudtrain reconcile --json``; a failure of one is its ``error`` and
-        does not stop the others. Raises `NotFoundError` for a run or folder that does not exist.
+        ``target`` is a run's URL or its id in ``store``, or the URL or path of a store. Without it, the store is
+        ``store`` (default: the setting). Return one object for each run, as in ``cloudtrain reconcile --json``. An
+        error with one run is its ``error``, and does not stop the others. Raises `NotFoundError` if ``target`` does not
+        exist.
         """
         from .runs.reconcile import reconcile
         from .settings.settings import Settings

@@ -38,7 +38,7 @@ from cloudtrain.runs.sweeps.spec import Prune, SweepSpec, check_caps, check_swee
 from cloudtrain.runs.sweeps.state import Entry, Outcome, State, Trial, committed, fold, used
 from cloudtrain.runs.sweeps.sweep import Sweep, make_sweep, plan_of_sweep
 from cloudtrain.runs.sweeps.trials import RunTrials, outcome_of, trial_plan
-from cloudtrain.runs.sweeps.view import sweep_summary
+from cloudtrain.runs.sweeps.view import change_lines, sweep_summary
 from cloudtrain.settings.settings import Settings
 from cloudtrain.store.gc import collect
 from cloudtrain.store.store import Store
@@ -89,7 +89,9 @@ def test_a_description_comes_back_from_json() -> None:
         ({"limits": {"max_cost": -1}}, "limits.max_cost"),
         ({"goal": "minimise"}, "goal"),
         ({"sampler": "bayes"}, "sampler"),
+        ({"space": {"lr": {"low": 0, "high": 1, "step": 1e-300}}}, "space.lr.step"),
         ({"sampler": "grid"}, "space.lr"),
+        ({"sampler": "grid", "space": {"lr": {"low": 1, "high": 20_000}}, "limits": {}}, "space"),
         ({"prune": {"min": 2}}, "prune.rule"),
         ({"prune": "hyperband"}, "prune.rule"),
         ({"first": [{"lr": 1.0}]}, "first[0].lr"),
@@ -121,6 +123,21 @@ def test_a_wrong_field_of_the_job_is_named_by_its_path_in_the_file(
     assert main(["sweep", str(tmp_path / "tune.toml"), "--store", str(tmp_path / "store")]) == 2
     assert capsys.readouterr().err.startswith(f"error: {field}: ")
     assert not (tmp_path / "store").exists()
+
+
+def test_plan_takes_a_file_with_a_space_for_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tune.toml").write_text("metrc = 'loss'\n[job]\nentry_point = 'train.py'\n[space]\nlr = [1, 2]\n")
+    assert main(["plan", str(tmp_path / "tune.toml")]) == 2
+    assert capsys.readouterr().err.startswith("error: metrc: is not a field of a sweep\nhint: did you mean 'metric'?")
+
+
+def test_a_trial_that_prune_cannot_compare_says_so() -> None:
+    spec = spec_of(limits={"trials": 3}, prune={"rule": "asha", "by": "epoch"})
+    before = fold(spec, [trial(0)])
+    blind = Outcome(trial=0, state="succeeded", value=0.5)
+    assert change_lines(spec, before, before.with_outcomes([blind])) == [
+        "trial 0: succeeded, loss 0.5 (best so far): its metrics have no column epoch, so [prune] could not compare it"
+    ]
 
 
 def test_a_sweep_whose_trials_have_no_cap_in_the_currency_of_a_limit_is_refused() -> None:
@@ -399,7 +416,8 @@ def test_failures_in_a_row_end_it_and_changed_limits_open_it_again() -> None:
     spec = spec_of(limits={"trials": 9, "failures": 2})
     failed = [done(0), done(1, "failed"), done(2, "failed")]
     entries = [trial(0), trial(1), trial(2)]
-    assert (after(spec, *entries, found=[*failed[:2], done(2, "stopped")]) or {})["kind"] == "trial"
+    for other in ("stopped", "interrupted"):
+        assert (after(spec, *entries, found=[*failed[:2], done(2, other)]) or {})["kind"] == "trial"
     end = after(spec, *entries, found=failed)
     assert (end or {})["why"] == "failures"
     opened = [*entries, end or {}, {"kind": "limits", "limits": {"trials": 4}}]
@@ -507,6 +525,8 @@ def test_a_fallback_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             9.0,
         ),
         ({"state": "failed", "category": "oom", "native_id": "j", "cost": {}}, "", "failed", None),
+        ({"state": "failed", "category": "preempted", "native_id": "j", "cost": {}}, "", "interrupted", None),
+        ({"state": "failed", "category": "infra", "native_id": "j", "cost": {}}, "", "interrupted", None),
         ({"state": "failed", "category": "auth", "native_id": "j", "cost": {}}, "", "refused", None),
         (
             {"state": "failed", "category": "quota", "native_id": None, "cost": {"estimate_usd": None}},

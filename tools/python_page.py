@@ -21,8 +21,8 @@ from cloudtrain.runs.sweeps.sweep import Sweep
 
 HEAD = """# Python API
 
-Describe a job with `Job.make`, look at its plan, and send it. `submit` returns a `Run`, and so does `attach` for a
-run that exists.
+Describe a job with `Job.make`, look at its plan, and send it. `submit` returns a `Run`. For a run that exists, call
+`attach`.
 
 ```python file=train.py
 print("trained")
@@ -46,13 +46,13 @@ assert [line.text for line in again.logs(rank=0, n=1)] == ["trained"]
 again.report("api-1.html")
 ```
 
-Each verb of the command line has a call:
+These verbs of the [command line](cli.md) have a call:
 
 | command | in Python |
 | --- | --- |
 | `cloudtrain plan` | `cloudtrain.plan(job)` |
-| `cloudtrain submit --detach` | `cloudtrain.submit(job)` |
 | `cloudtrain submit` | `cloudtrain.submit(job).wait(on_line=…)` or `Estimator(…).fit()` |
+| `cloudtrain submit --detach` | `cloudtrain.submit(job)` |
 | `cloudtrain rehearse` | `Estimator(…).rehearse()` |
 | `cloudtrain status` | `cloudtrain.attach(run).result()` |
 | `cloudtrain logs -f -n 20 --since 10m` | `run.logs(follow=True, n=20, since="10m")` |
@@ -63,19 +63,21 @@ Each verb of the command line has a call:
 | `cloudtrain reconcile` | `Estimator.reconcile(run_or_store)` |
 | `cloudtrain sweep` | `cloudtrain.Sweep(job, space=…, metric=…).run()` |
 
-`print(plan)` and `print(run)` show a summary with the next call. A notebook shows it as a table.
+For the other verbs, use the command line.
 
-An error of cloudtrain shows your own line, the message and a hint. Set `CLOUDTRAIN_DEBUG=1` to see cloudtrain's lines
-too.
+Call `print(plan)` or `print(run)` to see a summary with the next call. A notebook shows it as a table.
 
-This page is made of the docstrings by `tools/python_page.py`.
+A traceback of an error of cloudtrain shows your own lines, the message and a hint. Set `CLOUDTRAIN_DEBUG=1` to see the
+lines of cloudtrain too.
+
+`tools/python_page.py` makes this page from the docstrings.
 """
 OWN = {
-    "provider": "where to run",
-    "store": "URL under which code, data and runs live",
+    "provider": "name of the platform; default: the setting, else `local`",
+    "store": "URL or folder below which code, data and runs are kept",
     "profile": "profile of the settings file",
     "fallback": "profiles to try next, in order, if there are no machines",
-    "settings": 'settings, of cloudtrain or of the provider: `{"region": "…"}`',
+    "settings": 'settings of cloudtrain or of the provider: `{"region": "…"}`',
     "write": "called with the text of each log line; default: stdout",
 }
 """The Estimator's keywords that are no fields of a Job."""
@@ -89,7 +91,7 @@ def main() -> int:
 def page() -> str:
     """Return the whole page."""
     plan_text = "`str(plan)` is the summary that `cloudtrain plan` prints."
-    job = "A job file has the same fields. `Estimator` makes a job of its keywords."
+    job = "A [job file](cli.md#job-files) has the same fields."
     sections = [
         HEAD,
         *(text for function in (plan, submit, attach) for text in _function(function)),
@@ -97,7 +99,7 @@ def page() -> str:
         *_object("Run", Run, "", _properties(Run)),
         *_object("Plan", Plan, plan_text, [], only=("document",)),
         *_object("Sweep", Sweep, "", _properties(Sweep)),
-        *_object("Estimator", Estimator, "The keywords are the fields of a job and six more.", _keywords()),
+        *_object("Estimator", Estimator, "The keywords:", _keywords()),
     ]
     for kind in (Source, Resources, Input, Line, Status, PullReport):
         sections += _object(kind.__name__, kind, "", _fields(kind), only=())
@@ -188,8 +190,9 @@ def _properties(kind: type) -> list[str]:
 def _errors() -> Iterator[str]:
     yield "## Errors"
     yield (
-        "Every error that cloudtrain raises on purpose is a `CloudtrainError`, in `cloudtrain.errors`. Its text says"
-        " what is wrong, its `hint` how to fix it. `exit_code` is that of the command line."
+        "Every error that cloudtrain raises on purpose is a `CloudtrainError`. Its text says what is wrong, and its"
+        " `hint` says how to fix it. `exit_code` is the exit code of the command line. Import `RunFailedError` from"
+        " `cloudtrain.estimator`, and all others from `cloudtrain.errors`."
     )
     rows = ["| class | is a | exit code | meaning |", "| --- | --- | --- | --- |"]
     kinds = [getattr(errors, name) for name in errors.__all__]

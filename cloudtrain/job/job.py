@@ -154,7 +154,7 @@ def _gpu(value: Any, where: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The code: a folder, the script in it, and the further files that ship."""
+    """The code: a folder with the script, and further folders that cloudtrain sends to the nodes."""
 
     path: str | None = item(
         PATH, "folder to ship; default: the current one if the script lies in it, else the script's"
@@ -248,7 +248,7 @@ _LAUNCHER = fields.Kind(choice(LAUNCHERS).check, {"enum": ["", *LAUNCHERS]})
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job to run. Equal jobs have equal `digest`; `to_json` and `to_toml` round-trip."""
+    """A job to run. Equal jobs have an equal `digest`, also after `to_json` and `from_json`."""
 
     name: str = item(fields.NAME, "name of the job; default: the script's", "")
     source: Source = field(default_factory=Source)
@@ -347,9 +347,9 @@ class Job:
 
     @classmethod
     def make(cls, **fields: Any) -> Job:
-        """Return a Job made of flat keywords: its own fields and those of Source and Resources, by their names.
+        """Return a Job made of keywords: the fields of Job, Source and Resources, without nesting.
 
-        ``source_dir`` is Source's ``path``. Raises `SpecError` for an unknown name, with the nearest valid one.
+        ``source_dir`` is Source's ``path``. Raises `SpecError` for an unknown name. Its hint is the nearest valid one.
         """
         return cls.from_dict(fields)
 
@@ -376,12 +376,12 @@ class Job:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values; fields at their default are left out."""
+        """Return plain JSON values, without the fields that have their default."""
         plain: dict[str, Any] = _plain(self)
         return plain
 
     def to_json(self) -> str:
-        """Return canonical JSON: sorted keys, no spaces, defaults left out."""
+        """Return canonical JSON: `to_dict` with sorted keys and no spaces."""
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
     @classmethod
@@ -394,7 +394,7 @@ class Job:
         return cls.from_dict(table_of(data, "job"))
 
     def to_toml(self) -> str:
-        """Return TOML of `to_dict`. Raises `SpecError` for a null in ``options`` or ``on``: TOML has none."""
+        """Return `to_dict` as TOML. Raises `SpecError` for a null in ``options`` or ``on``, as TOML has none."""
         import tomli_w
 
         try:
@@ -404,7 +404,7 @@ class Job:
 
     @classmethod
     def from_toml(cls, text: str, *, folder: Path | None = None) -> Job:
-        """Return the Job of a TOML text; relative local paths in it are below ``folder`` (default: left as written)."""
+        """Return the Job of a TOML text. Relative local paths start at ``folder`` (default: they stay as they are)."""
         data = toml_loads(text, where="job")
         return cls.from_dict(data if folder is None else anchored(data, folder))
 
@@ -414,14 +414,14 @@ class Job:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def at(self, provider: str) -> Job:
-        """Return this job as ``provider`` runs it: ``on[provider]`` applied, every ``on`` dropped.
+        """Return this job as ``provider`` runs it: with the fields of ``on[provider]``, and without ``on``.
 
-        Tables (env, inputs, tags, hyperparameters) merge by key; all other fields are replaced.
+        Tables (env, inputs, tags, hyperparameters) merge by key. Any other field of ``on`` replaces the job's.
         """
         return _override(self, provider, self.on.get(provider, {}))
 
     def replace(self, **fields: Any) -> Job:
-        """Return a copy with flat ``fields`` replaced."""
+        """Return a copy with other values of these fields, named as in `make`."""
         return Job.from_dict({**_flat(self), **fields})
 
 

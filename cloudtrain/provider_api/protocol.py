@@ -174,13 +174,14 @@ class AttemptInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The platform's status of a run. ``native`` is its own word; times are Unix seconds.
+    """The platform's status of a run. ``native`` is the platform's own word for it. Times are in Unix seconds.
 
-    ``billed_s`` is billed machine time, summed over nodes. ``saved`` is the part of the running time (0 to 1) that
-    preemptible machines did not cost, ``cost_usd`` an estimate. None means that the platform does not report it.
-    ``limit_s`` is the job's time limit in seconds. Only a platform sets it that reports neither a job's start nor
-    whether that limit ended it. `cloudtrain.runs.outcome.with_start` then completes the status by the nodes' records;
-    ``started`` of a running job is the latest possible start.
+    ``billed_s`` is the billed machine time, summed over nodes. ``saved`` is the part of the running time (0 to 1) that
+    preemptible machines did not cost. ``cost_usd`` is an estimate. Each is None if the platform does not report it.
+
+    ``limit_s`` is the job's time limit in seconds. Only a platform that reports no start of a job and no timeout sets
+    it. ``started`` of a running job is then the latest possible start, and `cloudtrain.runs.outcome.with_start` takes
+    the real one from the nodes' records.
     """
 
     state: str

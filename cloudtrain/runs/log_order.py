@@ -32,11 +32,11 @@ Stream = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of a run. ``attempt`` is ``k.r``, ``rank`` None for the runtime's own lines, ``seq`` counts from 1.
+    """One line of a run. ``attempt`` is ``k.r``, the number of the attempt and of the platform's own restart in it.
 
-    The platform's own lines have ``attempt`` ``""``, the platform's name of the node in ``node``, and ``seq`` 0; a
-    marker of lost lines has ``seq`` 0 too. ``time`` is Unix seconds: by the platform's clock if its log has times, else
-    by the node's; None if neither is known.
+    ``rank`` is None for a line of cloudtrain itself. ``seq`` counts the lines from 1. A line of the platform has
+    ``attempt`` ``""``, ``seq`` 0 and, in ``node``, the platform's name of the node. A marker of lost lines has ``seq``
+    0 too. ``time`` is in Unix seconds, by the platform's clock or else the node's, or None.
     """
 
     attempt: str

@@ -51,10 +51,10 @@ _BEST = re.compile(r"(?:.*[-_.])?best(?:[-_.=].*)?")
 
 @dataclass(frozen=True, kw_only=True)
 class PullReport:
-    """The outcome of a pull into ``folder``. ``files`` are relative paths; ``transferred`` is bytes.
+    """The outcome of a pull into ``folder``. ``files`` are relative paths, and ``transferred`` is in bytes.
 
-    ``refused`` are keys whose names could lead outside the folder here; they stay in the store. ``missing`` are
-    requested checkpoints that do not exist, as requested: ``best``.
+    ``refused`` are keys whose names could lead outside the folder. These files stay in the store. ``missing`` are the
+    requested checkpoints that do not exist, by the words of the request: ``best``.
     """
 
     folder: Path

@@ -112,9 +112,9 @@ class _Known:
 
 
 class Run:
-    """A handle of one run, from `submit`, `attach` or `Estimator.fit`.
+    """A handle of one run. You get it from `submit`, `attach` or `Estimator.fit`.
 
-    Every method works from any machine that can read the store, and raises `NotFoundError` if there is no such run.
+    Its methods work from any machine that can read the store. They raise `NotFoundError` if there is no such run.
     """
 
     # Making it reads nothing; ``provider`` is made from run.json when first needed. ``clock`` gives Unix seconds.
@@ -166,12 +166,12 @@ class Run:
 
     @property
     def url(self) -> str:
-        """The URL of the run folder: enough to find the run again from any machine."""
+        """The URL of the run folder, with which `attach` finds the run from any machine."""
         return f"{self.store.url}/runs/{self.run_id}"
 
     @property
     def record(self) -> dict[str, Any]:
-        """The run's record, run.json: the job, the provider and its settings, the code."""
+        """The run's record, run.json, with the job, the provider, its settings and the code."""
         if self._record is None:
             self._record = self.store.run(self.run_id, needs=("provider", "settings", "job"))
         return self._record
@@ -218,7 +218,7 @@ class Run:
     def status(self) -> Status:
         """Return the platform's current status of the run.
 
-        Raises the provider's errors, and `LostContactError` if the platform does not answer.
+        Raises `LostContactError` if the platform does not answer, and the provider's other errors.
         """
         self._follow_handover()
         return self._current_status()[0]
@@ -230,7 +230,7 @@ class Run:
     def result(self) -> Result:
         """Return the object that ``cloudtrain status --json`` prints: state, reason, attempts, checkpoint, cost.
 
-        Once the run is over it is stored as ``result.json``, and the platform is not asked again.
+        After the end of the run, this object is ``result.json`` of the run folder, and no call asks the platform again.
         """
         self._follow_handover()
         stored = self.store.result(self.run_id)
@@ -479,9 +479,9 @@ class Run:
     # ------------------------------------------------------------------------------------------ logs, metrics, waiting
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of the script's metrics file, over all attempts as one history.
+        """Return the rows of the script's metrics file, with all attempts as one history.
 
-        An attempt replaces earlier attempts' rows from its own first step on, so each step occurs once.
+        Each step occurs once: from its first step on, an attempt replaces the rows of earlier attempts.
         """
         self._check()
         self._follow_handover()
@@ -490,9 +490,9 @@ class Run:
         return merge_metrics(LiveRunReader(self.store, self.run_id).metrics().values())
 
     def report(self, path: str | Path = ".") -> Path:
-        """Write one HTML page about the run, which opens without a network. Return its path.
+        """Write one HTML page about the run and return its path. The page opens without a network.
 
-        ``path`` is a file or a folder; in a folder the file is ``<run id>.html``. Raises `SpecError` if there is no
+        ``path`` is a file or a folder. In a folder, the file is ``<run id>.html``. Raises `SpecError` if there is no
         such folder.
         """
         # Imported by name: the page stands above the run that it shows, and only this method loads it.
@@ -511,25 +511,26 @@ class Run:
         poll: float | None = None,
         patience: float = CLIENT_TIMINGS.pull_silence,
     ) -> Iterator[Line]:
-        """Yield the log lines of all nodes, each once and in order for each node.
+        """Yield the log lines of all nodes. Each line comes once, in order for each node.
 
         ``follow``
             continue until the run has ended. ``n`` then counts the lines that exist at the start.
         ``n``
-            the last ``n`` lines only, by their times.
+            yield only the last ``n`` lines, by their times.
         ``since``
-            lines of at most this age (``"10m"``, a timedelta), or since a time (ISO text, a datetime; UTC).
+            yield lines of at most this age (``"10m"``, a timedelta), or since a time (ISO text or datetime, in UTC).
         ``node``, ``rank``
-            lines of this node, of this global rank.
+            yield lines of this node, or of this global rank.
         ``times``
-            fill `Line.time` from the nodes' own copy of the log, if the platform's log has no times.
+            if the platform's log has no times, take `Line.time` from the nodes' own copy of the log.
         ``poll``
-            most seconds between two looks at the platform (default: the provider's).
+            longest pause between two calls to the platform, in seconds (default: the provider's).
         ``patience``
-            if the platform has not answered for so many seconds, yield the nodes' own copy and raise
-            `LostContactError`. Without ``follow`` the copy is used at once.
+            seconds without an answer of the platform. Then yield the nodes' own copy and raise `LostContactError`.
+            Without ``follow``, the first failure is enough.
 
-        Raises `SpecError` for an impossible rank, node or time, `NotFoundError` if there is no such run.
+        Raises `SpecError` for an invalid time or number of lines, and `NotFoundError` for a node, rank or run that does
+        not exist.
         """
         count = None if n is None else whole_number(n, "n", least=0)
         moment = None if since is None else parse_since(since, self._clock(), field="since")
@@ -581,10 +582,11 @@ class Run:
             yield tail.dated(line, over=over) if times else line
 
     def reconcile(self, *, retry: Retrier | None = None, say: Callable[[str], None] = lambda _: None) -> Result:
-        """Do once what `wait` does all the time; return the current result.
+        """Do the work of `wait` once, and return the current result.
 
-        Stops an attempt that has waited longer than ``max_wait`` or was cancelled, lets ``retry`` start another, and
-        keeps the result of a finished run. Any number of clients may do so at once. Raises the errors of `status`.
+        This stops an attempt that was cancelled or has waited longer than ``max_wait``. It calls ``retry`` as `wait`
+        does, and stores the result of a finished run. Any number of clients may call it at once. ``say`` is called with
+        a line of text about each action. Raises the errors of `status`.
         """
         self._follow_handover()
         stored = self.store.result(self.run_id)
@@ -634,24 +636,24 @@ class Run:
         poll: float | None = None,
         patience: float = CLIENT_TIMINGS.pull_silence,
     ) -> Result:
-        """Wait until the run has ended; return its result, the object of ``result.json``.
+        """Wait until the run has ended. Return its result, the object of ``result.json``.
 
         ``timeout``
             raise `LostContactError` after so many seconds. The run continues, as it does after Ctrl-C.
         ``on_line``
             called with each log line, a `Line`.
         ``on_status``
-            called with each change of the `Status`.
+            called with the `Status` after each change.
         ``retry``
-            called with the result of a failed attempt, if the platform itself does not retry. It returns True if it has
-            started another attempt. By default the attempts that the job allows are started.
+            called with the result of a failed attempt, unless the platform itself retries. Return True if you started
+            another attempt. By default, cloudtrain starts the attempts that the job allows.
         ``poll``
-            most seconds between two looks at the platform (default: the provider's).
+            longest pause between two calls to the platform, in seconds (default: the provider's).
         ``patience``
             raise `LostContactError` if the platform has not answered for so many seconds.
 
-        While it waits, it stops an attempt that waits for machines longer than the job's ``max_wait``, if the platform
-        has no such limit. A failed run raises nothing: look at ``result["state"]``.
+        On a platform without a limit for the wait for machines, this call stops an attempt after the job's
+        ``max_wait``. A failed run raises nothing: look at ``result["state"]``.
         """
         if retry is None and self._policy is not None:
             retry = self._policy(self)
@@ -796,20 +798,22 @@ class Run:
         on_pull: Callable[[PullReport], None] | None = None,
         progress: Progress | None = None,
     ) -> PullReport:
-        """Copy the run's results into ``folder``, verified; existing files are not copied again.
+        """Copy the run's results into ``folder`` and check their digests. Skip files that are there already.
 
         ``what``
-            some of ``checkpoints``, ``artifacts``, ``logs`` and ``metrics`` (default: all four). One checkpoint is
+            some of ``checkpoints``, ``artifacts``, ``outputs``, ``logs`` and ``metrics`` (default: all five).
+            ``checkpoints`` and ``checkpoints:all`` are the newest checkpoint of each name. A single checkpoint is
             ``checkpoints:latest``, ``checkpoints:best`` or ``checkpoints:step=N``.
         ``follow``
-            bring new results repeatedly, until the run has ended.
+            copy new results repeatedly, until the run has ended.
         ``on_pull``
-            called with a `PullReport` each time that something came.
+            called with a `PullReport` after each copy that brought something.
         ``progress``
             called with a file's key and a number of bytes, as they come.
 
-        Raises `StorageError`, `DigestError` for damaged content, `NotFoundError` for a missing checkpoint, `SpecError`
-        for an unknown word in ``what``, and with ``follow`` the errors of `logs`.
+        Raises `DigestError` for damaged content, `StorageError` for other failures of a disk or the store,
+        `NotFoundError` for a missing checkpoint and `SpecError` for an unknown word in ``what``. With ``follow``, it
+        also raises the errors of `logs`.
         """
         bring = partial(pull, self.store, self.run_id, Path(folder), what=what, on_pull=on_pull, progress=progress)
         return bring(along=self._statuses_until_final() if follow else None, clock=self._ticks)
@@ -823,10 +827,10 @@ class Run:
             self._ended(last)
 
     def cancel(self) -> None:
-        """Ask the platform to stop the run, and forbid further attempts. It does not wait for the end.
+        """Ask the platform to stop the run, and forbid further attempts. This does not wait for the end.
 
-        A finished run stays as it is, and a second call changes nothing. Every attempt is asked to stop, then the first
-        error, if any, is raised.
+        A finished run stays as it is, and a second call changes nothing. If the platform refuses to stop one attempt,
+        this asks it to stop the others too, and then raises the first error.
         """
         self._check()
         self._follow_handover()

@@ -101,7 +101,7 @@ class Fallbacks:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A complete plan; `document` is the output of ``plan --json``.
+    """A complete plan of a run. `document` is the output of ``plan --json``.
 
     ``job`` is as this provider runs it, ``later`` are the requests of further GPUs of its list. ``settings`` have the
     identity for other stores. ``missing`` names the settings that are not set: `layout` and `request` then hold
@@ -168,8 +168,8 @@ class Plan:
         return (*self.request.notes, *memory_notes(self.job, self.request))
 
     def document(self) -> dict[str, Any]:
-        """Return plain JSON; equal plans give equal documents. Sizes are bytes, times seconds. Missing settings have
-        placeholders."""
+        """Return plain JSON values. Equal plans give equal documents. Sizes are in bytes, times in seconds. Missing
+        settings have placeholders."""
         further = [plan._document() for plan in self.fallbacks.further]
         return self._document() | ({"fallbacks": further} if further else {})
 

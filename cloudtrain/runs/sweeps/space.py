@@ -20,6 +20,8 @@ LARGEST = 1e300
 """Largest bound of a range."""
 MOST_GRID = 100_000
 """Most points of a grid."""
+MOST_POINTS = 10**15
+"""Most points of a range with a step: each is a number of its own in a float."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,20 +126,22 @@ def _dimension(value: Any, where: str) -> Dimension:
     low, high, log = numbers["low"], numbers["high"], table.get("log", False)
     step = _number(table["step"], f"{where}.step") if "step" in table else 0
     if not isinstance(log, bool):
-        raise SpecError("must be true or false", field=f"{where}.log")
+        raise SpecError("must be true or false", field=f"{where}.log", hint="write log = true")
     if low >= high:
         raise SpecError(f"must be below high, {high:g}", field=f"{where}.low")
     if log and low <= 0:
-        raise SpecError("must be above zero on a logarithmic scale", field=f"{where}.low")
+        raise SpecError("must be above zero with log = true", field=f"{where}.low", hint="low = 1e-6")
     if "step" in table and (step <= 0 or log):
-        raise SpecError("must be above zero, and not on a logarithmic scale", field=f"{where}.step")
+        raise SpecError("must be above zero, and not with log = true", field=f"{where}.step", hint="remove step or log")
+    if step and (high - low) / step > MOST_POINTS:
+        raise SpecError(f"{step:g} is too small for a range from {low:g} to {high:g}", field=f"{where}.step")
     whole = all(isinstance(number, int) for number in (low, high, step))
     return Range(low=low, high=high, log=log, step=step, whole=whole)
 
 
 def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:  # or it is NaN
-        raise SpecError("must be a number", field=where)
+        raise SpecError("must be a number", field=where, hint="{ low = 1e-5, high = 0.1, log = true }")
     return value
 
 

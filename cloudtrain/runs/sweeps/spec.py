@@ -132,7 +132,10 @@ class SweepSpec:
     def check(self, limits: Limits) -> None:
         """Raise `SpecError` unless ``limits`` end the sweep."""
         if self.sampler == "grid":
-            grid_size(self.space)
+            size = grid_size(self.space)
+            if size > MOST_TRIALS and (limits.trials or size) > MOST_TRIALS:
+                text = f"the grid has {size:,} points, and a sweep at most {MOST_TRIALS:,} trials"
+                raise SpecError(text, field="space", hint="set limits.trials, or use random or tpe")
         elif not any((limits.trials, limits.max_cost, limits.max_gpu_hours, limits.max_runtime)):
             hint = "set trials, max_cost, max_gpu_hours or max_runtime"
             raise SpecError("nothing would end this sweep", field="limits", hint=hint)

@@ -22,8 +22,11 @@ from .spec import CURRENCIES, Limits, SweepSpec
 __all__ = ["STATES", "Entry", "Outcome", "State", "Trial", "committed", "fold", "is_over", "used"]
 
 Entry = Mapping[str, Any]
-STATES = ("succeeded", "stopped", "capped", "failed", "refused", "cancelled")
-"""How a trial ends: pruned is ``stopped``, over its own cap ``capped``, without a machine ``refused``."""
+STATES = ("succeeded", "stopped", "capped", "failed", "interrupted", "refused", "cancelled")
+"""How a trial ends: pruned is ``stopped``, over its own cap ``capped``, without a machine ``refused``.
+
+A trial that the platform took back or lost, after its last retry, is ``interrupted``.
+"""
 SLACK = 1e-9
 """Relative error of sums of money that counts as equal."""
 

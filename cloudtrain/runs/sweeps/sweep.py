@@ -97,12 +97,19 @@ class Sweep:
         sweep.best.params
         sweep = Sweep.attach(sweep.url)  # later, from any machine
 
-    ``job`` is a Job or an Estimator. Its ``max_cost``, ``max_gpu_hours`` and ``max_runtime`` are the caps of one trial.
-    ``space``, ``metric``, ``goal``, ``value``, ``sampler``, ``seed``, ``first`` and ``prune`` are the fields of
-    tune.toml, and so are the limits ``trials`` to ``failures``. ``sweep_id`` names the sweep. The last four keywords
-    are those of `cloudtrain.submit`.
+    ``job``
+        a Job or an Estimator. Its ``max_cost``, ``max_gpu_hours`` and ``max_runtime`` limit one trial.
+    ``space``, ``metric``, ``goal``, ``value``, ``sampler``, ``seed``, ``first``, ``prune``
+        the fields of tune.toml.
+    ``trials``, ``parallel``, ``max_cost``, ``max_gpu_hours``, ``max_runtime``, ``failures``
+        the limits of tune.toml.
+    ``sweep_id``
+        id of the sweep; default: a new one.
+    ``provider``, ``store``, ``profile``, ``settings``
+        the keywords of `cloudtrain.submit`.
 
-    Raises `SpecError` with the field. Nothing is written or sent before `run`, `step` or `create`.
+    Raises `SpecError` for an invalid value, with its ``field``. Nothing is written or sent before you call `run`,
+    `step` or `create`.
     """
 
     def __init__(
@@ -158,7 +165,7 @@ class Sweep:
     def attach(cls, sweep: str, *, store: str | None = None, profile: str | None = None) -> Sweep:
         """Return the sweep with this URL, or with this id in ``store`` (default: the setting).
 
-        Raises `NotFoundError` if there is none.
+        Raises `NotFoundError` if there is no such sweep.
         """
         settings = Settings.load(store=store, profile=profile)
         place = settings.store if url_scheme(sweep) else settings.resolved()
@@ -169,17 +176,17 @@ class Sweep:
 
     @property
     def url(self) -> str:
-        """The URL of the sweep's folder: enough to find it again from any machine."""
+        """The URL of the sweep's folder, with which `attach` finds the sweep from any machine."""
         return f"{self.store.url}/sweeps/{self.id}"
 
     @property
     def cap(self) -> dict[str, float]:
-        """The limits of one trial, by job field."""
+        """The limits of one trial, by the names of the job's fields."""
         return dict(self.record["cap"])
 
     @property
     def limits(self) -> dict[str, Any]:
-        """The limits now, by name, with every change. Reads the store."""
+        """The limits of the sweep, by name, after all changes. Reads the store."""
         return dataclasses.asdict(fold(self.spec, self._log.read()).limits)
 
     @property
@@ -192,9 +199,9 @@ class Sweep:
     # ------------------------------------------------------------------------------------------------------- the drive
 
     def create(self) -> bool:
-        """Stage the code and record the sweep, unless it is recorded. Return whether this call recorded it.
+        """Upload the code and record the sweep, unless it is recorded. Return True if this call recorded it.
 
-        Raises `ConflictError` if another sweep has the id, and the errors of storage.
+        Raises `ConflictError` if another sweep has the id, and the errors of the store.
         """
         if self._plan is None:
             return False
@@ -223,10 +230,16 @@ class Sweep:
         on_change: Say | None = print,
         patience: float = CLIENT_TIMINGS.pull_silence,
     ) -> Best | None:
-        """Create the sweep if need be, and drive it to its end. Return the best trial.
+        """Create the sweep if it does not exist, and run it to its end. Return the best trial.
 
-        ``timeout`` (seconds) raises `LostContactError`; ``on_change`` takes a line for each change. Ctrl-C and an
-        error leave the running trials alone: call `run` again, here or elsewhere. ``patience`` is in seconds.
+        ``timeout``
+            raise `LostContactError` after so many seconds.
+        ``on_change``
+            called with a line of text for each change.
+        ``patience``
+            raise `LostContactError` if the platform or store has not answered for so many seconds.
+
+        After Ctrl-C or an error, running trials continue. Call `run` again to continue the sweep, from any machine.
         """
         self.create()
         say = on_change or _silent
@@ -269,10 +282,10 @@ class Sweep:
         return again
 
     def step(self, *, on_change: Say | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Do once what `run` does all the time, until nothing can be added now. Return the summary.
+        """Start and stop every trial that can be started or stopped now. Return the object of `result`.
 
-        ``environ`` has the values of ``env:`` references (default: this process's). Raises the errors of store and
-        platform.
+        ``environ`` has the values of ``env:`` references (default: the variables of this process). Raises the errors of
+        store and platform.
         """
         self.create()
         say = on_change or _silent
@@ -308,7 +321,7 @@ class Sweep:
         )
 
     def change(self, limits: Mapping[str, Any]) -> None:
-        """Replace these limits; this opens an ended sweep again. Raises `SpecError` for an invalid limit."""
+        """Replace these limits. This opens an ended sweep again. Raises `SpecError` for an invalid limit."""
         while limits:
             state = fold(self.spec, self._log.read())
             changed = state.limits.changed(limits)
@@ -318,7 +331,7 @@ class Sweep:
                 return
 
     def cancel(self) -> None:
-        """Stop every trial and start no further one. It does not wait for the end; a second call changes nothing.
+        """Stop every trial and start no further one. This does not wait for the end. A second call changes nothing.
 
         Raises the errors of store and platform.
         """
@@ -332,7 +345,7 @@ class Sweep:
     # ----------------------------------------------------------------------------------------------------- the results
 
     def state(self) -> State:
-        """Return the state by the log and the runs of the trials that it leaves open. Asks the platform about these."""
+        """Return the current state of the sweep and its trials. Asks the platform about the trials that still run."""
         state, trials = fold(self.spec, self._log.read()), self._trials()
         found = []
         for trial in state.live:
@@ -343,7 +356,7 @@ class Sweep:
         return state.with_outcomes(found)
 
     def progress(self, state: State) -> dict[int, tuple[float, float]]:
-        """Return the last progress and value of each running trial that has any, by trial. Reads the store."""
+        """Return the last progress and value of running trials with metrics, by trial number. Reads the store."""
         self._live = self._live or self._trials()
         last = {trial.n: self._live.points(trial)[-1:] for trial in state.live}
         return {n: (points[0][0], self.spec.sign * points[0][1]) for n, points in last.items() if points}
@@ -353,7 +366,7 @@ class Sweep:
         return self.summary(self.state())
 
     def summary(self, state: State) -> dict[str, Any]:
-        """Return the object of `result` for a state that was read before."""
+        """Return the object of `result` for a state that `state` returned."""
         return sweep_summary(self.spec, state, url=self.url, sweep_id=self.id, provider=str(self.record["provider"]))
 
     @property
@@ -367,16 +380,16 @@ class Sweep:
         return Best(trial=trial.n, run=self._trials().run(trial), params=dict(trial.params), value=found.value)
 
     def study(self) -> Study:
-        """Return an `optuna.Study` in memory with every trial: all of Optuna's plots take it.
+        """Return an `optuna.Study` in memory with every trial. All of Optuna's plots work with it.
 
         Raises `SpecError` if Optuna is not installed.
         """
         return study_of(self.spec, self.state())
 
     def report(self, path: str | Path = ".") -> Path:
-        """Write one HTML page about the sweep, which opens without a network. Return its path.
+        """Write one HTML page about the sweep and return its path. The page opens without a network.
 
-        ``path`` is a file or a folder; in a folder the file is ``<sweep id>.html``.
+        ``path`` is a file or a folder. In a folder, the file is ``<sweep id>.html``.
         """
         page: Path = import_module("cloudtrain.report.sweep").write_sweep(self, Path(path))
         return page

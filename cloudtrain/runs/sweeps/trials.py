@@ -129,6 +129,8 @@ def outcome_of(
         state = "refused"
     elif state == "failed" and category == "timeout":
         state = "capped"
+    elif state == "failed" and category in ("preempted", "infra"):
+        state = "interrupted"
     elif state == "succeeded" and value is None:
         columns = ", ".join(dict.fromkeys(key for row in rows for key in row)) or "none"
         state, reason = "failed", f"its metrics have no finite {spec.metric}; columns: {columns}"

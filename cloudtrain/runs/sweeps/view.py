@@ -106,7 +106,9 @@ def change_lines(spec: SweepSpec, before: State, now: State) -> list[str]:
         if n not in before.outcomes:
             value = "" if item.value is None else f", {spec.metric} {value_text(item.value)}"
             crown = " (best so far)" if champion is not None and champion.trial == n and champion != best else ""
-            why = f": {item.reason}" if item.reason and item.state in ("failed", "refused") else ""
+            why = f": {item.reason}" if item.reason and item.state in ("failed", "interrupted", "refused") else ""
+            if spec.prune is not None and item.state == "succeeded" and item.at is None:
+                why = f": its metrics have no column {spec.prune.by}, so [prune] could not compare it"
             lines.append(f"trial {n}: {item.state}{value}{crown}{why}")
     if now.closing and not before.closing:
         lines.append(f"stopping every trial: {ENDS.get(now.closing, now.closing)}")
