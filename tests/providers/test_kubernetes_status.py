@@ -484,6 +484,13 @@ def test_a_cancel_goes_by_the_servers_clock(monkeypatch: pytest.MonkeyPatch, ahe
     ]
 
 
+def test_a_cancel_with_no_pod_to_stop_ends_the_job_at_once() -> None:
+    job, pods = scene("gpu")
+    account = Served(**{"GET sc": job, "GET pods": {"items": pods}})
+    account.cancel(NATIVE)
+    assert [(name, body["spec"]) for _, name, body in account.calls[2:]] == [("sc", {"activeDeadlineSeconds": 0})]
+
+
 @pytest.mark.parametrize("why", ["", "image: none"])
 def test_a_job_is_ended_once(why: str) -> None:
     job, pods = scene("cancel running")

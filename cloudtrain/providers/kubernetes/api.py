@@ -278,6 +278,7 @@ class Account:
         job = self.job(native_id)
         if is_ending(job) or {CANCELLED, ENDED} & set(job["metadata"].get("annotations") or {}):
             return
+        stopped = False
         for pod in self.pods(native_id):
             if pod["status"].get("phase") in ("Pending", "Running") and pod["spec"].get("nodeName"):
                 path = f"/api/v1/namespaces/{namespace}/pods/{pod['metadata']['name']}"
@@ -285,8 +286,9 @@ class Account:
                     self.call("PATCH", path, what="stop the pod", body={"spec": {"activeDeadlineSeconds": 1}})
                 except NotFoundError:
                     continue
+                stopped = True
         began = time_of(job["status"].get("startTime"))
-        deadline = max(0, int(time.time() + self._ahead - began)) + LINGER if began else 0
+        deadline = max(0, int(time.time() + self._ahead - began)) + LINGER if began and stopped else 0
         mark = {ENDED: why} if why else {CANCELLED: "true"}
         change = {"metadata": {"annotations": mark}, "spec": {"activeDeadlineSeconds": deadline}}
         self.call("PATCH", f"{self._jobs(namespace)}/{name}", what="cancel the Job", body=change)
