@@ -112,15 +112,13 @@ class Account:
         except ModuleNotFoundError:
             raise not_installed(f"provider {NAME!r}", NAME, field="provider", named=["kubernetes"]) from None
         own, found = self.settings, client.Configuration()
+        file = own.kubeconfig or os.environ.get("KUBECONFIG", "")
         try:
-            if IN_POD.exists() and not (own.kubeconfig or own.context):
+            if IN_POD.exists() and not (file or own.context):
                 config.load_incluster_config(client_configuration=found)
             else:
                 config.load_kube_config(
-                    own.kubeconfig or os.environ.get("KUBECONFIG") or None,
-                    own.context or None,
-                    client_configuration=found,
-                    persist_config=False,
+                    file or None, own.context or None, client_configuration=found, persist_config=False
                 )
         except (config.ConfigException, OSError, ValueError) as exc:
             raise AuthError(f"no cluster: {one_line(exc)}", hint=HELP["none"]) from None

@@ -5,6 +5,7 @@ Seen with Kubernetes 1.36.2; the tests hold its answers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -28,10 +29,13 @@ HINTS: Mapping[str, str] = {
     "oom": "ask for more with memory_gb",
     "disk": "ask for more with disk_gb",
 }
-_IMAGE = frozenset(
-    ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "ImageInspectError", "StartError")
-)
+_IMAGE = frozenset(("ErrImageNeverPull", "InvalidImageName", "ImageInspectError", "StartError"))
 """Reasons of a container that waits in vain, or could not start."""
+_PULL = frozenset(("ErrImagePull", "ImagePullBackOff"))
+_NO_IMAGE = re.compile(
+    r"not found|(manifest|name|repository) unknown|denied|unauthorized|forbidden|no such (image|host)", re.IGNORECASE
+)
+"""Words of a pull that no further try makes good. A registry that does not answer may come back."""
 _DECIDED = ("Ending", "Suspended")
 """Our words for a Job that waits, and needs no pod now."""
 PENDING = frozenset(("ContainerCreating", "PodInitializing"))
@@ -106,7 +110,7 @@ def status_of(job: Object, pods: Sequence[Object]) -> Status:
         return _failed(base, conditions["Failed"], pods, cancelled=cancelled)
     newest = {_index(pod): pod for pod in pods}
     waiting, why = _waiting([pod for pod in newest.values() if pod["status"].get("phase") == "Pending"])
-    if waiting in _IMAGE and not cancelled:
+    if (waiting in _IMAGE or (waiting in _PULL and _NO_IMAGE.search(why))) and not cancelled:
         return replace(base, state="failed", category="image", native=waiting, reason=hinted(why, HINTS["image"]))
     if job["spec"].get("suspend"):
         base = replace(base, native="Suspended")
