@@ -186,6 +186,22 @@ def test_a_cancelled_job_that_a_queue_holds_is_over() -> None:
     assert (found.state, found.category, found.reason) == ("cancelled", "cancelled", "it was cancelled")
 
 
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [
+        ("rpc error: code = Unknown desc = failed to pull and unpack image: dial tcp: i/o timeout", "pending"),
+        ("failed to resolve reference: unexpected status: 503 Service Unavailable", "pending"),
+        ("manifest unknown: manifest unknown", "failed"),
+        ('failed to resolve reference "a/b:1": a/b:1: not found', "failed"),
+        ("pull access denied, repository does not exist or may require authorization", "failed"),
+    ],
+)
+def test_only_an_image_that_is_not_there_fails(said: str, state: str) -> None:
+    job, pods = scene("img")
+    pods[0]["status"]["containerStatuses"][0]["state"]["waiting"] = {"reason": "ErrImagePull", "message": said}
+    assert status_of(job, pods).state == state
+
+
 def test_a_cancelled_job_does_not_fail_by_its_image() -> None:
     job, pods = scene("no image")
     job["metadata"]["annotations"][CANCELLED] = "true"
