@@ -75,8 +75,9 @@ def _words(words: list[str], name: str) -> str:
 def _mounts(words: list[str]) -> Iterator[Mount]:
     """Yield each file and folder of the command by itself: all are on the shared volume."""
     yield Mount(url=f"file://{words[1]}", path=words[1], kind="mount")
-    context = words[words.index("--context") + 1].rpartition("/")[0]
-    yield Mount(url=f"file://{context}", path=context, kind="mount")
+    context = words[words.index("--context") + 1]
+    for path in (context, f"{context.rpartition('/')[0]}/key"):
+        yield Mount(url=f"file://{path}", path=path, kind="mount")
     for before, word in itertools.pairwise(words):
         name, _, path = word.partition("=")
         if before == "--path" and name not in (GRACE_PATH, LIMIT_PATH, CLOCK_PATH):
