@@ -80,6 +80,8 @@ def test_a_description_comes_back_from_json() -> None:
         ({"space": {"lr": {"low": 0, "high": math.inf}}}, "space.lr.high"),
         ({"space": {"lr": {"low": 0, "high": 1, "step": 0}}}, "space.lr.step"),
         ({"space": {"lr": []}}, "space.lr"),
+        ({"space": {"a b": [1, 2]}}, "space"),
+        ({"space": {"--lr": [1, 2]}}, "space"),
         ({"space": {"lr": [1, 1]}}, "space.lr"),
         ({"space": {"lr": [0.1, math.nan]}}, "space.lr"),
         ({"space": {"lr": {"low": 0, "high": 10**400}}}, "space.lr.high"),

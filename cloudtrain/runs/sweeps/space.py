@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
@@ -16,6 +17,7 @@ __all__ = ["Choices", "Dimension", "Params", "Range", "grid_point", "grid_size",
 
 Params = dict[str, Any]
 RANGE_KEYS = ("low", "high", "log", "step")
+_NAME = re.compile(r"[^\s=-][^\s=]*")
 LARGEST = 1e300
 """Largest bound of a range."""
 MOST_GRID = 100_000
@@ -100,7 +102,11 @@ def _log_uniform(random: Random, low: float, high: float) -> float:
 
 def parse_space(table: Any) -> dict[str, Dimension]:
     """Return the dimensions of ``[space]`` by hyperparameter. Raises `SpecError` with the dotted field."""
-    found = {name: _dimension(value, f"space.{name}") for name, value in table_of(table, "space").items()}
+    found = {}
+    for name, value in table_of(table, "space").items():
+        if not _NAME.fullmatch(name):
+            raise SpecError(f"{name!r} is not a name for a hyperparameter", field="space", hint="for example: lr, model.lr")
+        found[name] = _dimension(value, f"space.{name}")
     if not found:
         raise SpecError("must name at least one hyperparameter", field="space", hint="lr = { low = 1e-5, high = 0.1 }")
     return found
