@@ -105,7 +105,7 @@ def parse_space(table: Any) -> dict[str, Dimension]:
     found = {}
     for name, value in table_of(table, "space").items():
         if not _NAME.fullmatch(name):
-            raise SpecError(f"{name!r} is not a name for a hyperparameter", field="space", hint="for example: lr, model.lr")
+            raise SpecError(f"{name!r} is not a hyperparameter's name", field="space", hint="for example: lr, model.lr")
         found[name] = _dimension(value, f"space.{name}")
     if not found:
         raise SpecError("must name at least one hyperparameter", field="space", hint="lr = { low = 1e-5, high = 0.1 }")
