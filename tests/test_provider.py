@@ -170,6 +170,9 @@ def test_lists_of_objects_merge_by_index_and_star_means_all() -> None:
     assert [p["t"] for p in merged({"pools": {"0": {"t": "z"}, "*": {"t": "s"}}})["pools"]] == ["z", "s"]
     # A new element at the end, where nothing of ours would be missing in it.
     assert merged({"tags": {"0": "new"}})["tags"] == ["new"]
+    assert merged({"tags": {"1": "b", "0": "a"}})["tags"] == ["a", "b"]
+    with pytest.raises(SpecError, match="'2' is no index of that list of 0"):
+        merged({"tags": {"2": "c", "0": "a"}})
 
 
 @pytest.mark.parametrize("key", ["3", "-1", "x", "1.0", ""])

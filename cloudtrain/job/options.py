@@ -28,8 +28,10 @@ def _merge(into: Any, change: Any, path: tuple[str, ...], owned: Sequence[str], 
     if isinstance(into, dict) and isinstance(change, Mapping):
         return {**into, **{k: _merge(into.get(k), v, (*path, k), owned, provider) for k, v in change.items()}}
     if isinstance(into, list) and isinstance(change, Mapping):
+        added = sorted(int(key) for key in change if key.isdigit() and int(key) >= len(into))
+        known = {*range(len(into)), *(at for number, at in enumerate(added) if at == len(into) + number)}
         for key in change:
-            if key != "*" and not (key.isdigit() and int(key) <= len(into)):
+            if key != "*" and not (key.isdigit() and int(key) in known):
                 raise SpecError(f"{key!r} is no index of that list of {len(into)}; '*' means every one", field=where)
         out = list(into)
         for i in range(len(out)):
