@@ -159,6 +159,36 @@ def test_own_names_of_gpus_win_and_no_label_asks_for_any() -> None:
         ({"spot": "gce"}, {}, "kubernetes.spot"),
         ({"security": "strict"}, {}, "kubernetes.security"),
         ({"ttl": 1}, {}, "kubernetes.ttl"),
+        ({"ttl": 2**31}, {}, "kubernetes.ttl"),
+        ({"pending": 2**40}, {}, "kubernetes.pending"),
+        ({"host_network": "yes"}, {}, "kubernetes.host_network"),
+        ({"root": "/dev/shm"}, {}, "kubernetes.root"),
+        ({"claim": "My claim"}, {}, "kubernetes.claim"),
+        ({"service_account": "My_SA"}, {}, "kubernetes.service_account"),
+        ({"priority_class": "High"}, {}, "kubernetes.priority_class"),
+        ({"queue": "a queue"}, {}, "kubernetes.queue"),
+        ({"image_pull_secrets": "reg"}, {}, "kubernetes.image_pull_secrets"),
+        ({"image_pull_secrets": ("a b",)}, {}, "kubernetes.image_pull_secrets[0]"),
+        ({"claim": "", "volume": "nfs"}, {}, "kubernetes.volume"),
+        ({"claim": "", "volume": {"nfs": {}, "hostPath": {}}}, {}, "kubernetes.volume"),
+        ({"claim": "", "volume": {"nsf": {}}}, {}, "kubernetes.volume.nsf"),
+        ({"claim": "", "volume": {"nfs": {"server": "nas"}}}, {}, "kubernetes.volume.nfs.path"),
+        ({"claim": "", "volume": {"nfs": {"server": "nas", "path": "srv"}}}, {}, "kubernetes.volume.nfs.path"),
+        ({"annotations": {"a": {"b": "c"}}}, {}, "kubernetes.annotations.a"),
+        ({"annotations": {"a": "x" * 262_144}}, {}, "kubernetes.annotations"),
+        ({"tolerations": "x"}, {}, "kubernetes.tolerations"),
+        ({"tolerations": ({"kay": "a"},)}, {}, "kubernetes.tolerations.0.kay"),
+        ({"tolerations": ({"value": "a"},)}, {}, "kubernetes.tolerations.0.key"),
+        ({"tolerations": ({"key": "a", "value": 1},)}, {}, "kubernetes.tolerations.0.value"),
+        ({"tolerations": ({"key": "a", "operator": "Is"},)}, {}, "kubernetes.tolerations.0.operator"),
+        ({"tolerations": ({"key": "a", "effect": "NoRun"},)}, {}, "kubernetes.tolerations.0.effect"),
+        ({"tolerations": ({"key": "a", "operator": "Exists", "value": "b"},)}, {}, "kubernetes.tolerations.0.value"),
+        ({"tolerations": ({"key": "a", "tolerationSeconds": 9},)}, {}, "kubernetes.tolerations.0.tolerationSeconds"),
+        ({"gpu_resource": "gpu"}, {}, "kubernetes.gpu_resource"),
+        ({"gpu_label": "a b"}, {}, "kubernetes.gpu_label"),
+        ({"gpu_names": "x"}, {}, "kubernetes.gpu_names"),
+        ({"gpu_names": {"H100": 1}}, {}, "kubernetes.gpu_names.H100"),
+        ({"gpu_names": {"H100": ["a b"]}}, {}, "kubernetes.gpu_names.H100"),
         ({"labels": {"a b": "c"}}, {}, "kubernetes.labels.a b"),
         ({"labels": {"a": "two words"}}, {}, "kubernetes.labels.a"),
         ({"node_selector": {"a": "x" * 64}}, {}, "kubernetes.node_selector.a"),
@@ -170,7 +200,9 @@ def test_own_names_of_gpus_win_and_no_label_asks_for_any() -> None:
         ({"hami": {"gpumen": 1}}, {}, "kubernetes.hami.gpumen"),
         ({"hami": {"gpumem": 1, "gpumem_percentage": 1}}, {}, "kubernetes.hami.gpumem"),
         ({"hami": {"resources": {"gpu": 1}}}, {}, "kubernetes.hami.resources.gpu"),
+        ({"hami": {"resources": {"nvidia.com/gpu": 2}}}, {}, "kubernetes.hami.resources.nvidia.com/gpu"),
         ({}, {"gpu": ("K80:1",)}, "resources.gpu"),
+        ({}, {"instance_type": "a b"}, "resources.instance_type"),
         ({}, {"spot": True}, "resources.spot"),
         ({}, {"shm_gb": 8, "memory_gb": 4}, "resources.shm_gb"),
         ({}, {"max_cost": 1}, "max_cost"),
@@ -203,6 +235,7 @@ def test_what_is_not_on_the_shared_volume_is_refused(at: Layout, field: str) -> 
 
 
 POD = ("items", "0", "spec", "template", "spec")
+NODE = (*POD, "containers", "0")
 
 
 @pytest.mark.parametrize(
@@ -219,13 +252,33 @@ POD = ("items", "0", "spec", "template", "spec")
         ((*POD, "containers", "0", "volumeMounts", "3"), {"name": "none", "mountPath": "/x"}, "volumeMounts"),
         ((*POD, "containers", "0", "env", "2"), {"name": "A", "value": 1}, "env"),
         ((*POD, "containers", "0", "volumeMounts", "0", "mountPath"), "/x", "volumeMounts"),
-        ((*POD, "volumes", "1", "emptyDir"), "x", "volumes"),
+        ((*POD, "volumes", "1", "emptyDir"), "x", "volumes.1.emptyDir"),
         ((*POD, "volumes"), [], "volumeMounts"),
         (("items", "0", "spec", "template", "metadata", "labels", "a"), "b c", "a"),
         (("items", "0", "spec", "podFailurePolicy"), {}, "podFailurePolicy"),
         (("items", "0", "spec", "completions"), 3, "completions"),
         ((*POD, "restartPolicy"), "OnFailure", "restartPolicy"),
         (("items", "0", "metadata", "name"), "x.y", "name"),
+        (("items", "0", "metadata", "anotations"), {}, "anotations"),
+        (("items", "0", "spec", "successPolicy"), {}, "successPolicy"),
+        (("items", "0", "spec", "ttlSecondsAfterFinished"), 2**31, "ttlSecondsAfterFinished"),
+        (("items", "0", "spec", "template", "metadata", "labels", "a"), 1, "labels.a"),
+        (("items", "0", "metadata", "annotations", "a"), 1, "annotations.a"),
+        ((*POD, "nodeSelector"), {"a": 1}, "nodeSelector.a"),
+        ((*POD, "tolerations", "2"), {"key": "a", "operator": "Exists", "value": "b"}, "tolerations.2.value"),
+        ((*POD, "volumes", "3"), {"nfs": {"server": "a", "path": "/b"}}, "volumes.3.name"),
+        ((*POD, "initContainers"), [{"name": "node", "image": "x"}], "containers"),
+        ((*POD, "initContainers"), [{"name": "a"}], "initContainers.0.image"),
+        ((*NODE, "volumeMounts", "3"), {"name": "scratch", "mountPath": "/srv"}, "volumeMounts"),
+        ((*NODE, "env", "3"), {"name": "A=B", "value": "x"}, "env"),
+        ((*NODE, "resources", "claims"), [{"name": "gpu"}], "claims"),
+        ((*NODE, "resources", "limits", "gpu"), "1", "limits.gpu"),
+        ((*NODE, "resources", "limits", "memory"), "1K", "limits.memory"),
+        ((*NODE, "resources", "limits", "hugepages-2Mi"), "512Mi", "limits.hugepages-2Mi"),
+        ((*NODE, "resources", "limits", "nvidia.com/gpu"), "1", "limits.nvidia.com/gpu"),
+        ((*NODE, "resources"), {"limits": {"memory": "1Gi"}, "requests": {"memory": "2G"}}, "requests.memory"),
+        ((*NODE, "resources"), {"limits": {"cpu": "1500m"}, "requests": {"cpu": "1.6"}}, "requests.cpu"),
+        ((*NODE, "resources"), {"requests": {"rdma/ib": "1"}}, "requests.rdma/ib"),
     ],
 )
 def test_a_wrong_manifest_is_refused(path: tuple[str, ...], value: Any, field: str) -> None:
@@ -236,6 +289,54 @@ def test_a_wrong_manifest_is_refused(path: tuple[str, ...], value: Any, field: s
         planned(options={"kubernetes": options}, instance_count=1)
     assert caught.value.field.endswith(field)
     assert caught.value.field.startswith("options.kubernetes.items.")
+
+
+@pytest.mark.parametrize("path", [("sepc",), ("spec", "typo"), ("metadata", "typo")])
+def test_a_wrong_service_is_refused(path: tuple[str, ...]) -> None:
+    options: Any = {}
+    for key in reversed(("items", "1", *path)):
+        options = {key: options}
+    with pytest.raises(SpecError) as caught:
+        planned(options={"kubernetes": options}, instance_count=2)
+    assert caught.value.field == ".".join(("options.kubernetes.items.1", *path))
+
+
+def test_a_request_up_to_its_limit_and_whatever_the_cluster_takes_pass() -> None:
+    """Each of these was accepted by a real API server of 1.36.2."""
+    resources = {"limits": {"memory": "1Gi", "cpu": "2"}, "requests": {"memory": "1073741824", "cpu": "1"}}
+    pod = {
+        "tolerations": {"2": {"key": "a", "operator": "Equal"}},
+        "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "h100"}],
+        "containers": {"0": {"resources": {**resources, "claims": [{"name": "gpu"}]}}},
+        "volumes": {"3": {"name": "g", "csi": {"driver": "gcsfuse.csi.storage.gke.io"}}},
+    }
+    change: Any = {"ttlSecondsAfterFinished": 0, "template": {"spec": pod}}
+    request = planned(options={"kubernetes": {"items": {"0": {"spec": change}}}})
+    assert job_object(request)["spec"]["ttlSecondsAfterFinished"] == 0
+    assert pod_of(request)["resourceClaims"][0]["name"] == "gpu"
+
+
+def test_numbers_and_switches_of_settings_become_texts() -> None:
+    request = planned({"node_selector": {"pool": 1, "fast": True}, "labels": {"a": True}, "annotations": {"b": 2}})
+    assert pod_of(request)["nodeSelector"] == {"pool": "1", "fast": "true"}
+    meta = job_object(request)["spec"]["template"]["metadata"]
+    assert (meta["labels"]["a"], meta["annotations"]["b"]) == ("true", "2")
+
+
+def test_a_long_limit_fits_into_a_pod_s_deadline() -> None:
+    assert pod_of(planned(max_runtime=2**31 - 1))["activeDeadlineSeconds"] == 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"security": "restricted", "host_network": True}, "host_network"),
+        ({"security": "restricted", "claim": "", "volume": {"nfs": {"server": "a", "path": "/b"}}}, "nfs"),
+        ({"hami": {"gpumem": 1}, "scheduler_name": "volcano"}, "volcano"),
+    ],
+)
+def test_a_setting_that_keeps_pods_from_a_start_is_noted(settings: Mapping[str, Any], word: str) -> None:
+    assert any(word in note for note in planned(settings, gpu=("A100:1",)).notes)
 
 
 def test_options_reach_the_manifest() -> None:

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 from ...errors import SpecError, UnsupportedError
 from ...validate import choice_of, near_or_all
 from . import NAME
+from .validate import check_key, check_labels
 
 if TYPE_CHECKING:
     from ...job.job import Gpu
     from . import Settings
 
 __all__ = [
-    "SPOT", "check_hami", "gpu_limits", "gpu_selector", "hami_annotations", "kind_of", "spot_selector", "tolerations",
+    "SPOT", "check_gpu_names", "check_hami", "gpu_limits", "gpu_selector", "hami_annotations", "kind_of",
+    "spot_selector", "tolerations",
 ]  # fmt: skip
 
 GPU_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -159,7 +161,21 @@ def hami_annotations(settings: Settings) -> dict[str, str]:
     return found
 
 
-def check_hami(hami: Any) -> None:
+def check_gpu_names(names: Any) -> None:
+    """Raise `SpecError` for names of GPUs whose values no node's label can have."""
+    where = f"{NAME}.gpu_names"
+    hint = 'for example { H100 = ["NVIDIA-H100-NVL"] }'
+    if not isinstance(names, Mapping):
+        raise SpecError("must be a table", field=where, hint=hint)
+    for name, values in names.items():
+        listed = [values] if isinstance(values, str) else values
+        if not isinstance(listed, (list, tuple)) or not listed or not all(isinstance(item, str) for item in listed):
+            raise SpecError("must be text or a list of texts", field=f"{where}.{name}", hint=hint)
+        for value in listed:
+            check_labels({name: value}, where)
+
+
+def check_hami(hami: Any, gpu_resource: str) -> None:
     """Raise `SpecError` for a rule of HAMi that its scheduler would refuse, cut or silently ignore."""
     where = f"{NAME}.hami"
     if not isinstance(hami, Mapping):
@@ -180,7 +196,7 @@ def check_hami(hami: Any) -> None:
             if not value or not all(isinstance(item, str) and item for item in _values(value)):
                 raise SpecError("must be text or a list of texts", field=field)
         elif name == RESOURCES:
-            _check_resources(value, field)
+            _check_resources(value, field, gpu_resource)
         else:
             raise SpecError(
                 "is no rule of HAMi", field=field, hint=near_or_all(name, [*_NUMBERS, *_ANNOTATIONS, RESOURCES])
@@ -189,12 +205,15 @@ def check_hami(hami: Any) -> None:
         raise SpecError("excludes gpumem_percentage", field=f"{where}.gpumem", hint="keep one of them")
 
 
-def _check_resources(value: Any, field: str) -> None:
+def _check_resources(value: Any, field: str, gpu_resource: str) -> None:
     if not isinstance(value, Mapping):
         raise SpecError('must be a table like { "huawei.com/Ascend910B3" = 1 }', field=field)
     for name, number in value.items():
         if "/" not in name or isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise SpecError("must be a resource's full name and a whole number", field=f"{field}.{name}")
+        check_key(name, f"{field}.{name}")
+        if name == gpu_resource:
+            raise SpecError("is the number of GPUs", field=f"{field}.{name}", hint="set resources.gpu")
 
 
 def kind_of(settings: Settings, labels: Mapping[str, str]) -> str:

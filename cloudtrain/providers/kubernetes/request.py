@@ -14,12 +14,30 @@ from ...job.job import job_name, run_tag
 from ...job.options import merge_options
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
-from ...validate import choice_of, url_scheme
+from ...validate import choice_of, texts_of, url_scheme, whole_number
 from .._cloud import digest_of, secret_references
 from . import NAME, Provider
-from .devices import SPOT, check_hami, gpu_limits, gpu_selector, hami_annotations, spot_selector, tolerations
+from .devices import (
+    SPOT,
+    check_gpu_names,
+    check_hami,
+    gpu_limits,
+    gpu_selector,
+    hami_annotations,
+    spot_selector,
+    tolerations,
+)
 from .node import AGAIN, CLOCK_PATH, GRACE_PATH, HOST, LIMIT_PATH, NODES, SCRATCH, SECRETS
-from .validate import check_body, check_labels
+from .validate import (
+    INT32,
+    check_body,
+    check_key,
+    check_labels,
+    check_name,
+    check_tolerations,
+    check_volume,
+    label_text,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from ...job.job import Gpu, Job
@@ -41,6 +59,7 @@ CONTAINER = "node"
 _SPEC = (
     *("completionMode", "completions", "parallelism", "activeDeadlineSeconds", "podFailurePolicy", "suspend"),
     *("backoffLimitPerIndex", "maxFailedIndexes", "manualSelector", "selector", "podReplacementPolicy", "managedBy"),
+    "successPolicy",
 )
 _POD = (
     *("restartPolicy", "subdomain", "hostname", "activeDeadlineSeconds", "terminationGracePeriodSeconds"),
@@ -64,9 +83,12 @@ EXTRA_GRACE = 10
 """Seconds between the end of our grace and Kubernetes' kill."""
 JOIN = 3600
 """Seconds beyond its limit after which a pod is stopped in any case: it may wait for its image and its peers."""
+SHM = "/dev/shm"
 POLICIES = ("", "Always", "IfNotPresent", "Never")
 _TEXTS = ("kubeconfig", "context", "namespace", "claim", "root", "service_account", "priority_class", "runtime_class",
           "scheduler_name", "queue", "gpu_resource", "gpu_label", "spot")  # fmt: skip
+_OBJECTS = ("claim", "service_account", "priority_class", "runtime_class", "scheduler_name")
+"""Settings that are names of objects in the cluster."""
 _BAD_PATH = re.compile(r"[\x00-\x1f\x7f:]")
 """Characters that a mount's path cannot have."""
 _ROOTS = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/root", "/sbin", "/sys", "/usr")
@@ -85,29 +107,57 @@ def checked(settings: Settings) -> Settings:
     choice_of(settings.spot, ("", *SPOT), f"{NAME}.spot")
     choice_of(settings.security, ("", "restricted"), f"{NAME}.security")
     for name, least in (("ttl", 3600), ("pending", 60), ("stop_grace", 5), ("user", 0)):
-        number = getattr(settings, name)
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise SpecError(f"must be a whole number, at least {least}", field=f"{NAME}.{name}")
-    if settings.claim and settings.volume:
-        raise SpecError("excludes claim", field=f"{NAME}.volume", hint="keep one of them")
-    root = settings.root.rstrip("/") or settings.root
-    if root and (
-        not root.startswith("/") or root in _ROOTS or _BAD_PATH.search(root) or posixpath.normpath(root) != root
-    ):
-        hint = "use the folder where the volume is mounted here, like /mnt/training"
-        raise SpecError(f"{root!r} cannot be a volume's folder on the nodes", field=f"{NAME}.root", hint=hint)
+        whole_number(getattr(settings, name), f"{NAME}.{name}", least=least, most=INT32 - EXTRA_GRACE)
+    if not isinstance(settings.host_network, bool):
+        raise SpecError("must be true or false", field=f"{NAME}.host_network")
+    root = _checked_root(settings)
+    for name in _OBJECTS:
+        if getattr(settings, name):
+            check_name(getattr(settings, name), f"{NAME}.{name}")
+    pull_secrets = texts_of(settings.image_pull_secrets, f"{NAME}.image_pull_secrets")
+    for number, item in enumerate(pull_secrets):
+        check_name(item, f"{NAME}.image_pull_secrets[{number}]")
     for name in ("labels", "annotations", "node_selector"):
         check_labels(getattr(settings, name), f"{NAME}.{name}", values=name != "annotations")
-    if isinstance(settings.tolerations, Mapping) or not all(isinstance(item, Mapping) for item in settings.tolerations):
+    check_labels({"queue": settings.queue}, NAME)
+    if isinstance(settings.tolerations, (str, Mapping)):
         raise SpecError("must be a list of tables", field=f"{NAME}.tolerations")
-    check_hami(settings.hami)
+    check_tolerations(list(settings.tolerations), f"{NAME}.tolerations")
+    if "/" not in settings.gpu_resource:
+        raise SpecError("must be a resource with a domain, like nvidia.com/gpu", field=f"{NAME}.gpu_resource")
+    for name in ("gpu_resource", "gpu_label"):
+        if getattr(settings, name):
+            check_key(getattr(settings, name), f"{NAME}.{name}")
+    check_gpu_names(settings.gpu_names)
+    check_hami(settings.hami, settings.gpu_resource)
     return dataclasses.replace(
         settings,
         root=root,
-        image_pull_secrets=tuple(settings.image_pull_secrets),
+        image_pull_secrets=pull_secrets,
+        labels={key: label_text(value) for key, value in settings.labels.items()},
+        annotations={key: label_text(value) for key, value in settings.annotations.items()},
+        node_selector={key: label_text(value) for key, value in settings.node_selector.items()},
         tolerations=tuple(dict(item) for item in settings.tolerations),
         prices=checked_prices(settings.prices, NAME),
     )
+
+
+def _checked_root(settings: Settings) -> str:
+    """Return the root without a slash at its end. Raises `SpecError` for it and for the volume there."""
+    if settings.claim and settings.volume:
+        raise SpecError("excludes claim", field=f"{NAME}.volume", hint="keep one of them")
+    if settings.volume or not isinstance(settings.volume, Mapping):
+        check_volume(settings.volume, f"{NAME}.volume")
+    root = settings.root.rstrip("/") or settings.root
+    if root and (
+        not root.startswith("/")
+        or root in (*_ROOTS, SCRATCH, SECRETS, SHM)
+        or _BAD_PATH.search(root)
+        or posixpath.normpath(root) != root
+    ):
+        hint = "use the folder where the volume is mounted here, like /mnt/training"
+        raise SpecError(f"{root!r} cannot be a volume's folder on the nodes", field=f"{NAME}.root", hint=hint)
+    return root
 
 
 def job_object(request: Request) -> Mapping[str, Any]:
@@ -141,14 +191,15 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     items = [made, *([_service(made, service)] if job.resources.instance_count > 1 else [])]
     body: dict[str, Any] = {"apiVersion": "v1", "kind": "List", "items": items}
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
-    check_body(body["items"][0])
-    _check_kept(body["items"][0], items[0])
+    check_body(body)
+    _check_kept(body["items"][0], items[0], settings.gpu_resource)
     # A run's id may return for another job after its records are gone, so a label has a digest of the objects.
     unique = digest_of(body)
     for item in body["items"]:
         item["metadata"]["labels"][LABEL_REQUEST] = unique
     if job.secrets:
         notes.append(f"submit also creates the Secret {name} from this machine's variables; it goes with the Job")
+    notes += _warnings(settings, gpu)
     if gpu is not None and settings.hami and job.resources.instance_count > 1 and _is_shared(settings):
         notes.append("two nodes of this run may get shares of one GPU by HAMi, which NCCL refuses")
     return Request(
@@ -164,17 +215,34 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     )
 
 
+def _warnings(settings: Settings, gpu: Gpu | None) -> list[str]:
+    """Return notes on settings that the cluster takes, and that keep the pods from a start all the same."""
+    found = []
+    if settings.security and (settings.host_network or {"nfs", "hostPath"} & {*settings.volume}):
+        found.append("Pod Security's restricted level forbids host_network, and volumes of kind nfs and hostPath")
+    if gpu is not None and settings.hami and settings.scheduler_name:
+        found.append(f"HAMi leaves pods alone whose scheduler_name, {settings.scheduler_name}, is not its own")
+    return found
+
+
 def _is_shared(settings: Settings) -> bool:
     hami = settings.hami
     return "gpumem" in hami or hami.get("gpumem_percentage", 100) < 100 or hami.get("gpucores", 100) < 100
 
 
-def _check_kept(job: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise `SpecError` if ``job`` lacks one of our volumes, mounts or variables. `options` may add others."""
+def _check_kept(job: Mapping[str, Any], ours: Mapping[str, Any], gpu: str) -> None:
+    """Raise `SpecError` if ``job`` lacks one of our volumes, mounts or variables, or has another number of ``gpu``.
+
+    `options` may add others of the former.
+    """
     pod, own = job["spec"]["template"]["spec"], ours["spec"]["template"]["spec"]
     lists = {"volumes": (pod["volumes"], own["volumes"])}
     node, known = pod["containers"][0], own["containers"][0]
     lists |= {f"containers.0.{name}": (node[name], known[name]) for name in ("env", "volumeMounts")}
+    limits = node["resources"]["limits"]
+    if limits.get(gpu) != known["resources"]["limits"].get(gpu):
+        where = f"options.{NAME}.items.0.spec.template.spec.containers.0.resources.limits.{gpu}"
+        raise SpecError("is not the number of GPUs of the job", field=where, hint="set resources.gpu")
     for name, (found, kept) in lists.items():
         if found[: len(kept)] != kept:
             where = f"options.{NAME}.items.0.spec.template.spec.{name}"
@@ -195,6 +263,8 @@ def _refuse(settings: Settings, job: Job) -> None:
         raise SpecError("is not set", field=f"{NAME}.claim", hint=hint)
     if wanted.shm_gb and wanted.memory_gb and wanted.shm_gb > wanted.memory_gb:
         raise SpecError(f"is more than memory_gb, {wanted.memory_gb}, which holds it", field="resources.shm_gb")
+    if wanted.instance_type:
+        check_labels({"instance_type": wanted.instance_type}, "resources")
     for name, item in job.inputs.items():
         if item.shard:
             raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole input")
@@ -242,7 +312,7 @@ def _words(settings: Settings, job: Job, layout: Layout, attempt: int, gpu_index
 def _labels(settings: Settings, layout: Layout, attempt: int) -> dict[str, str]:
     queue = {"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {}
     return {
-        **{key: str(value) for key, value in settings.labels.items()},
+        **settings.labels,
         "app.kubernetes.io/managed-by": "cloudtrain",
         LABEL_RUN: run_tag(layout.run),
         "cloudtrain.dev/run-id": layout.run_id,
@@ -306,7 +376,7 @@ def _pod_annotations(settings: Settings) -> dict[str, str]:
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
         "karpenter.sh/do-not-disrupt": "true",
         "sidecar.istio.io/inject": "false",
-        **{key: str(value) for key, value in settings.annotations.items()},
+        **settings.annotations,
     }
 
 
@@ -327,7 +397,7 @@ def _pod(
         "enableServiceLinks": False,
         "automountServiceAccountToken": bool(s.service_account),
         "terminationGracePeriodSeconds": s.stop_grace + EXTRA_GRACE,
-        "activeDeadlineSeconds": seconds + JOIN,
+        "activeDeadlineSeconds": min(seconds + JOIN, INT32),
         "serviceAccountName": s.service_account,
         "imagePullSecrets": [{"name": item} for item in s.image_pull_secrets],
         "nodeSelector": {**s.node_selector, **spot_selector(s, wanted.spot), **machine},
@@ -371,7 +441,7 @@ def _container(settings: Settings, job: Job, gpu: Gpu | None, *, host: str, word
         env["NVIDIA_VISIBLE_DEVICES"] = "void"  # else a CUDA image sees every GPU on some clusters
     command = python_command(words)
     closed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    mounts = [("shared", settings.root), ("scratch", SCRATCH), ("shm", "/dev/shm")]
+    mounts = [("shared", settings.root), ("scratch", SCRATCH), ("shm", SHM)]
     mounts += [("secrets", SECRETS)] if job.secrets else []
     return {
         "name": CONTAINER,
