@@ -15,24 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from ..base import Fault, Platform, due
-from .life import Job, stamp
+from .life import Job
+from .pods import Pod, stamp
+from .strict import Refusal, check_job, check_name
 
 __all__ = ["Cluster", "Refusal"]
 
-TOKEN = "a-token-of-the-fake"
+TOKEN, NAMESPACE = "a-token-of-the-fake", "team"
 _JOBS = re.compile(r"/apis/batch/v1/namespaces/([^/]+)/jobs(?:/([^/]+))?")
 _CORE = re.compile(r"/api/v1/namespaces/([^/]+)/(services|secrets|configmaps|persistentvolumeclaims)(?:/([^/]+))?")
 _PODS = re.compile(r"/api/v1/namespaces/([^/]+)/pods(?:/([^/]+)(?:/(log|eviction))?)?")
 _EVENTS = re.compile(r"/api/v1/namespaces/([^/]+)/events")
-_LABEL = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
-
-
-class Refusal(Exception):
-    """An answer that is no success, in the words of the API server."""
-
-    def __init__(self, status: int, reason: str, message: str) -> None:
-        self.status, self.reason, self.message = status, reason, message
-        super().__init__(message)
 
 
 def _missing(kind: str, name: str) -> Refusal:
@@ -129,7 +122,7 @@ class Cluster(Platform):
         self.events: list[dict[str, Any]] = []
         self.no_capacity = self.quota = False
         self.denied: set[str] = set()
-        self.grace, self.restart_seconds = 40.0, 1.0
+        self.grace, self.restart_seconds, self.silence_seconds = 40.0, 1.0, 2.0
         self._lock = threading.RLock()
         self.wire = Wire(self)
         claim = {"spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}}
@@ -145,11 +138,11 @@ class Cluster(Platform):
     def environ(self) -> dict[str, str]:
         return {"KUBECONFIG": str(self.kubeconfig)}
 
-    def local(self, url: str) -> Path:
-        """The folder that stands for a volume."""
+    def local(self, url: str, pod: str) -> Path:
+        """Return the folder that stands for a volume of a pod."""
         if url.startswith("volume:"):
             return self.volume
-        path = self.folder / "scratch" / url.partition("://")[2]
+        path = self.folder / "scratch" / pod / url.partition("://")[2]
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o777)
         return path
@@ -157,6 +150,7 @@ class Cluster(Platform):
     def event(self, job: Job, reason: str, message: str) -> None:
         with self._lock:
             about = {"kind": "Job", "name": job.name, "namespace": job.namespace}
+            about["uid"] = job.made["metadata"]["uid"]
             times = {"lastTimestamp": stamp(), "metadata": {"creationTimestamp": stamp()}}
             self.events.append({"involvedObject": about, "reason": reason, "message": message, **times})
 
@@ -176,6 +170,8 @@ class Cluster(Platform):
         with self._lock:
             if f"{method} {_kind(path)}" in self.denied:
                 raise Refusal(403, "Forbidden", f'User "me" cannot {method} resource "{_kind(path)}"')
+            if method == "POST" and "/namespaces/" in path and f"/{NAMESPACE}/" not in path:
+                raise _missing("namespaces", path.split("/namespaces/")[1].partition("/")[0])
             if match := _JOBS.fullmatch(path):
                 return self._job(method, match[1], match[2], query, body)
             if match := _CORE.fullmatch(path):
@@ -203,7 +199,8 @@ class Cluster(Platform):
 
     def _job(self, method: str, namespace: str, name: str | None, query: Mapping[str, str], body: Any) -> Any:
         if method == "POST":
-            return self._create_job(namespace, body, dry="dryRun" in query)
+            strict = query.get("fieldValidation") == "Strict"
+            return self._create_job(namespace, body, dry="dryRun" in query, strict=strict)
         job = self.jobs.get((namespace, str(name)))
         if job is None:
             raise _missing("jobs.batch", str(name))
@@ -212,34 +209,11 @@ class Cluster(Platform):
             job.made["spec"].update(body.get("spec", {}))
         return job.made
 
-    def _create_job(self, namespace: str, body: Any, *, dry: bool) -> Any:
-        name, spec = str(body["metadata"]["name"]), body["spec"]
+    def _create_job(self, namespace: str, body: Any, *, dry: bool, strict: bool) -> Any:
+        name = str(body["metadata"]["name"])
+        check_job(body, strict=strict)
         if (namespace, name) in self.jobs:
             raise Refusal(409, "AlreadyExists", f'jobs.batch "{name}" already exists')
-        wrong = []
-        if (
-            not re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name)
-            or len(name) + 1 + len(str(spec["completions"])) > 63
-        ):
-            wrong.append(f'metadata.name: Invalid value: "{name}": must be no more than 63 characters')
-        for key, value in {**body["metadata"]["labels"], **spec["template"]["metadata"]["labels"]}.items():
-            if not _LABEL.fullmatch(value):
-                wrong.append(f'metadata.labels: Invalid value: "{value}": a valid label must be {key}')
-        volumes = [item["name"] for item in spec["template"]["spec"]["volumes"]]
-        for container in spec["template"]["spec"]["containers"]:
-            for mount in container["volumeMounts"]:
-                if mount["name"] not in volumes:
-                    wrong.append(f'spec.template.spec.containers[0].volumeMounts[0].name: Not found: "{mount["name"]}"')
-            for item in container["env"]:
-                if not isinstance(item["value"], str):
-                    raise Refusal(
-                        400, "BadRequest", "cannot unmarshal number into Go struct field EnvVar.value of type string"
-                    )
-        if spec["completions"] != spec["parallelism"]:
-            wrong.append("spec.parallelism: Invalid value")
-        if wrong:
-            text = f'Job.batch "{name}" is invalid: {", ".join(wrong)}'
-            raise Refusal(422, "Invalid", text)
         made = json.loads(json.dumps(body))
         made["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": stamp()}
         if not dry:
@@ -249,6 +223,7 @@ class Cluster(Platform):
     def _core(self, method: str, kind: str, namespace: str, name: str | None, body: Any) -> Any:
         if method == "POST":
             name = str(body["metadata"]["name"])
+            check_name(str(body["kind"]), name)
             if (kind, namespace, name) in self.objects:
                 raise Refusal(409, "AlreadyExists", f'{kind} "{name}" already exists')
             self.objects[kind, namespace, name] = json.loads(json.dumps(body))
@@ -257,7 +232,7 @@ class Cluster(Platform):
             raise _missing(kind, str(name))
         return found
 
-    def _of(self, namespace: str) -> Iterator[tuple[Job, Any]]:
+    def _of(self, namespace: str) -> Iterator[tuple[Job, Pod]]:
         for job in self.jobs.values():
             if job.namespace == namespace:
                 for pod in list(job.pods):
@@ -296,7 +271,7 @@ def _fits(event: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
     return all(known[key] == value for key, value in wanted.items())
 
 
-def _log(pod: Any, query: Mapping[str, str]) -> bytes:
+def _log(pod: Pod, query: Mapping[str, str]) -> bytes:
     """The log with times; ``sinceTime`` counts in whole seconds."""
     if pod.phase == "Pending":
         raise Refusal(400, "BadRequest", f'container "node" in pod "{pod.name}" is waiting to start: ContainerCreating')

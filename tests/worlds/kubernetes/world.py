@@ -49,7 +49,7 @@ class KubernetesWorld(FakePlatform):
         super().check(request)
         job = job_object(request)
         path = f"/apis/batch/v1/namespaces/{job['metadata']['namespace']}/jobs"
-        self.plane.handle("POST", path, {"dryRun": "All"}, job)
+        self.plane.handle("POST", path, {"dryRun": "All", "fieldValidation": "Strict"}, job)
 
     @contextlib.contextmanager
     def node(self, request: Request, number: int) -> Iterator[Mapping[str, str]]:

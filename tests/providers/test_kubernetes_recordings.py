@@ -1,0 +1,264 @@
+"""The fake cluster beside a real one: what 1.36.2 said of 67 Jobs, and how its Jobs and pods looked in each scene.
+
+tests/data/kubernetes-answers.json has a Job, a change of it for each case, and the answer's HTTP status and message, of
+which the recorder kept 300 characters. tests/data/kubernetes-scenes.json has the scenes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clients import PATIENCE, at_work
+from jobs import Jobs
+from worlds.kubernetes.life import Job
+from worlds.kubernetes.strict import Refusal, check_job
+from worlds.kubernetes.world import KubernetesWorld
+
+from cloudtrain.providers.kubernetes.api import Account
+
+DATA = Path(__file__).parents[1] / "data"
+ANSWERS = json.loads((DATA / "kubernetes-answers.json").read_text())
+SCENES = json.loads((DATA / "kubernetes-scenes.json").read_text())
+
+
+def changed(case: str) -> dict[str, Any]:
+    """The Job of a case."""
+    job: dict[str, Any] = copy.deepcopy(ANSWERS["base"])
+    for path, value in ANSWERS["cases"][case]["set"]:
+        at: Any = job
+        for key in path[:-1]:
+            at = at[key]
+        if value is None:
+            del at[path[-1]]
+        else:
+            at[path[-1]] = value
+    if case == "annotation 262144":
+        job["metadata"]["annotations"] = {"x": "a" * 262144}
+    return job
+
+
+@pytest.mark.parametrize("case", ANSWERS["cases"])
+def test_the_answer_to_a_job(case: str) -> None:
+    try:
+        check_job(changed(case))
+        found = (201, "")
+    except Refusal as exc:
+        found = (exc.status, exc.message[:300])
+    assert found == (ANSWERS["cases"][case]["code"], ANSWERS["cases"][case]["message"])
+
+
+def test_a_field_that_is_not_known_is_dropped_without_strictness() -> None:
+    check_job(changed("unknown field in Job"), strict=False)
+
+
+# -------------------------------------------------------------------------------------------------------------- scenes
+
+HOLD = """
+import os, signal, sys, time
+def stop(*_):
+    print("got SIGTERM", flush=True)
+    time.sleep(3)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+print("start", os.environ["JOB_COMPLETION_INDEX"], flush=True)
+time.sleep(600)
+"""
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("start", flush=True)
+time.sleep(600)
+"""
+FAIL = """
+import os, sys, time
+time.sleep(1)
+sys.exit("ValueError: bad") if os.environ["JOB_COMPLETION_INDEX"] == "1" else time.sleep(600)
+"""
+MEMORY = "found = bytearray(2 << 30)"
+
+
+def looks(job: Any, pods: Any) -> dict[str, Any]:
+    """The fields of a Job and its pods that do not differ between two clusters, with names and numbers made alike."""
+
+    def alike(text: Any) -> str:
+        text = re.sub(r"\S*sc-\w+-(\d)-[a-z0-9]{5}", r"POD-\1", str(text or ""))
+        return re.sub(r"(ErrImagePull: failed to pull).*", r"\1", re.sub(r'image "[^"]+"', "image", text))
+
+    def told(item: Any) -> tuple[str, ...]:
+        return tuple(alike(item.get(name)) for name in ("type", "status", "reason", "message"))
+
+    def state(pod: Any) -> list[tuple[str, Any, Any]]:
+        found = []
+        for item in pod["status"].get("containerStatuses") or ():
+            ((kind, rest),) = item["state"].items()
+            said = "" if kind == "terminated" else alike(rest.get("message"))
+            began = rest.get("startedAt") == "1970-01-01T00:00:00Z"
+            found.append((kind, (rest.get("reason"), rest.get("exitCode"), began), said))
+        return found
+
+    return {
+        "marks": sorted(job["metadata"].get("annotations") or {}),
+        "conditions": [told(item) for item in job["status"].get("conditions") or ()],
+        "started": bool(job["status"].get("startTime")),
+        "completed": bool(job["status"].get("completionTime")),
+        "pods": [
+            {
+                "index": pod["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"],
+                "counts": sorted(item for item in pod["metadata"]["annotations"].items() if "batch" in item[0]),
+                "deleted": bool(pod["metadata"].get("deletionTimestamp")),
+                "machine": bool(pod["spec"].get("nodeName")),
+                "status": [alike(pod["status"].get(name)) for name in ("phase", "reason", "message")],
+                "conditions": sorted(told(item) for item in pod["status"].get("conditions") or ()),
+                "containers": state(pod),
+            }
+            for pod in pods
+        ],
+    }
+
+
+@pytest.fixture(scope="module")
+def world(
+    tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]
+) -> Iterator[KubernetesWorld]:
+    folder = tmp_path_factory.mktemp("world")
+    with at_work(folder, engine, lambda: KubernetesWorld(folder, image=images("py313"))) as found:
+        yield found
+
+
+class Stage:
+    """A Job of the fake cluster, made by hand as the recorded ones were, and looked at over the wire."""
+
+    def __init__(self, world: KubernetesWorld, name: str, program: str, *, nodes: int = 1, **change: Any) -> None:
+        self.world, self.name = world, f"sc-{name}"
+        made = copy.deepcopy(ANSWERS["base"])
+        made["metadata"] = {"name": self.name, "namespace": "team", "labels": {}, "annotations": {}}
+        made["spec"] |= {"completions": nodes, "parallelism": nodes, **change.pop("spec", {})}
+        template = made["spec"]["template"]
+        template["metadata"] = {"labels": {}}
+        template["spec"] |= {"terminationGracePeriodSeconds": 20, **change.pop("pod", {})}
+        container = template["spec"]["containers"][0]
+        container |= {"image": world.image, "command": ["python3", "-c"], "args": [program]}
+        container |= {"resources": {"limits": {"memory": "1G"}}, **change}
+        provider: Any = world.provider
+        self.account: Account = provider.account
+        path = "/apis/batch/v1/namespaces/team/jobs"
+        self.account.call("POST", path, what="create", body=made, fieldValidation="Strict")
+        self.job: Job = world.plane.jobs["team", self.name]
+
+    def looks(self) -> dict[str, Any]:
+        return looks(*self.account.describe(f"team/{self.name}"))
+
+    def comes_to(self, scene: str) -> None:
+        """Wait until all is as it was in the scene."""
+        wanted = looks(SCENES[scene]["job"], SCENES[scene]["pods"])
+        seen: list[Any] = []
+
+        def there() -> bool:
+            seen[:] = [self.looks()]
+            return bool(seen[0] == wanted)
+
+        with contextlib.suppress(AssertionError):
+            Jobs.wait_for(there, 30)
+        assert seen[0] == wanted
+
+    def until(self, text: str, nodes: int = 1) -> None:
+        Jobs.wait_for(lambda: self.job.printed().count(text) >= nodes, PATIENCE)
+
+    def cancel(self) -> None:
+        self.world.provider.cancel(f"team/{self.name}")
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE)
+class TestScenes:
+    def test_success(self, world: KubernetesWorld) -> None:
+        Stage(world, "ok", "import time; time.sleep(1)", nodes=2).comes_to("ok")
+
+    def test_a_script_that_fails_takes_the_other_pod_along(self, world: KubernetesWorld) -> None:
+        Stage(world, "fail", FAIL, nodes=2, pod={"terminationGracePeriodSeconds": 2}).comes_to("fail")
+
+    def test_too_much_memory(self, world: KubernetesWorld) -> None:
+        Stage(world, "oom", MEMORY, resources={"limits": {"memory": "1G"}}).comes_to("oom")
+
+    def test_a_shell_without_the_program(self, world: KubernetesWorld) -> None:
+        Stage(world, "127", "exec nonsuch", command=["sh", "-c"]).comes_to("127")
+
+    def test_a_program_that_is_not_there(self, world: KubernetesWorld) -> None:
+        Stage(world, "noexec", "", command=["/nonsuch"]).comes_to("noexec")
+
+    def test_an_image_that_is_not_there(self, world: KubernetesWorld) -> None:
+        stage = Stage(world, "img", "", image="registry.invalid/none:1")
+        stage.comes_to("img")
+        stage.cancel()
+
+    def test_no_machine(self, world: KubernetesWorld) -> None:
+        world.plane.no_capacity = True
+        try:
+            stage = Stage(world, "gpu", "")
+            stage.comes_to("gpu")
+        finally:
+            world.plane.no_capacity = False
+        stage.job.wait()
+
+    def test_a_quota(self, world: KubernetesWorld) -> None:
+        world.plane.quota = True
+        try:
+            stage = Stage(world, "quota", "")
+            Jobs.wait_for(lambda: bool(world.plane.events), 10)
+            stage.comes_to("quota")
+            events = stage.account.creations(stage.account.job("team/sc-quota"))
+        finally:
+            world.plane.quota = False
+        stage.job.wait()
+        said = {re.sub(r"sc-quota-0-\w{5}", "POD", str(event["message"])) for event in events}
+        wanted = {re.sub(r"sc-quota-0-\w{5}", "POD", str(event["message"])) for event in SCENES["quota"]["events"]}
+        assert said == wanted
+        assert {event["reason"] for event in events} == {event["reason"] for event in SCENES["quota"]["events"]}
+
+    def test_a_deadline_deletes_the_pods(self, world: KubernetesWorld) -> None:
+        Stage(world, "dead", HOLD, spec={"activeDeadlineSeconds": 4}).comes_to("dead")
+
+    def test_what_a_pod_mounts_is_not_there(self, world: KubernetesWorld) -> None:
+        volume = {"name": "secrets", "secret": {"secretName": "none"}}
+        volumes = [*ANSWERS["base"]["spec"]["template"]["spec"]["volumes"], volume]
+        stage = Stage(world, "cm", "", pod={"volumes": volumes})
+        stage.comes_to("cm")
+        stage.cancel()
+
+    def test_an_eviction_starts_that_index_alone_again(self, world: KubernetesWorld) -> None:
+        """The other pod runs on: a node may start again while its peer still saves."""
+        stage = Stage(world, "evict", HOLD, nodes=2)
+        stage.until("start", 2)
+        stage.comes_to("evict running")
+        stage.job.evict(1)
+        stage.comes_to("evict terminating")
+        stage.comes_to("evict again")
+        stage.until("start", 3)
+        stage.comes_to("evict restarted")
+        stage.cancel()
+
+    def test_a_cancel(self, world: KubernetesWorld) -> None:
+        stage = Stage(world, "can", HOLD, nodes=2)
+        stage.until("start", 2)
+        stage.comes_to("cancel running")
+        stage.cancel()
+        stage.comes_to("cancel stopping")
+        stage.comes_to("cancel pods over")
+        stage.comes_to("cancel ended")
+
+    def test_a_cancelled_pod_that_stops_late_is_deleted(self, world: KubernetesWorld) -> None:
+        """The Job's deadline passes while the pod still stops: no recording, the Job controller's source."""
+        stage = Stage(world, "deaf", DEAF, pod={"terminationGracePeriodSeconds": 10})
+        stage.until("start")
+        stage.cancel()
+        stage.job.wait()
+        assert stage.looks()["pods"] == []
+        assert world.provider.status("team/sc-deaf").state == "cancelled"
