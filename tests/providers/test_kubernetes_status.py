@@ -238,15 +238,21 @@ def test_a_job_does_not_end_for_a_pod_that_it_started_again() -> None:
 
 
 def test_an_evicted_pod_is_deleted_and_its_start_still_counts() -> None:
-    """Index 1 has only its second pod, and index 0 its first."""
-    found = status_of(*scene("evict restarted"))
-    assert [(row.number, row.started) for row in found.attempts] == [("0.0", AT + 35), ("0.1", AT + 52)]
+    """Index 1 has only its second pod, and index 0 its first: the next attempt begins with node 0."""
+    job, pods = scene("evict restarted")
+    found = status_of(job, pods)
+    assert [(row.number, row.started) for row in found.attempts] == [("0.0", AT + 35)]
     assert found.started == AT + 35
+    zero = copy.deepcopy(pods[1])
+    zero["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"] = "0"
+    rows = status_of(job, [*pods, zero]).attempts
+    assert [(row.number, row.started) for row in rows] == [("0.0", AT + 35), ("0.1", AT + 52)]
 
 
 def test_a_start_without_any_pod_left_is_a_row_without_times() -> None:
     job, pods = scene("evict restarted")
     job["spec"]["completions"] = 1
+    pods[1]["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"] = "0"
     found = status_of(job, pods[1:])
     assert [(row.number, row.started) for row in found.attempts] == [("0.0", None), ("0.1", AT + 52)]
 
@@ -257,6 +263,9 @@ def test_a_server_that_does_not_count_has_a_start_for_each_pod() -> None:
     again["status"] = {"phase": "Running", "containerStatuses": pods[0]["status"]["containerStatuses"]}
     for pod in (*pods, again):
         pod["metadata"]["annotations"] = {}
+    for pod in (pods[1], again):
+        pod["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"] = "0"
+    pods = pods[1:]
     rows = status_of(job, [*pods, again]).attempts
     assert [row.number for row in rows] == ["0.0", "0.1"]
     assert (rows[0].category, rows[0].reason) == ("preempted", "it was evicted")

@@ -231,13 +231,20 @@ def _waiting(pods: Sequence[Object]) -> tuple[str, str]:
 
 
 def _attempts(job: Object, pods: Sequence[Object]) -> tuple[AttemptInfo, ...]:
-    """Return a row for each start of the nodes."""
+    """Return a row for each start of node 0, whose runtime numbers the attempts.
+
+    Each pod starts again by itself. One that meets a node 0 that is still leaving ends, and starts once more.
+    """
     k = str((job["metadata"].get("labels") or {}).get("cloudtrain.dev/attempt", "0"))
     by_start: dict[int, list[Object]] = {}
     before: dict[str, int] = {}
+    starts = []
     for pod in pods:
-        by_start.setdefault(_start(pod, before.get(_index(pod), 0)), []).append(pod)
+        starts.append(_start(pod, before.get(_index(pod), 0)))
         before[_index(pod)] = before.get(_index(pod), 0) + 1
+    newest = max((start for pod, start in zip(pods, starts, strict=True) if _index(pod) == "0"), default=0)
+    for pod, start in zip(pods, starts, strict=True):
+        by_start.setdefault(min(start, newest), []).append(pod)
     last = max(by_start, default=-1)
     rows = []
     for start in range(last + 1):
