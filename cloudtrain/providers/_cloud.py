@@ -30,6 +30,7 @@ __all__ = [
     "ANOTHER_ID",
     "Backoff",
     "CloudProvider",
+    "check_env_secrets",
     "check_size",
     "check_tags",
     "decoded",
@@ -133,6 +134,13 @@ def secret_references(
         if given != scheme:
             raise UnsupportedError(provider, field, f"its nodes fetch {known}")
         yield field, rest
+
+
+def check_env_secrets(provider: str, job: Job, *, known: str) -> None:
+    """Raise `UnsupportedError` for a secret that is not ``env:NAME``. ``known`` describes that reference."""
+    for name, reference in job.secrets.items():
+        if not reference.startswith("env:"):
+            raise UnsupportedError(provider, f"secrets.{name}", f"its nodes fetch {known}")
 
 
 def pinned_machine(

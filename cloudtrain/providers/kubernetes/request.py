@@ -15,7 +15,7 @@ from ...job.options import merge_options
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
 from ...validate import choice_of, texts_of, url_scheme, whole_number
-from .._cloud import digest_of, secret_references
+from .._cloud import check_env_secrets, digest_of
 from . import NAME, Provider
 from .devices import (
     SPOT,
@@ -272,11 +272,7 @@ def _refuse(settings: Settings, job: Job) -> None:
             raise UnsupportedError(
                 NAME, f"inputs.{name}.mode", "nodes read inputs where they are, on the shared volume"
             )
-    for name, reference in job.secrets.items():
-        if not reference.startswith("env:"):
-            known = "env:NAME only: the value travels in a Secret of the namespace"
-            list(secret_references(NAME, dataclasses.replace(job, secrets={name: reference}), scheme="", known=known,
-                                   create=lambda rest: rest))  # fmt: skip
+    check_env_secrets(NAME, job, known="env:NAME only: the value travels in a Secret of the namespace")
 
 
 def _path(settings: Settings, url: str, field: str) -> str:
@@ -328,7 +324,7 @@ def _job(
     for key in job.tags:
         if key.startswith("cloudtrain."):
             raise SpecError("tags that begin with cloudtrain. are not yours to set", field=f"tags.{key}")
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "run-url": layout.run,
         "name": job.name,
         "tags": dict(sorted(job.tags.items())),
@@ -336,7 +332,7 @@ def _job(
     }
     annotations = {
         f"cloudtrain.dev/{key}": value if isinstance(value, str) else json.dumps(dict(value))
-        for key, value in told.items()
+        for key, value in facts.items()
     }
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},

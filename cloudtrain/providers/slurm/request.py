@@ -14,7 +14,7 @@ from ...job.options import merge_options
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
 from ...validate import choice_of, url_scheme
-from .._cloud import digest_of, secret_references
+from .._cloud import check_env_secrets, digest_of
 from . import NAME, Provider
 from .node import GRACE_PATH, SECRETS_PATH
 from .script import Batch, script_of
@@ -161,11 +161,7 @@ def _refuse(settings: Settings, job: Job) -> None:
             raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole input")
         if item.mode == "copy":
             raise UnsupportedError(NAME, f"inputs.{name}.mode", "nodes read inputs where they are, in shared folders")
-    for name, reference in job.secrets.items():
-        if not reference.startswith("env:"):
-            known = "env:NAME only: the value travels in a file of yours in the run's folder"
-            list(secret_references(NAME, dataclasses.replace(job, secrets={name: reference}), scheme="", known=known,
-                                   create=lambda rest: rest))  # fmt: skip
+    check_env_secrets(NAME, job, known="env:NAME only: the value travels in a file of yours in the run's folder")
 
 
 def _times(settings: Settings, seconds: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ __all__ = ["STATES", "Entry", "Outcome", "State", "Trial", "committed", "fold", 
 
 Entry = Mapping[str, Any]
 STATES = ("succeeded", "stopped", "capped", "failed", "interrupted", "refused", "cancelled")
-"""How a trial ends: pruned is ``stopped``, over its own cap ``capped``, without a machine ``refused``.
+"""States of an ended trial: pruned is ``stopped``, over its own cap ``capped``, without a machine ``refused``.
 
 A trial that the platform took back or lost, after its last retry, is ``interrupted``.
 """
