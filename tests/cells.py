@@ -61,34 +61,34 @@ TRAININGS: dict[str, Mapping[str, Any]] = {
 }
 SHAPE = {"instance_count": 2, "nproc_per_node": 2, "max_runtime": "30m", "retries": 1}
 SCENARIOS = {
-    "clean": "nothing befalls it",
-    "preempted": "node 1 is told to stop, once there is a checkpoint, and the platform starts all anew",
-    "node lost": "node 1 is gone without a word, once there is a checkpoint",
+    "clean": "no fault",
+    "preempted": "node 1 gets the stop signal after the first checkpoint, and the platform starts the job again",
+    "node lost": "node 1 dies without notice after the first checkpoint",
 }
 IMAGES = {
     "torch": "Debian 12, Python 3.11 and torch",
-    "python": "its interpreter is `python` alone",
-    "user": "runs as uid 4242, which has no name and no home",
-    "lightning": "PyTorch Lightning, without what it reads URLs with",
-    "pip": "has pip, with which the job's requirements are installed",
-    "py313": "Debian 13, Python 3.13, nothing else",
-    "nopython": "busybox: to be refused by name",
-    "arm64": "another architecture: to be refused by name",
+    "python": "the interpreter is named `python` only",
+    "user": "runs as user 4242, without a name and a home folder",
+    "lightning": "PyTorch Lightning, without fsspec's packages for URLs",
+    "pip": "has pip, which installs the job's requirements",
+    "py313": "Debian 13 and Python 3.13, nothing else",
+    "nopython": "busybox without Python: must be refused, and the message names the cause",
+    "arm64": "another processor architecture: must be refused, and the message names the cause",
 }
 REFUSED = {"nopython": "no[- ]python3", "arm64": "is for linux/"}
 """What is said then; the words that find Python are few where a platform's command may not be longer."""
 FIXTURES = {
-    "late start": "node 1 stands still for 15 s before its first instruction",
-    "cut off": "node 1 has no network for 20 s, after the first checkpoint",
-    "no way out": "the nodes reach each other, and nothing else",
-    "full disk": "the disk that holds the store is full for 8 s, from the first checkpoint on; a client that cannot "
-    "write the result down says so, and the next one does",
-    "slow store": "each file that is made, renamed, opened or removed in the store takes 50 ms more",
+    "late start": "node 1 pauses for 15 s before its first instruction",
+    "cut off": "node 1 has no network for 20 s after the first checkpoint",
+    "no way out": "the nodes reach each other and nothing else",
+    "full disk": "the store's disk is full for 8 s after the first checkpoint; a client that cannot record the "
+    "result says so, and the next client records it",
+    "slow store": "making, renaming, opening or removing a file in the store takes 50 ms longer",
 }
 NOT = {
-    **{f"image {tag}/{provider}": "has no image" for tag in IMAGES for provider in ("local", "slurm")},
-    **{f"cut off/{provider}": "its nodes share this machine's network" for provider in ("local", "slurm")},
-    "no way out/slurm": "a node needs the way to Slurm's controller",
+    **{f"image {tag}/{provider}": "uses no image" for tag in IMAGES for provider in ("local", "slurm")},
+    **{f"cut off/{provider}": "all nodes share this machine's network" for provider in ("local", "slurm")},
+    "no way out/slurm": "a node needs to reach Slurm's controller",
 }
 """Cells that are none, and why."""
 

@@ -1,8 +1,8 @@
-"""The portability matrix: run its cells, keep what they showed in docs/data/portability.json, make docs/portability.md.
+"""Run the cells of the portability matrix, record them in docs/data/portability.json, and make docs/portability.md.
 
 python tests/portability.py                   # all cells, an hour on 2 cores; needs an engine of containers, and root
-python tests/portability.py vertex 'full disk'  # those whose names contain one of the words; the others stay
-python tests/portability.py --page            # the page alone, of the record as it is
+python tests/portability.py vertex 'full disk'  # the cells whose names contain one of the words
+python tests/portability.py --page            # only make the page from the record
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ from proof import commit, machine
 
 ROOT = Path(__file__).parents[1]
 RECORD, PAGE = ROOT / "docs/data/portability.json", ROOT / "docs/portability.md"
-OTHER_MACHINE = f"there is no undisturbed run on {PROVIDERS[0]} of the same machine to compare it with"
-ELSEWHERE = (
-    f"on another processor than the first column's, with the bits of the undisturbed run on {PROVIDERS[0]} there"
-)
-_INTRO = """# Portability: the same job, seven ways, under fire
+OTHER_MACHINE = f"no clean run on {PROVIDERS[0]} of the same machine to compare with"
+ELSEWHERE = f"ran on a machine with another processor, and has the bits of the clean run on {PROVIDERS[0]} there"
+_INTRO = """# Portability: the same job on seven platforms, with faults
 
-<!-- Made of docs/data/portability.json by: python tests/portability.py. Not to be edited. -->
+<!-- Made of docs/data/portability.json by: python tests/portability.py. Do not edit. -->
 
-One job file, the same code and the same data: as processes (`local`), in containers (`docker`), by the real daemons of
-Slurm on one machine (`slurm`), and as what SageMaker, Azure ML, Vertex AI and Kubernetes would start for the very
-request that they would be sent ([rehearse.md](rehearse.md)). Nothing here was run on a cloud. Every cell that says
-something really ran: {passed} of {run} did what they must.
+Each cell runs the same job file with the same code and data. `local` starts processes, `docker` containers, and `slurm`
+the real daemons of Slurm on one machine. The other columns are rehearsals: they start in containers what the platform
+would start for the planned request ([rehearse.md](rehearse.md)). Nothing here ran on a cloud. Of {run} cells, {passed}
+gave the expected result.
 """
 _TRAININGS = """
 ## Training
 
-2 nodes of 2 processes each, on CPU, with the entry points as they are ([entrypoints.md](entrypoints.md)). A cell shows
-the loss of the last step; **=** says that the loss of every step, through all attempts, has the same bits as in the
-undisturbed run of the first column. What is taken away is taken after the first checkpoint, of ten steps.
+Each job trains on the CPU with 2 nodes of 2 processes each, with an unchanged entry point
+([entrypoints.md](entrypoints.md)). A cell shows the loss of the last step. **=** means that the losses of all steps,
+over all attempts, are bit for bit those of the clean run on `local`. A fault strikes after the first checkpoint, which
+is saved at step 10.
 """
 _IMAGES = """
 ## Images
 
-The images of `tests/images`: 2 nodes, without torch, each reads an input, leaves an artifact and part of a checkpoint.
+Each job has 2 nodes and uses an image of `tests/images`, without torch. Every node reads an input and leaves an
+artifact and its part of a checkpoint.
 """
 _FIXTURES = """
-## What else befalls a run
+## Other faults
 
-The training with DistributedDataParallel again, with the same bits as above.
+These cells run the training with `ddp.py` again. The losses must have the same bits as above.
 """
 _END = """
 ## How old this is
 
-`python tests/portability.py` runs it anew, and so does `make proof`. A test fails when this page is not made of its
-record, when the code has a provider, a scenario, an image or a fixture that the record has not, and when what a cell
-runs (entry point, task, data, flags, image) is other than it was. A change of cloudtrain itself does not make it stale:
-the commit of each cell is below, and the suite runs a few of the cells every time.
+`python tests/portability.py` runs all cells again, and so does `make proof`. A test fails in three cases: this page
+does not agree with its record; a provider, scenario, image or fault has no cell; or a cell's entry point, task, data,
+flags or image has changed since it ran. A change of cloudtrain alone does not make a cell stale. The table shows the commit
+of each cell, and the suite runs a few of the cells every time.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what is asked for; 0 when every cell that was run is as it must be."""
+    """Run the chosen cells. Return 0 if each gave the expected result."""
     if list(argv) == ["--page"]:
         PAGE.write_text(page(read()), encoding="utf-8")
         return 0
@@ -73,12 +73,12 @@ def main(argv: Sequence[str]) -> int:
     if "--new" in argv:
         chosen = [cell for cell in chosen if wrong(read(), cell) or read()[cell.name]["job"] != cells.job_digest(cell)]
     amiss = run(chosen)
-    print(f"{len(chosen) - amiss} of {len(chosen)} as they must be")
+    print(f"{len(chosen) - amiss} of {len(chosen)} gave the expected result")
     return 1 if amiss else 0
 
 
 def run(chosen: Sequence[Cell]) -> int:
-    """Run them, one after the other, and write down each as it ends; how many are not as they must be."""
+    """Run the cells one after the other and record each as it ends. Return how many failed."""
     wholes: dict[str, str] = {}
     for cell in chosen:
         record = read()
@@ -97,13 +97,13 @@ def run(chosen: Sequence[Cell]) -> int:
         RECORD.parent.mkdir(exist_ok=True)
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(page(record), encoding="utf-8")
-        print(f"{cell.name}: {wrong(record, cell) or 'as it must be'} ({found['seconds']} s)", flush=True)
+        print(f"{cell.name}: {wrong(record, cell) or 'as expected'} ({found['seconds']} s)", flush=True)
     record = read()
     return sum(bool(wrong(record, cell)) for cell in chosen)
 
 
 def _whole(script: str) -> str:
-    """Return the digest of the losses of the undisturbed run on ``local``, on this machine."""
+    """Return the digest of the losses of the clean run on ``local``, on this machine."""
     folder = Path(tempfile.mkdtemp(prefix="ct-cell-"))
     try:
         return str(cells.run(CELLS[f"{script} clean/{PROVIDERS[0]}"], folder).get("curve"))
@@ -112,21 +112,21 @@ def _whole(script: str) -> str:
 
 
 def read() -> dict[str, Any]:
-    """The record, a table a cell; empty before the first."""
+    """Read the record: one table for each cell; empty before the first run."""
     return dict(json.loads(RECORD.read_text(encoding="utf-8"))) if RECORD.exists() else {}
 
 
 def _machine() -> dict[str, str]:
-    """Another kernel computes the same bits; other vector instructions, which no name of a processor tells, do not."""
+    """Name what decides the bits: the processor's vector instructions, and not the kernel."""
     import torch
 
-    told, vectors = machine(), torch.backends.cpu.get_cpu_capability()
-    hardware = f"{told['machine'].rpartition(', ')[0]} with {vectors}, {platform.system()}"
-    return {"machine": hardware, "python": told["python"], "torch": told["torch"]}
+    here, vectors = machine(), torch.backends.cpu.get_cpu_capability()
+    hardware = f"{here['machine'].rpartition(', ')[0]} with {vectors}, {platform.system()}"
+    return {"machine": hardware, "python": here["python"], "torch": here["torch"]}
 
 
 def wrong(record: Mapping[str, Any], cell: Cell) -> str:
-    """What is wrong with a cell of the record; empty when nothing is."""
+    """Say what is wrong with a cell of the record; empty if nothing is."""
     if cell.name not in record:
         return "not run yet"
     found = record[cell.name]
@@ -137,29 +137,29 @@ def wrong(record: Mapping[str, Any], cell: Cell) -> str:
         return ""
     if "whole" not in found and (whole.get("machine") != found["machine"] or whole.get("torch") != found["torch"]):
         return OTHER_MACHINE
-    return f"the losses are others: at the end {found['loss']!r}, not {whole.get('loss')!r}"
+    return f"other losses than the clean run: {found['loss']!r} at the end, not {whole.get('loss')!r}"
 
 
 def stale(record: Mapping[str, Any]) -> list[str]:
-    """Why the record is not of the code as it is; empty when it is."""
-    told = [f"{name} was never run" for name in CELLS if name not in record]
-    told += [f"{name} is no cell any more" for name in record if name not in CELLS]
+    """Say why the record does not fit the present cells; empty if it does."""
+    reasons = [f"{name} was never run" for name in CELLS if name not in record]
+    reasons += [f"{name} is no longer a cell" for name in record if name not in CELLS]
     old = [name for name, cell in CELLS.items() if name in record and record[name]["job"] != cells.job_digest(cell)]
-    return told + ([f"of {len(old)} cells, as {old[0]}, what they run has changed since"] if old else [])
+    return reasons + ([f"the job of {len(old)} cells has changed since they ran, for example {old[0]}"] if old else [])
 
 
 # ------------------------------------------------------------------------------------------------------------ the page
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """docs/portability.md."""
+    """Make docs/portability.md."""
     notes: list[str] = []
     ran = [cell for cell in CELLS.values() if cell.name in record]
     fine = sum(not wrong(record, cell) for cell in ran)
     parts = [_INTRO.format(passed=fine, run=len(ran)), _TRAININGS, "\n"]
     trainings = {f"{s} {w}": f"`{s}.py`, {w}: {why}" for s in TRAININGS for w, why in SCENARIOS.items()}
     parts += _table(record, trainings, notes)
-    parts += [f"\nThe job, of `{script}`:\n\n" + _job(script) for script in TRAININGS]
+    parts += [f"\nThe job of `{script}.py`:\n\n" + _job(script) for script in TRAININGS]
     parts += [_IMAGES, "\n", *_table(record, {f"image {tag}": f"`{tag}`: {is_}" for tag, is_ in IMAGES.items()}, notes)]
     parts += [_FIXTURES, "\n", *_table(record, {name: f"{name}: {what}" for name, what in FIXTURES.items()}, notes)]
     if notes:
@@ -187,7 +187,7 @@ def _cell(record: Mapping[str, Any], name: str, notes: list[str]) -> str:
         return f"refused ({_note(found['said'], notes)})" if refused else f"runs, {found['said']}"
     text = f"{found['loss']:.6f} **=**" + (f" ({_note(ELSEWHERE, notes)})" if "whole" in found else "")
     for attempt in found["attempts"][1:]:
-        text += f"; {attempt['number']} went on from {attempt['resumed_from']}"
+        text += f"; {attempt['number']} resumed from {attempt['resumed_from']}"
     return text
 
 
@@ -199,9 +199,9 @@ def _note(text: str, notes: list[str]) -> int:
 
 
 def _job(script: str) -> str:
-    told = TRAININGS[script]
+    job = TRAININGS[script]
     shape = ", ".join(f"`{name}` {value}" for name, value in SHAPE.items())
-    return f"- `{told['entry_point']} {' '.join(told['args'])}`, {shape}, and `on` each provider an image.\n"
+    return f"- `{job['entry_point']} {' '.join(job['args'])}`, {shape}; each provider has its own image by `on`.\n"
 
 
 def _line(*texts: str) -> str:
@@ -209,7 +209,7 @@ def _line(*texts: str) -> str:
 
 
 def _ages(record: Mapping[str, Any]) -> Iterator[str]:
-    """When, of which commit and on what the cells ran, those of the same together."""
+    """List when, at which commit and on which machine the cells ran, in groups."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, found in record.items():
         key = tuple(found[field] for field in ("commit", "machine", "python", "torch"))

@@ -42,10 +42,10 @@ def test_losses_of_other_bits_are_told(record: dict[str, Any]) -> None:
     name = "ddp clean/docker"
     assert not portability.wrong(record, CELLS[name])
     record[name] |= {"curve": "0", "wrong": ""}
-    assert "the losses are others" in portability.wrong(record, CELLS[name])
+    assert "other losses than the clean run" in portability.wrong(record, CELLS[name])
     assert "**fails**" in portability.page(record)
     record["ddp clean/local"]["torch"] = "1.0"
-    assert "no undisturbed run on local of the same machine" in portability.wrong(record, CELLS[name])
+    assert "no clean run on local of the same machine" in portability.wrong(record, CELLS[name])
 
 
 def test_a_record_that_is_not_of_the_code_is_stale(record: dict[str, Any]) -> None:
@@ -53,8 +53,8 @@ def test_a_record_that_is_not_of_the_code_is_stale(record: dict[str, Any]) -> No
     record["ddp clean/local"]["job"] = "0"
     assert portability.stale(record) == [
         "fsdp clean/local was never run",
-        "gone/local is no cell any more",
-        "of 1 cells, as ddp clean/local, what they run has changed since",
+        "gone/local is no longer a cell",
+        "the job of 1 cells has changed since they ran, for example ddp clean/local",
     ]
     assert not set(NOT) & set(CELLS)
 
