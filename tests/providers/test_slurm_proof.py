@@ -104,6 +104,7 @@ def test_a_job_that_slurmctld_has_forgotten_is_known_by_sacct(accounting: SlurmP
     assert (status.state, status.native) == ("succeeded", "COMPLETED")
 
 
+@pytest.mark.timeout(120 * PREEMPTIONS)
 def test_preemptions_lose_no_step(whole: SlurmPlatform) -> None:
     """One run after the other; each is pushed out several times, at another place of its steps."""
     steps = 60 + 60 * EACH
