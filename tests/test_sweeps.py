@@ -518,6 +518,10 @@ def test_a_fallback_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [
         ({"state": "succeeded", "native_id": "j", "cost": {"estimate_usd": 2.0}}, "", "succeeded", 2.0),
         ({"state": "cancelled", "native_id": "j", "cost": {"estimate_usd": 2.0}}, "asha", "stopped", 2.0),
+        ({"state": "failed", "category": "user_error", "native_id": "j", "cost": {}}, "median", "stopped", None),
+        ({"state": "failed", "category": "user_error", "native_id": "j", "cost": {}}, "", "failed", None),
+        ({"state": "failed", "category": "user_error", "native_id": "j", "cost": {}}, "cancelled", "failed", None),
+        ({"state": "failed", "category": "oom", "native_id": "j", "cost": {}}, "asha", "failed", None),
         ({"state": "cancelled", "native_id": "j", "cost": {"estimate_usd": None}}, "max_runtime", "cancelled", None),
         ({"state": "cancelled", "native_id": None, "cost": None}, "cancelled", "cancelled", 0.0),
         (

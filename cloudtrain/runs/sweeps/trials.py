@@ -118,12 +118,13 @@ def outcome_of(
 ) -> Outcome:
     """Return the outcome of a trial by its run's result and metrics rows. Pure.
 
-    A trial that succeeded without the metric has failed. A run that was never sent, or never had machines by its
-    record, has used nothing.
+    A trial that succeeded without the metric has failed. A script that ends with an error after the prune rule's stop
+    counts as stopped. A run that was never sent, or never had machines by its record, has used nothing.
     """
     state, category, reason = str(result["state"]), result.get("category"), str(result.get("reason") or "")
     value, native, cost = value_of(rows, spec), result.get("native_id"), result.get("cost") or {}
-    if state == "cancelled" and stop in RULES:
+    if stop in RULES and (state == "cancelled" or category == "user_error"):
+        # Many scripts end with an error when they are told to stop.
         state, reason = "stopped", stop
     elif state == "failed" and (native is None or category in (*NO_MACHINES, "auth")):
         state = "refused"
