@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,6 +102,20 @@ def at_work(folder: Path, engine: Any, make: Callable[[], W]) -> Iterator[W]:
         yield world
         world.close()  # type: ignore[attr-defined]
     assert left(engine, folder) == before
+
+
+@pytest.fixture(scope="session")
+def kubernetes(
+    tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]
+) -> Callable[[str], AbstractContextManager[Any]]:
+    """``with kubernetes("pip") as world``: a cluster at work, whose pods have that image of tests/images."""
+    from worlds.kubernetes.world import KubernetesWorld
+
+    def cluster(tag: str) -> AbstractContextManager[Any]:
+        folder, image = tmp_path_factory.mktemp("world"), images(tag)
+        return at_work(folder, engine, lambda: KubernetesWorld(folder, image=image))
+
+    return cluster
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import clients
 import pytest
-from clients import DDP, DEATHS, DIGITS, EPOCHS, PATIENCE, at_work, check_death
+from clients import DDP, DEATHS, DIGITS, EPOCHS, PATIENCE, check_death
 from jobs import Done, Jobs
 from worlds.kubernetes.life import Job
 from worlds.kubernetes.world import KubernetesWorld
@@ -23,12 +23,9 @@ pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
 
 @pytest.fixture(scope="class")
-def made(
-    tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]
-) -> Iterator[KubernetesWorld]:
+def made(kubernetes: Any) -> Iterator[KubernetesWorld]:
     """A world of this class's own, with the environment that leads to it."""
-    folder = tmp_path_factory.mktemp("world")
-    with at_work(folder, engine, lambda: KubernetesWorld(folder, image=images("pip"))) as world:
+    with kubernetes("pip") as world:
         yield world
 
 
@@ -64,11 +61,8 @@ class Client(clients.Client):
 
 
 @pytest.fixture(scope="module")
-def torch_world(
-    tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]
-) -> Iterator[KubernetesWorld]:
-    folder = tmp_path_factory.mktemp("world")
-    with at_work(folder, engine, lambda: KubernetesWorld(folder, image=images("torch"))) as world:
+def torch_world(kubernetes: Any) -> Iterator[KubernetesWorld]:
+    with kubernetes("torch") as world:
         yield world
 
 

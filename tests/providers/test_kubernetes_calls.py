@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import pytest
 from doctoring import Examiner
 from worlds.base import Fault
 from worlds.kubernetes.cluster import Refusal
-from worlds.kubernetes.world import KubernetesWorld
+from worlds.kubernetes.world import KubernetesWorld, idle
 
 from cloudtrain.errors import (
     AuthError,
@@ -42,14 +41,10 @@ IMAGE = ["--image", "registry.example/team/none:1"]
 def world(
     tmp_path_factory: pytest.TempPathFactory, examiner: Examiner, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[KubernetesWorld]:
-    """A cluster without a machine to give, so that no container starts. The examiner's folder has its settings."""
-    for name in [name for name in os.environ if name.startswith("KUBE")]:
-        monkeypatch.delenv(name)
-    found = KubernetesWorld(tmp_path_factory.mktemp("world"), image="team/none:1")
-    found.plane.no_capacity = True
-    examiner.settings("kubernetes", found.store, found.settings)
-    yield found
-    found.close()
+    """A cluster that starts no container. The examiner's folder has its settings."""
+    with idle(tmp_path_factory.mktemp("world"), monkeypatch) as found:
+        examiner.settings("kubernetes", found.store, found.settings)
+        yield found
 
 
 def two(world: KubernetesWorld, **more: Any) -> Request:

@@ -10,12 +10,12 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clients import PATIENCE, at_work
+from clients import PATIENCE
 from jobs import Jobs
 from worlds.kubernetes.life import Job
 from worlds.kubernetes.strict import Refusal, check_job
@@ -124,11 +124,8 @@ def looks(job: Any, pods: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def world(
-    tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]
-) -> Iterator[KubernetesWorld]:
-    folder = tmp_path_factory.mktemp("world")
-    with at_work(folder, engine, lambda: KubernetesWorld(folder, image=images("py313"))) as found:
+def world(kubernetes: Any) -> Iterator[KubernetesWorld]:
+    with kubernetes("py313") as found:
         yield found
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.provider_api.registry import find_provider
@@ -17,7 +20,7 @@ from cloudtrain.testing.tables import Fields
 from .cluster import Cluster
 from .life import Job
 
-__all__ = ["KubernetesWorld"]
+__all__ = ["KubernetesWorld", "idle"]
 
 
 class KubernetesWorld(FakePlatform):
@@ -86,3 +89,16 @@ class KubernetesWorld(FakePlatform):
             plane.denied.clear()
         else:
             yield {"image": "team/none:1"}
+
+
+@contextlib.contextmanager
+def idle(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[KubernetesWorld]:
+    """A cluster without a machine to give, so that no container starts. No variable leads to another one."""
+    for name in [name for name in os.environ if name.startswith("KUBE")]:
+        patch.delenv(name)
+    world = KubernetesWorld(folder, image="team/none:1")
+    world.plane.no_capacity = True
+    try:
+        yield world
+    finally:
+        world.close()
