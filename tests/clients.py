@@ -107,13 +107,13 @@ def at_work(folder: Path, engine: Any, make: Callable[[], W]) -> Iterator[W]:
 @pytest.fixture(scope="session")
 def kubernetes(
     tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]
-) -> Callable[[str], AbstractContextManager[Any]]:
+) -> Callable[..., AbstractContextManager[Any]]:
     """``with kubernetes("pip") as world``: a cluster at work, whose pods have that image of tests/images."""
     from worlds.kubernetes.world import KubernetesWorld
 
-    def cluster(tag: str) -> AbstractContextManager[Any]:
+    def cluster(tag: str, **settings: Any) -> AbstractContextManager[Any]:
         folder, image = tmp_path_factory.mktemp("world"), images(tag)
-        return at_work(folder, engine, lambda: KubernetesWorld(folder, image=image))
+        return at_work(folder, engine, lambda: KubernetesWorld(folder, image=image, **settings))
 
     return cluster
 

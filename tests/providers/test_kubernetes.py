@@ -36,6 +36,17 @@ class TestKubernetes(ProviderContract):
         return made
 
 
+@pytest.mark.proof
+class TestJobSet(ProviderContract):
+    """The same, in JobSets."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def world(cls, kubernetes: Any) -> Iterator[FakePlatform]:
+        with kubernetes("pip", kind="jobset") as world:
+            yield world
+
+
 # ----------------------------------------------------------------------------------------------------------- whole runs
 
 
@@ -45,7 +56,11 @@ class Client(clients.Client):
     world: KubernetesWorld
 
     def __init__(self, world: KubernetesWorld, jobs: Jobs) -> None:
-        own = {name: world.settings[name] for name in ("kubeconfig", "namespace", "claim", "root")}
+        own = {
+            name: world.settings[name]
+            for name in ("kubeconfig", "namespace", "claim", "root", "kind")
+            if name in world.settings
+        }
         settings = [word for name, value in own.items() for word in ("--set", f"{name}={value}")]
         super().__init__(world, jobs, "--image", world.image, *settings)
         digits = world.folder / "digits.csv.gz"
@@ -107,6 +122,21 @@ class TestWholeRuns:
         assert (done.code, done.json["state"]) == (0, "succeeded"), err
         assert [row["number"] for row in done.json["attempts"]] == (["0.0", "0.1"] if what else ["0.0"])
         assert client.losses(name) == whole
+
+    def test_a_jobset_s_pod_that_is_evicted_changes_no_bit(
+        self, kubernetes: Any, whole: dict[int, float], tmp_path: Path
+    ) -> None:
+        with kubernetes("torch", kind="jobset") as world:
+            client = Client(world, jobs := Jobs(tmp_path))
+            process = jobs.start(*client.words(DDP, "bits", *client.train, "--keep-checkpoints", "2"))
+            client.until("bits", "step 66 epoch 3 ").evict(1)
+            out, err = process.communicate(timeout=PATIENCE)
+            done = Done(process.returncode, out, err)
+            assert (done.code, done.json["state"]) == (0, "succeeded"), err
+            assert [row["number"] for row in done.json["attempts"]] == ["0.0", "0.1"]
+            assert client.losses("bits") == whole
+            assert {kind for kind, _, _ in world.plane.objects} >= {"jobsets"}
+            jobs.close()
 
     def test_max_runtime_counts_running_time_over_all_starts(self, client: Client) -> None:
         """The first start runs for some seconds; the second gets what is left of the limit."""

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,11 +22,12 @@ from worlds.kubernetes.world import KubernetesWorld, idle
 from cloudtrain.errors import LostContactError
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.provider_api.registry import find_provider
+from cloudtrain.providers.kubernetes.request import LABEL_REQUEST
 
 pytestmark = [pytest.mark.remote, pytest.mark.slow]
 
 VALUES = {"TOKEN": "geheim"}
-KINDS = ("jobs", "secrets", "services")
+KINDS = {"job": ["jobs", "secrets", "services"], "jobset": ["jobsets", "secrets"]}
 CALLS = range(1, 7)
 """A client makes 4 calls to submit, and at most 6 to complete what another one has begun."""
 WAYS = (("kill", "before"), ("kill", "after"), ("lose", "before"), ("lose", "after"), ("cut", "after"))
@@ -104,8 +106,10 @@ class _Carrier(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def world(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesWorld]:
-    with idle(tmp_path_factory.mktemp("world"), monkeypatch) as found:
+def world(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> Iterator[KubernetesWorld]:
+    with idle(tmp_path_factory.mktemp("world"), monkeypatch, kind=kind) as found:
         yield found
 
 
@@ -146,17 +150,18 @@ def killed(fire: Fire, settings: dict[str, Any], request: Request) -> None:
 
 
 def left(world: KubernetesWorld, request: Request) -> list[str]:
-    """The kinds of the run's objects. Each but the Job itself is the Job's own, so it goes with it."""
-    labels = request.body["items"][0]["metadata"]["labels"]
-    jobs = [job.made for job in world.plane.jobs.values() if job.made["metadata"]["labels"] == labels]
-    found = ["jobs"] * len(jobs)
-    for (kind, _, _), item in world.plane.objects.items():
-        if item.get("metadata", {}).get("labels") == labels:
-            assert [owner["uid"] for owner in item["metadata"]["ownerReferences"]] == [jobs[0]["metadata"]["uid"]]
-            found.append(kind)
+    """The kinds of the run's objects. The first one owns the others, so they go with it."""
+    label = request.body["items"][0]["metadata"]["labels"][LABEL_REQUEST]
+    jobs = [("jobs", job.made["metadata"]) for job in world.plane.jobs.values()]
+    objects = [(kind, item["metadata"]) for (kind, *_), item in world.plane.objects.items() if "metadata" in item]
+    found = {kind: meta for kind, meta in jobs + objects if meta.get("labels", {}).get(LABEL_REQUEST) == label}
+    assert sum(meta.get("labels", {}).get(LABEL_REQUEST) == label for _, meta in jobs + objects) == len(found)
+    uid = found.get("jobsets", found.get("jobs", {})).get("uid")
+    assert {owner["uid"] for meta in found.values() for owner in meta.get("ownerReferences", ())} == {uid}
     return sorted(found)
 
 
+@pytest.mark.parametrize("kind", ["job"])
 @pytest.mark.parametrize(
     ("number", "how", "when"),
     [
@@ -166,18 +171,27 @@ def left(world: KubernetesWorld, request: Request) -> list[str]:
     ],
 )
 def test_a_client_that_is_struck_at_any_call_leaves_one_job(
-    world: KubernetesWorld, number: int, how: str, when: str
+    world: KubernetesWorld, kind: str, number: int, how: str, when: str
 ) -> None:
     request = request_of(world)
     native, hit = send(world, request, Strike(number, how, when))
     assert hit
-    assert left(world, request) == [*KINDS]
+    assert left(world, request) == KINDS[kind]
     assert send(world, request, Strike(0)) == (native, False)
 
 
-@pytest.mark.parametrize("trials", [8, pytest.param(max(200, TRIALS // 5), marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    ("kind", "trials"),
+    [
+        ("job", 8),
+        ("jobset", 2),
+        *(pytest.param(kind, max(200, TRIALS // 5), marks=pytest.mark.proof) for kind in KINDS),
+    ],
+)
 @pytest.mark.timeout(3600)
-def test_clients_at_once_under_fire_leave_one_job(world: KubernetesWorld, trials: int, record_property: Any) -> None:
+def test_clients_at_once_under_fire_leave_one_job(
+    world: KubernetesWorld, kind: str, trials: int, record_property: Any
+) -> None:
     """Three clients submit one run, and most of them are struck."""
     chance = random.Random(f"kubernetes {SEED}")
     hits = dict.fromkeys(map("-".join, WAYS), 0)
@@ -197,8 +211,11 @@ def test_clients_at_once_under_fire_leave_one_job(world: KubernetesWorld, trials
         for thread in threads:
             thread.join()
         assert (len(natives), len(set(natives))) == (3, 1), (trial, strikes)
-        assert left(world, request) == [*KINDS], (trial, strikes)
+        assert left(world, request) == KINDS[kind], (trial, strikes)
         assert world.provider.find(request) == natives[0]
+        while len(world.plane.jobs) <= trial:
+            assert world.provider.status(natives[0]).state == "pending"
+            time.sleep(0.1)
         for job in world.plane.jobs.values():
             job.stop()
     assert len(world.plane.jobs) == trials

@@ -1,7 +1,8 @@
 """Provider ``kubernetes``: indexed Jobs of a cluster of version 1.29 or newer, which needs nothing installed.
 
 Its Request holds the manifest that ``kubectl create -f`` takes: one Job, and a headless Service if there are several
-nodes. `request`, `devices` and `validate` make and check it. `api` sends it. `node` is the node half.
+nodes; or one JobSet, which makes both. `request`, `devices` and `validate` make and check it. `api` sends it. `node` is
+the node half.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Settings:
     ``claim`` is the PersistentVolumeClaim of the volume that all nodes and this machine share, ``volume`` any other
     volume of a pod in its place, ``{"nfs": {"server": …, "path": …}}``. ``root`` is its folder here and on the nodes.
 
+    ``kind`` is the object that is created: ``job``, or ``jobset`` on a cluster that has JobSet.
+
     ``service_account``, ``image_pull_secrets``, ``image_pull_policy``, ``node_selector``, ``tolerations``,
     ``priority_class``, ``runtime_class``, ``scheduler_name``, ``host_network``, ``labels`` and ``annotations`` are
     fields of the pods. ``queue`` is a LocalQueue of Kueue. ``user`` is the uid of the containers (0: the image's own),
@@ -62,6 +65,7 @@ class Settings:
     kubeconfig: str = field(default="", metadata={"caller": True})
     context: str = field(default="", metadata={"caller": True})
     namespace: str = field(default="default", metadata={"place": True})
+    kind: str = "job"
     claim: str = ""
     volume: dict[str, Any] = field(default_factory=dict)
     root: str = field(default="", metadata={"need": ROOT})

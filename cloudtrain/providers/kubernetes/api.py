@@ -32,7 +32,7 @@ from ...storage.extras import not_installed
 from .._cloud import ANOTHER_ID, one_line, time_of
 from . import NAME
 from .devices import kind_of
-from .request import CANCELLED, ENDED, LABEL_REQUEST, job_object, native_id_of
+from .request import CANCELLED, ENDED, JOBSETS, LABEL_REQUEST, OF_SET, job_object, job_of_set, native_id_of
 
 if TYPE_CHECKING:
     from ...provider_api.catalog import Machine
@@ -46,14 +46,15 @@ TIMEOUT = 30.0
 LINGER = 8
 """Seconds from the pods' own deadline to the Job's: less than the 10 s after which a Job starts a pod again."""
 MERGE = "application/merge-patch+json"
-FINAL = frozenset(("Complete", "Failed"))
-"""Conditions of a Job that has ended."""
+FINAL = frozenset(("Complete", "Completed", "Failed"))
+"""Conditions of a Job or a JobSet that has ended."""
 _DECIDED = frozenset((*FINAL, "SuccessCriteriaMet", "FailureTarget"))
 IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 HELP: Mapping[str, str] = {
     "none": "test the connection: kubectl get jobs; kubectl config get-contexts lists values of kubernetes.context",
     "auth": "to see what you may do, run: kubectl auth can-i --list",
     "quota": "to see the limits, run: kubectl describe resourcequota",
+    "jobset": f'install JobSet (https://jobset.sigs.k8s.io), or set {NAME}.kind = "job"',
     "old": "the cluster must have Kubernetes 1.29 or newer: kubectl version",
 }
 
@@ -165,36 +166,43 @@ class Account:
 
         The Job comes first: only one client can create its name. Its pods wait for the rest.
         """
-        wanted = job_object(request)
+        wanted, native = request.body["items"][0], native_id_of(job_object(request))
+        path = self._jobs(kind=wanted["kind"])
         try:
-            job = self.call("POST", self._jobs(), what="create the Job", body=wanted, fieldValidation="Strict")
+            job = self.call("POST", path, what=f"create the {wanted['kind']}", body=wanted, fieldValidation="Strict")
         except ExistsError:
-            job = self._claimed(wanted)
+            job = self.owner(wanted)
+            if not _is_same(job, wanted):
+                text = f"{wanted['kind']} {native_id_of(wanted)} is of another request"
+                raise ConflictError(text, field="run_id", hint=ANOTHER_ID) from None
             if is_ending(job):
-                return native_id_of(wanted)
+                return native
+        except NotFoundError as exc:
+            if wanted["kind"] == "Job" or "requested resource" not in str(exc):
+                raise
+            raise SpecError("the cluster has no JobSet", field=f"{NAME}.kind", hint=HELP["jobset"]) from None
         owner = {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
+            "apiVersion": wanted["apiVersion"],
+            "kind": wanted["kind"],
             "name": job["metadata"]["name"],
             "uid": job["metadata"]["uid"],
         }
-        for item in request.body["items"]:
-            if item["kind"] != "Job":
-                self._create_owned(item, owner)
-        if _has_secrets(wanted):
+        for item in request.body["items"][1:]:
+            self._create_owned(item, owner)
+        if _has_secrets(job_object(request)):
             data = {name: base64.b64encode(value.encode()).decode() for name, value in (secrets or {}).items()}
-            meta = {key: wanted["metadata"][key] for key in ("name", "namespace", "labels")}
+            meta = {**wanted["metadata"], "name": native.partition("/")[2]}
+            meta = {key: meta[key] for key in ("name", "namespace", "labels")}
             self._create_owned(
                 {"apiVersion": "v1", "kind": "Secret", "immutable": True, "metadata": meta, "data": data}, owner
             )
-        return native_id_of(wanted)
+        return native
 
-    def _claimed(self, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the Job of this name. Raises `ConflictError` if it is not of this very request."""
-        job = self.job(native_id_of(wanted))
-        if not _is_same(job, wanted):
-            raise ConflictError(f"Job {native_id_of(wanted)} is of another request", field="run_id", hint=ANOTHER_ID)
-        return job
+    def test(self, request: Request) -> None:
+        """Let the API server judge the Job or JobSet of a request without creating it. Raises `SpecError`."""
+        wanted = request.body["items"][0]
+        path = self._jobs(wanted["metadata"]["namespace"], kind=wanted["kind"])
+        self.call("POST", path, what="test the request", body=wanted, dryRun="All", fieldValidation="Strict")
 
     def _create_owned(self, item: Mapping[str, Any], owner: Mapping[str, Any]) -> None:
         made = {**item, "metadata": {**item["metadata"], "ownerReferences": [owner]}}
@@ -205,22 +213,24 @@ class Account:
         except ExistsError:
             return
 
-    def _jobs(self, namespace: str = "") -> str:
-        return f"/apis/batch/v1/namespaces/{namespace or self.settings.namespace}/jobs"
+    def _jobs(self, namespace: str = "", *, kind: str = "Job") -> str:
+        group = "batch/v1" if kind == "Job" else f"{JOBSETS}/v1alpha2"
+        return f"/apis/{group}/namespaces/{namespace or self.settings.namespace}/{kind.lower()}s"
 
     def find(self, request: Request) -> str | None:
         """Return the native id if the cluster has the request's Job with all of its objects."""
-        wanted = job_object(request)
+        wanted = request.body["items"][0]
         try:
-            job = self.job(native_id_of(wanted))
+            job = self.owner(wanted)
         except NotFoundError:
             return None
-        return native_id_of(wanted) if _is_same(job, wanted) and (is_ending(job) or self._is_whole(request)) else None
+        whole = _is_same(job, wanted) and (is_ending(job) or self._is_whole(request))
+        return native_id_of(job_object(request)) if whole else None
 
     def _is_whole(self, request: Request) -> bool:
         """Return whether the Service and the Secret are there: a client may have died after it created the Job."""
         wanted = job_object(request)
-        names = [(item["kind"], item["metadata"]["name"]) for item in request.body["items"] if item["kind"] != "Job"]
+        names = [(item["kind"], item["metadata"]["name"]) for item in request.body["items"][1:]]
         if _has_secrets(wanted):
             names.append(("Secret", wanted["metadata"]["name"]))
         for kind, name in names:
@@ -233,11 +243,24 @@ class Account:
                 continue
         return True
 
-    def job(self, native_id: str) -> Mapping[str, Any]:
-        """Return a Job. Raises `NotFoundError`."""
-        namespace, name = job_of(native_id)
-        found: Mapping[str, Any] = self.call("GET", f"{self._jobs(namespace)}/{name}", what="ask for the Job")
+    def owner(self, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the Job or JobSet of the namespace and name of ``wanted``. Raises `NotFoundError`."""
+        kind, meta = wanted["kind"], wanted["metadata"]
+        path = f"{self._jobs(meta['namespace'], kind=kind)}/{meta['name']}"
+        found: Mapping[str, Any] = self.call("GET", path, what=f"ask for the {kind}")
         return found
+
+    def job(self, native_id: str) -> Mapping[str, Any]:
+        """Return a Job. One that a JobSet has still to make has no uid. Raises `NotFoundError`."""
+        namespace, name = job_of(native_id)
+        wanted = {"kind": "Job", "metadata": {"namespace": namespace, "name": name}}
+        try:
+            return self.owner(wanted)
+        except NotFoundError:
+            if not name.endswith(OF_SET):
+                raise
+        wanted = {"kind": "JobSet", "metadata": {"namespace": namespace, "name": name.removesuffix(OF_SET)}}
+        return {**job_of_set({**self.owner(wanted), "kind": "JobSet"}), "status": {}}
 
     def describe(self, native_id: str) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
         """Return a Job and its pods, the oldest first."""
@@ -259,7 +282,7 @@ class Account:
             event
             for event in found["items"]
             if event["reason"] in ("FailedCreate", "SuccessfulCreate")
-            and event["involvedObject"].get("uid") in (None, meta["uid"])  # the name may have been an earlier Job's
+            and event["involvedObject"].get("uid") in (None, meta.get("uid"))  # the name may have been an earlier Job's
         ]
         return sorted(own, key=lambda event: (_moment(event), event["reason"] == "FailedCreate"))
 
@@ -273,7 +296,7 @@ class Account:
         ``why`` is the annotation `ENDED` of a Job that cloudtrain itself ends; empty: a user cancels it.
         """
         namespace, name = job_of(native_id)
-        job = self.job(native_id)
+        job = self._made(native_id)
         if is_ending(job) or {CANCELLED, ENDED} & set(job["metadata"].get("annotations") or {}):
             return
         stopped = False
@@ -290,6 +313,17 @@ class Account:
         mark = {ENDED: why} if why else {CANCELLED: "true"}
         change = {"metadata": {"annotations": mark}, "spec": {"activeDeadlineSeconds": deadline}}
         self.call("PATCH", f"{self._jobs(namespace)}/{name}", what="cancel the Job", body=change)
+
+    def _made(self, native_id: str) -> Mapping[str, Any]:
+        """Return a Job, once its JobSet's controller has made it. Raises `LostContactError` if that takes too long."""
+        until = time.monotonic() + TIMEOUT
+        while "uid" not in (job := self.job(native_id))["metadata"]:
+            if time.monotonic() > until:
+                name = job["metadata"]["name"].removesuffix(OF_SET)
+                hint = f"run the command again, or: kubectl delete jobset -n {job['metadata']['namespace']} {name}"
+                raise LostContactError(f"the controller of JobSet {name} has not made its Job yet", hint=hint)
+            time.sleep(1)
+        return job
 
     # ------------------------------------------------------------------------------------------------------ the cluster
 

@@ -12,7 +12,8 @@ from ...errors import AuthError, NotFoundError, SpecError
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
 from ...storage.local_disk import local_path
 from . import NAME
-from .request import job_object
+from .api import HELP
+from .request import JOBSETS
 
 if TYPE_CHECKING:
     from ...provider_api.protocol import Request
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["RIGHTS", "checks"]
 
 RIGHTS = (
-    *(("batch", "jobs", verb) for verb in ("create", "get", "patch")),
+    *(("batch", "jobs", verb) for verb in ("get", "patch")),
     ("", "services", "create"),
     ("", "secrets", "create"),
     *(("", "pods", verb) for verb in ("list", "patch")),
@@ -29,6 +30,11 @@ RIGHTS = (
     ("", "events", "list"),
 )
 """The (group, resource, verb) that a run needs: the smallest Role with which one ran."""
+_OWN = {
+    "job": (("batch", "jobs", "create"),),
+    "jobset": tuple((JOBSETS, "jobsets", verb) for verb in ("create", "get")),
+}
+"""The further ones, by `Settings.kind`."""
 OLDEST = 29
 """The oldest minor version of Kubernetes 1 whose Jobs have ``backoffLimitPerIndex`` by default."""
 
@@ -41,6 +47,10 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
     yield (found := next(tried("cluster", lambda: _cluster(account))))
     if found.status != "ok":
         return
+    if account.settings.kind == "jobset":
+        yield (found := next(tried("jobset", lambda: _jobset(account))))
+        if found.status != "ok":
+            return
     yield from tried("rights", lambda: _rights(account))
     yield from tried("shared volume", lambda: _volume(account, store))
     yield from tried("gpus", lambda: _gpus(account), extra=True)
@@ -57,18 +67,26 @@ def _cluster(account: Account) -> Check:
     return ok("cluster", said)
 
 
+def _jobset(account: Account) -> Check:
+    try:
+        account.call("GET", f"/apis/{JOBSETS}/v1alpha2", what="look for JobSet")
+    except NotFoundError:
+        return failed("jobset", "the cluster has no JobSet", fix=HELP["jobset"], code=SpecError.exit_code)
+    return ok("jobset", f"{JOBSETS}/v1alpha2 is installed")
+
+
 def _rights(account: Account) -> Check:
-    namespace = account.settings.namespace
+    namespace, wanted = account.settings.namespace, (*_OWN[account.settings.kind], *RIGHTS)
     lacking = [
         f"{verb} {resource}"
-        for group, resource, verb in RIGHTS
+        for group, resource, verb in wanted
         if not account.may(verb, group, resource, namespace=namespace)
     ]
     if lacking:
         text = f"in namespace {namespace} you may not {', '.join(lacking)}"
         fix = "ask the cluster's administrator for a Role with these: the page on Kubernetes has one"
         return failed("rights", text, fix=fix, code=AuthError.exit_code)
-    return ok("rights", f"all {len(RIGHTS)} that a run needs in namespace {namespace}")
+    return ok("rights", f"all {len(wanted)} that a run needs in namespace {namespace}")
 
 
 def _volume(account: Account, store: str) -> Check:
@@ -114,7 +132,5 @@ def _request(account: Account, request: Request | None) -> Check:
     """Let the API server judge the request, without creating it."""
     if request is None:
         return skipped("request", "there is no plan")
-    job = job_object(request)
-    path = f"/apis/batch/v1/namespaces/{job['metadata']['namespace']}/jobs"
-    account.call("POST", path, what="test the request", body=job, dryRun="All", fieldValidation="Strict")
-    return ok("request", "the API server takes the Job")
+    account.test(request)
+    return ok("request", f"the API server takes the {request.body['items'][0]['kind']}")

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from . import Settings
 
 __all__ = [
-    "CANCELLED", "CONTAINER", "ENDED", "LABEL_REQUEST", "LABEL_RUN", "OWNED", "POD_INDEX", "checked", "job_object",
-    "native_id_of", "plan",
+    "CANCELLED", "CONTAINER", "ENDED", "JOBSETS", "LABEL_REQUEST", "LABEL_RUN", "OF_SET", "OWNED", "POD_INDEX",
+    "checked", "job_object", "job_of_set", "native_id_of", "plan",
 ]  # fmt: skip
 
 LABEL_RUN, LABEL_REQUEST = "cloudtrain.dev/run", "cloudtrain.dev/request"
@@ -56,6 +56,9 @@ ENDED = "cloudtrain.dev/ended"
 POD_INDEX = "batch.kubernetes.io/job-completion-index"
 """Label of a pod with its number in the Job: the node rank."""
 CONTAINER = "node"
+QUEUE, JOBSETS = "kueue.x-k8s.io/queue-name", "jobset.x-k8s.io"
+OF_SET = "-node-0"
+"""End of the name of the Job that a JobSet makes. No other Job of ours is named so: those end with digits of a run."""
 _SPEC = (
     *("completionMode", "completions", "parallelism", "activeDeadlineSeconds", "podFailurePolicy", "suspend"),
     *("backoffLimitPerIndex", "maxFailedIndexes", "manualSelector", "selector", "podReplacementPolicy", "managedBy"),
@@ -84,6 +87,7 @@ EXTRA_GRACE = 10
 JOIN = 3600
 """Seconds beyond its limit after which a pod is stopped in any case: it may wait for its image and its peers."""
 SHM = "/dev/shm"
+KINDS = ("job", "jobset")
 POLICIES = ("", "Always", "IfNotPresent", "Never")
 _TEXTS = ("kubeconfig", "context", "namespace", "claim", "root", "service_account", "priority_class", "runtime_class",
           "scheduler_name", "queue", "gpu_resource", "gpu_label", "spot")  # fmt: skip
@@ -104,6 +108,7 @@ def checked(settings: Settings) -> Settings:
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", settings.namespace):
         raise SpecError(f"{settings.namespace!r} is not a namespace's name", field=f"{NAME}.namespace")
     choice_of(settings.image_pull_policy, POLICIES, f"{NAME}.image_pull_policy")
+    _check_kind(settings.kind)
     choice_of(settings.spot, ("", *SPOT), f"{NAME}.spot")
     choice_of(settings.security, ("", "restricted"), f"{NAME}.security")
     for name, least in (("ttl", 3600), ("pending", 60), ("stop_grace", 5), ("user", 0)):
@@ -142,6 +147,13 @@ def checked(settings: Settings) -> Settings:
     )
 
 
+def _check_kind(kind: Any) -> None:
+    if kind == "trainjob":
+        why = "a TrainJob takes the rules of restarts and failures from a runtime object of the cluster"
+        raise UnsupportedError(NAME, f"{NAME}.kind", why, hint='set kind = "jobset", which a TrainJob makes in the end')
+    choice_of(kind, KINDS, f"{NAME}.kind")
+
+
 def _checked_root(settings: Settings) -> str:
     """Return the root without a slash at its end. Raises `SpecError` for it and for the volume there."""
     if settings.claim and settings.volume:
@@ -161,9 +173,17 @@ def _checked_root(settings: Settings) -> str:
 
 
 def job_object(request: Request) -> Mapping[str, Any]:
-    """Return the Job of a request."""
-    found: Mapping[str, Any] = next(item for item in request.body["items"] if item["kind"] == "Job")
-    return found
+    """Return the Job of a request, also of one that the JobSet of a request makes."""
+    return job_of_set(request.body["items"][0])
+
+
+def job_of_set(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the Job that a JobSet makes, as it is before its controller has seen it; of a Job, the Job itself."""
+    if found["kind"] == "Job":
+        return found
+    meta, made = found["metadata"], found["spec"]["replicatedJobs"][0]["template"]
+    own = {**made["metadata"], "name": meta["name"] + OF_SET, "namespace": meta["namespace"]}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": own, "spec": made["spec"]}
 
 
 def native_id_of(job: Mapping[str, Any]) -> str:
@@ -182,17 +202,19 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
     machine = job.resources.instance_type or "node"
     seconds, notes = hard_limit(job, NAME, lambda _: [machine], gpu_index=gpu_index, own=settings.prices)
-    name, service = _names(layout, attempt, gpu_index)
+    name, service = _names(settings, layout, attempt, gpu_index)
     words = _words(settings, job, layout, attempt, gpu_index, seconds)
     pod = _pod(settings, job, gpu, name=name, service=service, seconds=seconds, words=words)
     made = _job(settings, job, layout, name=name, attempt=attempt, seconds=seconds, pod=pod)
     if gpu is not None:
         made["spec"]["template"]["metadata"]["annotations"] |= hami_annotations(settings)
-    items = [made, *([_service(made, service)] if job.resources.instance_count > 1 else [])]
+    items = [made, *([_service(made, service)] if job.resources.instance_count > 1 and settings.kind == "job" else [])]
     body: dict[str, Any] = {"apiVersion": "v1", "kind": "List", "items": items}
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
     check_body(body)
     _check_kept(body["items"][0], items[0], settings.gpu_resource)
+    if settings.kind == "jobset":
+        body["items"][0] = _jobset(body["items"][0])
     # A run's id may return for another job after its records are gone, so a label has a digest of the objects.
     unique = digest_of(body)
     for item in body["items"]:
@@ -249,11 +271,17 @@ def _check_kept(job: Mapping[str, Any], ours: Mapping[str, Any], gpu: str) -> No
             raise SpecError("cloudtrain itself sets this part of the request", field=where, hint="add items after ours")
 
 
-def _names(layout: Layout, attempt: int, gpu_index: int) -> tuple[str, str]:
-    """Return the names of Job and Service. A Service's name begins with a letter, and a run id with a digit."""
+def _names(settings: Settings, layout: Layout, attempt: int, gpu_index: int) -> tuple[str, str]:
+    """Return the names of Job and Service. A Service's name begins with a letter, and a run id with a digit.
+
+    So do the names of a JobSet's Jobs and pods, and the latter have five characters more, which its webhook counts.
+    """
     full = job_name(layout.run, attempt, gpu_index)
     tail = full[full.rindex(run_tag(layout.run)) - 1 :]
-    return full.removesuffix(tail)[: LONGEST_NAME - len(tail)].rstrip("-") + tail, f"ct{tail}"
+    head, longest, end = full.removesuffix(tail), LONGEST_NAME - len(tail), ""
+    if settings.kind == "jobset":
+        head, longest, end = f"ct-{head}", longest - len(OF_SET) - 6, OF_SET
+    return head[:longest].rstrip("-") + tail + end, f"ct{tail}"
 
 
 def _refuse(settings: Settings, job: Job) -> None:
@@ -306,7 +334,7 @@ def _words(settings: Settings, job: Job, layout: Layout, attempt: int, gpu_index
 
 
 def _labels(settings: Settings, layout: Layout, attempt: int) -> dict[str, str]:
-    queue = {"kueue.x-k8s.io/queue-name": settings.queue} if settings.queue else {}
+    queue = {QUEUE: settings.queue} if settings.queue else {}
     return {
         **settings.labels,
         "app.kubernetes.io/managed-by": "cloudtrain",
@@ -362,6 +390,32 @@ def _job(
                 "metadata": {"labels": dict(labels), "annotations": _pod_annotations(settings)},
                 "spec": pod,
             },
+        },
+    }
+
+
+def _jobset(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JobSet that makes ``job`` once and never again, and a headless Service.
+
+    The Job's own ttl is left out: a Job that is deleted before the controller has seen its end would be made again.
+    """
+    meta, spec = job["metadata"], {**job["spec"]}
+    own = {key: value for key, value in meta["labels"].items() if key != QUEUE}  # Kueue holds the JobSet, not its Job
+    network = {
+        "enableDNSHostnames": True,
+        "publishNotReadyAddresses": True,
+        "subdomain": spec["template"]["spec"]["subdomain"],
+    }
+    ttl = spec.pop("ttlSecondsAfterFinished")
+    template = {"metadata": {"labels": own, "annotations": dict(meta["annotations"])}, "spec": spec}
+    return {
+        "apiVersion": f"{JOBSETS}/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {**meta, "name": meta["name"].removesuffix(OF_SET)},
+        "spec": {
+            "network": network,
+            "ttlSecondsAfterFinished": ttl,
+            "replicatedJobs": [{"name": "node", "replicas": 1, "template": template}],
         },
     }
 

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import threading
+import time
 import traceback
 import urllib.parse
 import uuid
@@ -17,15 +18,20 @@ from typing import Any
 from ..base import Fault, Platform, due
 from .life import Job
 from .pods import Pod, stamp
-from .strict import Refusal, check_job, check_name
+from .strict import Refusal, check_job, check_jobset, check_name
 
 __all__ = ["Cluster", "Refusal"]
 
 TOKEN, NAMESPACE = "a-token-of-the-fake", "team"
 _JOBS = re.compile(r"/apis/batch/v1/namespaces/([^/]+)/jobs(?:/([^/]+))?")
+_JOBSETS = re.compile(r"/apis/jobset.x-k8s.io/v1alpha2(?:/namespaces/([^/]+)/jobsets(?:/([^/]+))?)?")
 _CORE = re.compile(r"/api/v1/namespaces/([^/]+)/(services|secrets|configmaps|persistentvolumeclaims)(?:/([^/]+))?")
 _PODS = re.compile(r"/api/v1/namespaces/([^/]+)/pods(?:/([^/]+)(?:/(log|eviction))?)?")
 _EVENTS = re.compile(r"/api/v1/namespaces/([^/]+)/events")
+
+
+LAG = 0.3
+"""Seconds until a controller has seen a new JobSet."""
 
 
 def _missing(kind: str, name: str) -> Refusal:
@@ -121,6 +127,9 @@ class Cluster(Platform):
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
         self.no_capacity = self.quota = False
+        self.jobset: bool | None = True
+        """JobSet is installed, and its controller works; None: installed, and the controller does nothing."""
+        self._due: list[tuple[float, tuple[str, str, str]]] = []
         self.denied: set[str] = set()
         self.grace, self.restart_seconds, self.silence_seconds = 40.0, 1.0, 2.0
         self._lock = threading.RLock()
@@ -168,12 +177,15 @@ class Cluster(Platform):
 
     def handle(self, method: str, path: str, query: Mapping[str, str], body: Any) -> Any:
         with self._lock:
+            self._make_jobs()
             if f"{method} {_kind(path)}" in self.denied:
                 raise Refusal(403, "Forbidden", f'User "me" cannot {method} resource "{_kind(path)}"')
             if method == "POST" and "/namespaces/" in path and f"/{NAMESPACE}/" not in path:
                 raise _missing("namespaces", path.split("/namespaces/")[1].partition("/")[0])
             if match := _JOBS.fullmatch(path):
                 return self._job(method, match[1], match[2], query, body)
+            if self.jobset is not False and (match := _JOBSETS.fullmatch(path)):
+                return self._jobset(method, match[1], match[2], query, body)
             if match := _CORE.fullmatch(path):
                 return self._core(method, match[2], match[1], match[3], body)
             if match := _PODS.fullmatch(path):
@@ -219,6 +231,40 @@ class Cluster(Platform):
         if not dry:
             self.jobs[namespace, name] = Job(self, made)
         return made
+
+    def _jobset(self, method: str, namespace: str, name: str | None, query: Mapping[str, str], body: Any) -> Any:
+        if namespace is None:
+            return {"kind": "APIResourceList", "groupVersion": "jobset.x-k8s.io/v1alpha2"}
+        if method == "POST":
+            check_jobset(body)
+            key = "jobsets", namespace, str(body["metadata"]["name"])
+            if key in self.objects:
+                raise Refusal(409, "AlreadyExists", f'jobsets.jobset.x-k8s.io "{key[2]}" already exists')
+            made = json.loads(json.dumps(body))
+            made["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": stamp()}
+            if "dryRun" not in query:
+                self.objects[key] = made
+                self._due.append((time.monotonic() + LAG, key))
+            return made
+        found = self.objects.get(("jobsets", namespace, str(name)))
+        if found is None:
+            raise _missing("jobsets.jobset.x-k8s.io", str(name))
+        job = self.jobs.get((namespace, f"{name}-node-0"))
+        known = {"Complete": "Completed", "Failed": "Failed"}
+        over = [item for item in job.made["status"]["conditions"] if item["type"] in known] if job else []
+        return {**found, "status": {"conditions": [{**item, "type": known[item["type"]]} for item in over]}}
+
+    def _make_jobs(self) -> None:
+        """Make the Jobs and Services of the JobSets that their controller has seen by now."""
+        while self.jobset and self._due and self._due[0][0] <= time.monotonic():
+            kind, namespace, name = self._due.pop(0)[1]
+            made = self.objects[kind, namespace, name]
+            owner = {"apiVersion": made["apiVersion"], "kind": "JobSet", "name": name, "uid": made["metadata"]["uid"]}
+            service = {"metadata": {"name": made["spec"]["network"]["subdomain"], "ownerReferences": [owner]}}
+            self.objects["services", namespace, service["metadata"]["name"]] = service
+            job = json.loads(json.dumps(check_jobset(made)))
+            job["metadata"]["ownerReferences"] = [owner]
+            self._create_job(namespace, job, dry=False, strict=False)
 
     def _core(self, method: str, kind: str, namespace: str, name: str | None, body: Any) -> Any:
         if method == "POST":

@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Refusal", "check_job", "check_name"]
+__all__ = ["Refusal", "check_job", "check_jobset", "check_name"]
 
 FIELDS: Mapping[str, Mapping[str, str]] = json.loads(
     (Path(__file__).parents[2] / "data" / "kubernetes-fields.json").read_text()
@@ -73,6 +73,49 @@ def check_job(job: Object, *, strict: bool = True) -> None:
         )
     wrong = [*_metadata(job["metadata"], "metadata"), *_spec(job["metadata"]["name"], job["spec"])]
     _raise(wrong, f'Job.batch "{job["metadata"]["name"]}"')
+
+
+JOBSET = {
+    "": {"apiVersion", "kind", "metadata", "spec"},
+    "spec": {
+        *("coordinator", "failurePolicy", "managedBy", "network", "replicatedJobs", "startupPolicy", "successPolicy"),
+        *("suspend", "ttlSecondsAfterFinished", "volumeClaimPolicies"),
+    },
+    "spec.network": {"enableDNSHostnames", "publishNotReadyAddresses", "subdomain"},
+    "spec.replicatedJobs[0]": {"dependsOn", "groupName", "name", "replicas", "template"},
+    "spec.replicatedJobs[0].template": {"metadata", "spec"},
+}
+"""Fields of a JobSet v1alpha2, as its types of 2026-08 have them."""
+
+
+def check_jobset(made: Object) -> Object:
+    """Return the Job that a JobSet makes. Raises `Refusal` as its CRD and webhook do: read in the source of 2026-08."""
+    (item,) = made["spec"]["replicatedJobs"]
+    tables = (made, made["spec"], made["spec"]["network"], item, item["template"])
+    for (path, known), table in zip(JOBSET.items(), tables, strict=True):
+        for name in table.keys() - known:
+            told = f'strict decoding error: unknown field "{path}.{name}"'
+            raise Refusal(400, "BadRequest", f'JobSet in version "v1alpha2" cannot be handled as a JobSet: {told}')
+    name, subdomain = (
+        f"{made['metadata']['name']}-{item['name']}-{item['replicas'] - 1}",
+        made["spec"]["network"]["subdomain"],
+    )
+    pod = f"{name}-{item['template']['spec']['completions'] - 1}-abcde"
+    for field, text in (
+        ("replicatedJobs[0].name", name),
+        ("replicatedJobs[0].name", pod),
+        ("network.subdomain", subdomain),
+    ):
+        if len(text) > 63 or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", text):
+            _raise(
+                [_invalid(f"spec.{field}", text, WORDS["label"])],
+                f'JobSet.jobset.x-k8s.io "{made["metadata"]["name"]}"',
+            )
+    _raise([*_metadata(made["metadata"], "metadata")], f'JobSet.jobset.x-k8s.io "{made["metadata"]["name"]}"')
+    template = item["template"]
+    job = {"metadata": {**template["metadata"], "name": name, "namespace": made["metadata"]["namespace"]}}
+    check_job({"apiVersion": "batch/v1", "kind": "Job", **job, "spec": template["spec"]})
+    return {**job, "spec": template["spec"]}
 
 
 def check_name(kind: str, name: str) -> None:

@@ -50,9 +50,9 @@ class KubernetesWorld(FakePlatform):
 
     def check(self, request: Request) -> None:
         super().check(request)
-        job = job_object(request)
-        path = f"/apis/batch/v1/namespaces/{job['metadata']['namespace']}/jobs"
-        self.plane.handle("POST", path, {"dryRun": "All", "fieldValidation": "Strict"}, job)
+        made = request.body["items"][0]
+        path = f"/apis/{made['apiVersion']}/namespaces/{made['metadata']['namespace']}/{made['kind'].lower()}s"
+        self.plane.handle("POST", path, {"dryRun": "All", "fieldValidation": "Strict"}, made)
 
     @contextlib.contextmanager
     def node(self, request: Request, number: int) -> Iterator[Mapping[str, str]]:
@@ -92,11 +92,11 @@ class KubernetesWorld(FakePlatform):
 
 
 @contextlib.contextmanager
-def idle(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[KubernetesWorld]:
+def idle(folder: Path, patch: pytest.MonkeyPatch, **settings: Any) -> Iterator[KubernetesWorld]:
     """A cluster without a machine to give, so that no container starts. No variable leads to another one."""
     for name in [name for name in os.environ if name.startswith("KUBE")]:
         patch.delenv(name)
-    world = KubernetesWorld(folder, image="team/none:1")
+    world = KubernetesWorld(folder, image="team/none:1", **settings)
     world.plane.no_capacity = True
     try:
         yield world
