@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import botocore.loaders
 import pytest
 from hypothesis import HealthCheck, settings
 from profiles import EXAMPLES, FEW, PROFILE, PROOF_EXAMPLES
@@ -24,6 +25,12 @@ pytest_plugins = ["jobs", "servers", "plain", "containers", "trainings", "trials
 
 # Every test has a store of its own, and needs the same zip in it.
 runtime_zip.build = functools.cache(runtime_zip.build)
+runtime_zip.digest = functools.cache(runtime_zip.digest)
+
+# botocore reads a service's model, megabytes of JSON, for each session. The sessions of a worker share it.
+_load_file = botocore.loaders.JSONFileLoader.load_file
+_model = functools.cache(lambda path: _load_file(botocore.loaders.JSONFileLoader(), path))
+botocore.loaders.JSONFileLoader.load_file = lambda self, file_path: _model(file_path)
 
 settings.register_profile("fast", max_examples=FEW, deadline=None, derandomize=True)
 settings.register_profile("default", max_examples=EXAMPLES, deadline=None, derandomize=True)
