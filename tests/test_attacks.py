@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from rows import for_each
 
 from cloudtrain import cli
 from cloudtrain.errors import SpecError
@@ -19,11 +20,15 @@ DIGITS = "9" * 5000
 DEEP = "[" * 1000 + "]" * 1000
 NESTED = '{"a":' * 900 + "1" + "}" * 900
 
+#: Flags of durations, of sizes, of counts and of amounts. The first of each kind gets every value, the others three.
+NUMBERS = (
+    ("--max-runtime", "--max-wait", "--stall-timeout"), ("--max-outputs",),
+    ("--nodes", "--nproc-per-node", "--retries", "--keep-checkpoints", "--cpus"),
+    ("--max-cost", "--max-gpu-hours", "--memory-gb", "--disk-gb", "--shm-gb"),
+)  # fmt: skip
 FLAGS = [
-    *(f"{flag} {value}" for value in ("²", "①", "٣x", DIGITS, "1" * 400, "1e999", "nan", "-1") for flag in (
-        "--max-runtime", "--max-wait", "--stall-timeout", "--nodes", "--nproc-per-node", "--retries", "--max-cost",
-        "--max-gpu-hours", "--keep-checkpoints", "--cpus", "--memory-gb", "--disk-gb", "--shm-gb", "--max-outputs",
-    )),
+    *(f"{flags[0]} {x}" for flags in NUMBERS for x in ("²", "①", "٣x", DIGITS, "1" * 400, "1e999", "nan", "-1")),
+    *(f"{flag} {value}" for flags in NUMBERS for flag in flags[1:] for value in (DIGITS, "nan", "-1")),
     f"--gpu H100:{DIGITS}", "--gpu H100:²", "--gpu A100-²GB:1",
     "--input x=s3://", "--input x=s3:///", "--input x=s3://b ucket/x", "--input x=s3:", "--input x=gs://", "--input x=",
     "--input x=https://", "--input x=://", "--input x=s3://bucket/../../x",
@@ -89,16 +94,14 @@ def test_a_report_where_nothing_can_be_written_is_one_line(folder: Path, capsys:
         assert "bug in cloudtrain" not in err
 
 
-@pytest.mark.parametrize(
-    "value", ["²", "1²h", "٣", DIGITS, DIGITS + "h", int("1" * 4000) * 10**2000, 1e300, True], ids=range(8)
-)
+@for_each("value", ["²", "1²h", "٣", DIGITS, DIGITS + "h", int("1" * 4000) * 10**2000, 1e300, True])
 def test_no_such_duration(value: object) -> None:
     with pytest.raises(SpecError) as caught:
         parse_duration(value, field="max_runtime")
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("value", ["²GB", "1²", DIGITS, int("1" * 4000) * 10**2000, "1 PB", "-1GB", "GB"], ids=range(7))
+@for_each("value", ["²GB", "1²", DIGITS, int("1" * 4000) * 10**2000, "1 PB", "-1GB", "GB"])
 def test_no_such_size(value: object) -> None:
     with pytest.raises(SpecError) as caught:
         parse_size(value, field="max_outputs")

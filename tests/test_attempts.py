@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
-import pytest
+from rows import for_each
 
 from cloudtrain.errors import CATEGORIES
 from cloudtrain.job.job import Job
@@ -42,51 +43,47 @@ def after(category: str, **given: Any) -> History:
     return History(state="failed", category=category, **given)
 
 
-@pytest.mark.parametrize("category", CATEGORIES)
-@pytest.mark.parametrize("retries", [0, 1, 2])
-@pytest.mark.parametrize("newest", [0, 1, 2])
-def test_every_category_by_retries(category: str, retries: int, newest: int) -> None:
-    policy, history = AttemptPolicy(max_runtime=HOUR, retries=retries), after(category, newest=newest)
-    follows = category in RETRIED and newest < retries
-    assert policy.retries_here(history) is follows
-    choice = 0 if category == "capacity" else None
-    expected = (
-        Next(number=newest + 1, choice=choice, limits={"max_runtime": HOUR}) if follows else Stop(category=category)
-    )
-    assert decided(policy, history) == expected
+def test_every_category_by_retries() -> None:
+    for category, retries, newest in product(CATEGORIES, range(3), range(3)):
+        policy, history = AttemptPolicy(max_runtime=HOUR, retries=retries), after(category, newest=newest)
+        follows = category in RETRIED and newest < retries
+        case = (category, retries, newest)
+        assert policy.retries_here(history) is follows, case
+        choice = 0 if category == "capacity" else None
+        expected = (
+            Next(number=newest + 1, choice=choice, limits={"max_runtime": HOUR}) if follows else Stop(category=category)
+        )
+        assert decided(policy, history) == expected, case
 
 
-@pytest.mark.parametrize("category", CATEGORIES)
-@pytest.mark.parametrize("retries", [0, 1])
-@pytest.mark.parametrize("next_gpu", [None, 2])
-@pytest.mark.parametrize("may_leave", [False, True])
-def test_every_category_by_gpus_and_places(category: str, retries: int, next_gpu: int | None, may_leave: bool) -> None:
+def test_every_category_by_gpus_and_places() -> None:
     """The next GPU comes first, then the next place, and only then a retry here."""
-    policy = AttemptPolicy(max_runtime=HOUR, retries=retries)
-    history = after(category, next_gpu=next_gpu, may_leave=may_leave)
-    found = decided(policy, history)
-    if category in UNSERVED and next_gpu is not None:
-        assert found == Next(number=1, choice=2, limits={"max_runtime": HOUR})
-    elif category in UNSERVED and may_leave:
-        assert found == Move()
-    elif category in RETRIED and retries:
-        assert found == Next(number=1, choice=0 if category == "capacity" else None, limits={"max_runtime": HOUR})
-    else:
-        assert found == Stop(category=category)
-    assert policy.moves(history) is (category in UNSERVED and may_leave)
-    assert policy.retries_here(history) is (
-        (category in RETRIED and bool(retries)) or (category in UNSERVED and next_gpu is not None)
-    )
+    for category, retries, next_gpu, may_leave in product(CATEGORIES, (0, 1), (None, 2), (False, True)):
+        policy = AttemptPolicy(max_runtime=HOUR, retries=retries)
+        history = after(category, next_gpu=next_gpu, may_leave=may_leave)
+        expected: Next | Move | Stop = Stop(category=category)
+        if category in UNSERVED and next_gpu is not None:
+            expected = Next(number=1, choice=2, limits={"max_runtime": HOUR})
+        elif category in UNSERVED and may_leave:
+            expected = Move()
+        elif category in RETRIED and retries:
+            choice = 0 if category == "capacity" else None
+            expected = Next(number=1, choice=choice, limits={"max_runtime": HOUR})
+        case = (category, retries, next_gpu, may_leave)
+        assert decided(policy, history) == expected, case
+        assert policy.moves(history) is (category in UNSERVED and may_leave), case
+        here = (category in RETRIED and bool(retries)) or (category in UNSERVED and next_gpu is not None)
+        assert policy.retries_here(history) is here, case
 
 
-@pytest.mark.parametrize("category", CATEGORIES)
-@pytest.mark.parametrize("barred", [{"state": "succeeded"}, {"state": "cancelled"}, {"cancelled": True}])
-def test_nothing_follows_a_success_or_a_cancel(category: str, barred: dict[str, Any]) -> None:
+def test_nothing_follows_a_success_or_a_cancel() -> None:
     policy = AttemptPolicy(max_runtime=HOUR, retries=9)
-    history = replace(after(category, next_gpu=1, may_leave=True), **barred)
-    assert not policy.retries_here(history)
-    assert not policy.moves(history)
-    assert decided(policy, history) == Stop(category=category)
+    barred: list[dict[str, Any]] = [{"state": "succeeded"}, {"state": "cancelled"}, {"cancelled": True}]
+    for category, bar in product(CATEGORIES, barred):
+        history = replace(after(category, next_gpu=1, may_leave=True), **bar)
+        assert not policy.retries_here(history), (category, bar)
+        assert not policy.moves(history), (category, bar)
+        assert decided(policy, history) == Stop(category=category), (category, bar)
 
 
 def test_attempts_that_the_platform_starts_are_not_the_callers_but_it_may_leave() -> None:
@@ -102,7 +99,7 @@ def test_a_refused_first_request_is_not_retried_and_a_later_one_is() -> None:
     assert isinstance(decided(policy, after("capacity", refused=True, next_gpu=1)), Next)
 
 
-@pytest.mark.parametrize(("choices", "newest", "follows"), [
+@for_each(("choices", "newest", "follows"), [
     ({0}, 0, True), ({0}, 1, False), ({0, 1}, 1, True), ({0, 1}, 2, False), ({0, 1, 2}, 2, True), ({0, 1, 2}, 3, False),
     (set(), 0, True), (set(), 1, False),
 ])  # fmt: skip
@@ -114,7 +111,7 @@ def test_another_gpu_is_not_a_retry(choices: set[int], newest: int, follows: boo
 # --------------------------------------------------------------------------------------------------------------- limits
 
 
-LIMITS = [
+LIMITS: list[tuple[dict[str, Any], Usage, dict[str, float] | str]] = [
     ({}, Usage(seconds=600), {"max_runtime": 3000}),
     ({}, Usage(seconds=600.5), {"max_runtime": 2999}),
     ({}, Usage(seconds=HOUR - 1), {"max_runtime": 1}),
@@ -136,19 +133,16 @@ LIMITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("category", sorted(RETRIED))
-@pytest.mark.parametrize(("limits", "used", "left"), LIMITS)
-def test_every_limit_is_a_sum_over_attempts(
-    category: str, limits: dict[str, float], used: Usage, left: dict[str, float] | str
-) -> None:
-    policy = AttemptPolicy(max_runtime=HOUR, retries=3, **limits)  # type: ignore[arg-type]
-    found = decided(policy, after(category, newest=1), used=used)
-    if isinstance(left, str):
-        assert found == Stop(category=category, reason=left)
-    else:
-        assert isinstance(found, Next)
-        assert found.limits == left
-        assert isinstance(found.limits["max_runtime"], int)
+def test_every_limit_is_a_sum_over_attempts() -> None:
+    for category, (limits, used, left) in product(sorted(RETRIED), LIMITS):
+        policy, case = AttemptPolicy(max_runtime=HOUR, retries=3, **limits), (category, limits, used)
+        found = decided(policy, after(category, newest=1), used=used)
+        if isinstance(left, str):
+            assert found == Stop(category=category, reason=left), case
+        else:
+            assert isinstance(found, Next), case
+            assert found.limits == left, case
+            assert isinstance(found.limits["max_runtime"], int), case
 
 
 def test_a_limit_that_is_used_up_leads_to_the_next_place_with_its_own_limits() -> None:
@@ -171,17 +165,17 @@ PROGRESS = [
 ]
 
 
-@pytest.mark.parametrize("category", CATEGORIES)
-@pytest.mark.parametrize(("ending", "before", "same"), PROGRESS)
-def test_every_category_by_progress(category: str, ending: Ending, before: Ending | None, same: bool) -> None:
-    policy, history = AttemptPolicy(max_runtime=HOUR, retries=5), after(category, newest=1)
-    found = decided(policy, history, ending=ending, before=before)
-    if category not in RETRIED:
-        assert found == Stop(category=category)
-    elif same and category not in UNSERVED:
-        assert found == Stop(category=category, reason=REPEATED)
-    else:
-        assert isinstance(found, Next)
+def test_every_category_by_progress() -> None:
+    policy = AttemptPolicy(max_runtime=HOUR, retries=5)
+    for category, (ending, before, same) in product(CATEGORIES, PROGRESS):
+        found = decided(policy, after(category, newest=1), ending=ending, before=before)
+        case = (category, ending, before)
+        if category not in RETRIED:
+            assert found == Stop(category=category), case
+        elif same and category not in UNSERVED:
+            assert found == Stop(category=category, reason=REPEATED), case
+        else:
+            assert isinstance(found, Next), case
 
 
 def test_the_same_failure_is_the_reason_also_if_a_limit_is_used_up() -> None:
@@ -193,7 +187,7 @@ def test_the_same_failure_is_the_reason_also_if_a_limit_is_used_up() -> None:
 FAILURE = {"rank": 1, "exception": "ValueError: boom", "file": "/a/b/train.py", "line": 3, "process_exit_code": 1}
 
 
-@pytest.mark.parametrize(("category", "reason", "failure", "text"), [
+@for_each(("category", "reason", "failure", "text"), [
     ("user_error", "x", FAILURE, "ValueError: boom (train.py:3)"),
     ("user_error", "x", {**FAILURE, "file": "C:\\tmp\\train.py", "rank": 0}, "ValueError: boom (train.py:3)"),
     ("user_error", "x", {**FAILURE, "file": None}, "ValueError: boom"),
@@ -223,7 +217,7 @@ def test_an_ending_is_read_as_it_was_recorded() -> None:
 # -------------------------------------------------------------------------------------------------- waits and job facts
 
 
-@pytest.mark.parametrize(("limit", "waited", "expected"), [
+@for_each(("limit", "waited", "expected"), [
     (None, 1e9, Wait()),
     (600, 0.0, Wait(seconds=600.0)),
     (600, 599.0, Wait(seconds=1.0)),

@@ -20,6 +20,7 @@ from earlier import Ran
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import Jobs
+from rows import for_each
 from test_provenance import PROVIDERS, STORES, plans
 
 from cloudtrain.cli import main
@@ -129,7 +130,7 @@ SIGNED = (
 )
 
 
-@pytest.mark.parametrize("text", SIGNED)
+@for_each("text", SIGNED)
 def test_no_error_quotes_a_credential(text: str) -> None:
     word = canary("url")
     said = f"GET {text.format(word)} failed: 403 (see '{text.format(word)}')"
@@ -149,7 +150,7 @@ def test_whatever_stands_around_it(around: str, text: str, word: str) -> None:
     assert f"x{word}x" not in scrubbed(f"{around} {text.format(f'x{word}x')} {around}").replace(around, "")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         "abfs://container@account.dfs.core.windows.net/x", "http://127.0.0.1:9000/bucket/a@b", "a=b key=value",

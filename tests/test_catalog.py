@@ -7,6 +7,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+from rows import for_each
 
 from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.job.job import Gpu
@@ -61,7 +62,7 @@ def test_every_gpu_of_the_table_can_be_asked_for(provider: str) -> None:
             assert catalog.for_gpu(provider, gpu).gpu_count == machine.gpu_count
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("gpu", "machine"),
     [
         ("A100:8", "ml.p4d.24xlarge"),
@@ -188,7 +189,7 @@ def test_every_known_machine_is_well_formed(provider: str) -> None:
         _name_of_a_machine(provider, machine.instance_type)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("provider", "name"),
     [
         ("sagemaker", "ml.p9e.96xlarge"), ("sagemaker", "ml.p6e-gb300.36xlarge"), ("sagemaker", "ml.dl1.24xlarge"),
@@ -201,7 +202,7 @@ def test_a_new_machine_passes(provider: str, name: str) -> None:
     _name_of_a_machine(provider, name)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("provider", "name", "hint"),
     [
         ("sagemaker", "p4d.24xlarge", "ml.p4d.24xlarge"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rows import for_each
 from test_docs import commands
 
 from cloudtrain import cli
@@ -43,7 +44,8 @@ def scripts(path: Path) -> list[str]:
     return list(texts(yaml.safe_load(path.read_text()), "run", "script", "before_script", "after_script"))
 
 
-@pytest.mark.parametrize("path", [*GITHUB, GITLAB], ids=lambda path: path.name)
+@pytest.mark.slow
+@for_each("path", [*GITHUB, GITLAB])
 def test_the_platforms_schema_and_yamllint_take_it(path: Path) -> None:
     schema = "vendor.gitlab-ci" if path == GITLAB else "vendor.github-workflows"
     for command in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import examples
+from rows import for_each
 
 from cloudtrain import cli
 from cloudtrain.cli import advice, flags, format, key_value
@@ -106,7 +108,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("flat", [f for f in FLAT_FIELDS if f not in flags.NOT_FLAGS])
+@for_each("flat", [f for f in FLAT_FIELDS if f not in flags.NOT_FLAGS])
 def test_each_flag_sets_its_field(flat: str) -> None:
     text, value = EXAMPLES[flat]
     for flag in flags.flag_names(flat):
@@ -119,14 +121,19 @@ def test_each_flag_sets_its_field(flat: str) -> None:
         assert found == value
 
 
-@pytest.mark.parametrize(("second", "first"), key_value.ALIASES.items())
+@functools.cache
+def shown_flags() -> set[str]:
+    """Return the flags of all verbs."""
+    app = cli.make_app()
+    return {name for verb in cli.VERBS for item in app[verb].assemble_argument_collection() for name in item.names}
+
+
+@for_each(("second", "first"), key_value.ALIASES.items())
 def test_a_second_spelling_is_read_as_the_first_and_shown_nowhere(second: str, first: str) -> None:
     assert key_value.first_spelling(second) == first
     assert key_value.first_spelling(f"{second.replace('-', '_').replace('__', '--')}=a-b") == f"{first}=a-b"
-    app = cli.make_app()
-    names = {name for verb in cli.VERBS for item in app[verb].assemble_argument_collection() for name in item.names}
-    assert first in names
-    assert second not in names
+    assert first in shown_flags()
+    assert second not in shown_flags()
 
 
 def test_repeated_tables_merge_and_repeated_lists_append() -> None:
@@ -349,7 +356,7 @@ def test_help_has_groups_types_and_an_example_for_each_verb(capsys: pytest.Captu
     assert " STR" not in submit
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("word", "hint"),
     [
         ("stop", "did you mean: cloudtrain cancel"),
@@ -385,14 +392,14 @@ def test_a_cheap_verb_loads_nothing_heavy(argv: list[str], tmp_path: Path) -> No
 # ----------------------------------------------------------------------------------------------------------------- text
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("seconds", "text"), [(0, "0s"), (45, "45s"), (5400, "1h30m"), (86400, "24h"), (3 * 86400, "3d"), (3725, "1h2m")]
 )
 def test_durations_read_back(seconds: int, text: str) -> None:
     assert format.duration(seconds) == text
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (2**50, "1024.0 TiB")]
 )
 def test_sizes(count: int, text: str) -> None:
@@ -435,7 +442,7 @@ def test_where_nobody_watches_there_is_one_line_at_the_end() -> None:
     assert format.pulled(report, pace=moved.pace) == "pulled 1 file to out, 4.0 MiB of it new, in 2s, 2.0 MiB/s"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("seconds", "text"),
     [(5, "5 s ago"), (130, "2 min ago"), (7300, "2 h ago"), (90000, "25 h ago"), (3 * 86400, "3 days ago")],
 )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import for_each
 
 from cloudtrain.compat.keywords import CARRIED, REFUSED, WITHOUT_EFFECT, inputs_of, keyword_of
 from cloudtrain.compat.sagemaker_v2 import (
@@ -308,7 +309,7 @@ def test_what_is_carried_over_is_seen_in_the_plan(name: str, plain: dict[str, An
     assert at(document(pytorch(**words), "s3://b/data"), path) == value
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_what_is_refused_is_refused_in_one_line_that_says_what_to_do(name: str) -> None:
     with pytest.raises(SpecError) as caught:
         pytorch(**{name: "something"})
@@ -335,7 +336,7 @@ def test_a_keyword_that_is_none_of_v2_names_the_nearest() -> None:
         assert caught.value.field == name
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "line"),
     [
         ({"role": "training"}, "role: 'training' is not an ARN"),
@@ -383,7 +384,7 @@ def test_what_is_wrong_is_said_in_one_line_and_in_the_words_of_v2(words: dict[st
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "line", "hint"),
     [
         ({"metric_definitions": ["loss"]}, "metric_definitions: must be a list of {'Name'", ""),
@@ -422,7 +423,7 @@ def test_a_field_of_ours_is_called_as_v2_calls_it() -> None:
 # ----------------------------------------------------------------------------------------------------- what they become
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("distribution", "launcher", "ranks"),
     [
         ({"torch_distributed": {"enabled": True}}, "torchrun", 16),
@@ -656,7 +657,7 @@ def theirs(cls: type[Any], **given: Any) -> Any:
 FS = {"file_system_id": "fs-0123abcd", "directory_path": "/data/"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "mode", "expected"),
     [
         ("s3://b/x", None, {"training": Input(url="s3://b/x")}),
@@ -681,7 +682,7 @@ def test_inputs(given: Any, mode: str | None, expected: dict[str, Input]) -> Non
     assert inputs_of(given, input_mode=mode) == expected
 
 
-@pytest.mark.parametrize(
+@for_each(
     "given",
     [
         {"compression": "Gzip"},

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import for_each
 
 from cloudtrain.errors import StorageError
 from cloudtrain.job.job import Job
@@ -229,7 +230,7 @@ def test_processes_that_write_at_once_leave_a_whole_file(tree: Path, tmp_path: P
     assert found(later(tree, tmp_path / "cache"), tree / "a") == digest(b"aaaa")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("environ", "platform", "tail"),
     [
         ({"XDG_CACHE_HOME": "/x"}, "linux", "/x/cloudtrain/digests"),

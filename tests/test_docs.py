@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import for_each
 
 from cloudtrain import cli, errors
 from cloudtrain.cli.flags import NOT_FLAGS
@@ -333,7 +334,7 @@ def check_command(words: list[str]) -> None:
         cli.parse(tokens, args, Screen(io.StringIO(), io.StringIO()))
 
 
-@pytest.mark.parametrize("name", PAGES)
+@for_each("name", PAGES)
 def test_commands_named_in_the_text_exist(name: str) -> None:
     """Spans such as `make demo`; of `cloudtrain VERB`, which a sentence may cut short, the verb and its flags."""
     for span in re.findall(r"`((?:make|cloudtrain) [^`]+)`", prose(name)):
@@ -354,7 +355,7 @@ def test_commands_named_in_the_text_exist(name: str) -> None:
 # --------------------------------------------------------------------------------------------------------------- links
 
 
-@pytest.mark.parametrize("name", PAGES)
+@for_each("name", PAGES)
 def test_links_lead_somewhere(name: str) -> None:
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(name)):

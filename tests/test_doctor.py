@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from doctoring import Examiner
 from faulty import FaultyS3
+from rows import for_each
 
 from cloudtrain import cli
 from cloudtrain.cli import format
@@ -112,7 +113,7 @@ def test_the_gravest_failure_is_the_exit_code() -> None:
     assert gravest([Check(name="x", status="unknown", exit_code=3)]) == 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("error", "extra", "status"),
     [
         (AuthError("may not: ask somebody"), True, "unknown"),
@@ -328,7 +329,7 @@ def test_one_rank_alone_has_no_all_reduce_to_time() -> None:
     assert node_check.problems(broken, nodes=1, gpus=8) == ["no all-reduce came to its end: NCCL failed"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("found", "line"),
     [
         (report({}, {"driver": "535"}), "driver differs: 550 on node 0, 535 on node 1; give all nodes one kind"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import first_time_user as stranger
 import pytest
+from rows import for_each
 from test_docs import ROOT, blocks, section
 
 from cloudtrain import cli
@@ -128,7 +129,7 @@ def head(heading: str) -> list[str]:
     return [cell.strip() for cell in row.split("|")[2:-1]]
 
 
-@pytest.mark.parametrize("name", ["local", "docker", "sagemaker", "azureml", "vertex"])
+@for_each("name", ["local", "docker", "sagemaker", "azureml", "vertex"])
 def test_what_is_said_to_be_verified_has_its_suite(name: str) -> None:
     text = (ROOT / "tests" / "providers" / f"test_{name}.py").read_text(encoding="utf-8")
     assert re.search(r"class \w+\(ProviderContract\)", text)

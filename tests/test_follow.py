@@ -6,10 +6,10 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import examples
+from rows import for_each
 
 from cloudtrain.provider_api.node import attempt_key
 from cloudtrain.provider_api.protocol import LogLine
@@ -55,7 +55,7 @@ def test_the_runtimes_own_line_has_no_rank() -> None:
     assert parse_line(LogLine(node="x", text="[a0.0 n0 r- #1] cloudtrain: hello")).rank is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "expected"),
     [
         ("[a0.0 n0 r0 #3] ", ""),
@@ -70,7 +70,7 @@ def test_the_text_stays_as_it_was(text: str, expected: str) -> None:
     assert (line.seq, line.text) == (3, expected)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         "",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import for_each
 
 from cloudtrain.validate import toml_loads
 
@@ -308,7 +309,7 @@ CLOUD_EXTRAS = {
 }
 
 
-@pytest.mark.parametrize("cloud", sorted(CLOUD_EXTRAS))
+@for_each("cloud", sorted(CLOUD_EXTRAS))
 def test_the_clouds_have_the_same_files_and_names(cloud: str) -> None:
     """A reader of one cloud finds the same function in the same file of the others."""
     folder = PACKAGE / "providers" / cloud

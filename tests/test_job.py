@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from rows import for_each
 
 from cloudtrain.errors import SpecError
 from cloudtrain.job.job import (
@@ -264,9 +265,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fields", "field", "message"), REFUSED, ids=[f"{f}-{i}" for i, (_, f, _) in enumerate(REFUSED)]
-)
+@for_each(("fields", "field", "message"), REFUSED)
 def test_a_refusal_names_the_dotted_field_and_what_would_do(fields: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
         job(**fields)
@@ -277,7 +276,7 @@ def test_a_refusal_names_the_dotted_field_and_what_would_do(fields: dict[str, An
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     "name",
     ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PET_NNODES",
      "TORCHELASTIC_RUN_ID", "CLOUDTRAIN_RUN_ID"],
@@ -290,9 +289,7 @@ def test_names_that_every_rank_gets_are_refused_in_env_and_secrets(name: str) ->
     assert job(env={f"MY_{name}": "1"}).env
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "}", "{}", "{resume_from}x", "{inputs}", '{"a": {"b": 1}}', "{{inputs.a}", "{Inputs.a}"]
-)
+@for_each("text", ["{", "}", "{}", "{resume_from}x", "{inputs}", '{"a": {"b": 1}}', "{{inputs.a}", "{Inputs.a}"])
 def test_braces_that_are_no_placeholder_are_nobodys_business(text: str) -> None:
     if "{inputs.a}" in text:
         with pytest.raises(SpecError):
@@ -369,7 +366,7 @@ def test_the_default_name_is_the_scripts() -> None:
 # -------------------------------------------------------------------------------------------------------- grammars
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "name", "memory", "count"),
     [("H100", "H100", None, 1), ("h100:8", "H100", None, 8), ("A100-80GB:4", "A100", 80, 4), (" L4 ", "L4", None, 1),
      ("RTX-A6000:2", "RTX-A6000", None, 2), ("V100-16GB", "V100", 16, 1), ("GH200-96GB:1", "GH200", 96, 1)],
@@ -380,7 +377,7 @@ def test_gpus(text: str, name: str, memory: int | None, count: int) -> None:
     assert Gpu.parse(str(parsed)) == parsed
 
 
-@pytest.mark.parametrize("text", ["", "100", "H100:", "H100:-1", "H100:x", "A100-80:4", "H100 :8", "H_100"])
+@for_each("text", ["", "100", "H100:", "H100:-1", "H100:x", "A100-80:4", "H100 :8", "H_100"])
 def test_not_gpus(text: str) -> None:
     with pytest.raises(SpecError) as caught:
         Gpu.parse(text)
@@ -395,7 +392,7 @@ def test_gpus_in_order_of_preference_decide_the_processes() -> None:
     assert job().resources.processes() == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "seconds"),
     [(90, 90), ("90", 90), ("90s", 90), ("45m", 2700), ("12h", 43200), ("2d", 172800), ("1h30m", 5400),
      ("1D2H3M4S", 93784), (" 5m ", 300), (60.0, 60), (timedelta(minutes=2), 120)],
@@ -404,9 +401,7 @@ def test_durations(value: Any, seconds: int) -> None:
     assert parse_duration(value, field="x") == seconds
 
 
-@pytest.mark.parametrize(
-    "value", ["", "h", "1.5h", "m5", "5m1h", "-1", -1, 0, "0", "0s", 1.5, True, None, float("inf"), "1y"]
-)
+@for_each("value", ["", "h", "1.5h", "m5", "5m1h", "-1", -1, 0, "0", "0s", 1.5, True, None, float("inf"), "1y"])
 def test_not_durations(value: Any) -> None:
     with pytest.raises(SpecError) as caught:
         parse_duration(value, field="max_runtime")
@@ -420,14 +415,12 @@ def test_durations_add_up(d: int, h: int, m: int, s: int) -> None:
     assert parse_duration(text, field="x") == int(timedelta(days=d, hours=h, minutes=m, seconds=s).total_seconds())
 
 
-@pytest.mark.parametrize("run_id", ["a", "0", "a-b", "20260101-101010-x-0a1b", "a" * 40])
+@for_each("run_id", ["a", "0", "a-b", "20260101-101010-x-0a1b", "a" * 40])
 def test_run_ids(run_id: str) -> None:
     assert check_run_id(run_id) == run_id
 
 
-@pytest.mark.parametrize(
-    "run_id", ["", "-a", "a-", "a--b", "A", "a_b", "a.b", "a/b", "..", "a" * 41, "é", "a\n", "a b"]
-)
+@for_each("run_id", ["", "-a", "a-", "a--b", "A", "a_b", "a.b", "a/b", "..", "a" * 41, "é", "a\n", "a b"])
 def test_not_run_ids(run_id: str) -> None:
     with pytest.raises(SpecError) as caught:
         check_run_id(run_id)
@@ -442,7 +435,7 @@ def test_every_name_makes_a_run_id_that_sorts_by_time(name: str) -> None:
     assert len({new_run_id(name) for _ in range(4)}) > 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("url", "scheme"),
     [("s3://b/k", "s3"), ("GS://b", "gs"), ("azureml:data:1", "azureml"), ("./x", ""), ("/a:b", ""), ("C:\\x", ""),
      ("C:/x", ""), ("file:///x", "file"), ("name", "")],
@@ -451,7 +444,7 @@ def test_schemes(url: str, scheme: str) -> None:
     assert url_scheme(url) == scheme
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("word", "choices", "found"),
     [
         ("alpa", ["alpha", "beta"], "alpha"),

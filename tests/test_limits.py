@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import Jobs
+from rows import for_each
 
 from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.job.job import Job
@@ -131,9 +132,7 @@ def test_a_machine_of_which_nobody_knows_the_gpus() -> None:
     assert gpus_per_node("vertex", "a2-highgpu-4g", job, 0) == 4
 
 
-@pytest.mark.parametrize(
-    "prices", [{"a": 0}, {"a": "1"}, {"a": True}, {"a": float("inf")}, {"a": -1}, {"a": 10**400}, [1], "1"]
-)
+@for_each("prices", [{"a": 0}, {"a": "1"}, {"a": True}, {"a": float("inf")}, {"a": -1}, {"a": 10**400}, [1], "1"])
 def test_what_is_no_price(prices: Any) -> None:
     with pytest.raises(SpecError, match="US dollars an hour") as caught:
         checked_prices(prices, "p")

@@ -19,6 +19,7 @@ from foldercloud import NAME, install
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import Plans
+from rows import for_each
 from worlds.sagemaker.questions import Questions
 from worlds.sagemaker.strict import broken_rules, model_errors
 from worlds.sagemaker.wire import Wire
@@ -49,7 +50,7 @@ FULL = {"revision": f"{SHA}-dirty", "branch": "main", "ci": "github", "ci_run": 
 # --------------------------------------------------------------------------------------------------- what is read here
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("environ", "ci", "run", "url"),
     [
         (GITHUB, "github", "123-2", PAGE),
@@ -110,7 +111,7 @@ def test_an_answer_that_does_not_come_keeps_nobody(monkeypatch: pytest.MonkeyPat
         release.set()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("claims", "who"),
     [
         ({"upn": "me@example.org", "oid": "o"}, "me@example.org"),
@@ -172,7 +173,7 @@ def tags_of(request: Request) -> dict[str, str]:
     return dict(body.get("labels") or body["tags"])
 
 
-@pytest.mark.parametrize("name", PROVIDERS)
+@for_each("name", PROVIDERS)
 def test_native_tags_say_where_it_comes_from(name: str) -> None:
     tags = {re.sub(r"[.:-]", "/", key): value for key, value in tags_of(planned(name, FULL)).items()}
     page = {"vertex": "github-123-2"}.get(name, PAGE)
@@ -223,7 +224,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", PROVIDERS)
+@for_each("name", PROVIDERS)
 def test_an_illegal_tag_is_refused_by_name(name: str) -> None:
     for tags in filter(None, REFUSED[name]):
         with pytest.raises(SpecError) as caught:

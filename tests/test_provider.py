@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import for_each
 
 from cloudtrain.errors import NotFoundError, SpecError, UnsupportedError
 from cloudtrain.job.job import Input, Job
@@ -62,14 +63,14 @@ def test_plain_forms_round_trip() -> None:
     assert LaunchSpec.from_dict(json.loads(json.dumps(simulation.to_dict()))) == simulation
 
 
-@pytest.mark.parametrize("data", [{}, {"nodes": 3, "rules": {}}, {"nodes": [{}], "rules": {"time_limit": 1}},
+@for_each("data", [{}, {"nodes": 3, "rules": {}}, {"nodes": [{}], "rules": {"time_limit": 1}},
                                   {"nodes": [{"command": [], "mounts": [{}]}], "rules": {}}])  # fmt: skip
 def test_what_is_no_simulation_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="not a launch spec"):
         LaunchSpec.from_dict(data)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("part", "values", "field", "words"),
     [
         ("rules", {"restart_on": 75}, "rules.restart_on", "a list of exit codes"),
@@ -175,14 +176,14 @@ def test_lists_of_objects_merge_by_index_and_star_means_all() -> None:
         merged({"tags": {"2": "c", "0": "a"}})
 
 
-@pytest.mark.parametrize("key", ["3", "-1", "x", "1.0", ""])
+@for_each("key", ["3", "-1", "x", "1.0", ""])
 def test_what_is_no_index_of_a_list_is_refused(key: str) -> None:
     with pytest.raises(SpecError, match="no index of that list of 2") as caught:
         merged({"pools": {key: {"t": "c"}}})
     assert caught.value.field == "options.x.pools"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "field"),
     [
         ({"name": "other"}, "options.x.name"),

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import for_each
 from test_run import PENDING, ROOT_CAUSE, RUNNING, SUCCEEDED, T0, World, failed, failure
 
 from cloudtrain import cli
@@ -423,7 +424,7 @@ def test_ticks_are_few_and_within(low: float, high: float, about: int) -> None:
         assert all(low - slack <= mark <= high + slack for mark in marks)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("low", "high", "about", "wanted"),
     [
         (0.95, 0.9944, 4, [0.95, 0.96, 0.97, 0.98, 0.99]),

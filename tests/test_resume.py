@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from earlier import Ran
+from rows import for_each
 
 from cloudtrain.errors import NotFoundError, SpecError
 from cloudtrain.runs.pull import newest_pulled, pull
@@ -137,7 +138,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> str:
     return Places(monkeypatch).url
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "bare"),
     [("first", True), ("ckpt.pt", True), (".", False), ("..", False), ("./first", False), ("s3://b", False)],
 )

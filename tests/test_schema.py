@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from rows import for_each
 
 from cloudtrain import schemas
 from cloudtrain.cli import main
@@ -86,7 +87,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("flat", list(FLAT_FIELDS))
+@for_each("flat", list(FLAT_FIELDS))
 def test_a_job_and_its_schema_take_and_refuse_the_same(flat: str) -> None:
     good, bad = VALUES[flat]
     owner, name = FLAT_FIELDS[flat]

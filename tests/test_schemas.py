@@ -19,6 +19,7 @@ import foldercloud
 import jsonschema
 import pytest
 from click.testing import CliRunner
+from rows import for_each
 
 from cloudtrain import cli, errors, schemas
 from cloudtrain.cli import runs
@@ -125,7 +126,7 @@ def _help_of(verb: str) -> str:
     return " ".join(name for item in cli.make_app()[verb].assemble_argument_collection() for name in item.names)
 
 
-@pytest.mark.parametrize("name", [*schemas.names(), schemas.SHARED])
+@for_each("name", [*schemas.names(), schemas.SHARED])
 def test_the_files_are_schemas_and_strict(name: str) -> None:
     raw = json.loads(schemas.path(name).read_text())
     assert raw["$schema"] == "https://json-schema.org/draft/2020-12/schema"

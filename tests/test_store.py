@@ -15,6 +15,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import for_each
 from servers import ATTEMPT_RACER, race
 
 from cloudtrain.errors import DigestError, NotFoundError, SpecError, StorageError
@@ -743,7 +744,7 @@ def test_a_submission_that_is_noted_again_keeps_its_time(tmp_path: Path, monkeyp
         assert store.submitted("r", 0) == expected
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("url", "hint"),
     [
         ("https://acct.blob.core.windows.net/runs/x", "use abfs://runs@acct.dfs.core.windows.net/x"),

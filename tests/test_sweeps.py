@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rows import for_each
 
 from cloudtrain.cli import main
 from cloudtrain.cli.sweep import sweep_screen
@@ -70,7 +71,7 @@ def test_a_description_comes_back_from_json() -> None:
     assert spec.limits.max_runtime == 7200
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("tables", "field"),
     [
         ({"space": {}}, "space"),
@@ -513,7 +514,7 @@ def test_a_fallback_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # ------------------------------------------------------------------------------------------------------------ outcomes
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("result", "stop", "state", "cost"),
     [
         ({"state": "succeeded", "native_id": "j", "cost": {"estimate_usd": 2.0}}, "", "succeeded", 2.0),
@@ -548,7 +549,7 @@ def test_the_outcome_of_a_trial(result: Mapping[str, Any], stop: str, state: str
     assert (found.trial, found.state, found.value, found.at, found.max_cost) == (4, state, 0.5, 3.0, cost)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("attempts", "more", "rows", "cost"),
     [
         ([{"category": "capacity"}, {"category": "quota"}], {}, [], 0.0),

@@ -18,6 +18,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from rows import for_each
 from servers import race
 
 from cloudtrain.errors import AuthError, LostContactError, SpecError, StorageError
@@ -446,7 +447,7 @@ def named(name: str, text: str = "said so", base: type[Exception] = Exception) -
     return type(name, (base,), {})(text)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("exc", "kind"),
     [
         (FileNotFoundError("key"), "missing"),
@@ -630,7 +631,7 @@ UNREACHED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("outer", "inner", "said"), UNREACHED)
+@for_each(("outer", "inner", "said"), UNREACHED)
 def test_a_host_that_cannot_be_reached_is_named_and_is_no_failure_of_the_store(
     outer: str, inner: str, said: str
 ) -> None:

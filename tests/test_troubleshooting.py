@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
+from rows import for_each
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -61,7 +61,7 @@ def is_said(message: str) -> bool:
     return bool(fixed) and any(pattern.search(text) for text in texts())
 
 
-@pytest.mark.parametrize("message", sorted(set(messages())))
+@for_each("message", sorted(set(messages())))
 def test_each_message_is_one_of_the_code(message: str) -> None:
     for part in PARTS.get(message, [message]):
         assert is_said(part), f"the code does not say {part!r}"

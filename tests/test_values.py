@@ -5,12 +5,13 @@ from __future__ import annotations
 from datetime import datetime, timedelta, timezone
 
 import pytest
+from rows import for_each
 
 from cloudtrain.runtime.checkpoint_names import family, step_of, training_states, unversioned
 from cloudtrain.validate import unix_seconds, without_secrets
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "step"),
     [
         ("step-30", 30),
@@ -45,7 +46,7 @@ def test_a_family_is_a_name_without_its_numbers() -> None:
 HF = ["model.safetensors", "optimizer.pt", "rng_state_0.pth", "trainer_state.json"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "plain"),
     [("last.ckpt", "last.ckpt"), ("last-v1.ckpt", "last.ckpt"), ("last-v12.ckpt", "last.ckpt"), ("last_V2", "last"),
      ("last.v3.pt", "last.pt"), ("epoch=2-v1.ckpt", "epoch=2.ckpt"),
@@ -99,7 +100,7 @@ def test_what_a_training_can_go_on_from(entries: dict[str, list[str]], chosen: s
     }
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("moment", "seconds"),
     [
         (1000.5, 1000.5),

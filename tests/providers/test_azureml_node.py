@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import for_each
 
 from cloudtrain.errors import SpecError, StorageError
 from cloudtrain.provider_api.node import Topology
@@ -29,7 +30,7 @@ def topology(**environ: str) -> Topology:
 # ------------------------------------------------------------------------------------------------------------- topology
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("environ", "rank", "address"),
     [
         ({"NODE_RANK": "3", "MASTER_ADDR": "10.0.0.4", "RANK": "24", "WORLD_SIZE": "32"}, 3, "10.0.0.4"),
@@ -45,7 +46,7 @@ def test_the_topology_from_whatever_is_told(environ: dict[str, str], rank: int, 
     assert (found.nodes, found.node_rank, found.master_addr) == (4, rank, address)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "environ",
     [
         {"MASTER_ADDR": "10.0.0.4"},
@@ -66,7 +67,7 @@ def test_one_node_needs_no_telling() -> None:
     assert alone == Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=6105)
 
 
-@pytest.mark.parametrize(("told", "port"), [("6105", 6105), ("", 29500), ("65535", 29500), ("x", 29500)])
+@for_each(("told", "port"), [("6105", 6105), ("", 29500), ("65535", 29500), ("x", 29500)])
 def test_the_port_leaves_room_for_the_node_link(told: str, port: int) -> None:
     assert topology(MASTER_PORT=told).master_port == port
 
@@ -207,7 +208,7 @@ def test_the_client_id_of_an_identity_of_the_users(service: Any) -> None:
     assert service.seen[0][1]["client_id"] == "mine"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("vault", "host", "resource"),
     [
         ("team", "team.vault.azure.net", "https://vault.azure.net"),

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from plans import Plans
 from profiles import examples
+from rows import for_each
 from trials import TRIALS
 from worlds.azureml.strict import JOB_NAME, broken_rules, model_errors, seconds_of
 
@@ -114,7 +115,7 @@ def test_the_command_is_words_and_fills_in_every_path() -> None:
     assert request.body["inputs"]["one"]["type"] == "uri_file"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("url", "path"),
     [
         (f"abfs://contract@{ACCOUNT}/a/b/", f"{PATHS}/a/b/"),
@@ -186,7 +187,7 @@ def test_a_cluster_decides_on_its_machines() -> None:
     assert "compute" not in planned().body, "serverless is no name of a cluster"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "instance_type", "processes"),
     [
         ({}, "Standard_DS3_v2", 1),
@@ -209,7 +210,7 @@ def test_machines(fields: dict[str, Any], instance_type: str, processes: int) ->
     assert request.context["processes"] == processes
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("gpu", "hint"),
     [
         ("H100:1", "choose from H100:8; "),
@@ -418,7 +419,7 @@ def test_refused(
     assert "sig=" not in str(error)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("field", "given", "says"),
     [
         ("azureml.identity", {"identity": "manage_identity"}, "did you mean 'managed_identity'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from rows import for_each
 from worlds.azureml.strict import STATUSES
 
 from cloudtrain.errors import (
@@ -160,7 +161,7 @@ CATEGORIES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "category"), CATEGORIES, ids=[str(i) for i in range(len(CATEGORIES))])
+@for_each(("text", "category"), CATEGORIES)
 def test_categories(text: str, category: str) -> None:
     assert category_of(text) == category
 
@@ -220,7 +221,7 @@ REAL: list[tuple[str, str, str, str]] = [
 """Real texts, with where they were seen; the row's name in a failure is its issue's."""
 
 
-@pytest.mark.parametrize(("seen", "text", "code", "category"), REAL, ids=[row[0].split(",")[0] for row in REAL])
+@for_each(("seen", "text", "code", "category"), REAL)
 def test_real_texts(seen: str, text: str, code: str, category: str) -> None:
     found = said("Failed", error=(code, text))
     assert (found.state, found.category) == ("failed", category), seen
@@ -257,9 +258,7 @@ REFUSALS: list[tuple[int, str, str, type[CloudtrainError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "message", "kind", "says"), REFUSALS, ids=[f"{r[0]}-{r[1]}-{i}" for i, r in enumerate(REFUSALS)]
-)
+@for_each(("status", "code", "message", "kind", "says"), REFUSALS)
 def test_refusals(status: int, code: str, message: str, kind: type[CloudtrainError], says: str) -> None:
     found = refusal(status, code, message, what="get job")
     assert type(found) is kind, found

@@ -8,6 +8,7 @@ from typing import Any
 
 import azure.identity
 import pytest
+from rows import for_each
 
 from cloudtrain.errors import SpecError
 from cloudtrain.providers.azureml import SAMPLE, Provider
@@ -27,7 +28,7 @@ def resolved(url: str, told: Mapping[str, Any] = BLOB, datastore: str = "team") 
     return store_url(url, datastore, {"team": told}.__getitem__, workspace=WORKSPACE)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("url", "told", "container"),
     [
         (SHORT, BLOB, "c@acct.dfs.core.windows.net/a/b"),
@@ -43,7 +44,7 @@ def test_a_datastore_is_its_container(url: str, told: Mapping[str, Any], contain
     assert resolved(url, told) == f"abfs://{container}"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("url", "field", "words"),
     [
         ("azureml://team/paths/a", "store", "is not azureml://datastores/NAME/paths/"),

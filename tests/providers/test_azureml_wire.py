@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from plans import Plans
+from rows import for_each
 from servers import AZURITE_ACCOUNT, AZURITE_KEY
 from worlds.azureml.life import CommandJob
 from worlds.azureml.plane import SUBSCRIPTION, Plane
@@ -664,7 +665,7 @@ def jwt(claims: Any) -> str:
     return f"h.{base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip('=')}.s"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("claims", "name"),
     [
         ({"upn": "a@b", "unique_name": "u", "oid": "o"}, "a@b"),
@@ -680,7 +681,7 @@ def test_who_a_token_is_for(claims: Any, name: str | None) -> None:
     assert named(jwt(claims)) == name
 
 
-@pytest.mark.parametrize("token", ["", "one", "h.%%%.s", "h.e30", "h.bm8.s"])
+@for_each("token", ["", "one", "h.%%%.s", "h.e30", "h.bm8.s"])
 def test_a_token_that_says_nothing_is_nobodys(token: str) -> None:
     assert named(token) is None
 

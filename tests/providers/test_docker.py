@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from containers import left
 from disks import small_disk
+from rows import for_each
 
 from cloudtrain.engine import ENGINE_PREFIX
 from cloudtrain.engine.containers import Printed
@@ -175,7 +176,7 @@ def test_an_option_that_would_be_lost_is_refused(world: FakePlatform, fields: Fi
     assert words in f"{caught.value} {caught.value.hint}"
 
 
-@pytest.mark.parametrize("user", ["", "root", "1000:", "-1", "1:2:3"])
+@for_each("user", ["", "root", "1000:", "-1", "1:2:3"])
 def test_a_user_is_a_number(user: str) -> None:
     with pytest.raises(SpecError, match="uid:gid in numbers"):
         Provider(user=user)
@@ -268,7 +269,7 @@ def test_docker_host_comes_before_a_context_and_that_before_the_current_one(
     assert make_client("1.43").base_url == "http://127.0.0.1:1"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("address", "remote"),
     [
         ("unix:///var/run/docker.sock", False),
@@ -329,7 +330,7 @@ def test_a_container_that_has_just_gone_keeps_no_network() -> None:
     assert engine.removed == ["a", "b"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("image", "variant", "platform", "fits"),
     [
         ("arm64", "", "linux/arm64/v8", True),

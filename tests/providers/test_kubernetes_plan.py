@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import for_each
 
 from cloudtrain.errors import SpecError, StorageError, UnsupportedError
 from cloudtrain.job.job import Job
@@ -118,7 +119,7 @@ def test_another_request_has_another_label() -> None:
     assert len(set(labels)) == 3
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("label", "gpu", "values"),
     [
         ("nvidia.com/gpu.product", "A100:1", 4),
@@ -147,7 +148,7 @@ def test_own_names_of_gpus_win_and_no_label_asks_for_any() -> None:
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "job", "field"),
     [
         ({"claim": ""}, {}, "kubernetes.claim"),
@@ -218,7 +219,7 @@ def test_it_is_refused_before_anything_is_sent(settings: Mapping[str, Any], job:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("at", "field"),
     [
         (layout(store="s3://bucket/x"), "store"),
@@ -238,7 +239,7 @@ POD = ("items", "0", "spec", "template", "spec")
 NODE = (*POD, "containers", "0")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("path", "value", "field"),
     [
         ((*POD, "contianers"), [], "contianers"),

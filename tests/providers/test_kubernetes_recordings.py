@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from clients import PATIENCE
 from jobs import Jobs
+from rows import for_each
 from worlds.kubernetes.life import Job
 from worlds.kubernetes.strict import Refusal, check_job
 from worlds.kubernetes.world import KubernetesWorld
@@ -44,7 +45,7 @@ def changed(case: str) -> dict[str, Any]:
     return job
 
 
-@pytest.mark.parametrize("case", ANSWERS["cases"])
+@for_each("case", ANSWERS["cases"])
 def test_the_answer_to_a_job(case: str) -> None:
     try:
         check_job(changed(case))

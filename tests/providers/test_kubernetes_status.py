@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import for_each
 
 from cloudtrain.errors import CATEGORIES, AuthError, LostContactError, NotFoundError, SpecError
 from cloudtrain.provider_api.protocol import STATES, LogPage, Status
@@ -105,7 +106,7 @@ def test_every_scene_has_a_meaning() -> None:
     assert MEANINGS.keys() == SCENES.keys()
 
 
-@pytest.mark.parametrize("name", sorted(MEANINGS))
+@for_each("name", sorted(MEANINGS))
 def test_the_meaning_of_a_scene(name: str) -> None:
     found = Cluster(name).status()
     state, category, native, reason = MEANINGS[name]
@@ -146,9 +147,7 @@ def test_states_only_go_forward_around_the_end() -> None:
     assert status_of(job, []).state == "running"
 
 
-@pytest.mark.parametrize(
-    ("code", "category"), [(1, "user_error"), (3, "user_error"), (137, "infra"), (143, "infra"), (76, "timeout")]
-)
+@for_each(("code", "category"), [(1, "user_error"), (3, "user_error"), (137, "infra"), (143, "infra"), (76, "timeout")])
 def test_the_meaning_of_an_exit_code(code: int, category: str) -> None:
     assert status_of(*failed_with(code)).category == category
 
@@ -186,7 +185,7 @@ def test_a_cancelled_job_that_a_queue_holds_is_over() -> None:
     assert (found.state, found.category, found.reason) == ("cancelled", "cancelled", "it was cancelled")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("said", "state"),
     [
         ("rpc error: code = Unknown desc = failed to pull and unpack image: dial tcp: i/o timeout", "pending"),
@@ -319,7 +318,7 @@ def test_a_job_whose_end_did_not_arrive_is_asked_again() -> None:
         Cluster("no image", refuses=LostContactError("the server does not answer")).status()
 
 
-@pytest.mark.parametrize("name", sorted(set(MEANINGS) - {"quota"}))
+@for_each("name", sorted(set(MEANINGS) - {"quota"}))
 def test_no_other_job_is_ended(name: str) -> None:
     cluster = Cluster(name)
     cluster.status()

@@ -14,6 +14,7 @@ import botocore.exceptions as raised
 import pytest
 from boto3.session import Session
 from botocore.awsrequest import AWSResponse
+from rows import for_each
 from worlds.sagemaker.strict import service_model
 
 from cloudtrain.errors import (
@@ -185,7 +186,7 @@ def states() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("primary", "secondary"), states())
+@for_each(("primary", "secondary"), states())
 def test_every_status_means_something(primary: str, secondary: str) -> None:
     status = status_of(described("j", primary, secondary))
     final = primary in ("Completed", "Failed", "Stopped")
@@ -212,14 +213,14 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize(("primary", "secondary", "state", "category"), STATES)
+@for_each(("primary", "secondary", "state", "category"), STATES)
 def test_status(primary: str, secondary: str, state: str, category: str) -> None:
     status = status_of(described("j", primary, secondary))
     assert (status.state, status.category) == (state, category)
 
 
-@pytest.mark.parametrize(("primary", "state"), [("Stopped", "failed"), ("Failed", "failed")])
-@pytest.mark.parametrize(("seconds", "waited"), [(3600, True), (3599, False)])
+@for_each(("primary", "state"), [("Stopped", "failed"), ("Failed", "failed")])
+@for_each(("seconds", "waited"), [(3600, True), (3599, False)])
 def test_a_wait_that_was_too_long_is_a_lack_of_capacity(primary: str, state: str, seconds: int, waited: bool) -> None:
     """Whatever SageMaker calls that state: it never started, and its limit is over."""
     stopping = {"MaxRuntimeInSeconds": 60, "MaxPendingTimeInSeconds": 3600}
@@ -248,7 +249,7 @@ def test_a_job_that_had_machines_has_not_waited_for_them(word: str) -> None:
     assert (never.category, never.billed_s) == ("capacity", 0.0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("reason", "category"),
     [
         ("AlgorithmError: never started: no python 3.10, exit code: 127", "image"),
@@ -320,7 +321,7 @@ REAL_REASONS = [
 ]
 
 
-@pytest.mark.parametrize(("source", "reason", "category"), REAL_REASONS)
+@for_each(("source", "reason", "category"), REAL_REASONS)
 def test_real_texts_have_their_category(source: str, reason: str, category: str) -> None:
     status = status_of(described("j", "Failed", "Failed", FailureReason=reason))
     assert status.category == category, source
@@ -351,7 +352,7 @@ def test_attempts_are_the_platforms_own_starts() -> None:
     assert status_of(described("j")).attempts == ()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("partition", "region", "url"),
     [
         ("aws", "eu-west-1", "https://eu-west-1.console.aws.amazon.com/sagemaker/home?region=eu-west-1#/jobs/j"),
@@ -434,7 +435,7 @@ REFUSALS: list[tuple[Exception, type[CloudtrainError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("exc", "kind", "says"), REFUSALS, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
+@for_each(("exc", "kind", "says"), REFUSALS)
 def test_every_exception_of_boto3_is_one_of_ours(exc: Exception, kind: type[CloudtrainError], says: str) -> None:
     ours = error_of(exc)
     assert type(ours) is kind

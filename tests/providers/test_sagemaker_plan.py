@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from plans import Plans
 from profiles import examples
+from rows import for_each
 from worlds.sagemaker.strict import broken_rules, model_errors
 
 from cloudtrain.cli.format import plan_text
@@ -278,7 +279,7 @@ SERVING = [
 ]
 
 
-@pytest.mark.parametrize(("region", "fields", "image"), SERVING)
+@for_each(("region", "fields", "image"), SERVING)
 def test_the_image_serves_the_gpu(region: str, fields: dict[str, Any], image: str) -> None:
     body = planned({"region": region}, **fields).body
     assert body["AlgorithmSpecification"]["TrainingImage"].rpartition("/")[2] == image
@@ -304,7 +305,7 @@ UNSERVED = [
 ]
 
 
-@pytest.mark.parametrize(("given", "fields", "field", "says"), UNSERVED)
+@for_each(("given", "fields", "field", "says"), UNSERVED)
 def test_no_image_serves_the_gpu(given: dict[str, Any], fields: dict[str, Any], field: str, says: str) -> None:
     error = refused(given, **fields)
     assert error.field == field
@@ -313,7 +314,7 @@ def test_no_image_serves_the_gpu(given: dict[str, Any], fields: dict[str, Any], 
     planned({"region": region}, **fields, image=f"123456789012.dkr.ecr.{region}.amazonaws.com/mine:1")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("region", "host"),
     [
         ("cn-north-1", "cn-north-1.amazonaws.com.cn"),
@@ -337,7 +338,7 @@ def test_every_image_has_a_cuda_version() -> None:
         assert told["cuda"] == cuda_of(number, told["gpu"])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "says"),
     [
         ({"max_runtime": "6d"}, "max_runtime is above 5 days"),
@@ -449,9 +450,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("field", "given", "fields", "says"), REFUSED, ids=[f"{i}-{r[0]}" for i, r in enumerate(REFUSED)]
-)
+@for_each(("field", "given", "fields", "says"), REFUSED)
 def test_refused(field: str, given: dict[str, Any], fields: dict[str, Any], says: str) -> None:
     error = refused(given, **fields)
     assert error.field == field
@@ -644,7 +643,7 @@ def test_the_catalogue_knows_sagemakers_machines() -> None:
 ISOLATED = {"enable_network_isolation": True}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "job", "kept", "note"),
     [
         ({}, {}, 0, ""),
@@ -668,7 +667,7 @@ def test_a_spot_job_keeps_few_checkpoints_and_the_plan_says_what_a_restart_downl
     assert note in "".join(said)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("job", "volume"),
     [
         ({}, 30 + 16),  # ml.m5.xlarge has 16 GiB

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import for_each
 
 from cloudtrain.errors import AuthError, LostContactError, NotFoundError, PlatformError, QuotaError, SpecError
 from cloudtrain.job.job import Job
@@ -56,7 +57,7 @@ def test_the_script_asks_for_what_the_job_asks_for() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("types", "gpu", "wanted"),
     [
         ({}, "A100-80GB:4", "a100-80gb:4"),
@@ -69,7 +70,7 @@ def test_the_type_of_a_gpu_is_the_cluster_s(types: dict[str, str], gpu: str, wan
     assert options(planned({"gres_type": types}, gpu=(gpu,)))["gpus-per-node"] == wanted
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("seconds", "max_time", "minutes", "limit", "parts"),
     [
         (2, 0, 1, 2, False),
@@ -100,7 +101,7 @@ def test_another_request_has_another_name() -> None:
     assert planned() == planned()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "job", "at", "field"),
     [
         ({}, {"spot": True}, {}, "resources.spot"),
@@ -164,7 +165,7 @@ def known(rows: tuple[tuple[str, ...], ...] = (), marks: Mapping[str, str] | Non
     return Known(fields=fields, rows=rows, marks=marks or {})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "state", "category"),
     [
         ({"JobState": "PENDING", "Reason": "Resources"}, "pending", "capacity"),
@@ -232,7 +233,7 @@ def test_a_tag_cannot_pass_for_a_field() -> None:
     assert found.marks == {"end": "1"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("said", "kind"),
     [
         ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination", SpecError),
@@ -249,7 +250,7 @@ def test_words_of_slurm_are_one_of_our_errors(said: str, kind: type[Exception]) 
     assert type(error_of(said, what="submit")) is kind
 
 
-@pytest.mark.parametrize("native", ["", "7", "x:/a", "7:a", ":/a"])
+@for_each("native", ["", "7", "x:/a", "7:a", ":/a"])
 def test_an_id_of_another_form_is_not_found(native: str) -> None:
     with pytest.raises(NotFoundError):
         job_of(native)

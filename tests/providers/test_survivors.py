@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from plans import Plans
+from rows import for_each
 from worlds.vertex.wire import Answer, Wire
 
 from cloudtrain.errors import AuthError, NotFoundError, PlatformError, SpecError, UnsupportedError
@@ -168,7 +169,7 @@ def test_sagemaker_says_since_when_it_trains_and_both_its_words() -> None:
     assert of_sagemaker(TrainingJobStatus="Stopped", SecondaryStatus="Stopped").reason == "it was stopped"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("native", "details", "expected"),
     [
         ("CancelRequested", {}, ("running", "", "stopping")),

@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import pytest
+from rows import for_each
 from worlds.vertex import strict
 from worlds.vertex.strict import broken_rules, parsed
 
@@ -116,7 +116,7 @@ were accepted and 3 compute their machine at run time. Of the 28 refused ones 27
 and one asks for a3-highgpu-1g, which its notebook runs with FLEX_START."""
 
 
-@pytest.mark.parametrize(("machine", "gpu", "count", "notebook"), SHAPES, ids=lambda value: str(value)[:30])
+@for_each(("machine", "gpu", "count", "notebook"), SHAPES)
 def test_what_googles_notebooks_ask_for_is_accepted(machine: str, gpu: str, count: int, notebook: str) -> None:
     spec = {"machineType": machine, **({"acceleratorType": gpu, "acceleratorCount": count} if gpu else {})}
     assert refusals(spec) == [], notebook

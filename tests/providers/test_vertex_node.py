@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import for_each
 
 from cloudtrain.engine.processes import free_port_pair
 from cloudtrain.errors import SpecError, StorageError
@@ -95,7 +96,7 @@ def test_one_node_needs_no_telling() -> None:
     assert topology(1, "{") == topology(1, "[]") == alone, "whatever there is is not even read"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         None,

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from plans import Plans
 from profiles import examples
+from rows import for_each
 from trials import TRIALS
 
 from cloudtrain.errors import SpecError, UnsupportedError
@@ -136,7 +137,7 @@ def test_settings_reach_the_request() -> None:
         assert spec["reservationAffinity"] == {"reservationAffinityType": kind}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "machine", "accelerator", "processes"),
     [
         ({}, "n1-standard-4", None, 1),
@@ -243,7 +244,7 @@ def test_a_node_is_told_its_grace_where_its_options_cannot_change_it() -> None:
         assert all(mount.path.startswith("/gcs/") for mount in Provider().launch_spec(request).nodes[0].mounts)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("gpu", "transport"),
     [("H200:8", "RDMA: "), ("B200:8", "RDMA: "), ("H100:8", ""), ("A100-80GB:8", ""), ("T4:4", "")],
 )
@@ -258,7 +259,7 @@ def test_the_transport_of_mega_machines_is_tcpxo() -> None:
     assert "GPUDirect-TCPXO between nodes: each node sources /usr/local/nvidia/lib64/" in " ".join(notes)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fields", "warned"),
     [
         ({"gpu": "T4:1"}, True),
@@ -389,14 +390,14 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "given", "fields", "says"), REFUSED, ids=lambda value: str(value)[:40])
+@for_each(("field", "given", "fields", "says"), REFUSED)
 def test_what_is_refused_is_named(field: str, given: dict[str, Any], fields: dict[str, Any], says: str) -> None:
     error = refused(given, **fields)
     assert error.field == field, error
     assert says in f"{error}; {error.hint}"
 
 
-@pytest.mark.parametrize(("field", "options", "says"), OPTIONS, ids=lambda value: str(value)[:40])
+@for_each(("field", "options", "says"), OPTIONS)
 def test_options_that_the_api_does_not_take(field: str, options: dict[str, Any], says: str) -> None:
     error = refused(options={"vertex": options})
     assert error.field.startswith(field.rpartition(".")[0]), error

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import requests
+from rows import for_each
 from vertex_recorded import CANCELED, RECORDED, after_waiting, answer
 
 from cloudtrain.errors import (
@@ -120,7 +121,7 @@ def test_when_it_ran_and_where_it_is() -> None:
     assert (said("RUNNING").limit_s, said("FAILED").limit_s) == (600, 600)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("state", "error", "seconds", "category"),
     [
         ("FAILED", (3, EXIT.format(1, "ValueError: no quota of resources")), 60, "user_error"),
@@ -176,7 +177,7 @@ def test_recorded_jobs_never_ran(state: str, created: str, started: str, ended: 
     assert (found.state, found.category, found.started) == ("cancelled", "cancelled", None)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("hours", "state", "error", "wanted"),
     [
         (4, "EXPIRED", (0, ""), ("failed", "capacity")),
@@ -201,7 +202,7 @@ def test_a_cancel_by_cloudtrain_is_one_though_the_time_was_nearly_up() -> None:
     assert with_start(status_of(told), BEGAN, ran=600, stopped=False).category == "timeout"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("state", "error", "wanted"),
     [
         ("FAILED", (8, STOCKOUT), ("failed", "capacity")),
@@ -282,7 +283,7 @@ def test_how_long_a_job_has_been_over() -> None:
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("status", "message", "reason", "kind", "code", "says"),
     [
         (429, QUOTA, "RESOURCE_EXHAUSTED", QuotaError, 4, "ask for more of custom_model_training_nvidia_l4_gpus"),
@@ -384,7 +385,7 @@ def test_what_googles_libraries_raise() -> None:
 # ------------------------------------------------------------------------------------------------------------ log lines
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("entry", "node", "text"),
     [
         ({"textPayload": "a\n", "resource": {"labels": {"task_name": "workerpool0-0"}}}, "0", "a"),

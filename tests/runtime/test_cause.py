@@ -9,9 +9,9 @@ import signal
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import for_each
 
 from cloudtrain.errors import CATEGORIES
 from cloudtrain.runtime.cause import SLACK_NS, Failure, category, failure_line, root_cause
@@ -74,7 +74,7 @@ CAUSES = [
 ]
 
 
-@pytest.mark.parametrize("text", CONSEQUENCES)
+@for_each("text", CONSEQUENCES)
 def test_what_follows_from_a_peers_end_is_a_consequence(text: str) -> None:
     assert error(0, text).consequence
     for cause in CAUSES:
@@ -84,7 +84,7 @@ def test_what_follows_from_a_peers_end_is_a_consequence(text: str) -> None:
         assert found.rank == 3
 
 
-@pytest.mark.parametrize("text", CAUSES)
+@for_each("text", CAUSES)
 def test_what_a_script_does_wrong_is_not(text: str) -> None:
     assert not error(0, text).consequence
 
@@ -121,7 +121,7 @@ def test_nothing_of_nothing() -> None:
     assert root_cause([]) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("failures", "stopped_ms", "rank"),
     [
         # A silent death with a code of its own is a cause, the peers' complaints are not.
@@ -150,7 +150,7 @@ def test_ranking(failures: list[Failure], stopped_ms: float | None, rank: int | 
         assert found.rank == rank
 
 
-@pytest.mark.parametrize("text", CAUSES)
+@for_each("text", CAUSES)
 def test_how_a_rank_with_a_notice_came_down_is_not_the_cause(text: str) -> None:
     came_down = [error(1, text, notified=True), replace(died(2, 42, ms=1), notified=True)]
     found = root_cause([*came_down, error(3, "ValueError: x", ms=3000)])
@@ -165,7 +165,7 @@ def test_a_silent_death_is_seen_late_by_a_busy_machine_but_not_later_than_the_sl
     assert found.rank == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("failure", "oom_kill", "wanted"),
     [
         (error(0, "ValueError: x"), False, "user_error"),
@@ -188,7 +188,7 @@ def test_categories(failure: Failure, oom_kill: bool, wanted: str) -> None:
     assert wanted in CATEGORIES
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("failure", "line"),
     [
         (error(3, "ValueError: THE ROOT", file="train.py", line=12), "rank 3 on node 1 raised ValueError: THE ROOT (train.py:12)"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rows import for_each
 
 from cloudtrain.runtime.cause import Failure
 from cloudtrain.runtime.decisions import (
@@ -70,7 +71,7 @@ def test_a_source_is_announced_once_and_taken_back_when_all_sources_are_silent()
     assert hear(Notice(), STAYING, me=2, now=1.0) == (Notice(), []), "nothing was announced"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("me", "passed_on", "of", "passes"),
     [
         (0, set(), "notice", True),
@@ -139,7 +140,7 @@ def test_ranks_that_have_left_make_all_nodes_leave_in_place_of_the_withdrawal() 
     assert (notice.since, notice.standing) == (130.0, frozenset()), "no machine is about to be taken"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("since", "ago", "leaves"),
     [(None, TIMINGS.withdrawn - 1, True), (None, TIMINGS.withdrawn, False), (90.0, 1.0, False), (None, INF, False)],
 )
@@ -153,7 +154,7 @@ def test_a_rank_that_ends_soon_after_a_withdrawal_takes_all_nodes_along(
     assert (found.since, found.standing) == (1000.0 if leaves else since, frozenset())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("origins", "hold", "held", "end"),
     [
         ([], 60.0, False, INF),
@@ -180,7 +181,7 @@ def test_a_node_that_comes_later_hears_of_the_notice(origins: list[str], of: str
 # ------------------------------------------------------------------------------------------------------------- signals
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("stopping", "since", "grace", "signalled", "at", "due"),
     [
         (None, None, 30.0, 0, 1e9, ""),
@@ -224,7 +225,7 @@ def test_a_peers_report_adds_failures_and_exit_codes_and_repeats_nothing() -> No
     assert known.code is None, "the argument stays"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("answers", "verdict"),
     [
         ({0: "", 1: ""}, ("go", "")),
@@ -247,7 +248,7 @@ def test_all_start_from_a_checkpoint_that_each_of_them_has_restored(
 REAL, CONSEQUENCE = of(exception="ValueError"), of(exception="Connection closed by peer")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("failures", "changes", "outcome"),
     [
         ([], {}, "succeeded"),
@@ -273,7 +274,7 @@ def test_the_outcome_of_one_node(failures: list[Failure], changes: dict[str, Any
     assert node_outcome(failures, **{**facts, "stopping": False, **changes}) == outcome
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("outcome", "failures", "outcomes", "expected"),
     [
         ("succeeded", [], {1: "succeeded", 2: "succeeded"}, ("succeeded", None)),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from rows import for_each
 
 from cloudtrain.provider_api.node import Topology
 from cloudtrain.runtime.launch import Ranks, command_of, environment_of, fill, script_arguments
@@ -93,7 +94,7 @@ def test_strange_arguments_arrive_unchanged(args: list[str], pairs: dict[str, st
 # ----------------------------------------------------------------------------------------------------------- arguments
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("args", "resumed", "fresh"),
     [
         (["--resume", "{resume_from?}"], ["--resume", "/s/checkpoints/step-1"], []),
@@ -147,7 +148,7 @@ def test_torchrun_is_static_never_restarts_and_ends_its_own_flags() -> None:
     } <= set(command)  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "topology", "wanted"),
     [
         ({"processes": 1}, ONE, ["py", "-u", "W", "t.py", "a b"]),
@@ -201,7 +202,7 @@ def test_home_and_user_are_there_and_only_what_is_missing_is_made_up(tmp_path: P
     assert environment({"USER": "ann"})["LOGNAME"] == "ann"
 
 
-@pytest.mark.parametrize(("cpus", "processes", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1"), (1, 1, "1")])
+@for_each(("cpus", "processes", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1"), (1, 1, "1")])
 def test_threads_share_the_cores(cpus: int, processes: int, threads: str) -> None:
     assert environment({}, cpus=cpus, processes=processes)["OMP_NUM_THREADS"] == threads
     assert environment({"OMP_NUM_THREADS": "3"}, cpus=cpus)["OMP_NUM_THREADS"] == "3"
@@ -247,7 +248,7 @@ def test_strange_variables_arrive_unchanged(variables: dict[str, str]) -> None:
     assert all(env[k] == v for k, v in variables.items() if not known(v))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "topology", "rank", "world"),
     [({"launcher": "python"}, TWO, "1", "2"), ({"launcher": "command"}, TWO, "1", "2"),
      ({"launcher": "python", "processes": 8}, TWO, "1", "2"), ({"launcher": "command", "processes": 8}, TWO, "1", "2"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import for_each
 
 from cloudtrain.runtime import logs
 from cloudtrain.runtime.checkpoints import write_whole
@@ -41,7 +42,7 @@ def read(*chunks: bytes, pause: float = 0.0) -> list[str]:
 # --------------------------------------------------------------------------------------------------------------- lines
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("data", "lines"),
     [
         (b"", []),

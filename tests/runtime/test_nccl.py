@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rows import for_each
 
 from cloudtrain.runtime.nccl import Recorder, words
 from cloudtrain.runtime.timings import TIMINGS
@@ -29,7 +30,7 @@ def test_the_recorder_is_always_on_and_debugging_is_one_switch() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*ON, "NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"])
+@for_each("name", [*ON, "NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG"])
 def test_what_is_set_already_stays(name: str) -> None:
     assert name not in words({name: ""}, DUMPS, debug=True)
 

@@ -9,9 +9,9 @@ import string
 from pathlib import Path
 from urllib.parse import quote, quote_plus
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import for_each
 
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.redact import SHORTEST, Redactor
@@ -34,7 +34,7 @@ def test_no_form_of_a_value_comes_through(value: str, around: str) -> None:
         assert value.strip("\r\n") not in redact(f"{around}{form}{around}").replace("***TOKEN***", "")
 
 
-@pytest.mark.parametrize("form", [PEM, repr(PEM), json.dumps({"key": PEM}), str({"KEY": PEM})])
+@for_each("form", [PEM, repr(PEM), json.dumps({"key": PEM}), str({"KEY": PEM})])
 def test_no_line_of_a_value_with_several(form: str) -> None:
     redact = taught(KEY=PEM)
     for text in (form, *form.splitlines()):

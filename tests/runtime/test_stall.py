@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import for_each
 
 from cloudtrain.runtime import stall
 from cloudtrain.runtime.cause import Failure, failure_line
@@ -50,7 +51,7 @@ ONE, TWO = "rank 0 on node 0 is at train.py:1 (f)", "rank 1 on node 0 is at trai
 THREE = f"{ONE}, {TWO}, rank 2 on node 1 is at train.py:3 (f)"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("places", "rank", "text"),
     [
         (at(REDUCING, REDUCING, REDUCING, LOADING), 3, f"rank 3 on node 1 is {L}, the other 3 are {R}"),
@@ -127,7 +128,7 @@ WORKER_FRAME = ("/scratch/worker.py", 183, "_main")
 TRAIN, FROZEN = "/scratch/code/train.py", "<frozen importlib._bootstrap>"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("frames", "place"),
     [
         ([(TORCH, 9, "all_reduce"), ("/scratch/code/p/a.py", 5, "step"), (TRAIN, 1, "f")], ("p/a.py", 5, "all_reduce")),

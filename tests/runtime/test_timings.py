@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rows import for_each
 
 from cloudtrain.runtime.timings import Timings
 from cloudtrain.storage.timings import ClientTimings
@@ -20,7 +21,7 @@ def test_no_wait_of_one_half_is_named_as_one_of_the_other() -> None:
     assert not vars(Timings()).keys() & vars(ClientTimings()).keys()
 
 
-@pytest.mark.parametrize("text", ["node.max_runtime=5", "node.silence", "silence=5", "node.silence=soon"])
+@for_each("text", ["node.max_runtime=5", "node.silence", "silence=5", "node.silence=soon"])
 def test_no_limit_of_a_job_and_no_nonsense_is_taken(text: str) -> None:
     with pytest.raises((TypeError, ValueError)):
         timings_of(Timings, "node", text)
