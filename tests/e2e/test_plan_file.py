@@ -26,6 +26,7 @@ def cloudtrain(folder: Path, *words: str, out: Path | None = None) -> subprocess
     return subprocess.CompletedProcess(done.args, done.returncode, text, done.stderr.decode())
 
 
+@pytest.mark.slow
 def test_the_request_shown_is_the_request_sent(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys; print('args', sys.argv[1:])\n")
     words = ("train.py", "--run-id", "planned-1", "--hp", "lr=1", "--store", "st")
@@ -43,6 +44,7 @@ def test_the_request_shown_is_the_request_sent(tmp_path: Path) -> None:
     assert context == shown["request"]["context"]
 
 
+@pytest.mark.slow
 def test_a_plan_of_other_code_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print(1)\n")
     cloudtrain(tmp_path, "plan", "train.py", "--store", "st", "--json", out=tmp_path / "plan.json")

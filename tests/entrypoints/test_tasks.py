@@ -17,6 +17,8 @@ import torch
 from test_docs import blocks, section, table
 from trainings import DIGITS, ROOT, TEXT, Launched, Trainings
 
+pytestmark = pytest.mark.slow
+
 TASKS = {path.stem: path for path in (ROOT / "entrypoints/tasks").glob("*.py")}
 BIN = Path(sys.executable).parent
 NEEDED = ("build_model", "build_datasets", "compute_loss", "count")
