@@ -128,7 +128,7 @@ def test_a_node_that_stands_still_is_lost_and_another_attempt_begins(jobs: Jobs)
         "train.py",
         "import os, time\nprint('up', flush=True)\ntime.sleep(600 * (os.environ['CLOUDTRAIN_ATTEMPT'] == '0.0'))\n",
     )
-    jobs.shorten(silence=12)
+    jobs.shorten(silence=6, ping=1, finish_lost=3)
     run = jobs.detach("train.py", "--nodes", "2", "--launcher", "python", "--retries", "1", "--max-runtime", "6m")
     jobs.printed(run, "up")
     os.kill(jobs.node(1), signal.SIGSTOP)
@@ -136,7 +136,7 @@ def test_a_node_that_stands_still_is_lost_and_another_attempt_begins(jobs: Jobs)
     done = jobs.cli("wait", run.url, "--json", timeout=180)
     assert done.code == 0, done.err
     first, _ = done.json["attempts"]
-    assert first["reason"] == "node 1 was lost: it was not heard of for 12 s"
+    assert first["reason"] == "node 1 was lost: it was not heard of for 6 s"
     assert time.monotonic() - stopped < 60
     jobs.gone(3)
 
@@ -146,7 +146,7 @@ def test_a_run_whose_only_node_stands_still_is_lost_and_another_attempt_begins(j
         "train.py",
         "import os, time\nprint('up', flush=True)\ntime.sleep(600 * (os.environ['CLOUDTRAIN_ATTEMPT'] == '0.0'))\n",
     )
-    jobs.shorten(silence=12)
+    jobs.shorten(silence=6, heartbeat=1)
     run = jobs.detach("train.py", "--launcher", "python", "--retries", "1", "--max-runtime", "6m")
     jobs.printed(run, "up")
     os.kill(jobs.node(0), signal.SIGSTOP)

@@ -81,7 +81,7 @@ def test_a_notice_costs_nothing(jobs: Jobs) -> None:
     assert second["resumed_step"] is not None
 
 
-@pytest.mark.parametrize("code", [0, 143])
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.proof), 143])
 def test_what_a_handler_saves_before_it_exits_counts_whatever_its_code(jobs: Jobs, code: int) -> None:
     jobs.write(
         "train.py",
@@ -111,6 +111,7 @@ def test_what_a_handler_saves_before_it_exits_counts_whatever_its_code(jobs: Job
 
 
 def test_only_so_many_are_kept_and_the_best_comes_back(jobs: Jobs) -> None:
+    jobs.shorten(quiet=0.5, scan=0.1)
     jobs.write(
         "train.py",
         """
@@ -127,7 +128,7 @@ def test_only_so_many_are_kept_and_the_best_comes_back(jobs: Jobs) -> None:
             (folder / f"step-{step}/model").write_text(str(step))
             if step == 1:
                 (folder / "best").write_text("step-1")
-            time.sleep(4)
+            time.sleep(2.5)
         raise ValueError("and now again")
         """,
     )
@@ -176,7 +177,7 @@ def test_a_checkpoint_in_the_store_is_resumed_from_by_its_url(jobs: Jobs) -> Non
 
 
 @pytest.mark.remote
-@pytest.mark.parametrize("store", ["s3", "gcs"])
+@pytest.mark.parametrize("store", ["s3", pytest.param("gcs", marks=pytest.mark.proof)])
 def test_the_same_on_an_object_store(jobs: Jobs, request: pytest.FixtureRequest, store: str) -> None:
     url, of_script = request.getfixturevalue(f"{store}_url"), []
     if store == "s3":
@@ -209,6 +210,7 @@ def check_direct(done: Any, pulled: Path) -> None:
 
 
 def test_the_newer_of_both_kinds_wins(jobs: Jobs) -> None:
+    jobs.shorten(quiet=0.5, scan=0.1)
     jobs.write(
         "train.py",
         """
@@ -222,7 +224,7 @@ def test_the_newer_of_both_kinds_wins(jobs: Jobs) -> None:
             (url / "direct-1/.metadata").write_text("x")
             time.sleep(0.5)
             pathlib.Path(os.environ["CLOUDTRAIN_CHECKPOINT_DIR"], "mirrored-2").write_text("x")
-            time.sleep(5)
+            time.sleep(2)
         if attempt == "1.0":
             assert resume.endswith("/checkpoints/mirrored-2"), resume
             (url / "direct-3").mkdir(parents=True)

@@ -149,7 +149,7 @@ VARIANTS = {
 
 WITHOUT_TORCH = ("only-python", "user-without-passwd", "python-3.13-no-torch", "read-only-root", "tiny-shm")
 """Variants whose ranks need not train together, as torch takes seconds to start; in the proof they do, too."""
-IN_SUITE = ("user-without-passwd", "read-only-root")
+IN_SUITE = ("user-without-passwd",)
 
 
 @pytest.mark.parametrize(
@@ -300,6 +300,7 @@ def test_a_killed_node_is_named_and_its_peers_stop(small: Containers, number: in
     assert done.json["reason"].startswith(f"node {number} was killed by signal 9")
 
 
+@pytest.mark.proof
 def test_a_removed_node_is_named(small: Containers) -> None:
     small.jobs.write("train.py", HOLD)
     process = small.start("train.py", "removed", *BOTH)
@@ -334,6 +335,7 @@ def test_a_killed_supervisor_takes_its_containers_along(small: Containers) -> No
     small.jobs.gone()
 
 
+@pytest.mark.proof
 def test_with_retries_the_client_goes_on_after_a_killed_supervisor(small: Containers) -> None:
     """The killed supervisor's guard, which removes its containers, lets those of the next attempt be."""
     small.jobs.write("train.py", HOLD)
@@ -347,6 +349,7 @@ def test_with_retries_the_client_goes_on_after_a_killed_supervisor(small: Contai
     small.jobs.gone()
 
 
+@pytest.mark.proof
 def test_a_killed_supervisor_and_guard_are_cleared_up_after_by_a_look(small: Containers) -> None:
     small.jobs.write("train.py", HOLD)
     process = small.start("train.py", "abandoned", *BOTH)

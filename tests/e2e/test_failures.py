@@ -92,7 +92,10 @@ def test_a_rank_that_raises_is_the_cause_whatever_the_others_do(jobs: Jobs, name
         ("sys.exit(42)", 42, "exited with code 42", PLAIN, 1),
         pytest.param("sys.exit(42)", 42, "exited with code 42", TORCH, 2, marks=pytest.mark.proof),
         pytest.param("time.sleep(0.5); os._exit(42)", 42, "exited with code 42", TORCH, 2, marks=pytest.mark.proof),
-        ("os.kill(os.getpid(), signal.SIGKILL)", -9, "was killed by SIGKILL", TORCH, 2),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGKILL)", -9, "was killed by SIGKILL", TORCH, 2, marks=pytest.mark.proof
+        ),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, "was killed by SIGKILL", PLAIN, 1),
         pytest.param("sys.exit('no data here')", 1, "exited with code 1", TORCH, 2, marks=pytest.mark.proof),
     ],
 )
@@ -268,7 +271,7 @@ while step < (60 if start else 600) and not os.path.exists(os.environ["CLOUDTRAI
 SECRET = ("--secret", "TOKEN=env:MY_TOKEN")
 
 
-@pytest.mark.parametrize("remote", [False, True], ids=["folder", "s3"])
+@pytest.mark.parametrize("remote", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["folder", "s3"])
 def test_a_waiting_client_goes_on_after_a_killed_supervisor(
     jobs: Jobs, remote: bool, request: pytest.FixtureRequest
 ) -> None:
@@ -321,7 +324,9 @@ def _beats(jobs: Jobs) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.proof)], ids=["killed", "stopped"]
+)
 def test_no_rank_of_the_last_attempt_runs_beside_the_next_one(jobs: Jobs, how: signal.Signals) -> None:
     """The node's own process cannot end its rank: it was killed too, or stands still."""
     jobs.write("train.py", BEATS)
@@ -340,6 +345,7 @@ def test_no_rank_of_the_last_attempt_runs_beside_the_next_one(jobs: Jobs, how: s
     jobs.gone(3)
 
 
+@pytest.mark.proof
 def test_each_supervisor_that_is_killed_costs_one_retry(jobs: Jobs) -> None:
     jobs.write("train.py", BEATS)
     environ = ("--env", f"BEATS={jobs.tmp / 'beats'}", "--env", "ENOUGH=2")
@@ -358,6 +364,7 @@ def test_each_supervisor_that_is_killed_costs_one_retry(jobs: Jobs) -> None:
     assert beats["0.0"][-1] < beats["1.0"][0] <= beats["1.0"][-1] < beats["2.0"][0]
 
 
+@pytest.mark.proof
 def test_the_time_between_a_supervisors_death_and_the_next_client_is_not_the_runs(jobs: Jobs) -> None:
     jobs.write("train.py", BEATS)
     environ = ("--env", f"BEATS={jobs.tmp / 'beats'}", "--env", "ENOUGH=1")
@@ -383,6 +390,7 @@ def test_a_run_whose_nodes_had_succeeded_is_not_run_again(jobs: Jobs) -> None:
     assert sorted(run.store.attempts(run.run_id)) == [0]
 
 
+@pytest.mark.proof
 def test_without_the_secret_a_client_leaves_the_next_attempt_to_one_that_has_it(jobs: Jobs) -> None:
     jobs.environ["MY_TOKEN"] = "secret-word"
     jobs.write("train.py", COUNTS)
@@ -399,6 +407,7 @@ def test_without_the_secret_a_client_leaves_the_next_attempt_to_one_that_has_it(
     assert jobs.cli("wait", run.url, "--json").json["state"] == "succeeded"
 
 
+@pytest.mark.proof
 def test_what_a_killed_supervisor_used_up_counts(jobs: Jobs) -> None:
     jobs.write("train.py", WAITS)
     jobs.shorten(stop_grace=6)  # the script does not listen
@@ -471,13 +480,14 @@ def save(step):
 
 
 def test_a_further_attempt_resumes_from_the_committed_checkpoint(jobs: Jobs) -> None:
+    jobs.shorten(quiet=0.5, scan=0.1)
     jobs.write(
         "train.py",
         TRAINS
         + """
 if first == 0:
     save(3)
-    time.sleep(5)  # quiet for 2 s, copied, committed
+    time.sleep(2.5)  # quiet for half a second, copied, committed
     save(4)
     if rank == "1": raise ValueError("attempt 0 fails, with a half checkpoint")
     time.sleep(60)
@@ -505,6 +515,7 @@ def test_the_same_failure_twice_without_a_new_checkpoint_ends_the_run(jobs: Jobs
     assert "ValueError: always" in result["reason"]
 
 
+@pytest.mark.proof
 def test_different_failures_use_up_the_retries(jobs: Jobs) -> None:
     jobs.write("train.py", "import os\nraise ValueError('in ' + os.environ['CLOUDTRAIN_ATTEMPT'])\n")
     result = failed(jobs.submit("train.py", *ALONE, "--retries", "2"))
@@ -546,6 +557,7 @@ print("went on", flush=True)
 
 
 def test_a_handler_that_exits_badly_is_no_failure_where_node_0_has_none(jobs: Jobs) -> None:
+    jobs.shorten(stop_term=0.1, stop_kill=1)
     jobs.write(
         "train.py",
         """
@@ -560,7 +572,7 @@ def test_a_handler_that_exits_badly_is_no_failure_where_node_0_has_none(jobs: Jo
         while os.environ["RANK"] == "1" or not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
             assert time.time() < end
             time.sleep(0.05)
-        time.sleep(5)  # as one that saves: longer than a rank has after a failure elsewhere
+        time.sleep(2)  # as one that saves: longer than a rank has after a failure elsewhere
         print("in peace", flush=True)
         """,
     )

@@ -75,7 +75,8 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.proof), 3])
+@pytest.mark.proof
+@pytest.mark.parametrize("culprit", [0, 3])
 def test_a_deadlocked_collective_is_found_and_its_culprit_named(jobs: Jobs, culprit: int) -> None:
     jobs.write("train.py", DEADLOCK)
     env = ("--env", f"CULPRIT={culprit}", "--env", "HANGS=0.0")
@@ -191,6 +192,7 @@ def test_two_ranks_in_two_places_are_both_named_and_none_is_blamed(jobs: Jobs) -
     assert done.err.count("most recent call first") == 4  # every thread of every rank
 
 
+@pytest.mark.proof
 def test_a_script_with_a_handler_of_its_own_is_left_to_it(jobs: Jobs) -> None:
     jobs.write(
         "train.py",
@@ -212,6 +214,7 @@ def test_a_command_says_nothing_of_where_it_is(jobs: Jobs) -> None:
     assert result["reason"] == f"no line, metric or checkpoint from any rank for {SHORT} s (seen by node 0)"
 
 
+@pytest.mark.proof
 def test_stacks_can_be_asked_for_by_hand_and_are_a_sign_of_life(jobs: Jobs) -> None:
     jobs.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(9)\nprint('done')\n")
     run = jobs.detach("train.py", "--stall-timeout", "6s")
@@ -333,6 +336,7 @@ def test_a_dump_that_nobody_asked_for_is_kept_too(jobs: Jobs) -> None:
     assert (jobs.tmp / "out/artifacts/flight-recorder/0.0/trace-rank-0").read_bytes() == b"dump"
 
 
+@pytest.mark.proof
 def test_a_pipe_that_nobody_reads_holds_nothing_up(jobs: Jobs) -> None:
     jobs.write(
         "train.py",

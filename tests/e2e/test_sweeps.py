@@ -122,7 +122,11 @@ def test_a_sweep_prunes_and_gives_the_best_checkpoint(sweeps: Sweeps) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place", ["folder", *(pytest.param(name, marks=pytest.mark.remote) for name in ("s3", "azure", "gcs"))]
+    "place",
+    [
+        "folder",
+        *(pytest.param(name, marks=[pytest.mark.remote, pytest.mark.proof]) for name in ("s3", "azure", "gcs")),
+    ],
 )
 def test_two_clients_of_which_one_is_killed(sweeps: Sweeps, place: str, request: pytest.FixtureRequest) -> None:
     jobs = sweeps.jobs

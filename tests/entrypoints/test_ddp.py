@@ -56,6 +56,7 @@ def test_a_checkpoint_each_epoch_and_nothing_half_written(two: Launched) -> None
     assert two.notes("step-44") == {"step": 44, "contract": contract, "scaler": {}}
 
 
+@pytest.mark.proof
 def test_one_plain_process_sees_the_same_losses(two: Launched, tmp_path: Path) -> None:
     """The global batch decides: only the order of float sums differs, and one epoch lets that grow little."""
     one = Launched(tmp_path, "ddp.py", "--train", str(DIGITS.parent))
@@ -119,6 +120,7 @@ def test_frozen_parameters_resume_bit_for_bit(script: str, trainings: Trainings,
         assert (resumed.losses().items() <= whole.losses().items()) == (before is whole)
 
 
+@pytest.mark.proof
 def test_a_parameter_that_is_not_used_is_refused_by_ddp_before_step_1(trainings: Trainings, tmp_path: Path) -> None:
     run = trainings.start(tmp_path, "ddp.py", *ODD, "--late", "9", processes=2).finish()
     assert run.code != 0
@@ -206,6 +208,7 @@ def test_batch_norm_is_judged_and_saved_as_one_model(script: str, trainings: Tra
     assert judged(again) == {step: loss for step, loss in judged(run).items() if step > 6} != {}
 
 
+@pytest.mark.proof
 def test_batch_norm_on_a_cpu_is_said_to_be_of_one_pass(trainings: Trainings, tmp_path: Path) -> None:
     """And its statistics, which the passes before step 1 leave alone, come back with a checkpoint."""
     run = trainings.run(tmp_path / "run", "ddp.py", *ODD, "--batch-norm", processes=2)

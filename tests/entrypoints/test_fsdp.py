@@ -46,6 +46,7 @@ def test_others_go_on_from_a_checkpoint_of_four(
     assert max(abs(found[step] - wanted[step]) for step in found) <= (0 if processes == 4 and not more else 1e-5)
 
 
+@pytest.mark.proof
 def test_fsdp_goes_on_from_a_checkpoint_of_ddp(trainings: Trainings, tmp_path: Path) -> None:
     flags = (*ODD, "--lr", "3e-3", "--clip", "1")
     whole = trainings.run(tmp_path / "ddp", "ddp.py", *flags, processes=2)
@@ -112,6 +113,7 @@ def plain(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> Qui
     return trainings.run(tmp_path_factory.mktemp("plain"), "fsdp.py", *ODD, processes=2)
 
 
+@pytest.mark.proof
 def test_bf16_is_near(plain: Quick, trainings: Trainings, tmp_path: Path) -> None:
     run = trainings.run(tmp_path, "fsdp.py", *ODD, "--precision", "bf16", processes=2)
     assert run.losses() != plain.losses()
@@ -146,6 +148,7 @@ def test_where_one_runs_out_of_memory_all_halve(place: str, plain: Quick, traini
 # --------------------------------------------------------------------------------------------------------- what is told
 
 
+@pytest.mark.proof
 def test_what_is_written_under_bare_torchrun(tmp_path: Path) -> None:
     """Metrics, event files, a trace, weights, checkpoints: in the folders that a platform names."""
     pytest.importorskip("tensorboard")

@@ -270,7 +270,8 @@ MEMORY_MIB = 100
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("mib", [16, pytest.param(2048, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("mib", [16, 2048])
 def test_logs_of_8_ranks_come_whole_and_need_little_memory(idle: AzureMLWorld, mib: int) -> None:
     """Numbered, as the runtime prints them; from the platform alone."""
     run = idle.send(idle.plan({"instance_count": 8}, run_id="much"))

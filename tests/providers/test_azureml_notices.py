@@ -129,7 +129,7 @@ def test_the_address_of_the_metadata_service_is_azures_own() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
 
-NOTICE, INTERVAL, STEPS, PAUSE = 20.0, 60, 170, 0.1
+NOTICE, INTERVAL, STEPS, PAUSE = 12.0, 60, 170, 0.05
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +185,7 @@ class TestWholeRuns:
         assert steps(job, "0.1")[0] == stopped + 1
         assert second["resumed_from"] == f"step-{stopped}"
 
+    @pytest.mark.proof
     def test_a_notice_that_is_withdrawn_once_all_have_left_ends_the_attempt_as_preempted(
         self, client: AzureClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -198,6 +199,7 @@ class TestWholeRuns:
         (attempt,) = client.run("spared").result()["attempts"]
         assert (attempt["number"], attempt["category"]) == ("0.0", "preempted"), job.printed()
 
+    @pytest.mark.proof
     def test_ranks_that_still_run_when_a_notice_is_withdrawn_train_on(
         self, client: AzureClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:

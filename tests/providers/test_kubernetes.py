@@ -106,9 +106,8 @@ LINES = """
 
 @pytest.mark.timeout(4 * PATIENCE)
 class TestWholeRuns:
-    @pytest.mark.parametrize(
-        "what", ["evict", pytest.param("lose", marks=pytest.mark.proof), pytest.param("", marks=pytest.mark.proof)]
-    )
+    @pytest.mark.proof
+    @pytest.mark.parametrize("what", ["evict", "lose", ""])
     def test_a_pod_that_is_taken_or_lost_changes_no_bit(
         self, client: Client, whole: dict[int, float], what: str
     ) -> None:
@@ -123,6 +122,7 @@ class TestWholeRuns:
         assert [row["number"] for row in done.json["attempts"]] == (["0.0", "0.1"] if what else ["0.0"])
         assert client.losses(name) == whole
 
+    @pytest.mark.proof
     def test_a_jobset_s_pod_that_is_evicted_changes_no_bit(
         self, kubernetes: Any, whole: dict[int, float], tmp_path: Path
     ) -> None:
@@ -138,6 +138,7 @@ class TestWholeRuns:
             assert {kind for kind, _, _ in world.plane.objects} >= {"jobsets"}
             jobs.close()
 
+    @pytest.mark.proof
     def test_max_runtime_counts_running_time_over_all_starts(self, client: Client) -> None:
         """The first start runs for some seconds; the second gets what is left of the limit."""
         script = client.jobs.write("hold/hold.py", HOLD)
@@ -179,6 +180,7 @@ class TestWholeRuns:
         assert {f"0 of rank {rank} in 0.0" for rank in range(4)} <= set(found)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("call", "moment"), DEATHS)
 def test_a_client_s_death_leaves_one_job(made: KubernetesWorld, tmp_path: Path, call: str, moment: str) -> None:
     """A job waits for machines meanwhile."""

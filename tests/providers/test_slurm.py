@@ -57,6 +57,7 @@ def clean(whole: SlurmPlatform) -> str:
     return loss_of(send(whole, "clean"))
 
 
+@pytest.mark.proof
 def test_a_preempted_job_saves_and_comes_to_the_same_bits(whole: SlurmPlatform, clean: str) -> None:
     """No rank handles a signal, and each has a DataLoader's worker: Slurm's SIGTERM reaches them all."""
     run = send(whole, "preempted-ddp")
