@@ -16,7 +16,8 @@ from cyclopts import Parameter
 
 from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
 from ..estimator import log_line, ranks
-from ..provider_api.protocol import FINAL
+from ..provider_api.protocol import FINAL, NativeObject, ProviderExtras, extras_of, extras_of_type
+from ..provider_api.registry import find_provider
 from ..runs.outcome import CANCELLING
 from ..settings.settings import Settings
 from ..validate import choice_of, parse_duration, url_scheme
@@ -490,15 +491,23 @@ def gc(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """Find files that no run.json of a store names (code, runtime, data) and rests of crashes, with sizes and ages."""
+    """Find what no run of a store needs: files, rests of crashes, the platform's objects; with sizes and ages."""
     from ..store.gc import collect_at
 
     seconds = parse_duration(older_than, field="older_than")
     if target is not None and at.store is not None:
         raise SpecError(f"two stores: {at.store!r} and {target!r}", field="store", hint="name one of them")
     settings = at.settings()
+    objects, remove = _objects(settings, screen)
     found = collect_at(
-        target or settings.store, older_than=seconds, delete=delete, settings=settings, cwd=Path.cwd(), say=screen.talk
+        target or settings.store,
+        older_than=seconds,
+        delete=delete,
+        settings=settings,
+        cwd=Path.cwd(),
+        say=screen.talk,
+        objects=objects,
+        remove=remove,
     )
     if json:
         screen.emit(format.collected(found))
@@ -510,6 +519,20 @@ def gc(
     elif found.found and not delete:
         screen.next(["gc", *([target] if target else []), "--older-than", older_than, "--delete"], where=at.flags)
     return 0
+
+
+def _objects(settings: Settings, screen: Screen) -> tuple[Sequence[NativeObject], Callable[[NativeObject], None]]:
+    """Return the objects on the platform of the settings, and the function that removes one.
+
+    Where they cannot be listed, this says so, and returns none.
+    """
+    try:
+        made = extras_of(settings.make_provider())
+        return made.objects(), made.remove
+    except CloudtrainError as exc:
+        if extras_of_type(find_provider(settings.provider)).objects is not ProviderExtras.objects:
+            screen.talk(f"note: objects on {settings.provider} are left out: {exc}")
+        return (), ProviderExtras().remove
 
 
 def pull_into(

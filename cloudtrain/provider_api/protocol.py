@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # a node compiles all imports at each start, and does not nee
     from .checks import Check
 
 __all__ = [
-    "FINAL", "STATES", "AttemptInfo", "Layout", "LayoutInput", "LogLine", "LogPage", "Need", "Provider",
-    "ProviderExtras", "Request", "Status", "check_inputs", "check_needs", "context_of", "extras_of", "extras_of_type",
-    "lacking", "needs_of", "python_command", "recorded_settings",
+    "FINAL", "STATES", "AttemptInfo", "Layout", "LayoutInput", "LogLine", "LogPage", "NativeObject", "Need",
+    "Provider", "ProviderExtras", "Request", "Status", "check_inputs", "check_needs", "context_of", "extras_of",
+    "extras_of_type", "lacking", "needs_of", "python_command", "recorded_settings",
 ]  # fmt: skip
 
 STATES = ("pending", "running", "succeeded", "failed", "cancelled")
@@ -241,6 +241,16 @@ class Need:
     instead: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class NativeObject:
+    """An object on the platform that was created for the run at the URL ``run``. ``created`` is in Unix seconds."""
+
+    kind: str
+    key: str
+    run: str
+    created: float
+
+
 class ProviderExtras:
     """Optional members of a provider, each with a default that does nothing. A provider inherits from it to have some.
 
@@ -282,6 +292,13 @@ class ProviderExtras:
     def machines(self) -> Sequence[Machine]:
         """Return the machines that the account itself has, with the network; empty if `catalog` lists them."""
         return ()
+
+    def objects(self) -> Sequence[NativeObject]:
+        """Return all objects of cloudtrain's runs that stay on the platform until they are removed."""
+        return ()
+
+    def remove(self, found: NativeObject) -> None:
+        """Remove one of `objects`, with all that belongs to it; idempotent."""
 
     def stuck(self, native_id: str) -> Mapping[str, str]:
         """Return the checkpoints that nodes cannot copy to the store now, by name, each with the reason."""

@@ -1,4 +1,4 @@
-"""Find and remove the content of a store that no run refers to.
+"""Find and remove the content of a store that no run refers to, and the platform's objects of runs that are gone.
 
 A run refers to its own folder and everything that its run.json names. A sweep refers to everything in its sweep.json.
 A client that is staging refers to everything that it announces (`lease`). In doubt a thing is kept: an unreadable
@@ -11,13 +11,14 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import NotFoundError, StorageError
 from ..job.job import is_run_id
+from ..provider_api.protocol import NativeObject
 from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.files import Entry, parallel
 from ..storage.lease import DELETES, FOLDER, MARK, Lease
@@ -45,11 +46,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """A thing that no run refers to: ``key`` in the store, its files and bytes.
+    """A thing that no run refers to: ``key`` in the store, its files and bytes; or ``native``, an object outside of it.
 
-    ``kind`` is code, runtime, data, upload (data without a manifest; half-written files of a local folder), run (a
-    run's folder without run.json) or staging (an announcement). ``modified`` is that of its newest file, in Unix
-    seconds of the store's clock, or 0 if unknown. ``keys`` are removed for it, in that order.
+    ``kind`` is that of the object, or code, runtime, data, upload (data without a manifest; half-written files of a
+    local folder), run (a run's folder without run.json) or staging (an announcement). ``modified`` is that of its
+    newest file, in Unix seconds of the store's clock, or 0 if unknown. ``keys`` are removed for it, in that order.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Leftover:
     bytes: int
     modified: float
     keys: tuple[str, ...] = field(repr=False)
+    native: NativeObject | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,8 @@ def collect_at(
     settings: Settings = NO_SETTINGS,
     cwd: Path | None = None,
     say: Say | None = None,
+    objects: Sequence[NativeObject] = (),
+    remove: Callable[[NativeObject], None] | None = None,
 ) -> Collected:
     """Run `collect` on the store at ``url``, opened with ``settings``. Raises `NotFoundError` for a missing folder."""
     url = normalize(settings.resolved(url), cwd=cwd or Path.cwd())
@@ -96,7 +100,7 @@ def collect_at(
     if path is not None and not path.is_dir():
         raise NotFoundError(f"there is no store at {path}", field="store")
     store, _ = in_store(url, settings, lambda store: (store, store.files.names("runs")))
-    return collect(store, older_than=older_than, delete=delete, say=say)
+    return collect(store, older_than=older_than, delete=delete, say=say, objects=objects, remove=remove)
 
 
 def collect(
@@ -106,26 +110,36 @@ def collect(
     delete: bool = False,
     lease: float = CLIENT_TIMINGS.lease,
     say: Say | None = None,
+    objects: Sequence[NativeObject] = (),
+    remove: Callable[[NativeObject], None] | None = None,
 ) -> Collected:
     """Return the things that no run refers to, largest first; ``delete`` removes those older than ``older_than`` s.
 
     Without it nothing is written, and ages are by this machine's clock. While one client deletes, others wait to stage,
     at most ``lease`` seconds longer than it lives. If a run.json cannot be read, raises `StorageError` and removes
     nothing.
+
+    ``objects`` are the platform's, and ``remove`` removes one. A run's record is older than its objects, so they are
+    listed before this call. They count if their run was in this store, and it has another one: else the store may be
+    the empty folder of a volume that is not mounted.
     """
     named = _Named(store)
     named.read(time.time())
     if not delete:
-        return _collected(store, named, older_than, time.time(), deleted=False)
+        return _collected(store, named, older_than, time.time(), objects, deleted=False)
     _refuse_unreadable(named)
     with Lease(store.files, MARK, seconds=lease, say=say, waits=DELETES) as deleting:
         mark = store.files.load(MARK)
         now = mark.modified if mark is not None else 0.0  # by the store's clock
         named.read(now)  # includes clients that began to stage before the mark was set
         _refuse_unreadable(named)
-        done = _collected(store, named, older_than, now, deleted=True)
+        done = _collected(store, named, older_than, now, objects, deleted=True)
         for item in done.found:
-            _remove(store, item, deleting)
+            deleting.check()
+            if item.native is None:
+                _remove(store, item, deleting)
+            elif remove is not None:
+                remove(item.native)
             if say:
                 say(f"removed {item.key}")
         for name in named.without:
@@ -137,7 +151,6 @@ def collect(
 
 def _remove(store: Store, item: Leftover, deleting: Lease) -> None:
     """Remove in batches: a delayed client that has lost its lease removes at most the current batch."""
-    deleting.check()
     root = local_path(store.url)
     if root is not None and (root / item.key).is_symlink():
         for key in item.keys:
@@ -150,10 +163,13 @@ def _remove(store: Store, item: Leftover, deleting: Lease) -> None:
     store.files.prune(item.key)
 
 
-def _collected(store: Store, named: _Named, older_than: int, now: float, *, deleted: bool) -> Collected:
+def _collected(
+    store: Store, named: _Named, older_than: int, now: float, objects: Sequence[NativeObject], *, deleted: bool
+) -> Collected:
     found: list[Leftover] = []
     younger: list[Leftover] = []
-    for item in sorted(_leftovers(store, named), key=lambda item: (-item.bytes, item.key)):
+    things = [*_leftovers(store, named), *_abandoned(store, named, objects)]
+    for item in sorted(things, key=lambda item: (-item.bytes, item.key)):
         least = max(older_than, ANNOUNCED) if item.kind == "staging" else older_than
         if any(key.rpartition("/")[2].startswith(TEMP) for key in item.keys):
             least = max(least, WRITTEN)
@@ -185,7 +201,7 @@ class _Named:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._words: set[str] = set()
-        self._known: set[str] = set()
+        self.runs: set[str] = set()
         self._sweeps: set[str] = set()
         self.unreadable: set[str] = set()
         self.without: set[str] = set()
@@ -199,7 +215,7 @@ class _Named:
         for sweep_id in self._store.sweeps():  # the next trial needs the sweep's code, data and runtime
             if sweep_id not in self._sweeps and self._take(files.read, f"sweeps/{sweep_id}/sweep.json") is not None:
                 self._sweeps.add(sweep_id)
-        runs = [name for name in files.names("runs") if name not in self._known]
+        runs = [name for name in files.names("runs") if name not in self.runs]
         found = parallel(lambda name: self._take(files.read, f"runs/{name}/run.json"), runs)
         # A client that continued another's run may have used other content, which only its request names.
         parallel(lambda name: self._take(files.read, f"runs/{name}/attempts/0/request.json"), runs)
@@ -207,7 +223,7 @@ class _Named:
             self.unreadable.discard(name)
             (self.without.add if data is None else self.without.discard)(name)
             if data is not None:
-                (self._known if _is_record(data) else self.unreadable).add(name)
+                (self.runs if _is_record(data) else self.unreadable).add(name)
 
     def _take(self, read: Callable[[str], bytes], key: str) -> bytes | None:
         try:
@@ -262,6 +278,14 @@ def _leftovers(store: Store, named: _Named) -> Iterator[Leftover]:
             yield _leftover("staging", key, {key: entry}, (key,))
     for key, entry in half.items():
         yield _leftover("upload", key, {key: entry}, (key,))
+
+
+def _abandoned(store: Store, named: _Named, objects: Sequence[NativeObject]) -> Iterator[Leftover]:
+    """Yield the objects of runs that were in this store and have no run.json any more."""
+    for item in objects if named.runs else ():
+        folder, _, run_id = item.run.rpartition("/")
+        if folder == f"{store.url}/runs" and is_run_id(run_id) and run_id not in named.runs | named.unreadable:
+            yield Leftover(kind=item.kind, key=item.key, files=0, bytes=0, modified=item.created, keys=(), native=item)
 
 
 def _sources(store: Store) -> dict[str, dict[str, Entry]]:

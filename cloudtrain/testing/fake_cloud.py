@@ -196,6 +196,7 @@ class FakeCloud:
             "cancel": lambda _, native_id: cloud._cancel(native_id),
             "storage": lambda _, url: {},
             "principal": lambda _: None,
+            "objects": lambda _: (),
             "image_digest": lambda _, request: None,
             "min_poll_s": PACE_SECONDS,
             "max_poll_s": PACE_SECONDS,

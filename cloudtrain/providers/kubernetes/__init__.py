@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from tempfile import gettempdir
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...provider_api.protocol import Need, Request
+from ...provider_api.protocol import NativeObject, Need, Request
 from .._cloud import CloudProvider
 
 if TYPE_CHECKING:
@@ -117,6 +117,13 @@ class Provider(CloudProvider):
     def principal(self) -> str | None:
         """Return the user's name as the cluster knows it."""
         return str(self.account.principal())
+
+    def objects(self) -> Sequence[NativeObject]:
+        found: list[NativeObject] = self.account.objects()
+        return found
+
+    def remove(self, found: NativeObject) -> None:
+        self.account.remove(found)
 
     def storage(self, url: str) -> Mapping[str, Any]:
         return {}

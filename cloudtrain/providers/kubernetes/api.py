@@ -32,11 +32,22 @@ from ...storage.extras import not_installed
 from .._cloud import ANOTHER_ID, one_line, time_of
 from . import NAME
 from .devices import kind_of
-from .request import CANCELLED, ENDED, JOBSETS, LABEL_REQUEST, OF_SET, job_object, job_of_set, native_id_of
+from .request import (
+    CANCELLED,
+    ENDED,
+    JOBSETS,
+    LABEL_REQUEST,
+    MANAGED_BY,
+    OF_SET,
+    RUN_URL,
+    job_object,
+    job_of_set,
+    native_id_of,
+)
 
 if TYPE_CHECKING:
     from ...provider_api.catalog import Machine
-    from ...provider_api.protocol import Request
+    from ...provider_api.protocol import NativeObject, Request
     from . import Settings
 
 __all__ = ["FINAL", "HELP", "Account", "ExistsError", "error_of", "is_ending", "job_of"]
@@ -324,6 +335,32 @@ class Account:
                 raise LostContactError(f"the controller of JobSet {name} has not made its Job yet", hint=hint)
             time.sleep(1)
         return job
+
+    def objects(self) -> list[NativeObject]:
+        """Return the namespace's objects of runs, without those that another one owns."""
+        from ...provider_api.protocol import NativeObject
+
+        own, query = self.settings.namespace, {"labelSelector": f"{MANAGED_BY}=cloudtrain"}
+        core = f"/api/v1/namespaces/{own}"
+        paths = [self._jobs(), self._jobs(kind="JobSet"), f"{core}/services", f"{core}/secrets"]
+        found = []
+        for path in paths:
+            kind = path.rpartition("/")[2]
+            try:
+                items = self.call("GET", path, what=f"list {kind}", **query)["items"]
+            except NotFoundError:  # a cluster without JobSet
+                continue
+            for meta in (item["metadata"] for item in items):
+                run, at = (meta.get("annotations") or {}).get(RUN_URL), time_of(meta.get("creationTimestamp"))
+                if run and at and not meta.get("ownerReferences"):
+                    key = f"{path}/{meta['name']}"
+                    found.append(NativeObject(kind=kind.removesuffix("s"), key=key, run=run, created=at))
+        return found
+
+    def remove(self, found: NativeObject) -> None:
+        """Delete one of `objects`, with its pods and what it owns."""
+        with contextlib.suppress(NotFoundError):
+            self.call("DELETE", found.key, what=f"delete the {found.kind}", propagationPolicy="Background")
 
     # ------------------------------------------------------------------------------------------------------ the cluster
 

@@ -44,11 +44,12 @@ if TYPE_CHECKING:
     from . import Settings
 
 __all__ = [
-    "CANCELLED", "CONTAINER", "ENDED", "JOBSETS", "LABEL_REQUEST", "LABEL_RUN", "OF_SET", "OWNED", "POD_INDEX",
-    "checked", "job_object", "job_of_set", "native_id_of", "plan",
+    "CANCELLED", "CONTAINER", "ENDED", "JOBSETS", "LABEL_REQUEST", "LABEL_RUN", "MANAGED_BY", "OF_SET", "OWNED",
+    "POD_INDEX", "RUN_URL", "checked", "job_object", "job_of_set", "native_id_of", "plan",
 ]  # fmt: skip
 
 LABEL_RUN, LABEL_REQUEST = "cloudtrain.dev/run", "cloudtrain.dev/request"
+MANAGED_BY, RUN_URL = "app.kubernetes.io/managed-by", "cloudtrain.dev/run-url"
 CANCELLED = "cloudtrain.dev/cancelled"
 """Annotation of a Job that a user has cancelled by cloudtrain."""
 ENDED = "cloudtrain.dev/ended"
@@ -337,7 +338,7 @@ def _labels(settings: Settings, layout: Layout, attempt: int) -> dict[str, str]:
     queue = {QUEUE: settings.queue} if settings.queue else {}
     return {
         **settings.labels,
-        "app.kubernetes.io/managed-by": "cloudtrain",
+        MANAGED_BY: "cloudtrain",
         LABEL_RUN: run_tag(layout.run),
         "cloudtrain.dev/run-id": layout.run_id,
         "cloudtrain.dev/attempt": str(attempt),
@@ -509,10 +510,12 @@ def _container(settings: Settings, job: Job, gpu: Gpu | None, *, host: str, word
 def _service(job: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the headless Service that gives each pod a name: ``JOB-INDEX.NAME``."""
     meta = job["metadata"]
+    annotations = {RUN_URL: meta["annotations"][RUN_URL]}
+    own = {"namespace": meta["namespace"], "labels": dict(meta["labels"]), "annotations": annotations}
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {"name": name, "namespace": meta["namespace"], "labels": dict(meta["labels"])},
+        "metadata": {"name": name, **own},
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,

@@ -25,6 +25,8 @@ __all__ = ["Cluster", "Refusal"]
 TOKEN, NAMESPACE = "a-token-of-the-fake", "team"
 _JOBS = re.compile(r"/apis/batch/v1/namespaces/([^/]+)/jobs(?:/([^/]+))?")
 _JOBSETS = re.compile(r"/apis/jobset.x-k8s.io/v1alpha2(?:/namespaces/([^/]+)/jobsets(?:/([^/]+))?)?")
+_LISTED = re.compile(r"/apis?/(?:[^/]+/)?v1[a-z0-9]*/namespaces/([^/]+)/(jobs|jobsets|services|secrets)")
+_NAMED = re.compile(_LISTED.pattern + r"/([^/]+)")
 _CORE = re.compile(r"/api/v1/namespaces/([^/]+)/(services|secrets|configmaps|persistentvolumeclaims)(?:/([^/]+))?")
 _PODS = re.compile(r"/api/v1/namespaces/([^/]+)/pods(?:/([^/]+)(?:/(log|eviction))?)?")
 _EVENTS = re.compile(r"/api/v1/namespaces/([^/]+)/events")
@@ -182,6 +184,10 @@ class Cluster(Platform):
                 raise Refusal(403, "Forbidden", f'User "me" cannot {method} resource "{_kind(path)}"')
             if method == "POST" and "/namespaces/" in path and f"/{NAMESPACE}/" not in path:
                 raise _missing("namespaces", path.split("/namespaces/")[1].partition("/")[0])
+            if method == "DELETE" and (match := _NAMED.fullmatch(path)):
+                return self._delete(match[1], match[2], match[3])
+            if method == "GET" and (match := _LISTED.fullmatch(path)) and (match[2] != "jobsets" or self.jobset):
+                return self._list(match[1], match[2], query)
             if match := _JOBS.fullmatch(path):
                 return self._job(method, match[1], match[2], query, body)
             if self.jobset is not False and (match := _JOBSETS.fullmatch(path)):
@@ -208,6 +214,33 @@ class Cluster(Platform):
             size = {"nvidia.com/gpu": "8", "cpu": "95900m", "memory": "1048576000Ki"}
             return {"items": [{"metadata": {"labels": labels}, "status": {"allocatable": size}}]}
         raise Refusal(404, "NotFound", "the server could not find the requested resource")
+
+    def metas(self, kind: str) -> dict[tuple[str, str], Any]:
+        """The metadata of all objects of a kind, by namespace and name."""
+        jobs = {key: job.made["metadata"] for key, job in self.jobs.items()} if kind == "jobs" else {}
+        return jobs | {key[1:]: item.get("metadata", {}) for key, item in self.objects.items() if key[0] == kind}
+
+    def _list(self, namespace: str, kind: str, query: Mapping[str, str]) -> Any:
+        key, _, value = query["labelSelector"].partition("=")
+        found = [meta for (at, _), meta in self.metas(kind).items() if at == namespace]
+        return {"items": [{"metadata": meta} for meta in found if meta.get("labels", {}).get(key) == value]}
+
+    def _delete(self, namespace: str, kind: str, name: str) -> Any:
+        """Delete an object, and in the end what it owns."""
+        meta = self.metas(kind).get((namespace, name))
+        if meta is None:
+            raise _missing(kind, name)
+        if kind == "jobs":
+            job = self.jobs.pop((namespace, name))
+            job.stop()
+            self.jobs["deleted", f"{name} {meta['uid']}"] = job  # its pods end
+        else:
+            del self.objects[kind, namespace, name]
+        for other in ("jobs", "services", "secrets"):
+            for (at, owned), its in [*self.metas(other).items()]:
+                if meta.get("uid") in [owner["uid"] for owner in its.get("ownerReferences", ())]:
+                    self._delete(at, other, owned)
+        return {"kind": "Status", "status": "Success"}
 
     def _job(self, method: str, namespace: str, name: str | None, query: Mapping[str, str], body: Any) -> Any:
         if method == "POST":

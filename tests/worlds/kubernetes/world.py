@@ -63,8 +63,11 @@ class KubernetesWorld(FakePlatform):
     def job(self, run: Run, attempt: int = 0) -> Job:
         submitted = run.store.submitted(run.run_id, attempt)
         assert submitted is not None
-        namespace, _, name = str(submitted["native_id"]).partition("/")
-        return self.plane.jobs[namespace, name]
+        return self.plane.jobs[self.key(str(submitted["native_id"]))]
+
+    def key(self, native_id: str) -> tuple[str, str]:
+        namespace, _, name = native_id.partition("/")
+        return namespace, name
 
     def preempt(self, run: Run, number: int) -> None:
         self.job(run).evict(number)

@@ -1,0 +1,130 @@
+"""``cloudtrain gc`` and the objects of a Kubernetes cluster whose run is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctoring import Examiner
+from worlds.base import Fault
+from worlds.kubernetes.cluster import Refusal
+from worlds.kubernetes.pods import stamp
+from worlds.kubernetes.world import KubernetesWorld, idle
+
+from cloudtrain import cli
+from cloudtrain.store.store import Store
+
+pytestmark = [pytest.mark.remote]
+
+VALUES = {"TOKEN": "geheim"}
+FIELDS = {"instance_count": 2, "secrets": {"TOKEN": "env:TOKEN"}}
+OLD = "2020-01-01T00:00:00Z"
+
+
+@pytest.fixture(params=["job", "jobset"])
+def world(
+    tmp_path_factory: pytest.TempPathFactory,
+    examiner: Examiner,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Iterator[KubernetesWorld]:
+    """A cluster with the jobs of two runs, ``kept`` and ``dropped``. The record of the latter is gone."""
+    with idle(tmp_path_factory.mktemp("world"), monkeypatch, kind=request.param) as found:
+        examiner.settings("kubernetes", found.store, found.settings)
+        for run_id in ("kept", "dropped"):
+            plan = found.plan(FIELDS, run_id=run_id)
+            store = Store(found.store)
+            record = {"protocol": 1, "layout": {"code_digest": "c" * 64, "runtime_digest": "d" * 64}}
+            store.create_run(plan.layout, record)
+            native = found.provider.submit(plan.request, VALUES)
+            while found.key(native) not in found.plane.jobs:
+                found.provider.status(native)
+        for run_id in ("dropped", "earlier"):  # the latter is the contract suite's, and no whole run
+            shutil.rmtree(folder(found) / "runs" / run_id)
+        for meta in found.plane.metas(f"{request.param}s").values():
+            meta["creationTimestamp"] = OLD
+        yield found
+
+
+def folder(world: KubernetesWorld) -> Path:
+    return Path(world.store.removeprefix("file://"))
+
+
+@pytest.fixture
+def gc(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any], str]]:
+    def run(*argv: str) -> tuple[int, dict[str, Any], str]:
+        capsys.readouterr()
+        code = cli.main(["gc", "--json", *argv])
+        out, err = capsys.readouterr()
+        return code, json.loads(out), err
+
+    return run
+
+
+def names(world: KubernetesWorld, kind: str) -> list[str]:
+    known = [name for at, name in world.plane.jobs if at == "team"] if kind == "jobs" else []
+    return known + [name for at, _, name in world.plane.objects if at == kind]
+
+
+def test_a_job_whose_run_is_gone_is_removed_with_all_that_it_owns(world: KubernetesWorld, gc: Any) -> None:
+    kind = world.settings.get("kind", "job")
+    code, found, _ = gc()
+    assert code == 0, found
+    (item,) = found["found"]
+    assert (code, item["kind"]) == (0, kind)
+    assert "dropped" in item["key"]
+    assert len(names(world, f"{kind}s")) == 2, "nothing is removed without --delete"
+    code, found, err = gc("--delete")
+    assert f"removed {item['key']}" in err
+    for at in {"jobs", f"{kind}s", "services", "secrets"}:
+        assert len(names(world, at)) == 1, at
+    assert gc()[1]["found"] == []
+
+
+def test_a_young_job_stays(world: KubernetesWorld, gc: Any) -> None:
+    for meta in world.plane.metas(f"{world.settings.get('kind', 'job')}s").values():
+        meta["creationTimestamp"] = stamp()
+    code, found, _ = gc("--delete")
+    assert (code, found["found"], len(found["younger"])) == (0, [], 1)
+    assert len(names(world, "jobs")) == 2
+
+
+def test_a_job_of_another_store_stays(world: KubernetesWorld, gc: Any, tmp_path: Path) -> None:
+    other = Store(tmp_path.as_uri())
+    other.files.write("runs/one/run.json", (folder(world) / "runs/kept/run.json").read_bytes())
+    assert gc(other.url, "--delete")[1]["found"] == []
+    assert len(names(world, "jobs")) == 2
+
+
+def test_the_empty_folder_of_a_volume_that_is_not_mounted_removes_nothing(world: KubernetesWorld, gc: Any) -> None:
+    shutil.rmtree(folder(world))
+    folder(world).mkdir()
+    assert gc("--delete")[1]["found"] == []
+    assert len(names(world, "jobs")) == 2
+
+
+def test_what_cannot_be_listed_is_left_out(world: KubernetesWorld, gc: Any) -> None:
+    """Files are collected all the same."""
+    (folder(world) / "code" / ("a" * 64)).mkdir(parents=True)
+    (folder(world) / "code" / ("a" * 64) / "code.tar.gz").write_bytes(b"x")
+    os.utime(folder(world) / "code" / ("a" * 64) / "code.tar.gz", (0, 1.0))
+    world.plane.wire.faults.append(Fault("GET jobs", error=Refusal(403, "Forbidden", "you may not list jobs")))
+    code, found, err = gc()
+    assert (code, [item["kind"] for item in found["found"]]) == (0, ["code"])
+    assert "objects on kubernetes are left out: list jobs: you may not list jobs" in err
+
+
+def test_a_service_without_an_owner_is_found(world: KubernetesWorld, gc: Any) -> None:
+    """``kubectl create`` of a plan's manifest makes one."""
+    plain = type(world.provider)(**{**world.settings, "kind": "job"})
+    plan = world.plan(FIELDS, run_id="by-hand")
+    service = plain.plan(plan.job, plan.layout).body["items"][1]
+    made = {**service, "metadata": {**service["metadata"], "creationTimestamp": OLD}}
+    world.plane.objects["services", "team", service["metadata"]["name"]] = made
+    found = [item for item in gc()[1]["found"] if item["kind"] == "service"]
+    assert [item["key"].rpartition("/")[2] for item in found] == [service["metadata"]["name"]]
