@@ -337,71 +337,13 @@ def test_a_wrong_fallback_is_refused(tmp_path: Path, given: dict[str, Any], erro
     assert caught.value.hint == hint
 
 
-LISTS = """
-provider = "vertex"
-[vertex]
-project = "p"
-location = ["us-central1", "europe-west4"]
-store = ["gs://us/x", "gs://eu/x"]
-"""
-REPLACED = """keep the first value, and add a profile for each other one:
-fallback = ["europe-west4"]
-
-[profiles.europe-west4]
-store = "gs://eu/x"
-
-[profiles.europe-west4.vertex]
-location = "europe-west4\""""
-
-
 @pytest.mark.parametrize(
-    ("toml", "given", "field"),
-    [
-        (LISTS, {}, f"{FILE} [vertex] location"),
-        ("", {"environ": {"CLOUDTRAIN_VERTEX_LOCATION": "us-central1, europe-west4"}, "provider": "vertex",
-              "store": "gs://us/x,gs://eu/x"}, "--store"),
-        ("", {"overrides": {"vertex.location": ["us-central1", "europe-west4"], "store": ["gs://us/x", "gs://eu/x"]},
-              "provider": "vertex"}, "--set store"),
-    ],
-)  # fmt: skip
-def test_a_list_is_refused_with_the_profiles_to_write(
-    tmp_path: Path, toml: str, given: dict[str, Any], field: str
-) -> None:
-    with pytest.raises(SpecError) as caught:
-        load(tmp_path, toml, **given)
-    expected = REPLACED if toml else REPLACED.replace("store =", 'provider = "vertex"\nstore =')
-    assert (caught.value.field, caught.value.hint) == (field, expected)
-    assert "must be one value, not the list ['" in str(caught.value)
-    (tmp_path / FILE).write_text(f'provider = "vertex"\n{below(expected)}')
-    first, second = load(tmp_path, provider="vertex", store="gs://us/x").candidates()
-    assert (first.store, second.store, second.make_provider().settings.location) == (  # type: ignore[attr-defined]
-        "gs://us/x", "gs://eu/x", "europe-west4",
-    )  # fmt: skip
-
-
-def below(hint: str) -> str:
-    return hint.partition("\n")[2]
-
-
-def test_lists_of_providers_are_refused_with_the_profiles_to_write(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text('[tool.cloudtrain.sagemaker]\nregion = ["us-east-1", "eu-west-1"]\n')
-    with pytest.raises(SpecError) as caught:
-        load(tmp_path, provider="sagemaker,vertex")
-    assert str(caught.value) == "--provider: must be one value, not the list ['sagemaker', 'vertex']"
-    found = toml_loads(below(caught.value.hint), where="hint")["tool"]["cloudtrain"]
-    assert found == {
-        "fallback": ["eu-west-1", "vertex"],
-        "profiles": {
-            "eu-west-1": {
-                "provider": "sagemaker", "store": "s3://BUCKET/PREFIX", "sagemaker": {"region": "eu-west-1"},
-            },
-            "vertex": {"provider": "vertex", "store": "gs://my-bucket/cloudtrain"},
-        },
-    }  # fmt: skip
-    (tmp_path / "pyproject.toml").write_text('[tool.cloudtrain.sagemaker]\nregion = ["us-east-1"]\n')
-    with pytest.raises(SpecError, match="must be one value") as caught:
-        load(tmp_path)
-    assert caught.value.hint == 'write region = "us-east-1"'
+    "line", ['provider = ["vertex"]', 'store = ["gs://us", "gs://eu"]', "[vertex]\nlocation = ['a', 'b']"]
+)
+def test_a_list_in_place_of_one_value_is_refused(tmp_path: Path, line: str) -> None:
+    with pytest.raises(SpecError, match=r"must be one value, not the list \[") as caught:
+        load(tmp_path, line).make_provider("vertex")
+    assert "write a profile for each" in caught.value.hint
 
 
 @pytest.mark.parametrize(

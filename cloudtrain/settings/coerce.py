@@ -46,6 +46,9 @@ def typed(value: Any, kind: Any, where: str) -> Any:
             return kind(value)
     except (ValueError, OverflowError):
         pass
+    if isinstance(value, (list, tuple)):
+        hint = 'for other regions or providers, write a profile for each, and fallback = ["PROFILE"] (docs/fallback.md)'
+        raise SpecError(f"must be one value, not the list {brief(list(value))}", field=where, hint=hint)
     if kind in (str, int, float, bool) and type(value) is not kind:
         raise SpecError(f"must be {kind.__name__}, not {brief(value)}", field=where)
     return value

@@ -13,13 +13,13 @@ import dataclasses
 import json
 import os
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import AuthError, NotFoundError, SpecError
+from ..errors import AuthError, SpecError
 from ..provider_api.protocol import Provider, extras_of, recorded_settings
 from ..provider_api.registry import find_provider, provider_names, suggested_provider
 from ..storage.files import TransferOptions
@@ -37,7 +37,6 @@ from ..validate import (
     without_secrets,
 )
 from .coerce import Found, is_table, over, resolve_below, typed
-from .lists import ValueList, refusal_of_lists, values_of
 
 __all__ = ["FILE", "NO_SETTINGS", "PROJECT", "Found", "Settings", "StoreCredentials", "setting_hint"]
 
@@ -158,9 +157,8 @@ class Settings:
             if given.get(key) is not None:
                 found[key] = Found(_general(key, given[key], f"--{key}"), f"--{key}")
         general: dict[str, Any] = {key: item.value for key, item in found.items()}
-        lists = [value for value in general.values() if isinstance(value, ValueList)]
         made = cls(
-            **{**general, **{item.key: str(item.values[0]) for item in lists}},
+            **general,
             profile=named or "",
             profiles=tuple(read.profiles),
             file=str(read.path or ""),
@@ -173,37 +171,8 @@ class Settings:
             environ=dict(environ),
             read=read,
         )
-        made._refuse_lists(lists)
         own = made._own_store(made.provider)
         return dataclasses.replace(made, store=made.store if own is None else own.value)
-
-    def _refuse_lists(self, lists: Sequence[ValueList]) -> None:
-        """Raise `SpecError` if there are ``lists``, or one is the value of a provider's setting."""
-        first = next((item for item in lists if item.key == "provider"), None)
-        chosen = [self.provider] if first is None else [str(name) for name in first.values]
-        found = [*lists]
-        for name in dict.fromkeys((*chosen, *self.tables)):
-            with suppress(NotFoundError, ImportError, AttributeError):  # an unknown provider has its own error
-                found += (self if name in chosen else self._for(name))._lists_of(name)
-        if found:
-            base, source = self.read.base, self.origins.get("provider", DEFAULT)
-            inherited = self.provider if source in (DEFAULT, base.where()) else str(base.values.get("provider", ""))
-            table = base.table.split(".") if base.table else []
-            raise refusal_of_lists(found, self.provider, inherited=inherited, table=table)
-
-    def _lists_of(self, name: str) -> list[ValueList]:
-        """Return the lists among the settings of provider ``name`` that take one value, those of its region first."""
-        given = [item for item in self._given(name) if isinstance(item[1], (list, tuple)) or "," in str(item[1])]
-        if not given:
-            return []
-        kind = find_provider(name).Settings
-        kinds = {**typing.get_type_hints(kind), _STORE: str}
-        places = [spec.name for spec in dataclasses.fields(kind) if spec.metadata.get("place")]
-        found: dict[str, ValueList] = {}
-        for key, value, _, where in given:
-            if key in kinds and (many := values_of(value, kinds[key], urls=key == _STORE, commas=key in places)):
-                found[key] = ValueList(name, key, many, where)
-        return sorted(found.values(), key=lambda item: item.key not in places)
 
     @property
     def moving(self) -> TransferOptions:
@@ -528,9 +497,7 @@ def _take(layer: _Layer, found: dict[str, Found], tables: dict[str, dict[str, Fo
 
 
 def _general(key: str, value: Any, where: str) -> Any:
-    """Return the value of a general setting, found at ``where``; `ValueList` for a list in place of one value."""
-    if key in ("provider", _STORE) and (many := values_of(value, str, urls=key == _STORE, commas=key == "provider")):
-        return ValueList("", key, many, where)
+    """Return the value of a general setting, found at ``where``."""
     if key == "fallback":
         names = typed(value, tuple[str, ...], where)
         return tuple(filter(None, names))
