@@ -11,11 +11,10 @@ from typing import Any
 from ..runs.live_data import LiveRunReader, printable
 from ..runs.run import Run
 from ..runs.submit import flat_fields
-from ..storage.local_disk import disk_errors, make_durable, temp_file
 from .curves import Curve, curves, spread
-from .markup import Html, html_table, page, quantity, tag
+from .markup import Html, drawing, html_table, label, page, quantity, save_page, tag
 from .report import shareable
-from .sweep import BOTTOM, LEFT, RIGHT, TOP, axes, drawing, label, scaled
+from .sweep import BOTTOM, LEFT, RIGHT, TOP, axes, scaled
 
 __all__ = ["Compared", "comparison_page", "write_comparison"]
 
@@ -41,15 +40,11 @@ class Compared:
 
 def write_comparison(runs: Sequence[tuple[Run, Mapping[str, Any]]], folder: Path) -> Path:
     """Write ``comparison.html`` about runs and their results to ``folder``; return the file. Raises `StorageError`."""
-    path, found = folder / "comparison.html", []
+    found = []
     for run, result in runs:
         rows = LiveRunReader(run.store, run.run_id).metrics()
         found.append(Compared(result=result, job=shareable(run.job.to_dict()), curves=curves(rows)))
-    text = comparison_page(found)
-    with disk_errors(path), temp_file(path) as temp:
-        temp.write_text(text, encoding="utf-8")
-        make_durable(temp, path)
-    return path
+    return save_page(comparison_page(found), folder / "comparison.html", "comparison")
 
 
 def comparison_page(runs: Sequence[Compared]) -> Html:
@@ -103,7 +98,7 @@ def _chart(name: str, runs: Sequence[Compared]) -> Html:
     labels += [label(quantity(left), LEFT, BOTTOM + 20, "middle")]
     labels += [label(f"{axis} {quantity(right)}", RIGHT, BOTTOM + 20, "end")]
     ends = ", ".join(f"{runs[n].run_id} {quantity(curve.history[-1][1])}" for n, curve in found.items())
-    return drawing(name, f"Last values: {ends}.", [*axes(), *lines, *labels])
+    return drawing(name, name, f"Last values: {ends}.", [*axes(), *lines, *labels])
 
 
 def _differences(runs: Sequence[Compared]) -> Html | None:

@@ -12,9 +12,11 @@ from itertools import groupby
 from pathlib import Path
 from string import Template
 
+from ..errors import SpecError
+from ..storage.local_disk import disk_errors, make_durable, temp_file
 from .curves import DERIVED, AttemptSeries, Curve, Point, is_log, means, spread, ticks
 
-__all__ = ["Html", "figure", "html_table", "page", "quantity", "short", "tag"]
+__all__ = ["Html", "drawing", "figure", "html_table", "label", "page", "quantity", "save_page", "short", "tag"]
 
 WIDTH, HEIGHT = 560.0, 230.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 546.0, 22.0, 192.0  # the edges of the curve within the drawing
@@ -75,6 +77,21 @@ def page(title: str, body: Html) -> Html:
     return Html(template.substitute(title=_escaped(title), body=_escaped(body)))
 
 
+def save_page(text: Html, path: Path, name: str) -> Path:
+    """Write a page to ``path``, a file or a folder; in a folder it is ``<name>.html``. Return the file.
+
+    Raises `SpecError` when there is no folder to write it to, and `StorageError`.
+    """
+    if path.is_dir():
+        path /= f"{name}.html"
+    if not path.parent.is_dir():
+        raise SpecError(f"there is no folder {path.parent} to write {path.name} to", field="out")
+    with disk_errors(path), temp_file(path) as temp:
+        temp.write_text(text, encoding="utf-8")
+        make_durable(temp, path)
+    return path
+
+
 def quantity(value: float) -> str:
     """Return a number for people: four significant digits, thousands with a comma."""
     if math.isfinite(value) and abs(value) < 1e7 and (value == round(value) or abs(value) >= 1000):
@@ -107,20 +124,23 @@ def figure(curve: Curve) -> Html:
     named = re.search(r"([gmk]i?b|percent|pct|frac|ratio|share)\b", curve.name.replace("_", " "), re.IGNORECASE)
     if curve.kind == "memory" and largest >= 1 << 20 and not named:  # bytes
         unit, show = 1024.0 ** min(4, int(math.log(largest, 1024))), _size
-    drawing, dense = chart(curve, unit, show)
+    parts, dense = chart(curve, unit, show)
     words = " ".join(_sentences(curve, show))
     if dense:
         words += (
             f" {len(curve.points):,} points, more than the drawing can show: the line is the mean of each two of its"
             f" {COLUMNS} columns, and the band behind it has the first, lowest, highest and last of each column."
         )
-    return tag(
-        "figure",
-        tag("h3", name, tag("small", " (logarithmic)") if is_log(curve) else None),
-        tag("svg", tag("title", name), tag("desc", words), *drawing, viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", role="img"),
-        tag("figcaption", words),
-        _numbers(curve, name, show),
-    )
+    title = tag("h3", name, tag("small", " (logarithmic)") if is_log(curve) else None)
+    return drawing(title, name, words, parts, _numbers(curve, name, show))
+
+
+def drawing(title: str, name: str, words: str, parts: Sequence[Html], *below: Html) -> Html:
+    """Return a figure of the ``parts`` of its drawing, with its title, its description in words, and what is below."""
+    box = f"0 0 {WIDTH:g} {HEIGHT:g}"
+    svg = tag("svg", tag("title", name), tag("desc", words), *parts, viewBox=box, role="img")
+    head = title if isinstance(title, Html) else tag("h3", title)
+    return tag("figure", head, svg, tag("figcaption", words), *below)
 
 
 def _sentences(curve: Curve, show: Callable[[float], str]) -> list[str]:
@@ -191,7 +211,7 @@ def chart(curve: Curve, unit: float, show: Callable[[float], str]) -> tuple[list
         x = across(min([x for x, _ in part.points[:1]] + part.odd))
         parts.append(_rule(x, x, TOP - 4, BOTTOM, "begins"))
         if x >= free:
-            parts.append(_label(part.attempt, x, TOP - 8, "end" if x > RIGHT - LABEL / 2 else "middle"))
+            parts.append(label(part.attempt, x, TOP - 8, "end" if x > RIGHT - LABEL / 2 else "middle", "name"))
             free = x + LABEL
     dense = False
     for part in begun:
@@ -210,7 +230,8 @@ def _rule(x1: float, x2: float, y1: float, y2: float, kind: str) -> Html:
     return tag("line", x1=x1, x2=x2, y1=y1, y2=y2, class_=kind)
 
 
-def _label(text: str, x: float, y: float, anchor: str, kind: str | None = "name") -> Html:
+def label(text: str, x: float, y: float, anchor: str, kind: str | None = None) -> Html:
+    """Return a text of a drawing; ``anchor`` is the part of it at ``x``: start, middle or end."""
     return tag("text", text, x=x, y=y, text_anchor=anchor, class_=kind)
 
 
@@ -221,14 +242,14 @@ def _grid(axis: str, across: _Scale, up: _Scale, unit: float, show: Callable[[fl
     parts: list[Html] = []
     for mark in marks:
         parts.append(_rule(LEFT, RIGHT, up(mark), up(mark), "grid"))
-        parts.append(_label(show(mark), LEFT - 6, up(mark) + 4, "end", None))
+        parts.append(label(show(mark), LEFT - 6, up(mark) + 4, "end"))
     for mark in ticks(across.low, across.high, 5):
         if mark == round(mark) or abs(mark) < 1:
             x = across(mark)
             parts.append(_rule(x, x, BOTTOM, BOTTOM + 4, "axis"))
-            parts.append(_label(short(mark), x, BOTTOM + 16, "end" if x > RIGHT - 20 else "middle", None))
+            parts.append(label(short(mark), x, BOTTOM + 16, "end" if x > RIGHT - 20 else "middle"))
     parts.append(_rule(LEFT, RIGHT, BOTTOM, BOTTOM, "axis"))
-    return [*parts, _label(axis, (LEFT + RIGHT) / 2, HEIGHT - 6, "middle")]
+    return [*parts, label(axis, (LEFT + RIGHT) / 2, HEIGHT - 6, "middle", "name")]
 
 
 def _pieces(part: AttemptSeries) -> list[tuple[list[Point], str]]:

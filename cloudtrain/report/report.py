@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import SpecError, scrubbed
+from ..errors import scrubbed
 from ..provider_api.protocol import FINAL
 from ..runs.live_data import LiveRunReader, printable
 from ..runs.log_order import line_label
@@ -24,11 +24,10 @@ from ..runs.run import Run
 from ..runs.summary import plural, size_text
 from ..runs.warnings import is_secret_name
 from ..runtime.checkpoint_model import Checkpoint
-from ..storage.local_disk import disk_errors, make_durable, temp_file
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import duration, without_secrets
 from .curves import Curve, curves
-from .markup import Html, figure, html_table, page, quantity, tag
+from .markup import Html, figure, html_table, page, quantity, save_page, tag
 
 __all__ = ["report", "write"]
 
@@ -75,16 +74,8 @@ def write(run: Run, path: Path) -> tuple[Path, dict[str, Any]]:
 
     Raises `SpecError` when there is no folder to write it to, and `StorageError`.
     """
-    if path.is_dir():
-        path /= f"{run.run_id}.html"
-    if not path.parent.is_dir():
-        raise SpecError(f"there is no folder {path.parent} to write {path.name} to", field="out")
     result = run.result()
-    text = report(run, result)
-    with disk_errors(path), temp_file(path) as temp:
-        temp.write_text(text, encoding="utf-8")
-        make_durable(temp, path)
-    return path, result
+    return save_page(report(run, result), path, run.run_id), result
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts

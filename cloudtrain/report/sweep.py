@@ -7,17 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import SpecError
 from ..runs.sweeps.spec import CURRENCIES
 from ..runs.sweeps.sweep import Sweep
 from ..runs.sweeps.view import limits_text, value_text
-from ..storage.local_disk import disk_errors, make_durable, temp_file
 from ..validate import without_secrets
-from .markup import Html, html_table, page, tag
+from .markup import Html, drawing, html_table, label, page, save_page, tag
 
-__all__ = ["BOTTOM", "LEFT", "RIGHT", "TOP", "axes", "drawing", "label", "scaled", "sweep_page", "write_sweep"]
+__all__ = ["BOTTOM", "LEFT", "RIGHT", "TOP", "axes", "scaled", "sweep_page", "write_sweep"]
 
-WIDTH, HEIGHT = 560.0, 230.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 540.0, 24.0, 196.0
 BEST_LINES = 3
 """Trials whose lines stand out among the parallel coordinates."""
@@ -25,19 +22,8 @@ Row = Mapping[str, Any]
 
 
 def write_sweep(sweep: Sweep, path: Path) -> Path:
-    """Write the page to ``path``, a file or a folder; in a folder it is ``<sweep id>.html``. Return the file.
-
-    Raises `SpecError` when there is no folder to write it to, and `StorageError`.
-    """
-    if path.is_dir():
-        path /= f"{sweep.id}.html"
-    if not path.parent.is_dir():
-        raise SpecError(f"there is no folder {path.parent} to write {path.name} to", field="out")
-    text = sweep_page(sweep.result(), store=sweep.store.url)
-    with disk_errors(path), temp_file(path) as temp:
-        temp.write_text(text, encoding="utf-8")
-        make_durable(temp, path)
-    return path
+    """Write the page as `save_page` does, with the sweep's id as its name. Return the file."""
+    return save_page(sweep_page(sweep.result(), store=sweep.store.url), path, sweep.id)
 
 
 def sweep_page(result: Row, *, store: str) -> Html:
@@ -110,7 +96,8 @@ def _best_chart(trials: Sequence[Row], metric: str, sign: int) -> Html:
         label(f"trial {last}", RIGHT, BOTTOM + 20, "end"),
     ]
     parts = [*axes(), tag("polyline", points=" ".join(line), class_="line"), *dots, *labels]
-    return drawing(f"{metric}, the best so far", words, parts)
+    title = f"{metric}, the best so far"
+    return drawing(title, title, words, parts)
 
 
 def _coordinates(known: Sequence[Row], metric: str) -> Html:
@@ -129,7 +116,7 @@ def _coordinates(known: Sequence[Row], metric: str) -> Html:
         parts += [label(name, x, BOTTOM + 32, "middle"), label(low, x, BOTTOM + 16, "middle")]
         parts.append(label(high, x, TOP - 8, "middle"))
     words = f"Each line is a trial; the {min(BEST_LINES, len(known))} best ones are strong. The last axis is {metric}."
-    return drawing("Parallel coordinates", words, [*parts, *lines])
+    return drawing("Parallel coordinates", "Parallel coordinates", words, [*parts, *lines])
 
 
 def _heights(column: Sequence[Any]) -> list[float]:
@@ -161,15 +148,3 @@ def axes() -> list[Html]:
         tag("line", x1=LEFT, x2=RIGHT, y1=BOTTOM, y2=BOTTOM, class_="axis"),
         tag("line", x1=LEFT, x2=LEFT, y1=TOP, y2=BOTTOM, class_="axis"),
     ]
-
-
-def label(text: str, x: float, y: float, anchor: str) -> Html:
-    """Return a text of the drawing; ``anchor`` is the part of it at ``x``: start, middle or end."""
-    return tag("text", text, x=x, y=y, text_anchor=anchor)
-
-
-def drawing(title: str, words: str, parts: Sequence[Html]) -> Html:
-    """Return a figure of ``parts`` with its title and its description in words."""
-    box = f"0 0 {WIDTH:g} {HEIGHT:g}"
-    svg = tag("svg", tag("title", title), tag("desc", words), *parts, viewBox=box, role="img")
-    return tag("figure", tag("h3", title), svg, tag("figcaption", words))
