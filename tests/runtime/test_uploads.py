@@ -27,6 +27,8 @@ from cloudtrain.runtime.timings import TIMINGS
 from cloudtrain.runtime.uploads import Uploads
 from cloudtrain.runtime.workspace import Workspace
 
+pytestmark = pytest.mark.slow
+
 SCALE = 200.0
 """Seconds of a node's clock in one of ours."""
 AGENT = {"uploading": ".sagemaker-uploading", "uploaded": ".sagemaker-uploaded", "ignored": ".sagemaker-ignore"}
