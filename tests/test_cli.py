@@ -518,6 +518,7 @@ def bad(demo: Path) -> subprocess.CompletedProcess[str]:
     return run_cli("submit", "bad.py", "--run-id", "bad-1", "--json", "--pull", "out", "--max-runtime", "1h", cwd=demo)
 
 
+@pytest.mark.slow
 def test_submit_follows_to_the_end_and_strange_text_arrives(good: subprocess.CompletedProcess[str]) -> None:
     assert good.returncode == 0, good.stderr
     (line,) = [text for text in good.stdout.splitlines() if "GOT" in text]
@@ -533,6 +534,7 @@ def test_submit_follows_to_the_end_and_strange_text_arrives(good: subprocess.Com
     assert "--store" not in good.stderr
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_one_object_with_its_cause(bad: subprocess.CompletedProcess[str], demo: Path) -> None:
     assert bad.returncode == 1, bad.stderr
     result = json.loads(bad.stdout)
@@ -609,6 +611,7 @@ def test_a_run_that_is_not_there_is_exit_2(verb: str, demo: Path) -> None:
     assert done.stderr.count("\n") == 2
 
 
+@pytest.mark.slow
 def test_a_taken_run_id_is_exit_2_and_starts_nothing(good: subprocess.CompletedProcess[str], demo: Path) -> None:
     done = run_cli("submit", "bad.py", "--run-id", "good-1", "--json", cwd=demo)
     assert done.returncode == 2, done.stderr
@@ -616,6 +619,7 @@ def test_a_taken_run_id_is_exit_2_and_starts_nothing(good: subprocess.CompletedP
     assert (answer["field"], answer["run_id"]) == ("run_id", "good-1")
 
 
+@pytest.mark.slow
 def test_plan_is_the_same_twice_and_can_be_sent(demo: Path) -> None:
     argv = ["plan", "good.py", "--nodes", "2", "--hp", "lr=1.10", "--run-id", "planned-1"]
     first, second = (run_cli(*argv, "--json", cwd=demo) for _ in range(2))
@@ -710,6 +714,7 @@ def test_ctrl_c_detaches_and_the_run_goes_on(demo: Path) -> None:
     assert run_cli("wait", "long-1", cwd=demo).returncode == 5
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_does_not_leave_a_run_half_submitted(demo: Path) -> None:
     script = "set -o pipefail; $0 -m cloudtrain submit good.py --run-id piped-1 2>&1 | head -n 1"
     done = subprocess.run(
@@ -747,10 +752,10 @@ def test_what_was_uploaded_is_said() -> None:
         ([], "n\n", 5, True),
         ([], "\n", 5, True),
         ([], "y\n", 0, True),
-        (["--yes"], "n\n", 0, False),
-        (["--json"], "n\n", 0, False),
-        (["--set", "confirm_above_usd=2000"], "n\n", 0, False),
-        (["--max-runtime", "1m"], "n\n", 0, False),
+        *(
+            pytest.param(words, "n\n", 0, False, marks=pytest.mark.slow)  # they run
+            for words in (["--yes"], ["--json"], ["--set", "confirm_above_usd=2000"], ["--max-runtime", "1m"])
+        ),
         (["--max-runtime", "1m", "--set", "confirm_above_usd=0"], "n\n", 5, True),
     ],
 )

@@ -68,6 +68,7 @@ def test_a_spot_node_mirrors_its_checkpoints_and_says_how_it_ended(
     fleet.until(fleet.over, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("provider", "most"), [("vertex", 4.1), (None, 24.1)])
 def test_how_often_a_node_writes_below_the_mounted_store(
     place: Place, monkeypatch: pytest.MonkeyPatch, provider: str | None, most: float

@@ -280,6 +280,7 @@ def test_there_are_enough_of_them() -> None:
     assert len(set(argv)) == len(argv) >= 127
 
 
+@pytest.mark.slow
 def test_an_input_whose_package_is_missing_is_refused_before_a_run_is_recorded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

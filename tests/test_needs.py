@@ -156,7 +156,7 @@ def test_init_writes_what_a_plan_needs(capsys: Capture) -> None:
     assert (plan["provider"], plan["missing"], plan["run"]) == ("sagemaker", [], "s3://b/p/runs/train-plan")
 
 
-@pytest.mark.parametrize("provider", [*WANTED, "local", "docker"])
+@pytest.mark.parametrize("provider", [*WANTED, pytest.param("local", marks=pytest.mark.slow), "docker"])
 def test_init_without_values_writes_them_as_comments(provider: str, capsys: Capture) -> None:
     assert cli.main(["init", "--provider", provider, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["missing"] == WANTED.get(provider, [])
@@ -168,6 +168,7 @@ def test_init_without_values_writes_them_as_comments(provider: str, capsys: Capt
     assert json.loads(capsys.readouterr().out)["missing"] == [], "each comment becomes a right line"
 
 
+@pytest.mark.slow
 def test_init_keeps_what_is_there(capsys: Capture) -> None:
     Path("pyproject.toml").write_text('[tool.cloudtrain]\nprovider = "local"\n')
     Path("job.toml").write_text('entry_point = "mine.py"\n')
@@ -203,6 +204,7 @@ def test_init_refuses_a_wrong_value_before_it_writes(capsys: Capture) -> None:
 # -------------------------------------------------------------------------------------------------------------- doctor
 
 
+@pytest.mark.slow
 def test_doctor_looks_at_this_job(capsys: Capture) -> None:
     Path("job.toml").write_text('entry_point = "nope.py"\n')
     assert cli.main(["doctor", "job.toml", "--json"]) == 2

@@ -137,6 +137,7 @@ print("said", end="")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("context", "code", "last"),
     [
@@ -159,6 +160,7 @@ def test_a_thread_that_never_ends_does_not_keep_the_node(
     assert done.stderr.splitlines()[-1].startswith(last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", provider_names())
 def test_nothing_that_a_node_imports_is_compiled_there(built: Path, name: str) -> None:
     """Whatever its provider: compiling costs a node more than all else that it does before its ranks."""

@@ -29,7 +29,7 @@ from cloudtrain.runs.run import Run
 from cloudtrain.runtime.link import Link
 from cloudtrain.storage.files import LocalFiles
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error")]
 
 SIZES = [32, pytest.param(256, marks=pytest.mark.proof)]
 PROCESSES = 2

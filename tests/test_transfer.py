@@ -172,21 +172,9 @@ def test_a_file_system_without_locks_is_refused(local: LocalFiles, monkeypatch: 
 # ----------------------------------------------------------------------------------------------------------- safe paths
 
 HOSTILE = [
-    "..",
-    "../x",
-    "a/../../x",
-    "/etc/x",
-    "a//b",
-    "a/./b",
-    "a/",
-    ".",
-    "C:/x",
-    "c:x",
-    "a\\b",
-    "..\\x",
-    "a\0b",
+    "..", "../x", "a/../../x", "/etc/x", "a//b", "a/./b", "a/", ".", "C:/x", "c:x", "a\\b", "..\\x", "a\0b",
     "\\\\h\\s",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("key", HOSTILE)

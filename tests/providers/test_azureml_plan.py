@@ -720,6 +720,7 @@ def _planned(given: dict[str, Any], fields: dict[str, Any]) -> Request | SpecErr
         return exc
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(3 * TRIALS or 300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SETTINGS, JOBS)
 def test_what_is_planned_is_what_the_sdk_sends(given: dict[str, Any], fields: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rows import for_each
 from worlds.vertex import strict
 from worlds.vertex.strict import broken_rules, parsed
@@ -40,6 +41,7 @@ def refusals(machine: dict[str, Any], strategy: str = "STANDARD", **pool: Any) -
     return broken_rules(parsed({"displayName": "x", "jobSpec": spec}))
 
 
+@pytest.mark.slow
 def test_every_machine_of_the_table_is_one_of_vertex() -> None:
     for machine in catalog.machines("vertex"):
         spec = machines.machine_spec(machine)

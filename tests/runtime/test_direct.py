@@ -157,6 +157,7 @@ def test_times_as_file_systems_tell_them(tmp_path: Path, fake: dict[str, str], t
     assert "step-2" in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["store", "step-2"])
 @pytest.mark.parametrize("often", [2, 1000])
 def test_a_listing_that_fails_is_tried_three_times(
@@ -364,6 +365,7 @@ def test_a_store_that_answers_in_time_is_resumed_from(tmp_path: Path, monkeypatc
     assert found.key.endswith("/store/step-1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "kind"),
     [

@@ -21,15 +21,8 @@ from cloudtrain import runtime
 from cloudtrain.store import runtime_zip
 
 WORDS = (
-    "CLOUDTRAIN_",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "MASTER_",
-    "TORCHELASTIC_",
-)
+    "CLOUDTRAIN_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_", "TORCHELASTIC_",
+)  # fmt: skip
 
 
 def outside() -> dict[str, str]:

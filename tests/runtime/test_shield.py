@@ -51,6 +51,7 @@ SCRIPTS = {
 PRINTED = ["lived", "told\nlived", "-15", "-15", "3 0", "True"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "printed"), list(zip(SCRIPTS, PRINTED, strict=True)), ids=list(SCRIPTS))
 def test_a_shielded_rank(tmp_path: Path, name: str, printed: str) -> None:
     script = tmp_path / "train.py"

@@ -259,6 +259,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 @pytest.mark.parametrize("target", [["a.py"], ["-m", "pkg.a"]], ids=["script", "module"])
 def test_child_processes_import_the_script_and_not_the_shim(stage: Stage, method: str, target: list[str]) -> None:
