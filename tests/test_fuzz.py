@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import tomli_w
 from foldercloud import NAME, install
-from profiles import examples
 from trials import SEED, TRIALS
 
 from cloudtrain.cli import main
@@ -32,8 +31,11 @@ MOST_SECONDS = 1.0
 """Of this process's own time: a busy machine takes longer by the clock."""
 LONGEST = 200_000
 """Bytes: of megabytes the standard library's own parser makes more than a second."""
-FEW, ALL = examples(60), 4 * (TRIALS or 1000)
-COUNTS = [FEW, pytest.param(ALL, marks=[pytest.mark.proof, pytest.mark.timeout(3600)], id="all")]
+FEW, ALL = 60, 4 * (TRIALS or 1000)
+COUNTS = [
+    pytest.param(FEW, marks=pytest.mark.slow),
+    pytest.param(ALL, marks=[pytest.mark.proof, pytest.mark.timeout(3600)], id="all"),
+]
 
 JOB: dict[str, Any] = {
     "name": "digits", "entry_point": "train.py", "args": ["--lr", "0.1"],
