@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The CPU build is enough for the demo and the suite; a GPU machine that has torch already may set TORCH=.
+# On Linux, PyPI's build is for CUDA: 5 GB with its libraries. The CPU build is enough for the demo and the suite:
+# TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu". Where torch is installed already: TORCH=.
 TORCH ?= torch==2.13.0
 # SageMaker's own SDK does not fit beside what we need: it has a venv of its own.
 SAGEMAKER := .venv-sagemaker
@@ -46,7 +47,7 @@ $(VENV)/.installed: pyproject.toml
 
 # What setuptools has to say of an editable installation is nobody's concern here.
 $(VENV)/.demo: pyproject.toml
-	@echo "Setting up $(VENV) with torch and cloudtrain: some minutes, 1 GB of disk."
+	@echo "Setting up $(VENV) with torch and cloudtrain: some minutes, 1 GB of disk (5 GB with torch for CUDA)."
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@$(if $(TORCH),$(BIN)/python -m pip install --quiet $(TORCH))

@@ -51,6 +51,7 @@ def test_a_message_names_every_package_and_one_command(monkeypatch: pytest.Monke
             {"vcs_info": {"vcs": "git", "commit_id": "c0ffee"}, "url": "https://h/r"},
             "[vertex] @ git+https://h/r@c0ffee'",
         ),
+        ({"archive_info": {}, "url": "file:///is/gone.whl"}, "install 'cloudtrain[vertex]'"),
         ({"archive_info": {}, "url": "https://h/w.whl"}, "install 'cloudtrain[vertex] @ https://h/w.whl'"),
         (None, "install 'cloudtrain[vertex]'"),
     ],
@@ -66,6 +67,27 @@ def test_the_command_installs_from_where_this_came(
 
     monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
     assert install_command("vertex").endswith(command)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "file", "extra", "packages"),
+    [
+        ("tools/cloudtrain", "uv-receipt.toml", "uv tool install --force {}[vertex] @ {}'", "--with sftp {} @ {}'"),
+        ("venvs/cloudtrain", "pipx_metadata.json", "pipx install --force {}[vertex] @ {}'", "inject cloudtrain sftp"),
+        ("archive-v0/x", "pyvenv.cfg", "uvx --from {}[vertex] @ {}' cloudtrain", "uvx --with sftp --from {} @"),
+    ],
+)
+def test_the_command_is_that_of_the_tool_that_installed_this(
+    prefix: str, file: str, extra: str, packages: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / prefix).mkdir(parents=True)
+    (tmp_path / prefix / file).touch()
+    told = {"archive_info": {}, "url": "https://h/w.whl"}
+    installed = type("Installed", (), {"requires": (), "read_text": lambda self, name: json.dumps(told)})
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: installed())
+    monkeypatch.setattr("sys.prefix", str(tmp_path / prefix))
+    assert install_command("vertex") == extra.format("'cloudtrain", told["url"])
+    assert packages.format("'cloudtrain", told["url"]) in install_command("", ["sftp"])
 
 
 def test_a_package_comes_with_the_smallest_extra() -> None:

@@ -41,6 +41,7 @@ from cloudtrain.runs.sweeps.sweep import Sweep, make_sweep, plan_of_sweep
 from cloudtrain.runs.sweeps.trials import RunTrials, outcome_of, trial_plan
 from cloudtrain.runs.sweeps.view import change_lines, sweep_summary
 from cloudtrain.settings.settings import Settings
+from cloudtrain.storage.extras import install_command
 from cloudtrain.store.gc import collect
 from cloudtrain.store.store import Store
 
@@ -269,7 +270,7 @@ def test_without_optuna_only_tpe_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     spec = spec_of(sampler="tpe")
     with pytest.raises(SpecError) as caught:
         check_sampler(spec)
-    assert caught.value.hint == "run: pip install 'cloudtrain[sweep]', or use random or grid"
+    assert caught.value.hint == f"run: {install_command('sweep')}, or use random or grid"
     check_sampler(spec_of())
     assert propose(spec_of(), fold(spec_of(), []))
 

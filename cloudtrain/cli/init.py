@@ -1,11 +1,16 @@
-"""The verb init: write the three files that a folder of jobs starts with, and show the doctor's findings."""
+"""The verb init: write the three files that a folder of jobs starts with, and show the doctor's findings.
+
+With ``--examples``, it also writes the entry points and examples: a clone has them, and an installation below share/.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +20,7 @@ from ..errors import SpecError
 from ..job.job import Job
 from ..provider_api.protocol import needs_of
 from ..provider_api.registry import find_provider, provider_names
+from ..runs.summary import plural
 from ..settings.needs import assignment, find_missing
 from ..settings.settings import FILE, Settings
 from ..validate import did_you_mean, url_scheme
@@ -27,6 +33,8 @@ from .submit import Provider, Set, settings_pairs
 __all__ = ["init"]
 
 JOB, IGNORE, SCRIPT = "job.toml", ".cloudtrainignore", "train.py"
+EXAMPLE_FOLDERS, SHARE = ("entrypoints", "examples"), "share/cloudtrain/"
+EXAMPLE, EXAMPLE_DATA = "entrypoints/ddp.py", "examples/data/digits.csv.gz"
 IGNORED = """\
 # What does not ship with your code, in the syntax of .gitignore. cloudtrain plan lists what ships.
 lightning_logs/
@@ -41,6 +49,9 @@ def init(
     *,
     provider: Provider = None,
     image: Annotated[str | None, Parameter(help="image for job.toml")] = None,
+    examples: Annotated[
+        bool, Parameter(negative="", help="also write entrypoints/ and examples/ with their data")
+    ] = False,
     at: At = HERE,
     settings: Set = None,
     json: Json = False,
@@ -55,7 +66,10 @@ def init(
     if provider is None and asks:
         provider = _asked_provider(screen)
     chosen = at.settings(overrides=given, cwd=cwd, provider=provider)
-    job = Job.make(entry_point=script or _script(cwd), **({"image": image} if image else {}))
+    shipped = _examples() if examples else {}
+    fields = {"inputs": {"train": EXAMPLE_DATA}} if examples and script is None else {}
+    script = script or (EXAMPLE if examples else _script(cwd))
+    job = Job.make(entry_point=script, **fields, **({"image": image} if image else {}))
     values = _given(chosen, given, at)
     missing = find_missing(chosen, chosen.make_provider(), job.at(chosen.provider))
     if asks:
@@ -63,11 +77,15 @@ def init(
         job = job.replace(image=answers.pop("image")) if "image" in answers else job
         values |= answers
     home = os.path.relpath(kept, cwd) if kept else FILE
-    files = {home: _settings_text(chosen, values), JOB: _job_text(chosen.provider, job), IGNORE: IGNORED}
+    texts = {home: _settings_text(chosen, values), JOB: _job_text(chosen.provider, job), IGNORE: IGNORED}
+    files = shipped | {name: text.encode() for name, text in texts.items()}
+    rows = [{"path": name, "status": _written(cwd / name, content)} for name, content in files.items()]
     is_there = (cwd / str(job.source.entry_point)).exists()
-    rows = [{"path": name, "status": _written(cwd / name, text)} for name, text in files.items()]
     if not json:
-        for row in rows:
+        folders = Counter((row["status"], row["path"].partition("/")[0]) for row in rows if row["path"] in shipped)
+        for (status, folder), count in folders.items():
+            screen.talk(f"{status} {folder}/ ({plural(count, 'file')})")
+        for row in rows[len(shipped) :]:
             screen.talk(f"{row['status']} {row['path']}")
         if not is_there:
             screen.talk(f"note: there is no {job.source.entry_point} here yet")
@@ -88,6 +106,21 @@ def _script(cwd: Path) -> str:
     """Return the only script here, or the usual name."""
     names = [path.name for path in cwd.glob("*.py")]
     return names[0] if len(names) == 1 else SCRIPT
+
+
+def _examples() -> dict[str, bytes]:
+    """Return the entry points and examples, by their path in the repository.
+
+    Raises `SpecError` if this installation has none.
+    """
+    own, clone = metadata.distribution("cloudtrain"), Path(__file__).parents[2]
+    found = {name: Path(str(file.locate())) for file in own.files or [] if (name := str(file).partition(SHARE)[2])}
+    if not found and (clone / EXAMPLE).exists():  # an editable installation has no share/
+        paths = [path for folder in EXAMPLE_FOLDERS for path in sorted((clone / folder).rglob("*"))]
+        found = {path.relative_to(clone).as_posix(): path for path in paths if path.is_file()}
+    if not found:
+        raise SpecError("this installation has no examples", field="examples", hint="install cloudtrain's wheel")
+    return {name: path.read_bytes() for name, path in found.items() if path.suffix != ".pyc"}
 
 
 def _given(chosen: Settings, given: Mapping[str, str], at: Where) -> dict[str, Any]:
@@ -162,6 +195,8 @@ def _job_text(provider: str, job: Job) -> str:
     lines = ["# The job: cloudtrain submit job.toml", *_lines({"entry_point": job.source.entry_point})]
     lines += _lines({"image": job.image}) if job.image else [f"# {assignment('image', need)}"] if need else []
     lines += ["", "[resources]", "instance_count = 1", '# gpu = "A100-80GB:8"  # cloudtrain gpus lists them']
+    if job.inputs:
+        lines += ["", *_lines({"inputs": {name: channel.url for name, channel in job.inputs.items()}})]
     return "\n".join(lines) + "\n"
 
 
@@ -171,11 +206,12 @@ def _lines(values: Mapping[str, Any]) -> list[str]:
     return tomli_w.dumps(values).splitlines()
 
 
-def _written(path: Path, text: str) -> str:
+def _written(path: Path, content: bytes) -> str:
     """Write the file unless it exists; return ``wrote`` or ``kept``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with path.open("xb") as file:
+            file.write(content)
     except FileExistsError:
         return "kept"
     return "wrote"

@@ -54,7 +54,15 @@ def extra_of(package: str) -> str:
 
 def install_command(extra: str, packages: Sequence[str] = ()) -> str:
     """Return the command that installs ``extra`` as this package was installed; without an extra, ``packages``."""
-    return f"{_pip()} {_target(extra)}" if extra else f"{_pip()} {shlex.join(packages)}"
+    prefix, target = Path(sys.prefix), _target(extra)
+    with_packages = "" if extra else "".join(f" --with {shlex.quote(name)}" for name in packages)
+    if (prefix / "uv-receipt.toml").exists():
+        return f"uv tool install --force{with_packages} {target}"
+    if (prefix / "pipx_metadata.json").exists():
+        return f"pipx install --force {target}" if extra else f"pipx inject {NAME} {shlex.join(packages)}"
+    if prefix.parent.name.startswith("archive-v"):  # the environment that uvx keeps in its cache
+        return f"uvx{with_packages} --from {target} {NAME}"
+    return f"{_pip()} {target if extra else shlex.join(packages)}"
 
 
 @contextlib.contextmanager
@@ -107,12 +115,15 @@ def _pip() -> str:
 
 
 def _target(extra: str) -> str:
-    """Return this package with ``extra``, from its original source (PEP 610)."""
+    """Return this package with ``extra`` ("": alone), from its original source (PEP 610)."""
     own = _distribution(NAME)
     origin = json.loads((own.read_text("direct_url.json") if own is not None else None) or "{}")
-    url, folder = str(origin.get("url", "")), origin.get("dir_info")
-    if folder is not None and Path(path := url2pathname(urlsplit(url).path)).exists():
-        return ("-e " if folder.get("editable") else "") + f"'{path}[{extra}]'"
+    url, folder, extras = str(origin.get("url", "")), origin.get("dir_info"), f"[{extra}]" if extra else ""
+    path = url2pathname(urlsplit(url).path) if url.startswith("file:") else ""
+    if path and not Path(path).exists():
+        return f"'{NAME}{extras}'"
+    if folder is not None:
+        return ("-e " if folder.get("editable") else "") + f"'{path}{extras}'"
     if (vcs := origin.get("vcs_info")) is not None:
-        return f"'{NAME}[{extra}] @ {vcs['vcs']}+{url}@{vcs['commit_id']}'"
-    return f"'{NAME}[{extra}] @ {url}'" if "archive_info" in origin else f"'{NAME}[{extra}]'"
+        return f"'{NAME}{extras} @ {vcs['vcs']}+{url}@{vcs['commit_id']}'"
+    return f"'{NAME}{extras} @ {url}'" if "archive_info" in origin else f"'{NAME}{extras}'"

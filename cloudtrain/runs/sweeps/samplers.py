@@ -105,4 +105,6 @@ def _optuna() -> Any:
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         return optuna
-    raise SpecError(MISSING, field="sampler", hint="run: pip install 'cloudtrain[sweep]', or use random or grid")
+    from ...storage.extras import install_command
+
+    raise SpecError(MISSING, field="sampler", hint=f"run: {install_command('sweep')}, or use random or grid")

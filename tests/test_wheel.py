@@ -1,0 +1,168 @@
+"""The wheel and the source archive: their files and metadata, and a first run of a user who has the wheel alone."""
+
+from __future__ import annotations
+
+import email
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import pytest
+from first_time_user import commands
+from test_docs import ROOT, blocks
+
+from cloudtrain import cli
+from cloudtrain.validate import toml_loads
+
+FOLDERS = ("cloudtrain", "entrypoints", "examples")
+NO_SOURCE = shutil.ignore_patterns("__pycache__", "*.pyc", ".cloudtrain", ".ipynb_checkpoints")
+BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+
+
+def build(kind: str, source: Path, target: Path) -> Path:
+    """Build with the build back end of this environment, as `python -m build --no-isolation` does."""
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, f"build_{kind}", str(target)],
+        cwd=source, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return target / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source archive of this tree, and the wheel that is built from the archive alone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    tree, dist = folder / "tree", folder / "dist"
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tree / name, ignore=NO_SOURCE)
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tree)
+    (tree / "tests").mkdir()
+    shutil.copy(__file__, tree / "tests")
+    archive = build("sdist", tree, dist)
+    with tarfile.open(archive) as file:
+        file.extractall(folder / "source", filter="data")
+    [source] = (folder / "source").iterdir()
+    return archive, build("wheel", source, dist)
+
+
+def files_of(*folders: str) -> set[str]:
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    return {path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and path.suffix != ".pyc"}
+
+
+def metadata_of(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as file:
+        [name] = [name for name in file.namelist() if name.endswith(".dist-info/METADATA")]
+        return email.message_from_string(file.read(name).decode())
+
+
+def test_the_wheel_has_the_package_and_the_examples_and_nothing_else(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as file:
+        names = [re.sub(r"^cloudtrain-[^/]*\.data/data/share/cloudtrain/", "", name) for name in file.namelist()]
+    assert {name for name in names if ".dist-info/" not in name} == files_of(*FOLDERS)
+
+
+def test_the_archive_has_no_half_of_the_tests(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as file:
+        names = {name.partition("/")[2].partition("/")[0] for name in file.getnames()} - {""}
+    assert names == {
+        *FOLDERS, "cloudtrain.egg-info", "pyproject.toml", "setup.cfg", "MANIFEST.in", "PKG-INFO", "README.md",
+        "LICENSE", "CHANGELOG.md",
+    }  # fmt: skip
+
+
+def test_the_metadata_says_what_the_project_says(built: tuple[Path, Path]) -> None:
+    found, project = metadata_of(built[1]), toml_loads((ROOT / "pyproject.toml").read_text(), where="")["project"]
+    assert (found["Name"], found["License-Expression"], found["License-File"]) == (
+        "cloudtrain",
+        "Apache-2.0",
+        "LICENSE",
+    )
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert found.get_payload() == (ROOT / "README.md").read_text()
+    assert set(found.get_all("Provides-Extra", [])) == set(project["optional-dependencies"])
+    [tested] = re.findall(r"python: \[(.*)\]", (ROOT / ".github/workflows/ci.yml").read_text())
+    said = [item.rpartition(" ")[2] for item in found.get_all("Classifier", []) if re.search(r":: 3\.\d+$", item)]
+    assert said == json.loads(f"[{tested}]")
+    assert found["Requires-Python"] == f">={said[0]}"
+
+
+def environment(folder: Path, wheel: Path) -> dict[str, str]:
+    """A new virtual environment with the wheel; it takes the dependencies from this one, so that it needs no index."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
+    install = [python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel]
+    subprocess.run(install, check=True, env={**os.environ, "PIP_CONSTRAINT": ""})
+    places = {
+        Path(str(spec.origin)).parents[1] for name in ("cyclopts", "torch") if (spec := importlib.util.find_spec(name))
+    }
+    [site] = folder.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text("".join(f"{place}\n" for place in sorted(places)))
+    drop = re.compile(r"CLOUDTRAIN_|PYTHONPATH$|PYTEST_|VIRTUAL_ENV$")
+    return {
+        **{key: value for key, value in os.environ.items() if not drop.match(key)},
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+    }
+
+
+@pytest.mark.slow
+def test_the_readme_works_from_the_wheel_alone(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """`init --examples`, a plan of its job, and the README's first job, of entry point and data that init wrote."""
+    environ, home = environment(tmp_path / "venv", built[1]), tmp_path / "home"
+    home.mkdir()
+
+    def run(*words: str) -> dict[str, Any]:
+        done = subprocess.run(words, cwd=home, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
+
+    program = tmp_path / "venv/bin/cloudtrain"
+    where = [tmp_path / "venv/bin/python", "-c", "import cloudtrain; print(cloudtrain.__file__)"]
+    said = subprocess.run(where, cwd=home, env=environ, capture_output=True, text=True, check=True).stdout
+    assert said.startswith(str(tmp_path / "venv/lib"))
+    rows = {row["path"]: row["status"] for row in run(str(program), "init", "--examples", "--json")["files"]}
+    assert rows == dict.fromkeys(
+        [*files_of("entrypoints", "examples"), "cloudtrain.toml", "job.toml", ".cloudtrainignore"], "wrote"
+    )
+    assert all((home / name).read_bytes() == (ROOT / name).read_bytes() for name in files_of("entrypoints", "examples"))
+    plan = run(str(program), "plan", "job.toml", "--json")
+    assert plan["request"]["context"]["entry_point"] == "entrypoints/ddp.py"
+    assert plan["request"]["context"]["inputs"] == {"train": {"file": "digits.csv.gz"}}
+    [line] = [
+        line
+        for block in blocks("README.md")
+        if block.language == "sh"
+        for line in commands(block.text)
+        if line.startswith("cloudtrain submit entrypoints/ddp.py")
+    ]
+    done = run(*shlex.split(line), "--max-runtime", "10m", "--json", "--", "--epochs", "1")
+    assert done["state"] == "succeeded"
+    assert list((home / "out" / "checkpoints").iterdir())
+
+
+def test_init_writes_the_examples_of_a_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files of an editable installation; a file of the user stays as it is."""
+    monkeypatch.chdir(tmp_path)
+    Path("entrypoints").mkdir()
+    Path("entrypoints/ddp.py").write_text("mine = 1\n")
+    assert cli.main(["init", "--examples"]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("kept entrypoints/ (1 file)\nwrote entrypoints/ (3 files)\nwrote examples/ (")
+    assert Path("entrypoints/ddp.py").read_text() == "mine = 1\n"
+    assert files_of("entrypoints", "examples") <= {path.as_posix() for path in Path().rglob("*")}
+    assert cli.main(["init", "mine.py", "--examples", "--json"]) == 0
+    assert {row["status"] for row in json.loads(capsys.readouterr().out)["files"]} == {"kept"}
