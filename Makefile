@@ -11,6 +11,9 @@ SAGEMAKER_CORE := sagemaker-core==2.27.0
 # A script may write checkpoints to S3 with s3fs, whose botocore is older than boto3's. Tests give the folder to scripts.
 S3FS := .s3fs
 S3FS_LIBRARY := s3fs==2026.9.0
+# torchx holds urllib3 below 2: it must not do that to what our tests run with. They run its command from a folder.
+TORCHX_CLI := .torchx
+TORCHX_PACKAGE := torchx==0.7.0
 # The engine that mounts a job's outputs on Azure ML, for make test-azureml-mount alone.
 RSLEX := .venv-rslex
 RSLEX_ENGINE := azureml-dataprep-rslex==2.26.0
@@ -68,8 +71,8 @@ lint: install
 
 # Three workers on two cores, as whole runs mostly wait. They come first, as they are collected: sorted by their number,
 # the few long ones would be left to the end. tests/conftest.py says which tests one worker runs together.
-test: install $(S3FS)/.installed
-	S3FS_FOLDER=$(CURDIR)/$(S3FS) $(PYTEST) -n 3 --dist loadgroup --no-loadscope-reorder -m '$(ELSEWHERE)' $(TEST_FLAGS)
+test: install $(S3FS)/.installed $(TORCHX_CLI)/.installed
+	TORCHX_FOLDER=$(CURDIR)/$(TORCHX_CLI) S3FS_FOLDER=$(CURDIR)/$(S3FS) $(PYTEST) -n 3 --dist loadgroup --no-loadscope-reorder -m '$(ELSEWHERE)' $(TEST_FLAGS)
 
 # What a change must pass before it is merged.
 check: lint test
@@ -84,6 +87,10 @@ test-worlds: install
 
 $(S3FS)/.installed: Makefile | install
 	$(BIN)/python -m pip install --quiet --upgrade --target $(S3FS) $(S3FS_LIBRARY)
+	touch $@
+
+$(TORCHX_CLI)/.installed: Makefile | install
+	$(BIN)/python -m pip install --quiet --upgrade --target $(TORCHX_CLI) $(TORCHX_PACKAGE)
 	touch $@
 
 $(SAGEMAKER)/.installed:

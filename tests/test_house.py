@@ -55,7 +55,7 @@ WITH_ENGINE = frozenset({"local", "docker", "_rehearsal"})
 #: Imported as something else than the distribution is called.
 DISTRIBUTIONS = {"tomli_w": "tomli-w"}
 #: What moves bytes, the credentials of clouds, a sampler: what an extra brings.
-BROUGHT = {"obstore": "obstore", "botocore": "boto3", "azure": "azure-identity", "optuna": "optuna"}
+BROUGHT = {name: name for name in ("obstore", "optuna", "torchx")} | {"botocore": "boto3", "azure": "azure-identity"}
 PROVIDERS = {path.stem for path in (PACKAGE / "providers").iterdir() if not path.stem.startswith("_")}
 
 

@@ -1,0 +1,250 @@
+"""The torchx scheduler ``cloudtrain``: ``torchx run -s cloudtrain`` sends an AppDef of one role as a cloudtrain job.
+
+torchx finds `create_scheduler` by the entry point in the group ``torchx.schedulers``. Written for torchx 0.7. Its
+status, log, cancel and list read the run, so that ``cloudtrain status`` and all other verbs work on it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
+
+from ..errors import CloudtrainError, NotFoundError, SpecError
+from ..job.fields import slug
+from ..job.job import Job, anchored
+from ..validate import toml_loads
+
+if TYPE_CHECKING:
+    from ..runs.run import Run
+    from ..runs.submit import Plan
+    from ..settings.settings import Settings
+
+__all__ = ["create_scheduler", "job_of"]
+
+OPTIONS = {
+    "provider": "where to run, such as sagemaker (default: the setting provider)",
+    "profile": "profile of cloudtrain.toml",
+    "gpu": "kind of GPU, such as A100-80GB; the role has the number",
+    "instance_type": "the platform's own name of a machine",
+    "job": "job.toml with fields that torchx lacks: inputs, max_runtime, max_cost, checkpoint_paths",
+}
+"""The options of ``-cfg`` and their help."""
+_IGNORED = {"rdzv_backend", "rdzv_endpoint", "rdzv_id", "nnodes", "nproc_per_node", "tee", "role", "node_rank"}
+"""Options of torchrun that cloudtrain sets itself, or that the role has too."""
+_INSTANCE_TYPE = "node.kubernetes.io/instance-type"
+"""Capability in which torchx's named resources have the type of an AWS machine."""
+
+
+def create_scheduler(session_name: str, **parameters: object) -> Any:
+    """Return the scheduler of this session. torchx calls this; ``parameters`` are those of its other schedulers."""
+    from torchx.schedulers.api import Scheduler
+
+    # The class is made here: nothing in this package imports torchx where it is not installed.
+    return type("CloudtrainScheduler", (_Scheduler, Scheduler), {})("cloudtrain", session_name)
+
+
+def job_of(app: Any, cfg: Mapping[str, Any], provider: str) -> Job:
+    """Return the Job of the AppDef ``app`` for ``provider``; ``cfg`` has values of `OPTIONS`.
+
+    Raises `SpecError` for what one script on equal nodes cannot be: several roles, elastic nodes, mounts.
+    """
+    if len(app.roles) != 1:
+        raise SpecError(f"{len(app.roles)} roles; a job is one script on equal nodes", field="roles")
+    role = app.roles[0]
+    if role.min_replicas not in (None, role.num_replicas):
+        how = f"use -j {role.num_replicas}x…"
+        raise SpecError("the number of nodes is fixed for a run", field="min_replicas", hint=how)
+    if role.mounts:
+        raise SpecError("no counterpart", field="mounts", hint="put inputs into a job file: -cfg job=job.toml")
+    path = Path(str(cfg.get("job") or ""))
+    base = anchored(toml_loads(path.read_text("utf-8"), where=str(path)), path.parent) if cfg.get("job") else {}
+    fields = {
+        "name": slug(app.name),
+        "instance_count": role.num_replicas,
+        "retries": role.max_retries,
+        "env": {**base.get("env", {}), **{name: _filled(text) for name, text in role.env.items()}},
+        **_program(role),
+        **_machine(role.resource, cfg, provider),
+    }
+    if role.image and role.image != _default_image():
+        fields["image"] = role.image
+    return Job.from_dict({**base, **fields})
+
+
+def _default_image() -> str:
+    """Return the image that torchx's components name if the user names none; it has no use outside torchx."""
+    import torchx
+
+    return str(torchx.IMAGE)
+
+
+def _program(role: Any) -> dict[str, Any]:
+    """Return the fields of the role's program: of torchrun in ``sh -c`` (``dist.ddp``), of Python, or any command."""
+    words = [role.entrypoint, *role.args]
+    if role.entrypoint in ("bash", "sh") and role.args[:1] == ["-c"] and len(role.args) == 2:
+        inner = shlex.split(role.args[1])
+        words = inner if inner[:1] == ["torchrun"] else words
+    if words[0] == "torchrun":
+        options, rest = dict[str, str](), words[1:]
+        while rest and rest[0].startswith("--"):
+            name, equals, value = rest[0][2:].partition("=")
+            options[name.replace("-", "_")] = value if equals else "".join(rest[1:2])
+            rest = rest[1 if equals else 2 :]
+        if unknown := sorted(set(options) - _IGNORED):
+            raise SpecError(f"torchrun's --{unknown[0]} has no counterpart", field="args")
+        return {"launcher": "torchrun", "nproc_per_node": int(options.get("nproc_per_node", 1)), **_script(rest)}
+    if words[0] in ("python", "python3") and (words[1:2] == ["-m"] or "".join(words[1:2]).endswith(".py")):
+        return {"launcher": "python", **_script(words[1:])}
+    return {"launcher": "command", "args": [_filled(word) for word in words]}
+
+
+def _script(words: list[str]) -> dict[str, Any]:
+    count = 2 if words[:1] == ["-m"] else 1
+    return {"entry_point": " ".join(words[:count]), "args": [_filled(word) for word in words[count:]]}
+
+
+def _filled(text: str) -> str:
+    """Return ``text`` with torchx's macro of the id as cloudtrain's placeholder. Raises `SpecError` for others."""
+    filled = Template(text).safe_substitute(app_id="{run_id}")
+    if found := re.search(r"\$\{(replica_id|img_root|base_img_root|rank0_env)\}", text):
+        how = "read torchrun's own variables, such as GROUP_RANK, in the script"
+        raise SpecError(f"the macro {found[0]} has no counterpart", field="args", hint=how)
+    return filled
+
+
+def _machine(resource: Any, cfg: Mapping[str, Any], provider: str) -> dict[str, Any]:
+    """Return the fields of the machine. A role has a number of GPUs and no kind; AWS's named resources have a type."""
+    named = str(resource.capabilities.get(_INSTANCE_TYPE, ""))
+    if cfg.get("instance_type") or (named and provider == "sagemaker" and not cfg.get("gpu")):
+        return {"instance_type": cfg.get("instance_type") or f"ml.{named}"}
+    if resource.gpu > 0:
+        if not cfg.get("gpu"):
+            how = "name it: -cfg gpu=A100-80GB"
+            raise SpecError(f"the role asks for {resource.gpu} GPUs of no kind", field="gpu", hint=how)
+        return {"gpu": f"{cfg['gpu']}:{resource.gpu}"}
+    if provider == "local":  # torchx's components always name a size, and processes here share the machine
+        return {}
+    size = {"cpus": resource.cpu, "memory_gb": -(-resource.memMB * 2**20 // 10**9)}
+    return {name: count for name, count in size.items() if count > 0}
+
+
+class _Scheduler:
+    """The methods of torchx's Scheduler, on the runs of the settings of the current folder."""
+
+    def _run_opts(self) -> Any:
+        from torchx.specs import runopts
+
+        found = runopts()
+        for name, text in OPTIONS.items():
+            found.add(name, type_=str, default=None, help=text)
+        return found
+
+    def _submit_dryrun(self, app: Any, cfg: Mapping[str, Any]) -> Any:
+        from torchx.specs import AppDryRunInfo
+
+        from ..runs.fallback import plan_with_fallbacks
+
+        settings = _settings(provider=cfg.get("provider"), profile=cfg.get("profile"))
+        job = job_of(app, cfg, settings.provider)
+        return AppDryRunInfo(plan_with_fallbacks(job, settings=settings, run_id=None, cwd=Path.cwd()), str)
+
+    def schedule(self, dryrun_info: Any) -> str:
+        """Send the plan, and return the run id, or the run's URL, quoted, if it is not in the default store."""
+        from ..runs.fallback import submit_with_fallbacks
+
+        plan: Plan = dryrun_info.request
+        run = submit_with_fallbacks(plan, environ=os.environ)
+        with contextlib.suppress(CloudtrainError):
+            if _run(run.run_id).url == run.url:
+                return run.run_id
+        return quote(run.url, safe="")
+
+    def describe(self, app_id: str) -> Any:
+        """Return the state of the run, its reason and its nodes; None if there is no such run."""
+        from torchx.schedulers.api import DescribeAppResponse
+        from torchx.specs import ReplicaStatus, Role, RoleStatus
+
+        run = _run(app_id)
+        try:
+            result, job = run.result(), run.job
+        except NotFoundError:
+            return None
+        state, count = _state(result["state"]), job.resources.instance_count
+        name = _role_name(job)
+        nodes = [ReplicaStatus(id=node, state=state, role=name, hostname="") for node in range(count)]
+        return DescribeAppResponse(
+            app_id=app_id,
+            state=state,
+            num_restarts=max(0, len(result["attempts"]) - 1),
+            msg=result.get("reason") or "",
+            roles=[Role(name=name, image=job.image or "", num_replicas=count)],
+            roles_statuses=[RoleStatus(role=name, replicas=nodes)],
+        )
+
+    def list(self) -> Any:
+        """Return the newest runs of the default store."""
+        from torchx.schedulers.api import ListAppResponse
+
+        from ..runs.listing import list_page
+
+        settings = _settings()
+        rows = list_page(settings.resolved(), settings).rows
+        return [ListAppResponse(app_id=row["run_id"], state=_state(row["state"])) for row in rows]
+
+    def _cancel_existing(self, app_id: str) -> None:
+        _run(app_id).cancel()
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Any = None,
+    ) -> Iterable[str]:
+        """Yield the lines of node ``k``. Raises `ValueError` for one of the streams: a run has them combined."""
+        if streams not in (None, "combined"):
+            raise ValueError("a run has the streams combined")
+        return self._log_lines(_run(app_id), k, re.compile(regex or ""), since, until, should_tail)
+
+    def _log_lines(
+        self, run: Run, k: int, regex: re.Pattern[str], since: datetime | None, until: datetime | None, follow: bool
+    ) -> Iterator[str]:
+        end = until.timestamp() if until else float("inf")
+        for line in run.logs(follow=follow, node=k, since=since):
+            if regex.search(line.text) and (line.time or 0) <= end:
+                yield f"{line.text}\n"
+
+
+def _settings(**given: Any) -> Settings:
+    from ..settings.settings import Settings
+
+    return Settings.load(**given)
+
+
+def _run(app_id: str) -> Run:
+    from ..estimator import attach
+
+    return attach(unquote(app_id))
+
+
+def _role_name(job: Job) -> str:
+    """Return the name that torchx's components give to the role: the script's, the module's or the program's."""
+    return (job.source.module or "").rpartition(".")[2] or Path(job.source.entry_point or job.args[0]).stem
+
+
+def _state(state: str) -> Any:
+    from torchx.specs import AppState
+
+    return AppState.__members__.get(state.upper(), AppState.UNKNOWN)
