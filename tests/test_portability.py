@@ -65,13 +65,16 @@ def test_a_record_that_is_not_of_the_code_is_stale(record: dict[str, Any]) -> No
 @pytest.mark.docker
 @pytest.mark.slow
 @pytest.mark.usefixtures("engine")
-@pytest.mark.parametrize("name", ["image user/sagemaker", "image nopython/azureml"])
+@pytest.mark.parametrize(
+    "name", ["image user/sagemaker", pytest.param("image nopython/azureml", marks=pytest.mark.proof)]
+)
 def test_an_image(name: str, images: Any, tmp_path: Path) -> None:
     images(CELLS[name].row.partition(" ")[2])
     found = cells.run(CELLS[name], tmp_path)
     assert found["wrong"] == ""
 
 
+@pytest.mark.proof
 @pytest.mark.docker
 @pytest.mark.slow
 @pytest.mark.timeout(900)

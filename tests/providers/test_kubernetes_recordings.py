@@ -173,6 +173,7 @@ class Stage:
         self.world.provider.cancel(f"team/{self.name}")
 
 
+@pytest.mark.worlds
 @pytest.mark.docker
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE)

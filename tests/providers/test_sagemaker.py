@@ -136,6 +136,7 @@ while step < 100:
 """
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(4 * PATIENCE)
 def test_a_restart_downloads_what_it_needs(client: Client) -> None:
     """A spot run of two nodes that is interrupted twice: the bytes that come down, against those of one checkpoint."""
