@@ -1,0 +1,23 @@
+"""The contract suite on the cluster of ``KUBECONFIG``, with CLOUDTRAIN_KUBERNETES=1; see worlds/kubernetes/real.py.
+
+Without that variable there is no test here. CLOUDTRAIN_KUBERNETES_IMAGE is an image of its nodes with Python and torch,
+and ``--basetemp`` a folder that they have at the same path.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from worlds.kubernetes.real import RealCluster
+
+from cloudtrain.testing.contract import ProviderContract
+from cloudtrain.testing.platform import FakePlatform
+
+if os.environ.get("CLOUDTRAIN_KUBERNETES") == "1":
+
+    class TestRealCluster(ProviderContract):
+        @pytest.fixture(scope="class")
+        @classmethod
+        def world(cls, tmp_path_factory: pytest.TempPathFactory) -> FakePlatform:
+            return RealCluster(tmp_path_factory.mktemp("world"))
