@@ -62,13 +62,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if marks & left_out else None
 
 
-CLOUDS = ("test_sagemaker", "test_azureml", "test_vertex", "test_slurm", "test_kubernetes")
-"""Modules with a provider's contract that leave to `make proof` what local and docker show already."""
+LIKE_LOCAL = ("test_docker", "test_sagemaker", "test_azureml", "test_vertex", "test_slurm", "test_kubernetes")
+"""Modules with a provider's contract that leave to `make proof` what our own runtime decides, as local shows it."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as proof what is too long for a change: on the clouds, jobs of which our own runtime decides the end.
+    """Mark as proof what is too long for a change: beyond local, jobs of which our own runtime decides the end.
 
     Under the proof profile every property-based test is a proof, whether it says so or not. Tests of the faked clouds
     themselves are marked as worlds. First of all hooks, as xdist's own reads the groups.
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("worlds")
         if (scope := _scope(item)) is not None:
             _group(item, scope)
-        alike = item.get_closest_marker("by_runtime") is not None and item.path.stem in CLOUDS
+        alike = item.get_closest_marker("by_runtime") is not None and item.path.stem in LIKE_LOCAL
         seeded = PROFILE == "proof" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
         if alike or seeded:
             item.add_marker("proof")
