@@ -27,6 +27,9 @@ pytest_plugins = ["jobs", "servers", "plain", "containers", "trainings", "trials
 runtime_zip.build = functools.cache(runtime_zip.build)
 runtime_zip.digest = functools.cache(runtime_zip.digest)
 
+# No test takes the power away, so what this process writes need not reach the disk: that takes milliseconds each time.
+os.fsync = lambda descriptor: None
+
 # botocore reads a service's model, megabytes of JSON, for each session. The sessions of a worker share it.
 _load_file = botocore.loaders.JSONFileLoader.load_file
 _model = functools.cache(lambda path: _load_file(botocore.loaders.JSONFileLoader(), path))

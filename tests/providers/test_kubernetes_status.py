@@ -37,6 +37,7 @@ def scene(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if name == "no image":
         waiting = found["pods"][0]["status"]["containerStatuses"][0]["state"]["waiting"]
         waiting["message"] = 'Back-off pulling image "registry.invalid/none:1": ErrImagePull: manifest unknown'
+    found["job"]["metadata"].setdefault("uid", "of-the-job")  # left out of the recordings; a JobSet's Job has none yet
     return found["job"], found["pods"]
 
 
