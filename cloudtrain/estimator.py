@@ -188,6 +188,7 @@ class Estimator:
         instance_count: int | None = None,
         instance_type: str | None = None,
         gpu: Texts | None = None,
+        total_gpus: int | None = None,
         nproc_per_node: int | None = None,
         cpus: int | None = None,
         memory_gb: int | None = None,

@@ -12,6 +12,7 @@ from cloudtrain.job.job import Job
 from cloudtrain.provider_api import catalog
 from cloudtrain.runs.fallback import plan_with_fallbacks
 from cloudtrain.runs.submit import Plan
+from cloudtrain.runs.summary import summary
 from cloudtrain.runs.warnings import is_secret_name
 from cloudtrain.settings.settings import Settings
 
@@ -97,6 +98,19 @@ def test_memory_is_shown_and_a_choice_of_it_noted(code: Path) -> None:
     assert "A100:8 is A100-40GB:8 here; for more memory write A100-80GB:8" in plan.notes
     assert not any("for more memory" in text for text in planned(code, "vertex", gpu="A100-80GB:8").notes)
     assert planned(code, "vertex", gpu="T4:1").document()["resources"]["gpu_names"] == ["T4:1"]
+
+
+def test_a_plan_has_the_memory_of_each_gpu_and_the_totals(code: Path) -> None:
+    total = planned(code, "sagemaker", gpu="A100-80GB", total_gpus=16)
+    found = total.document()["resources"]
+    assert [found[name] for name in ("gpus", "gpu_memory_gib", "total_gpu_memory_gib")] == [16, 80, 1280]
+    assert total.document() == planned(code, "sagemaker", gpu="A100-80GB:8", instance_count=2).document()
+    assert "GPU A100-80GB:8 (16 GPUs, 80 GiB each, 1280 GiB in all)" in summary(total.document())
+    assert "GPU T4:1 (16 GiB), 1 rank" in summary(planned(code, "vertex", gpu="T4").document())
+    mixed = planned(code, "azureml", gpu=["A100-80GB:8", "H200:8"]).document()
+    assert (mixed["resources"]["gpu_memory_gib"], mixed["resources"]["total_gpu_memory_gib"]) == (None, None)
+    assert "GPU A100-80GB:8 or H200:8, 8 ranks" in summary(mixed)
+    assert "1 node, 1 rank" in summary(planned(code, "local").document())
 
 
 def test_a_saved_plan_warns_too(code: Path) -> None:

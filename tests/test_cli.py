@@ -99,6 +99,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "instance_count": ("3", 3),
     "instance_type": ("ml.g5", "ml.g5"),
     "gpu": ("H100:8", ("H100:8",)),
+    "total_gpus": ("16", 16),
     "nproc_per_node": ("2", 2),
     "cpus": ("4", 4),
     "memory_gb": ("16", 16),

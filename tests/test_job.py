@@ -94,6 +94,7 @@ def jobs(draw: st.DrawFn) -> Job:
             instance_count=draw(st.integers(1, 64)),
             instance_type=draw(st.none() | words),
             gpu=tuple(draw(gpus)),
+            total_gpus=draw(maybe_count),
             nproc_per_node=draw(maybe_count),
             cpus=draw(maybe_count),
             memory_gb=draw(maybe_count),

@@ -26,8 +26,8 @@ FORMS = {
         "metrics": "NAME=REGEX", "debug_nccl": "", "options": "PROVIDER.PATH=JSON", "on": "PROVIDER.FIELD=JSON",
     },
     "Machines": {
-        "instance_count": "INT", "instance_type": "TYPE", "gpu": "GPU[:COUNT]", "nproc_per_node": "INT", "cpus": "INT",
-        "memory_gb": "INT", "disk_gb": "INT", "shm_gb": "INT", "spot": "",
+        "instance_count": "INT", "instance_type": "TYPE", "gpu": "GPU[:COUNT]", "total_gpus": "INT",
+        "nproc_per_node": "INT", "cpus": "INT", "memory_gb": "INT", "disk_gb": "INT", "shm_gb": "INT", "spot": "",
     },
     "Data": {"inputs": "CHANNEL=URL", "outputs": "", "max_outputs": "SIZE"},
     "Limits": {

@@ -12,7 +12,7 @@ __all__ = ["ALIASES", "SPELLINGS", "TABLES", "first_spelling", "merge", "pairs",
 SPELLINGS = {
     "instance_count": "--nodes", "hyperparameters": "--hp", "inputs": "--input", "secrets": "--secret",
     "metrics": "--metric", "tags": "--tag", "options": "--option", "dependencies": "--dependency",
-    "checkpoint_paths": "--checkpoint-path",
+    "checkpoint_paths": "--checkpoint-path", "total_gpus": "--gpus",
 }  # fmt: skip
 #: Second spelling of a flag -> its spelling in help, completion and documents.
 ALIASES = {

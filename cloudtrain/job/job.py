@@ -198,6 +198,7 @@ class Resources:
     gpu: tuple[str, ...] = item(
         fields.Kind(_gpu, fields.PATTERNS.schema), "NAME[-MEM][:COUNT] a node, in order of preference", ()
     )
+    total_gpus: int | None = item(whole(1, 4096 * 16), "GPUs of all nodes together; the number of nodes follows")
     nproc_per_node: int | None = item(whole(1, 1024), "ranks a node; default: the GPU count, else 1")
     cpus: int | None = item(whole(1, 10**4), "CPU cores a node, at least")
     memory_gb: int | None = item(whole(1, 10**6), "memory a node, at least")

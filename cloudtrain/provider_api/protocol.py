@@ -300,6 +300,10 @@ class ProviderExtras:
     def remove(self, found: NativeObject) -> None:
         """Remove one of `objects`, with all that belongs to it; idempotent."""
 
+    def picks_machine(self) -> bool:
+        """Return False if jobs get the machines of a cluster, whose GPUs a plan cannot know."""
+        return True
+
     def stuck(self, native_id: str) -> Mapping[str, str]:
         """Return the checkpoints that nodes cannot copy to the store now, by name, each with the reason."""
         return {}

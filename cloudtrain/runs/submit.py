@@ -26,6 +26,7 @@ from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, c
 from ..job.provenance import digest_of, in_background, origin_of
 from ..provider_api import catalog
 from ..provider_api.limits import THIS_MACHINE
+from ..provider_api.node_count import with_node_count
 from ..provider_api.protocol import Layout, Provider, Request, extras_of, extras_of_type, recorded_settings
 from ..provider_api.registry import provider_names, suggested_provider
 from ..settings.needs import find_missing, refusal, stand_ins, with_placeholders
@@ -41,7 +42,7 @@ from .outcome import one_line
 from .retry import deliver, error_of, secret_values, write_context
 from .run import Run
 from .summary import columns, plan_rows, table_html
-from .warnings import append_cautions, cautions, gpu_memory_texts, memory_notes, total_gpus
+from .warnings import append_cautions, cautions, gpu_memory_gib, gpu_memory_texts, memory_notes, total_gpus
 
 if TYPE_CHECKING:
     from ..job.bundle import Bundle
@@ -213,17 +214,20 @@ class Plan:
         }
 
     def _resources(self) -> dict[str, Any]:
-        wanted = self.job.resources
+        wanted, gpus = self.job.resources, total_gpus(self.job, self.request)
+        requests = (self.request, *self.later)
+        names = list(dict.fromkeys(name for item in requests for name in gpu_memory_texts(self.job, item)))
+        memory = gpu_memory_gib(self.provider_name, names)
         return {
             "instance_count": wanted.instance_count,
             "instance_type": wanted.instance_type,
             "gpu": list(wanted.gpu),
             "nproc_per_node": self.request.context["processes"],
             "ranks": wanted.instance_count * int(self.request.context["processes"]),
-            "gpus": total_gpus(self.job, self.request),
-            "gpu_names": list(
-                dict.fromkeys(n for r in (self.request, *self.later) for n in gpu_memory_texts(self.job, r))
-            ),
+            "gpus": gpus,
+            "gpu_names": names,
+            "gpu_memory_gib": memory,
+            "total_gpu_memory_gib": memory * gpus if memory and gpus else None,
             "instance_types": list(self.request.instance_types),
             "price": self.price(),
         }
@@ -304,7 +308,7 @@ def make_plan(
     """
     chosen = settings.make_provider(provider)
     _check_names(job)
-    job = job.at(chosen.name)
+    job = with_node_count(job.at(chosen.name), chosen.name, picks_machine=extras_of(chosen).picks_machine())
     missing = find_missing(settings, chosen, job)
     if missing and not preview:
         raise refusal(chosen.name, missing, file=settings.file, profile=settings.profile)

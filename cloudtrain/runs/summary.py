@@ -120,10 +120,20 @@ def _plan_instance(resources: Mapping[str, Any]) -> str:
     words = [plural(count, "node")]
     types = resources.get("instance_types") or [resources.get("instance_type")]
     words += [" or ".join(types)] if types[0] else []
-    total = f" ({resources['gpus']} GPUs)" if resources["gpus"] and count > 1 else ""
-    words += [f"GPU {' or '.join(resources['gpu_names'])}{total}"] if resources["gpu_names"] else []
+    words += [f"GPU {' or '.join(resources['gpu_names'])}{_gpu_totals(resources)}"] if resources["gpu_names"] else []
     words.append(f"{plural(resources['ranks'], 'rank')}, {resources['nproc_per_node']} a node")
     return ", ".join(words)
+
+
+def _gpu_totals(resources: Mapping[str, Any]) -> str:
+    """Return `` (16 GPUs, 80 GiB each, 1280 GiB in all)``; unknown values are left out."""
+    gpus, each = resources["gpus"], resources["gpu_memory_gib"]
+    words = [f"{gpus} GPUs"] if gpus and resources["instance_count"] > 1 else []
+    if each:
+        words.append(f"{each:g} GiB" + (" each" if gpus != 1 else ""))
+    if each and gpus and gpus > 1:
+        words.append(f"{resources['total_gpu_memory_gib']:g} GiB in all")
+    return f" ({', '.join(words)})" if words else ""
 
 
 def price_text(price: Mapping[str, Any] | None, machines: Sequence[str] = ()) -> str:

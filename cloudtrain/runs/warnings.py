@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import scrubbed
+from ..job.job import Gpu
 from ..provider_api import catalog
 from ..provider_api.limits import THIS_MACHINE, gpus_per_node
 from ..validate import did_you_mean
@@ -18,7 +19,15 @@ if TYPE_CHECKING:
     from ..job.job import Job
     from ..provider_api.protocol import Request
 
-__all__ = ["append_cautions", "cautions", "gpu_memory_texts", "is_secret_name", "memory_notes", "total_gpus"]
+__all__ = [
+    "append_cautions",
+    "cautions",
+    "gpu_memory_gib",
+    "gpu_memory_texts",
+    "is_secret_name",
+    "memory_notes",
+    "total_gpus",
+]
 
 _SECRET = re.compile(
     r"(?<![a-z])(secret|token|[a-z]*passwords?|[a-z]*passwd|pwd|pat|passphrase|credentials?|connection ?string"
@@ -78,6 +87,13 @@ def gpu_memory_texts(job: Job, request: Request) -> list[str]:
         machine = catalog.machine(request.provider, name)
         found.append(attached or (machine.gpus if machine else ""))
     return list(dict.fromkeys(filter(None, found))) or list(job.resources.gpu[request.gpu_index :][:1])
+
+
+def gpu_memory_gib(provider: str, names: Iterable[str]) -> float | None:
+    """Return the memory of one GPU of `gpu_memory_texts`; None if it is unknown, or not the same for all ``names``."""
+    known = {m.gpus: m.gpu_memory_gib for m in catalog.machines(provider)}
+    found = {known.get(name) or Gpu.parse(name).memory_gb for name in names}
+    return float(each) if len(found) == 1 and (each := found.pop()) else None
 
 
 def memory_notes(job: Job, request: Request) -> Iterator[str]:

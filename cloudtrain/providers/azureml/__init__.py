@@ -78,6 +78,9 @@ class Provider(CloudProvider):
     max_poll_s: ClassVar[float] = 5.0
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
 
+    def picks_machine(self) -> bool:
+        return not self.settings.compute
+
     def store_url(self, url: str, *, ask: bool) -> str:
         """Return the container's URL of ``azureml://datastores/NAME/paths/…``; see `Settings.resolved`."""
         from .urls import store_url

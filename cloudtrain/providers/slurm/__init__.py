@@ -100,11 +100,13 @@ SAMPLE = {
     "rows": {
         "resources.instance_type": {"instance_type": "bigmem"},
         "resources.gpu": {"gpu": ("H100:2",)},
+        "resources.total_gpus": {"total_gpus": 4},
         "max_cost": {"max_cost": 0.5},
         "inputs.mode": {"inputs": {"data": {"url": "/tmp", "mode": "copy"}}},
         "options": {"options": {"slurm": {"sbatch": {"nice": 100}}}},
     },
     "bases": {
+        "resources.total_gpus": {"gpu": ("H100:2",)},
         "max_gpu_hours": {"gpu": ("H100:1",)},
         "inputs.mode": {"inputs": {"data": {"url": "/tmp", "mode": "mount"}}},
     },
