@@ -208,6 +208,8 @@ class Estimator:
         metrics: Mapping[str, str] | None = None,
         outputs: bool | None = None,
         max_outputs: int | str | None = None,
+        webhook: str | None = None,
+        webhook_headers: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         on: Mapping[str, Mapping[str, Any]] | None = None,

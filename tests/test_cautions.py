@@ -113,6 +113,18 @@ def test_a_plan_has_the_memory_of_each_gpu_and_the_totals(code: Path) -> None:
     assert "1 node, 1 rank" in summary(planned(code, "local").document())
 
 
+def test_a_webhook_that_exposes_a_secret_or_is_of_no_use(code: Path) -> None:
+    def warned(**fields: Any) -> str:
+        return "\n".join(planned(code, "local", **fields).warnings)
+
+    by_reference = {"webhook_headers": {"Authorization": "{secrets.T}"}, "secrets": {"T": "env:T"}}
+    assert "webhook" not in warned(webhook="https://h", **by_reference)
+    assert "goes to http://h without encryption" in warned(webhook="http://h", **by_reference)
+    plain = warned(webhook="https://h", webhook_headers={"authorization": "Bearer x", "X-Api-Key": "y", "X-Name": "z"})
+    assert plain.count("looks like a secret") == 2
+    assert "the job has no webhook" in warned(webhook_headers={"A": "b"})
+
+
 def test_a_saved_plan_warns_too(code: Path) -> None:
     plan = planned(code, "sagemaker", env={"API_KEY": "abc1234567890"})
     assert plan.document()["warnings"] == list(plan.warnings) != []

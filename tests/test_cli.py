@@ -85,6 +85,8 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "resume_from": ("run-1", "run-1"),
     "checkpoint_paths": ("ck/*.pt", ("ck/*.pt",)),
     "keep_checkpoints": ("3", 3),
+    "webhook": ("https://h/x", "https://h/x"),
+    "webhook_headers": ("X-Key=a", {"X-Key": "a"}),
     "metrics": ("loss=loss=([0-9.]+)", {"loss": "loss=([0-9.]+)"}),
     "outputs": ("", True),
     "max_outputs": ("2GB", 2_000_000_000),

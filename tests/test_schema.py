@@ -67,6 +67,8 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "metrics": ([{"loss": "loss ([0-9.]+)", "val/loss": "^x (.)"}], [{"loss": ""}, {"loss": 3}, ["loss"]]),
     "outputs": ([True, False], ["no", 1]),
     "max_outputs": ([1, "2GB", "1.5 TB", "300kB"], [0, -1, "x", "", "1GiB", True, 1.5]),
+    "webhook": (["https://h", "http://h:1/x?y=z"], ["ftp://h", "https://", "{secrets.}", "h", "", 3]),
+    "webhook_headers": ([{}], [{"A": ""}, {"A": 1}, ["A"]]),
     "tags": ([{"a": "b", "c": ""}], [{"a": 1}]),
     "options": ([{"local": {"x": [None]}}], [{"local": 3}, 3]),
     "on": ([{"local": {"image": "x", "instance_count": 2}}], [{"local": {"nosuch": 1}}, {"local": {"name": "x"}}, 3]),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterable, Iterator
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -12,7 +14,7 @@ from cyclopts import Parameter
 
 from ..settings.settings import Settings
 
-__all__ = ["HERE", "At", "OnSignal", "Where", "many", "stoppable", "switch", "undisturbed"]
+__all__ = ["HERE", "At", "OnEnd", "OnSignal", "Where", "many", "run_on_end", "stoppable", "switch", "undisturbed"]
 
 
 def switch(help: str, *names: str) -> Parameter:
@@ -59,6 +61,36 @@ OnSignal = Annotated[
         show_default=False, help="action on SIGTERM: detach (default; as on Ctrl-C) or cancel (then on Ctrl-C too)"
     ),
 ]
+
+
+OnEnd = Annotated[
+    str | None,
+    Parameter(
+        name="--on-end",
+        metavar="CMD",
+        help="shell command to run once the run has ended; CLOUDTRAIN_STATE and others describe the end",
+    ),
+]
+
+
+def run_on_end(command: str | None, result: Mapping[str, Any], say: Callable[[str], object]) -> None:
+    """Run the command of ``--on-end`` with the outcome in its environment. Its own end only gives a line.
+
+    It writes to stderr: stdout is for this verb's results.
+    """
+    if command is None:
+        return
+    values = {name: result[name] for name in ("run_id", "run", "state", "category", "reason", "exit_code")}
+    given = {f"CLOUDTRAIN_{name.upper()}": "" if value is None else str(value) for name, value in values.items()}
+    try:
+        code = subprocess.run(
+            command, shell=True, check=False, env={**os.environ, **given}, stdin=subprocess.DEVNULL, stdout=2
+        ).returncode
+    except (OSError, ValueError) as exc:
+        say(f"--on-end cannot run: {exc}")
+    else:
+        if code:
+            say(f"--on-end ended with {code}; the exit code here is the run's")
 
 
 def stoppable() -> AbstractContextManager[None]:

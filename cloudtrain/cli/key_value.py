@@ -13,6 +13,7 @@ SPELLINGS = {
     "instance_count": "--nodes", "hyperparameters": "--hp", "inputs": "--input", "secrets": "--secret",
     "metrics": "--metric", "tags": "--tag", "options": "--option", "dependencies": "--dependency",
     "checkpoint_paths": "--checkpoint-path", "total_gpus": "--gpus",
+    "webhook_headers": "--webhook-header",
 }  # fmt: skip
 #: Second spelling of a flag -> its spelling in help, completion and documents.
 ALIASES = {
@@ -22,7 +23,7 @@ ALIASES = {
     "--interconnect": "--network",
 }
 #: Flags that take NAME=VALUE.
-TABLES = ("--hp", "--env", "--secret", "--input", "--tag", "--metric", "--option", "--on", "--set")
+TABLES = ("--hp", "--env", "--secret", "--input", "--tag", "--metric", "--option", "--on", "--set", "--webhook-header")
 _FLAG = re.compile(r"(--[A-Za-z_-]+)([.=].*)?", re.DOTALL)
 _DOTTED = re.compile(rf"({'|'.join(TABLES)})\.([^=]+)(=.*)?", re.DOTALL)
 

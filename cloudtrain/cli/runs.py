@@ -22,7 +22,7 @@ from ..runs.outcome import CANCELLING
 from ..settings.settings import Settings
 from ..validate import choice_of, parse_duration, url_scheme
 from . import NEWEST, format
-from .common_flags import HERE, At, OnSignal, Where, many, stoppable, switch, undisturbed
+from .common_flags import HERE, At, OnEnd, OnSignal, Where, many, run_on_end, stoppable, switch, undisturbed
 from .key_value import pairs
 from .output import Screen
 
@@ -220,6 +220,7 @@ def wait(
     *,
     timeout: WaitTimeout = None,
     on_signal: OnSignal = "detach",
+    on_end: OnEnd = None,
     at: At = HERE,
     json: Json = False,
     screen: Ours[Screen],
@@ -236,6 +237,9 @@ def wait(
             opened = _open_any(run, at, screen)
             if not isinstance(opened, Run):
                 from .sweep import drive_sweep
+
+                if on_end is not None:
+                    raise SpecError("is for a run, not for a sweep", field="on_end", hint="leave --on-end out")
 
                 return drive_sweep(opened, at, screen, timeout=seconds, on_signal=on_signal, json=json)
             handle, run = opened, _called(run, screen.about)
@@ -254,6 +258,7 @@ def wait(
     screen.talk(format.outcome(result))
     screen.hint(format.fix(result))
     say_empty(handle, result, screen)
+    run_on_end(on_end, result, screen.talk)
     if json:
         screen.emit(result)
     else:

@@ -22,7 +22,7 @@ from ..settings.settings import Settings
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import toml_loads
 from . import format
-from .common_flags import HERE, At, OnSignal, Where, many, stoppable, switch
+from .common_flags import HERE, At, OnEnd, OnSignal, Where, many, run_on_end, stoppable, switch
 from .flags import JobFlags, given_flags, job_of
 from .key_value import pairs
 from .output import Screen
@@ -101,6 +101,7 @@ class Following:
     detach: Annotated[bool, switch("return as soon as the run is submitted", "--detach", "-d")] = False
     wait_timeout: WaitTimeout = None
     on_signal: OnSignal = "detach"
+    on_end: OnEnd = None
     pull_to: Annotated[
         str | None, Parameter(name="--pull", metavar="DIR", help="copy the results there at the end")
     ] = None
@@ -191,6 +192,9 @@ def _send_and_follow(
     ``ask_above``: ask on a terminal before a run is sent that may cost more US dollars; None: never ask.
     """
     seconds = seconds_of(following.wait_timeout, "wait_timeout")
+    if following.detach and following.on_end is not None:
+        hint = "leave --detach out, or use --webhook, to which a node posts"
+        raise SpecError("needs a client that waits, and --detach leaves", field="on_end", hint=hint)
     screen.about = {"run": planned.run_url, "run_id": planned.run_id, "provider": planned.provider_name}
     say_limits(planned.job, screen)
     say_price(planned, screen)
@@ -468,6 +472,7 @@ def _follow(run: Run, at: Where, seconds: float | None, following: Following, sc
             screen.error(f"pull: {exc}", exc.hint)
             code = code or exc.exit_code
             extra |= {"error": f"pull: {exc}", "exit_code": code}
+    run_on_end(following.on_end, result, screen.talk)
     if following.json:
         screen.emit({**result, **_uploaded(run), **extra})
     screen.next(*after(result, run.run_id, pulled=following.pull_to is not None), where=at.flags)

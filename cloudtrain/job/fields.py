@@ -27,7 +27,7 @@ from ..validate import (
 __all__ = [
     "AMOUNT_OF_USD", "CHECKPOINT_GLOBS", "DURATION", "DURATION_OR_ZERO", "ENV", "GPU_HOURS", "HYPERPARAMETERS", "IMAGE",
     "JSON_TABLES", "MAX_ID", "METRICS", "NAME", "PATH", "PATHS", "PATTERNS", "RAW_TEXTS", "SECRETS", "SIZE", "SWITCH",
-    "TAGS", "TEXT", "Kind", "check_fields", "choice", "is_slug", "item", "mapping", "path_text", "slug", "whole",
+    "TAGS", "TEXT", "WEBHOOK", "WEBHOOK_HEADERS", "Kind", "check_fields", "choice", "is_slug", "item", "mapping", "path_text", "slug", "whole",
 ]  # fmt: skip
 
 MAX_ID = 40
@@ -41,6 +41,9 @@ _RESERVED = re.compile(
     r"|PET_.*|TORCHELASTIC_.*|CLOUDTRAIN_.*)"
 )
 _METRIC = re.compile(r"(?! )[^=\x00-\x1f\x7f-\x9f]{1,100}(?<! )")
+_WEBHOOK = r"(https?://[^\s/{}]+(/\S*)?|\{secrets\.[A-Za-z_][A-Za-z0-9_]*\})"
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+"""A token of RFC 9110, section 5.6.2."""
 _EXAMPLE = "loss ([0-9.]+)"
 
 Schema = Mapping[str, Any]
@@ -98,6 +101,13 @@ def _name(value: Any, where: str) -> Any:
 def _image(value: Any, where: str) -> str:
     if any(c.isspace() for c in text_of(value, where)) or value.startswith("-"):
         raise SpecError(f"{value!r} is not the name of an image", field=where)
+    return str(value)
+
+
+def _webhook(value: Any, where: str) -> str:
+    if not re.fullmatch(_WEBHOOK, text_of(value, where)):
+        how = "write https://HOST/PATH, or {secrets.NAME} for a URL that is a secret of the job"
+        raise SpecError(f"{value!r} is not a URL to post to", field=where, hint=how)
     return str(value)
 
 
@@ -167,6 +177,7 @@ DURATION_OR_ZERO = Kind(
     lambda value, where: 0 if value in (0, "0") else parse_duration(value, field=where),
     {"anyOf": [*_SECONDS, {"const": 0}]},
 )
+WEBHOOK = Kind(_webhook, {"type": "string", "pattern": f"^{_WEBHOOK}$"})
 SIZE = Kind(lambda value, where: parse_size(value, field=where), {"anyOf": _BYTES})
 AMOUNT_OF_USD = _amount("an amount of US dollars")
 GPU_HOURS = _amount("a number of hours")
@@ -234,8 +245,20 @@ def _metric(value: Any, where: str) -> str:
     return pattern
 
 
+def _header(name: str, where: str) -> None:
+    if not _HEADER.fullmatch(name):
+        raise SpecError(f"{name!r} is not the name of a header", field=where)
+
+
+def _header_value(value: Any, where: str) -> str:
+    if not text_of(value, where).isprintable():
+        raise SpecError("must be one line of printable characters", field=where)
+    return str(value)
+
+
 _ANY_TEXT = Kind(lambda value, where: text_of(value, where, empty=True), {"type": "string"})
 ENV = mapping(_ANY_TEXT, _env_name)
+WEBHOOK_HEADERS = mapping(Kind(_header_value, _TEXT), _header)
 TAGS = mapping(_ANY_TEXT)
 SECRETS = mapping(Kind(_reference, {"type": "string", "pattern": f"^({'|'.join(SECRET_SCHEMES)}):."}), _env_name)
 HYPERPARAMETERS = mapping(Kind(_hyperparameter, {"not": {"type": "null"}}))

@@ -69,6 +69,7 @@ _URLS = {
     **dict.fromkeys(("http", "https", "ftp", "sftp"), "SCHEME://HOST/PATH"),
 }
 """The form of a URL with this scheme."""
+_PLACEHOLDER_SECRET = re.compile(r"\{secrets\.([^}]*)\}")
 _PLACEHOLDER_INPUT = re.compile(r"\{inputs\.([A-Za-z][A-Za-z0-9_-]*)\}")
 
 
@@ -291,6 +292,10 @@ class Job:
     max_outputs: int = item(
         fields.SIZE, "most bytes of these files a node; the largest files are skipped: '10GB'", DEFAULT_MAX_OUTPUTS
     )
+    webhook: str | None = item(fields.WEBHOOK, "URL to which node 0 posts how each attempt ended")
+    webhook_headers: dict[str, str] = item(
+        fields.WEBHOOK_HEADERS, "headers of that post; {secrets.NAME} is the value of a secret of the job", {}
+    )
     tags: dict[str, str] = item(fields.TAGS, "labels of the job on the platform", {})
     options: dict[str, dict[str, Any]] = item(
         fields.JSON_TABLES, "by provider: merged last into the native request, verbatim", {}
@@ -343,6 +348,14 @@ class Job:
                 if channel not in self.inputs:
                     why, near = f"{{inputs.{channel}}} names no input of this job", did_you_mean(channel, self.inputs)
                     raise SpecError(why, field=where, hint=near)
+
+        texts = [("webhook", self.webhook or "")]
+        texts += [(f"webhook_headers.{name}", text) for name, text in self.webhook_headers.items()]
+        for where, text in texts:
+            for name in _PLACEHOLDER_SECRET.findall(text):
+                if name not in self.secrets:
+                    why, near = f"{{secrets.{name}}} names no secret of this job", did_you_mean(name, self.secrets)
+                    raise SpecError(why, field=where, hint=near or f"add --secret {name}")
 
     # ---------------------------------------------------------------------------------------------------- conversions
 

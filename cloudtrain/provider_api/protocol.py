@@ -417,7 +417,12 @@ def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> di
         "checkpoint_url": layout.direct,
         "resume": layout.resume,
         **({"resume_source": layout.resume_source} if layout.resume_source else {}),
+        **(_webhook(job) if job.webhook else {}),
     }
+
+
+def _webhook(job: Job) -> dict[str, Any]:
+    return {"webhook": {"url": job.webhook, "headers": dict(job.webhook_headers), "retries": job.retries}}
 
 
 def python_command(arguments: Sequence[str]) -> list[str]:

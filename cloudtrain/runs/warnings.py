@@ -59,12 +59,23 @@ def cautions(job: Job, request: Request) -> Iterator[str]:
         named = is_secret_name(name) and not _PLAIN.fullmatch(value)
         if named or _TOKEN.match(value) or scrubbed(value) != value:
             yield f"env.{name} looks like a secret and will be recorded; use --secret {name}"
+    yield from _webhook_cautions(job)
     machine = job.resources.instance_type
     if machine and request.instance_types and request.provider in catalog.providers():
         known = [m.instance_type for m in catalog.machines(request.provider)]
         if machine.lower() not in {name.lower() for name in known}:
             near = did_you_mean(machine, known)
             yield f"{machine} is not in cloudtrain's table of machines, and is sent as it is" + (near and f"; {near}")
+
+
+def _webhook_cautions(job: Job) -> Iterator[str]:
+    if job.webhook_headers and not job.webhook:
+        yield "webhook_headers are not used, because the job has no webhook"
+    for name, value in job.webhook_headers.items():
+        if "{secrets." not in value and (name.lower() == "authorization" or is_secret_name(name)):
+            yield f"webhook_headers.{name} looks like a secret and will be recorded; write {{secrets.NAME}}"
+    if (job.webhook or "").startswith("http:") and any("{secrets." in text for text in job.webhook_headers.values()):
+        yield f"the webhook's secret goes to {scrubbed(str(job.webhook))} without encryption; use https"
 
 
 def total_gpus(job: Job, request: Request) -> int | None:

@@ -11,6 +11,7 @@ import os
 import queue
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -653,12 +654,23 @@ class Node:
         self.log.say(f"failed: {failure_line(cause)}" if cause is not None else outcome)
         if self.go is None and self.notice.since is not None:
             self.link.shut()
-        self._record(outcome, cause, decided=True)
+        record = self._record(outcome, cause, decided=True)
+        posting = self._begin_post(record)
         if outcome == "preempted":
             self._hold()
         self.link.send_all({"t": "exit", "outcome": outcome, "lost": self.lost})
         self.link.let_go(self._grace_end())
+        if posting is not None:
+            posting.join(max(0.0, min(TIMINGS.webhook, self._grace_end() - time.monotonic())))
         return outcome
+
+    def _begin_post(self, record: Mapping[str, Any]) -> threading.Thread | None:
+        """Start to post the record to the job's webhook, if it has one."""
+        if not self.context.get("webhook"):
+            return None
+        from .webhook import begin  # its imports slow the start of a node
+
+        return begin(self.context, record, attempt=self.k, secrets=self.site.secrets, say=self.log.say)
 
     def _hold(self) -> None:
         """Keep all nodes for the platform to take, on node 0."""
@@ -709,7 +721,7 @@ class Node:
         came = [self._comes_of_the_notice(f) and f.exception.startswith("SystemExit") for f in self.failures]
         return bool(came) and all(came)
 
-    def _record(self, outcome: str, cause: Failure | None, *, decided: bool) -> None:
+    def _record(self, outcome: str, cause: Failure | None, *, decided: bool) -> dict[str, Any]:
         oom = oom_kills() > self.oom_before
         line = failure_line(cause) if cause else ""
         self.log.flush()
@@ -736,3 +748,4 @@ class Node:
             failure_file=self.site.failure_file,
             temporary=self.site.temporary or ".part",
         )
+        return record

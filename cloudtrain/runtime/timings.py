@@ -64,6 +64,13 @@ class Timings:
     notice_seldom: float = 60.0
     """Longest pause for a source that has never answered: this platform has none."""
 
+    webhook: float = 12.0
+    """For which node 0 stays for the job's webhook, at the very end."""
+    webhook_answer: float = 4.0
+    """Longest silence of a webhook."""
+    webhook_pauses: tuple[float, ...] = (1.0,)
+    """Before a webhook that failed is tried again."""
+
     # start of a node
     gpu_check: float = 120.0
     """For PyTorch to use the GPUs: it may come over the network when an image was pulled lazily."""

@@ -222,6 +222,7 @@ _HYPERPARAMETERS = {"lr": 0.1, "name": "a b", "flag": True, "nested": {"k": [1, 
 _FLAGS = {"--lr": "0.1", "--name": "a b", "--flag": "true", "--nested": '{"k": [1, null]}', "--run": "earlier"}
 _NAMES, _VALUES = slice(1, 1 + 2 * len(_FLAGS), 2), slice(2, 2 + 2 * len(_FLAGS), 2)
 _DEBUG_NCCL = {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+_DEAD_END = "http://127.0.0.1:9/ended"
 _LINE = "^probe 0 line ([0-9]+)$"
 _INPUTS = {"DATA": {"a.csv": "data a", "sub/b.csv": "data b"}, "ONE_FILE": {"a.csv": "data a"}}
 _SHARDS = {"shard-0.txt": "shard 0", "shard-1.txt": "shard 1"}
@@ -255,6 +256,14 @@ SCRIPT: dict[str, Row] = {
         change=lambda place: {"secrets": {probe.SECRET: place.secret}},
         run="torchrun",
         seen=_ranks(lambda rank: rank["secret"] == _SECRET_DIGEST),
+    ),
+    # Nothing answers there, and the run succeeds all the same. tests/e2e/test_on_end.py has one that answers.
+    "webhook": _row("torchrun", lambda seen: seen.result["state"] == "succeeded", webhook=_DEAD_END),
+    "webhook_headers": Row(
+        base=lambda place: {"webhook": _DEAD_END, "secrets": {probe.SECRET: place.secret}},
+        change=_to(webhook_headers={"Authorization": f"Bearer {{secrets.{probe.SECRET}}}"}),
+        run="torchrun",
+        seen=lambda seen: seen.result["state"] == "succeeded",
     ),
     "inputs": Row(
         change=lambda place: {"inputs": {"data": str(place.data), "one-file": str(place.data / "a.csv")}},
