@@ -27,7 +27,8 @@ from ..validate import (
 __all__ = [
     "AMOUNT_OF_USD", "CHECKPOINT_GLOBS", "DURATION", "DURATION_OR_ZERO", "ENV", "GPU_HOURS", "HYPERPARAMETERS", "IMAGE",
     "JSON_TABLES", "MAX_ID", "METRICS", "NAME", "PATH", "PATHS", "PATTERNS", "RAW_TEXTS", "SECRETS", "SIZE", "SWITCH",
-    "TAGS", "TEXT", "WEBHOOK", "WEBHOOK_HEADERS", "Kind", "check_fields", "choice", "is_slug", "item", "mapping", "path_text", "slug", "whole",
+    "TAGS", "TEXT", "WEBHOOK", "WEBHOOK_HEADERS",
+    "Kind", "check_fields", "choice", "is_slug", "item", "mapping", "path_text", "slug", "whole",
 ]  # fmt: skip
 
 MAX_ID = 40
