@@ -17,7 +17,7 @@ from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, N
 from ..estimator import log_line, ranks
 from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job
 from ..provider_api.protocol import FINAL
-from ..runs.summary import fallback_text, files_text, summary
+from ..runs.summary import fallback_text, files_text, ranking_rows, summary
 from ..settings.settings import Settings
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import toml_loads
@@ -45,7 +45,11 @@ Script = Annotated[
 Flags = Annotated[JobFlags, Parameter(name="*")]
 Provider = Annotated[
     str | None,
-    Parameter(name=("--provider", "-p"), metavar="NAME", help="where to run; default: setting provider, local"),
+    Parameter(
+        name=("--provider", "-p"),
+        metavar="NAME",
+        help="where to run; auto: the cheapest of the fallback profiles; default: setting provider, local",
+    ),
 ]
 Fallback = Annotated[
     str | None,
@@ -199,6 +203,8 @@ def _send_and_follow(
     say_limits(planned.job, screen)
     say_price(planned, screen)
     say_advice(planned, screen)
+    for name, text in ranking_rows(planned.ranking):
+        screen.talk(f"{name}: {text}")
     for number, further in enumerate(planned.fallbacks.further, 1):
         screen.talk(f"fallback {number}: {fallback_text(further.document())}")
         say_advice(further, screen)

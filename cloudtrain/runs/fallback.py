@@ -29,7 +29,8 @@ from ..errors import (
 from ..job.bundle import Bundle
 from ..job.job import Job, Source
 from ..provider_api.protocol import Layout, extras_of
-from ..settings.settings import Settings
+from ..settings.needs import refusal
+from ..settings.settings import AUTO, Settings
 from ..storage.files import Progress
 from ..store import runtime_zip
 from ..store.store import Store, next_of
@@ -73,7 +74,8 @@ def plan_with_fallbacks(
     """Return the plan of ``job`` with ``settings``, with the plans of the fallback profiles (``further``).
 
     Works as `runs.submit.make_plan`, and with ``preview`` is as pure. Otherwise the store of a run to resume from
-    is asked where that run has moved to. Errors of a fallback are raised now, not when its turn comes.
+    is asked where that run has moved to. Errors of a fallback are raised now, not when its turn comes. Provider `AUTO`
+    takes the fallback profiles alone, in the order of their price, without those that refuse the job.
     """
     from .resume import is_bare
 
@@ -83,6 +85,8 @@ def plan_with_fallbacks(
             field="budget",
             hint="leave the fallback out: --fallback=",
         )
+    if settings.provider == AUTO:
+        return _cheapest(job, settings=settings, run_id=run_id, cwd=cwd, preview=preview)
     plans: list[Plan] = []
     for number, own in enumerate(settings.candidates()):
         try:
@@ -95,6 +99,60 @@ def plan_with_fallbacks(
         if not number and (resumed := job.resume_from) and is_bare(resumed):  # a run of the first store
             job = job.replace(resume_from=f"{plans[0].store.url}/runs/{resumed}")
     return link_fallbacks(plans)
+
+
+def _cheapest(job: Job, *, settings: Settings, run_id: str | None, cwd: Path, preview: bool) -> Plan:
+    """Return the plan of the cheapest of the profile in use and of ``fallback``, with the others to follow.
+
+    Unknown prices come last. Raises `SpecError` if each profile refuses the job.
+    """
+    from .resume import is_bare
+
+    if not settings.fallback:
+        raise SpecError("has no profiles to choose from", field="provider", hint="list them: --fallback aws,azure")
+    if job.resume_from and is_bare(job.resume_from):
+        why = f"{job.resume_from!r} is a run of one store, and auto chooses between stores"
+        raise SpecError(why, field="resume_from", hint="give the URL of the run")
+    plans, refused, made = [], [], run_id
+    for own in map(settings.of_profile, dict.fromkeys(filter(None, (settings.profile, *settings.fallback)))):
+        row = {"profile": own.profile, "provider": own.provider, "usd_per_hour": None, "reason": None}
+        try:
+            plan = plan_of(job, settings=own, run_id=made, cwd=cwd, preview=preview, follows=not preview)
+            if plan.missing:  # then submit would leave it out
+                raise refusal(plan.provider_name, plan.missing, file=own.file, profile=own.profile)
+        except SpecError as exc:
+            refused.append({**row, "reason": str(exc)})
+            continue
+        price, made = plan.price(), made or (None if preview else plan.run_id)
+        plans.append((plan, {**row, "usd_per_hour": price["usd_per_hour"] if price else None}))
+    if not plans:
+        why = "; ".join(f"{row['profile']}: {row['reason']}" for row in refused)
+        raise SpecError(f"no profile takes the job ({why})", field="provider")
+    plans.sort(key=lambda item: (item[1]["usd_per_hour"] is None, item[1]["usd_per_hour"]))
+    if run_id is not None and not preview:
+        plans = _as_recorded(plans)
+    ranking = (*(row for _, row in plans), *refused)
+    return dataclasses.replace(link_fallbacks([plan for plan, _ in plans]), ranking=ranking)
+
+
+def _as_recorded(plans: list[tuple[Plan, dict[str, Any]]]) -> list[tuple[Plan, dict[str, Any]]]:
+    """Return the plans in the order in which this run was recorded, if it was: prices may have changed since.
+
+    Raises `ConflictError` if the run began in the store of another profile, where a client may have started it.
+    """
+    by_url = {plan.run_url: (plan, row) for plan, row in plans}
+    known = next((plan for plan, _ in plans if plan.store.files.exists(f"runs/{plan.run_id}/run.json")), None)
+    if known is None:
+        return plans
+    record = known.store.run(known.run_id)
+    first = str(record.get("first") or known.run_url)
+    if first not in by_url:
+        hint = "list its profile, or choose another --run-id"
+        raise ConflictError(f"{known.run_id!r} began at {first}", field="run_id", hint=hint)
+    if first != known.run_url:
+        record = by_url[first][0].store.run(known.run_id)
+    order = [first, *(str(item["run"]) for item in record.get("fallbacks", ()))]
+    return [by_url[url] for url in order if url in by_url]
 
 
 def only_first(settings: Settings) -> tuple[Settings, str]:

@@ -106,7 +106,8 @@ class Plan:
 
     ``job`` is as this provider runs it, ``later`` are the requests of further GPUs of its list. ``settings`` have the
     identity for other stores. ``missing`` names the settings that are not set: `layout` and `request` then hold
-    stand-ins, `document` shows placeholders, and `send_plan` refuses the plan.
+    stand-ins, `document` shows placeholders, and `send_plan` refuses the plan. ``ranking`` has a row for each profile if
+    the cheapest was to be found: first the plans by price, then the profiles that refuse the job.
     """
 
     job: Job
@@ -120,6 +121,7 @@ class Plan:
     fallbacks: Fallbacks = Fallbacks()
     settings: Settings = dataclasses.field(default=NO_SETTINGS, compare=False, repr=False)
     missing: tuple[str, ...] = ()
+    ranking: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def provider_name(self) -> str:
@@ -172,7 +174,8 @@ class Plan:
         """Return plain JSON values. Equal plans give equal documents. Sizes are in bytes, times in seconds. Missing
         settings have placeholders."""
         further = [plan._document() for plan in self.fallbacks.further]
-        return self._document() | ({"fallbacks": further} if further else {})
+        rest = {"fallbacks": further, "ranking": [dict(row) for row in self.ranking]}
+        return self._document() | {name: rows for name, rows in rest.items() if rows}
 
     def _document(self) -> dict[str, Any]:
         document = {

@@ -22,6 +22,7 @@ __all__ = [
     "plan_text",
     "plural",
     "price_text",
+    "ranking_rows",
     "run_rows",
     "size_text",
     "stall_timeout",
@@ -103,8 +104,20 @@ def plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("disk", _plan_disk(document["disk"])),
         ("sends", f"{request['operation']} (attempt {request['attempt']})"),
         *(("note", text) for text in document["notes"]),
+        *ranking_rows(document.get("ranking", ())),
         *((f"fallback {number}", fallback_text(item)) for number, item in enumerate(document.get("fallbacks", ()), 1)),
     ]
+
+
+def ranking_rows(ranking: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return the rows of profiles in the order of their price, and of those that refuse the job."""
+    rows = []
+    for number, row in enumerate(ranking, 1):
+        price = "price unknown" if row["usd_per_hour"] is None else f"about {row['usd_per_hour']:.2f} USD an hour"
+        name = f"{row['profile']} {row['provider']}"
+        refused = row["reason"] is not None
+        rows.append(("left out", f"{name}: {row['reason']}") if refused else (f"choice {number}", f"{name}: {price}"))
+    return rows
 
 
 def fallback_text(document: Mapping[str, Any]) -> str:

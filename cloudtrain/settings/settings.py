@@ -38,11 +38,13 @@ from ..validate import (
 )
 from .coerce import Found, is_table, over, resolve_below, typed
 
-__all__ = ["FILE", "NO_SETTINGS", "PROJECT", "Found", "Settings", "StoreCredentials", "setting_hint"]
+__all__ = ["AUTO", "FILE", "NO_SETTINGS", "PROJECT", "Found", "Settings", "StoreCredentials", "setting_hint"]
 
 FILE = "cloudtrain.toml"
 PROJECT = "pyproject.toml"
 PREFIX = "CLOUDTRAIN_"
+AUTO = "auto"
+"""In place of a provider: the cheapest of the profiles in ``fallback``."""
 DEFAULT = "default"
 """The source of a value that is not set."""
 _GENERAL = (
@@ -156,6 +158,10 @@ class Settings:
                 found[key] = Found(_general(key, overrides[key], f"--set {key}"), "--set")
             if given.get(key) is not None:
                 found[key] = Found(_general(key, given[key], f"--{key}"), f"--{key}")
+        chosen = found.get("provider")
+        if chosen is not None and chosen.value == AUTO and not chosen.source.startswith("--provider"):
+            hint = "name a provider here, and give --provider auto to plan or submit"
+            raise SpecError("'auto' is not the name of a provider", field=f"{chosen.source} provider", hint=hint)
         general: dict[str, Any] = {key: item.value for key, item in found.items()}
         made = cls(
             **general,
@@ -312,6 +318,9 @@ class Settings:
         Raises `SpecError` for an unknown or ill-typed key and `NotFoundError` for an unknown provider.
         """
         name = name or self.provider
+        if name == AUTO:
+            hint = "name a provider, or a profile: --profile NAME"
+            raise SpecError("'auto' is for plan and submit of one job", field="provider", hint=hint)
         values = {key: item.value for key, item in self.of_provider(name).items()}
         kinds = typing.get_type_hints(find_provider(name).Settings)
         for key, value in given.items():
