@@ -106,8 +106,8 @@ class Plan:
 
     ``job`` is as this provider runs it, ``later`` are the requests of further GPUs of its list. ``settings`` have the
     identity for other stores. ``missing`` names the settings that are not set: `layout` and `request` then hold
-    stand-ins, `document` shows placeholders, and `send_plan` refuses the plan. ``ranking`` has a row for each profile if
-    the cheapest was to be found: first the plans by price, then the profiles that refuse the job.
+    stand-ins, `document` shows placeholders, and `send_plan` refuses the plan. If the cheapest was
+    to be found, ``ranking`` has a row for each profile: the plans by price, then the profiles that refuse the job.
     """
 
     job: Job
