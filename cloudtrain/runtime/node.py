@@ -11,6 +11,7 @@ import os
 import queue
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -670,7 +671,10 @@ class Node:
             return None
         from .webhook import begin  # its imports slow the start of a node
 
-        return begin(self.context, record, attempt=self.k, secrets=self.site.secrets, say=self.log.say)
+        def say(line: str) -> None:  # the record has counted the lines of the run's log
+            sys.stderr.write(f"cloudtrain: {line}\n")
+
+        return begin(self.context, record, attempt=self.k, secrets=self.site.secrets, say=say)
 
     def _hold(self) -> None:
         """Keep all nodes for the platform to take, on node 0."""
