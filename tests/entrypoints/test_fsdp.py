@@ -24,13 +24,14 @@ def four(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> Quic
     return trainings.run(tmp_path_factory.mktemp("four"), "fsdp.py", *flags, processes=4)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("script", "processes", "more"),
     [
-        pytest.param("fsdp.py", 4, [], marks=pytest.mark.proof),
-        pytest.param("fsdp.py", 2, [], marks=pytest.mark.proof),
-        pytest.param("fsdp.py", 1, ["--micro-batch", "8"], marks=pytest.mark.proof),
-        pytest.param("fsdp.py", 4, ["--replicate", "2"], marks=pytest.mark.proof),
+        ("fsdp.py", 4, []),
+        ("fsdp.py", 2, []),
+        ("fsdp.py", 1, ["--micro-batch", "8"]),
+        ("fsdp.py", 4, ["--replicate", "2"]),
         ("ddp.py", 2, ["--task", TASK, "--lr", "3e-3", "--clip", "1"]),
     ],
     ids=["4", "2", "1", "2 x 2", "ddp"],

@@ -170,6 +170,7 @@ def steps(job: CommandJob, attempt: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(4 * PATIENCE)
 class TestWholeRuns:
+    @pytest.mark.proof
     def test_the_service_itself_resumes_a_job_whose_machine_was_taken_and_no_step_is_lost(
         self, client: AzureClient
     ) -> None:
