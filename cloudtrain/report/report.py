@@ -21,7 +21,7 @@ from ..runs.live_data import LiveRunReader, printable
 from ..runs.log_order import line_label
 from ..runs.outcome import iso_time, unix_time
 from ..runs.run import Run
-from ..runs.summary import plural, size_text
+from ..runs.summary import cost_text, plural, size_text
 from ..runs.warnings import is_secret_name
 from ..runtime.checkpoint_model import Checkpoint
 from ..storage.timings import CLIENT_TIMINGS
@@ -151,16 +151,7 @@ def _summary(result: Result, drawn: Sequence[Curve], free: bool, now: float) -> 
             rows.append(("loss", f"{last} at the end, lowest {quantity(low)} at {curve.axis} {quantity(x)}"))
     found = result.get("checkpoint")
     rows.append(("newest checkpoint", _newest(found) if found else "none complete"))
-    cost = _words(
-        result.get("cost") or {},
-        estimate_usd="about {:.2f} USD",
-        priced_on="prices of {}",
-        gpu_hours=lambda hours: f"{hours:.2f} GPU hours" if hours else "",
-        billed_s=lambda seconds: f"{duration(seconds)} of machine time billed",
-        saved="preemptible machines saved {:.0%}",
-        limit_usd="limit {:.2f} USD",
-        limit_gpu_hours="limit {:g} GPU hours",
-    )
+    cost = cost_text(result.get("cost") or {})
     return [*rows, ("cost", cost or ("free, this machine" if free else "the platform does not report it"))]
 
 

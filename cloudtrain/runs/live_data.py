@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 from ..provider_api.node import attempt_key
 from ..provider_api.protocol import AttemptInfo, LogLine
-from ..runtime.segments import Span, distinct, span_of
+from ..runtime.segments import Span
 from ..storage.files import Entry, parallel
-from ..storage.local_disk import safe
 from ..store.store import Store, run_folder
 from .log_order import Line, parse_line
+from .log_sources import LOOKS, index_segments
 from .metrics import json_rows
 from .outcome import with_exits
 
@@ -26,10 +26,7 @@ __all__ = ["LiveRunReader", "NodeData", "printable"]
 SEGMENTS, BYTES = 40, 4 << 20
 """Most segments to read of a node for lines of one rank, and bytes before the last of them. A merged segment has
 several MiB."""
-LOOKS = 5
-"""Most listings of a node's segments while the node merges them."""
 _METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
-_SEGMENT = re.compile(r"node-(\d+)/([^/]+)")
 _ATTEMPT = re.compile(r"\d+\.\d+")
 _NAMED = re.compile(r"(\d+\.\d+)(?:-node-\d+\.jsonl|\.json)?")
 #: Terminals obey these, and people print them unintentionally: colours of a progress bar, titles, bells.
@@ -178,13 +175,10 @@ class LiveRunReader:
 
     def _index(self, attempt: str, below: str = "") -> dict[int, list[_Segment]]:
         """Return the segments of each node of an attempt: their lines, key, entry."""
-        root = f"{self._live}/logs/{attempt}"
-        index: dict[int, list[tuple[Span, tuple[str, Entry]]]] = {}
-        for key, entry in self._store.files.entries(root + below).items():
-            name = key[len(root) + 1 :]
-            if safe(name) and (match := _SEGMENT.fullmatch(name)) and (span := span_of(match[2])):
-                index.setdefault(int(match[1]), []).append((span, (key, entry)))
-        return {node: [(span, *item) for span, item in distinct(found)] for node, found in index.items()}
+        root = f"{self._live}/logs/"
+        files = self._store.files.entries(root + attempt + below).items()
+        found = index_segments((key[len(root) :], (key, entry)) for key, entry in files)
+        return {node: [(span, *item) for span, item in segments] for (_, node), segments in found.items()}
 
 
 def _parsed_lines(data: bytes) -> list[Line]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..provider_api.protocol import Provider
     from ..store.store import Store
 
-__all__ = ["Contact", "Tail", "index_segments", "last_lines", "patiently", "written_since"]
+__all__ = ["LOOKS", "Contact", "Tail", "index_segments", "last_lines", "patiently", "written_since"]
 
 STALLS = 5
 """Empty pages with an unchanged cursor before ``more`` is ignored."""

@@ -14,6 +14,7 @@ from .outcome import unix_time
 __all__ = [
     "attempt_history",
     "columns",
+    "cost_text",
     "failure_place",
     "fallback_text",
     "files_text",
@@ -301,13 +302,13 @@ def run_rows(result: Mapping[str, Any], now: float | None = None) -> list[tuple[
     checkpoint = result.get("checkpoint")
     none = "none" if result["state"] in FINAL else "none complete yet"
     rows.append(("checkpoint", _checkpoint(checkpoint, now) if checkpoint else none))
-    if cost := _cost(result.get("cost") or {}):
+    if cost := cost_text(result.get("cost") or {}):
         rows.append(("cost", cost))
     rows.append(("url", result["run"]))
     return rows
 
 
-def _cost(cost: Mapping[str, Any]) -> str:
+def cost_text(cost: Mapping[str, Any]) -> str:
     """Return ``1h2m of machine time billed, 0.40 USD, spot saved 63 %``; unknown values are left out."""
     words = [f"{duration(cost['billed_s'])} of machine time billed"] if cost.get("billed_s") is not None else []
     if cost.get("estimate_usd") is not None:
