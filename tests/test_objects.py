@@ -152,7 +152,7 @@ def test_a_creation_whose_answer_was_lost_is_its_makers(s3: FaultyS3, faults: li
 
     def create(number: int) -> None:
         try:
-            told[number] = reach(tries=3).create("run.json", b"the same content")
+            told[number] = reach(tries=3).create("run.json", b"content of client %d" % number)
         except StorageError:
             told[number] = None
 
