@@ -480,9 +480,7 @@ class Flaky(MemoryFileSystem):
 
     cachable = False
 
-    def __init__(
-        self, errors: list[Exception], also: Callable[[], None] = lambda: None, *, reads: bool = True
-    ) -> None:
+    def __init__(self, errors: list[Exception], also: Callable[[], None] = lambda: None, *, reads: bool = True) -> None:
         super().__init__()
         self.reads = reads
         self.errors, self.also, self.calls = errors, also, 0

@@ -57,6 +57,7 @@ __all__ = [
     "image_id",
     "is_alive",
     "refuse",
+    "write_json",
 ]
 
 PREEMPTED = 75
@@ -204,7 +205,7 @@ class SupervisedProvider(ProviderExtras):
             folder.mkdir(parents=True, exist_ok=True)
             claimed = folder / "request.json"
             if not claimed.exists():
-                _write(claimed, request.to_dict())
+                write_json(claimed, request.to_dict())
         except OSError as exc:
             raise StorageError(f"cannot write {folder}: {exc.strerror}") from None
         if not (folder / "status.json").exists():
@@ -489,7 +490,7 @@ def refuse(path: Path, exc: errors.CloudtrainError) -> None:
     """Write the supervisor's refusal of the request for its client."""
     field, text = (exc.field, exc.message) if isinstance(exc, SpecError) else ("", str(exc))
     kind = "SpecError" if isinstance(exc, SpecError) else type(exc).__name__
-    _write(path, {"kind": kind, "field": field, "text": text, "hint": exc.hint})
+    write_json(path, {"kind": kind, "field": field, "text": text, "hint": exc.hint})
 
 
 def _raise_refusal(path: Path) -> None:
@@ -511,7 +512,11 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_bytes())  # type: ignore[no-any-return]
 
 
-def _write(path: Path, data: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(data), encoding="utf-8")
-    os.replace(temporary, path)
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write the file whole or not at all. Raises `StorageError` if the disk fails."""
+    from ..storage.local_disk import put
+
+    try:
+        put(path, json.dumps(data).encode())
+    except OSError as exc:
+        raise StorageError(f"cannot write {path.parent}: {exc.strerror}") from None

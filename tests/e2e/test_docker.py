@@ -594,6 +594,5 @@ def test_an_engine_that_is_restarted_is_waited_for(
     attempts = done.json["attempts"]
     assert [a["number"] for a in attempts] == ["0.0", "0.1"]
     assert "got a stop signal" in attempts[0]["reason"]
-    assert "the container engine did not answer for" in attempts[0]["reason"]
     left = daemon.api().containers(all=True), [n for n in daemon.api().networks() if n["Name"].startswith("cloudtrain")]
     assert left == ([], [])

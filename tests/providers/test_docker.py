@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 from containers import left
-from disks import small_disk
 from rows import for_each
 
 from cloudtrain.engine import ENGINE_PREFIX
-from cloudtrain.engine.containers import Printed
 from cloudtrain.engine.docker_api import _address, _is_remote, check_image, clear, make_client, why
 from cloudtrain.engine.supervised import check_readable
 from cloudtrain.errors import SpecError, UnsupportedError
@@ -349,43 +347,6 @@ def test_an_image_is_for_a_platform_or_not(image: str, variant: str, platform: s
     else:
         with pytest.raises(SpecError, match=f"x is for linux/{image}"):
             check_image(engine, "x", platform)
-
-
-def test_what_a_node_prints_while_the_disk_is_full_costs_whole_lines_alone(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "small", "64k") as disk, contextlib.closing(Printed(disk / "node-0.log")) as out:
-        out.add(b"one\ntw")
-        out.add(b"o\nthr")
-        with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
-            while True:
-                filler.write(bytes(1 << 12))
-        out.add(b"ee\n" + b"x" * 8192 + b"\nfo")
-        assert (disk / "node-0.log").read_bytes() == b"one\ntwo\n"
-        (disk / "filler").unlink()
-        out.add(b"ur, still")
-        out.add(b" four\nfive\nsi")
-        out.add(b"x\n")
-        assert (disk / "node-0.log").read_bytes() == b"one\ntwo\nfive\nsix\n"
-
-
-def test_what_a_node_prints_goes_on_with_the_next_line(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "small", "64k") as disk, contextlib.closing(Printed(disk / "node-0.log")) as out:
-        for ends in (True, False):
-            with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
-                while True:
-                    filler.write(bytes(1 << 12))
-            out.add(b"x" * 8192 + b"\n" * ends)
-            (disk / "filler").unlink()
-            for data in (b"" if ends else b"rest\n", b"one\n", b"tw", b"o\n"):
-                out.add(data)
-        assert (disk / "node-0.log").read_bytes() == b"one\ntwo\n" * 2
-
-
-def test_a_log_that_cannot_be_made_is_made_later(tmp_path: Path) -> None:
-    with contextlib.closing(Printed(tmp_path / "not/yet.log")) as out:
-        out.add(b"lo")
-        (tmp_path / "not").mkdir()
-        out.add(b"st\nkept\n")
-    assert (tmp_path / "not/yet.log").read_bytes() == b"kept\n"
 
 
 def test_why_tells_the_cause_and_never_what_was_left_behind() -> None:
