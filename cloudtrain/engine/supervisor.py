@@ -610,7 +610,7 @@ class _Mounts:
         """Upload new and changed files; those that make others valid (commit.json) come last.
 
         A checkpoint deleted here is deleted there, commit.json first, but never the last one, even after a disk
-        failure. So is a log segment whose node has others: it was merged into them.
+        failure.
         """
         changed, found = [], set()
         below = (Path(folder, name) for folder, _, names in os.walk(self.live) for name in names)
@@ -625,10 +625,6 @@ class _Mounts:
             with contextlib.suppress(FileNotFoundError):
                 target.upload(path, key)
                 self._sent[key] = state
-        folders = {key.rpartition("/")[0] for key in found if key.startswith("logs/")}
-        for key in [key for key in self._sent.keys() - found if key.rpartition("/")[0] in folders]:
-            target.remove(key)
-            del self._sent[key]
         gone = [key for key in self._sent.keys() - found if key.startswith(CHECKPOINTS)]
         if any(key.startswith(CHECKPOINTS) and key.endswith(f"/{COMMIT}") for key in found):
             for key in sorted(gone, key=lambda key: (not key.endswith(f"/{COMMIT}"), key)):

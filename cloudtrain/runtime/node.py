@@ -27,7 +27,6 @@ from . import stall
 from .archive import archive_of
 from .cause import Failure, category, failure_line, real, root_cause, silent_deaths, with_codes
 from .checkpoints import Watch
-from .compact import Compactor
 from .decisions import Notice, conclude, hear, node_outcome, restore_verdict, signal_due, with_reports
 from .history import FIRST, Start, restart_of
 from .host_facts import kill_users, oom_kills
@@ -93,7 +92,6 @@ class Node:
         self.remarks: list[str] = []
         self.ranks: Ranks | None = None
         self.mirror: Mirror | None = None
-        self.compactor: Compactor | None = None
         self.uploads = Uploads(self.live, site.agent, say=self.log.say) if site.agent is not None else None
         self.stall: stall.Stall | None = None
         self.code: int | None = None
@@ -138,8 +136,6 @@ class Node:
                 self.mirror.stop()
             self.link.close()
             self.log.stop()
-            if self.compactor is not None:
-                self.compactor.stop()
             if self.uploads is not None:
                 self.uploads.finish(min(TIMINGS.last_uploads, max(0.0, self._grace_end() - time.monotonic())))
                 self.uploads.stop()
@@ -162,12 +158,10 @@ class Node:
         return bool(self.failures) or self.stopping is not None
 
     def _begin(self, attempt: str) -> None:
+        if not self.attempt:
+            self.log.start()
         self.attempt = attempt
         self.log.begin(attempt, self.live / "logs" / attempt / f"node-{self.me}", temporary=self.site.temporary)
-        if self.compactor is None:
-            self.log.start()
-            self.compactor = Compactor(self.live / "logs", attempt=attempt, node=self.me, uploads=self.uploads)
-            self.compactor.start()
 
     # ------------------------------------------------------------------------------------------ before the first rank
 
