@@ -29,6 +29,7 @@ from ..storage.timings import CLIENT_TIMINGS
 from . import ENGINE_PREFIX, NodeError, last_line, staged
 from .docker_api import LABEL, away, check_image, clear, make_client, remove_container, run_label, why
 from .processes import share_of_gpus
+from .supervised import locked
 
 __all__ = ["ContainerEngine", "ContainerNode"]
 
@@ -324,12 +325,8 @@ class ContainerEngine:
     # --------------------------------------------------------------------------------------------------------- clean-up
 
     def take_over(self, folder: Path, given_up: Callable[[], bool]) -> None:
-        with open(folder / "guard.lock", "ab") as lock:  # its guard must not remove this supervisor's containers
-            while not given_up():
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                time.sleep(0.1)
+        with locked(folder / "guard.lock", float("inf"), given_up):
+            pass  # its guard has ended, and cannot remove this supervisor's containers
         self.patiently(lambda api: clear(api, self._label), given_up)
         shutil.rmtree(folder / "nodes", ignore_errors=True)
 

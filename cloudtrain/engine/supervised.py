@@ -12,14 +12,13 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
 __all__ = [
     "PREEMPTED",
     "SupervisedProvider",
-    "check_readable",
     "clear_containers",
     "image_id",
     "is_alive",
@@ -398,21 +396,27 @@ def _existing(native_id: str) -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock file ``path``; yield False if another process holds it. Raises `StorageError` for its disk."""
+def locked(path: Path, seconds: float = 0.0, given_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+    """Hold the lock file ``path``; yield False if another process does not release it within ``seconds``, or before
+    ``given_up()``. Raises `StorageError` for its disk."""
     import fcntl
+
+    deadline = time.monotonic() + seconds
 
     try:
         lock = open(path, "ab")  # noqa: SIM115 - closed below; errors of the block are not the disk's
     except OSError as exc:
         raise StorageError(f"cannot write {path}: {exc.strerror}") from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
+        free = False
+        while not free:
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                free = True
+            if free or time.monotonic() >= deadline or given_up():
+                break
+            time.sleep(0.02)
+        yield free
 
 
 def is_alive(folder: Path) -> bool:
@@ -463,27 +467,6 @@ def clear_containers(folder: Path) -> None:
 
     with contextlib.suppress(Exception):  # the run's end must be reported all the same
         clear(connect(), run_label(_read(folder / "request.json")["run"]))
-
-
-def check_readable(mounts: Sequence[Mount], user: str, root: str) -> None:
-    """Raise `SpecError` for an input or checkpoint of this machine that ``user`` (``uid[:gid]``) may not read in place.
-
-    Only the mode of the file or folder itself counts: a mount needs no right to the folders above it.
-    """
-    from ..storage.local_disk import local_path
-
-    uid, _, gid = user.partition(":")
-    for mount in mounts:
-        place, _, rest = mount.path.removeprefix(root).partition("/")
-        path = local_path(mount.url) if mount.kind == "mount" and place in ("inputs", "resume") else None
-        if path is None or uid == "0" or not path.exists():
-            continue
-        found, wanted = path.stat(), 5 if path.is_dir() else 4
-        shift = 6 if found.st_uid == int(uid) else 3 if found.st_gid == int(gid or uid) else 0
-        if (found.st_mode >> shift) & wanted != wanted:
-            name = f"inputs.{rest.partition('/')[0]}" if place == "inputs" else "resume_from"
-            hint = f"run: chmod -R o+rX {shlex.quote(str(path))}\nor leave docker.user unset"
-            raise SpecError(f"the user {user} may not read {path}", field=name, hint=hint)
 
 
 def refuse(path: Path, exc: errors.CloudtrainError) -> None:

@@ -205,13 +205,11 @@ class Supervisor:
         succeeded = False
         for folder, attempt in earlier.items():
             self._pending(f"waiting for the nodes of attempt {attempt}, whose supervisor was killed")
-            with _locked_within(folder / "lock", CLIENT_TIMINGS.lock) as free:
+            with locked(folder / "lock", CLIENT_TIMINGS.lock) as free:
                 if not free:
                     raise PlatformError(f"attempt {self.request.attempt} cannot start: attempt {attempt} still runs")
             # A client may be removing containers.
-            with _locked_within(
-                folder / "clearing", CLIENT_TIMINGS.store_silence, lambda: self._cancelled(mounts)
-            ) as free:
+            with locked(folder / "clearing", CLIENT_TIMINGS.store_silence, lambda: self._cancelled(mounts)) as free:
                 if not free:
                     raise StorageError(f"a client still clears up after attempt {attempt}")
                 succeeded = self._close(folder, mounts) or succeeded
@@ -630,19 +628,6 @@ class _Mounts:
             for key in sorted(gone, key=lambda key: (not key.endswith(f"/{COMMIT}"), key)):
                 target.remove(key)
                 del self._sent[key]
-
-
-@contextlib.contextmanager
-def _locked_within(path: Path, seconds: float, given_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
-    """Hold the lock file, if other processes release it within ``seconds`` and before ``given_up()``; yield whether it
-    is held."""
-    deadline = time.monotonic() + seconds
-    while True:
-        with locked(path) as free:
-            if free or time.monotonic() > deadline or given_up():
-                yield free
-                return
-        time.sleep(0.02)
 
 
 def _category_of(exc: CloudtrainError) -> str:

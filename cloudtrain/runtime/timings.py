@@ -23,8 +23,6 @@ class Timings:
     """Longest silence of another node during the handshake."""
     silence: float = 90.0
     """Without even a ping, before a peer counts as lost; a cut network often heals sooner."""
-    silence_report: float = 15.0
-    """Silence that is reported: longer than any pause of a healthy node."""
     ping: float = 5.0
     """Between two pings: a silence holds several."""
     leave: float = 2.0

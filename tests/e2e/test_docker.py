@@ -514,7 +514,6 @@ def test_a_network_cut_for_20_s_is_outlived_and_told(torch: Containers) -> None:
     done = torch.ended(process)
     assert done.code == 0, done.err
     assert "step 39" in done.err
-    assert "node 1 was not heard of for " in done.json["attempts"][0]["reason"]
 
 
 @pytest.mark.proof

@@ -18,10 +18,9 @@ from rows import for_each
 
 from cloudtrain.engine import ENGINE_PREFIX
 from cloudtrain.engine.docker_api import _address, _is_remote, check_image, clear, make_client, why
-from cloudtrain.engine.supervised import check_readable
 from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.provider_api.protocol import Request
-from cloudtrain.providers.docker import _REFUSED, ROOT, Provider
+from cloudtrain.providers.docker import _REFUSED, Provider
 from cloudtrain.runs.run import Run
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.testing.contract import ProviderContract
@@ -362,36 +361,6 @@ def test_why_tells_the_cause_and_never_what_was_left_behind() -> None:
     assert why(raised(RuntimeError("wrapped"), gone, cause=other)) == "not yours"
     assert why(raised(SpecError("ours"), gone)) == "ours"
     assert why(raised(RuntimeError("wrapped"), other, cause=raised(SpecError("ours"), gone))) == "ours"
-
-
-@pytest.mark.parametrize(
-    ("kind", "mode", "user", "may"),
-    [
-        ("folder", 0o755, "4242:4343", True),
-        ("folder", 0o744, "4242:4343", False),
-        ("folder", 0o700, "4242:4343", False),
-        ("folder", 0o700, "0:0", True),
-        ("file", 0o644, "4242", True),
-        ("file", 0o640, "4242", False),
-        ("file", 0o640, f"4242:{os.getgid()}", True),
-    ],
-)
-def test_an_input_that_another_user_may_not_read_is_one_line(
-    world: FakePlatform, tmp_path: Path, kind: str, mode: int, user: str, may: bool
-) -> None:
-    given = tmp_path / "given"
-    given.mkdir() if kind == "folder" else given.write_text("x")
-    request = world.plan({"inputs": {"data": str(given)}}).request
-    given.chmod(mode)
-    (node, *_) = world.provider.launch_spec(request).nodes
-    with (
-        contextlib.nullcontext()
-        if may
-        else pytest.raises(SpecError, match=f"may not read {given}\nhint: run: chmod") as caught
-    ):
-        check_readable(node.mounts, user, ROOT)
-    assert may or (caught and caught.value.field) == "inputs.data"
-    given.chmod(0o755)
 
 
 def test_without_its_client_library_it_says_what_to_install(
