@@ -28,7 +28,6 @@ from cloudtrain.runtime import (
     checkpoint_done,
     checkpoints,
     commits,
-    compact,
     history,
     link,
     logs,
@@ -43,7 +42,7 @@ from cloudtrain.runtime import (
 )
 
 MODULES = (
-    *(cause, checkpoints, commits, compact, checkpoint_done, mirror_files, history, link),
+    *(cause, checkpoints, commits, checkpoint_done, mirror_files, history, link),
     *(logs, mirror, node, outputs, record, resume, stall),
 )
 PORT = 29500

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -419,15 +418,3 @@ def test_a_store_that_tells_no_times(tmp_path: Path) -> None:
     assert time.monotonic() - begun >= 1
     with Lease(store, MARK, seconds=1) as lease:
         lease.check()
-
-
-def test_times_shorten_the_wait_and_never_skip_it(tmp_path: Path, elsewhere: None) -> None:
-    """A clock that is put forward while the holder is alive: it is watched all the same."""
-    store = files(f"file://{tmp_path}/store")
-    store.write(MARK, json.dumps({"holder": "another"}).encode())
-    os.utime(tmp_path / "store" / MARK, (1, 1))
-    begun = time.monotonic()
-    announce(store, "run-1", ["a"], seconds=6)
-    assert 1.8 <= time.monotonic() - begun < 6
-    assert sorted(store.list(FOLDER))[0] == MARK
-    assert len(store.list(FOLDER)) == 2, "the probe of the clock is removed"

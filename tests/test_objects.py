@@ -152,7 +152,7 @@ def test_a_creation_whose_answer_was_lost_is_its_makers(s3: FaultyS3, faults: li
 
     def create(number: int) -> None:
         try:
-            told[number] = reach(tries=3).create("run.json", b"the same content")
+            told[number] = reach(tries=3).create("run.json", b"content of client %d" % number)
         except StorageError:
             told[number] = None
 
@@ -946,9 +946,10 @@ def test_a_signature_is_all_that_a_store_needs(
         monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", f"?{signature(container)}")
         own = find_access(azure_url, {"account_name": AZURITE_ACCOUNT}, os.environ, moving=TransferOptions())
         assert own.keys is not None
-        tree._given = obstore_backend.ObstoreMover(  # type: ignore[attr-defined]
+        mover = obstore_backend.ObstoreMover(
             url=azure_url, access=dataclasses.replace(access, keys=own.keys), retries=Retries(tries=1)
         )
+        tree._connect = lambda: mover  # type: ignore[attr-defined]
     assert tree.create("a/key", b"data")
     assert not tree.create("a/key", b"data")
     (tmp_path / "large").write_bytes(data := os.urandom(9 << 20))

@@ -86,9 +86,9 @@ def test_what_the_back_ends_raise(url: str) -> None:
     tree = files(url)
     assert isinstance(tree, RemoteFiles)
     mover = tree._open().mover
-    mover.create("key", b"1", "me")
+    mover.swap("key", None, b"1")
     with pytest.raises(Exception, match=r".*") as caught:
-        mover.create("key", b"2", "another")
+        mover.swap("key", None, b"2")
     assert classify(caught.value) == "taken"
     assert tree.read("key") == b"1"
 

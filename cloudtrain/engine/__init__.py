@@ -33,9 +33,6 @@ class NodeHandle(Protocol):
     def poll(self) -> int | None:
         """Return the exit code, None while the node runs, or minus the number of the signal that killed it."""
 
-    def frozen(self) -> bool:
-        """Return True while the node's first process is stopped, as by SIGSTOP; False if the engine cannot tell."""
-
     def signal(self, name: str) -> None:
         """Send the platform's stop signal to the node's first process alone, as a container runtime does."""
 
@@ -60,9 +57,6 @@ class Engine(Protocol):
     def take_over(self, folder: Path, given_up: Callable[[], bool]) -> None:
         """Wait, until ``given_up()``, for the nodes of a killed supervisor to end; kill those that stay. ``folder`` is
         that supervisor's."""
-
-    def remarks(self) -> str:
-        """Return the engine's own troubles since the last call, for the reason of a failed attempt."""
 
     def clean(self) -> None:
         """Remove everything the engine made except the nodes' logs (``out/<attempt>/node-<n>.log``)."""

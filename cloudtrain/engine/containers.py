@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +29,7 @@ from ..storage.timings import CLIENT_TIMINGS
 from . import ENGINE_PREFIX, NodeError, last_line, staged
 from .docker_api import LABEL, away, check_image, clear, make_client, remove_container, run_label, why
 from .processes import share_of_gpus
+from .supervised import locked
 
 __all__ = ["ContainerEngine", "ContainerNode"]
 
@@ -65,7 +65,6 @@ class ContainerEngine:
         self._given_up: Callable[[], bool] = lambda: False
         self._lock = threading.Lock()
         self._away_since: float | None = None
-        self._was_away = 0.0
 
     def prepare(self, launch: LaunchSpec, report: Callable[[str], None], given_up: Callable[[], bool]) -> None:
         """Pull missing images with the engine's own logins, and create the network meanwhile."""
@@ -123,7 +122,7 @@ class ContainerEngine:
                     raise NodeError(f"the container engine does not answer: {why(exc)}") from None
                 time.sleep(0.5)
             else:
-                self._note_return()
+                self._away_since = None
                 return done
 
     def _client(self) -> Any:
@@ -141,17 +140,6 @@ class ContainerEngine:
             now = time.monotonic()
             self._away_since = self._away_since or now
             return now - self._away_since
-
-    def _note_return(self) -> None:
-        with self._lock:
-            if self._away_since is not None:
-                self._was_away += time.monotonic() - self._away_since
-                self._away_since = None
-
-    def remarks(self) -> str:
-        with self._lock:
-            seconds, self._was_away = self._was_away, 0.0
-        return f"the container engine did not answer for {max(1, round(seconds))} s" if seconds else ""
 
     # ------------------------------------------------------------------------------------------------------- starting
 
@@ -337,12 +325,8 @@ class ContainerEngine:
     # --------------------------------------------------------------------------------------------------------- clean-up
 
     def take_over(self, folder: Path, given_up: Callable[[], bool]) -> None:
-        with open(folder / "guard.lock", "ab") as lock:  # its guard must not remove this supervisor's containers
-            while not given_up():
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                time.sleep(0.1)
+        with locked(folder / "guard.lock", float("inf"), given_up):
+            pass  # its guard has ended, and cannot remove this supervisor's containers
         self.patiently(lambda api: clear(api, self._label), given_up)
         shutil.rmtree(folder / "nodes", ignore_errors=True)
 
@@ -420,12 +404,12 @@ class ContainerNode:
 
     def _follow(self) -> None:
         try:
-            with contextlib.closing(Printed(self._out)) as out:
-                running = True
-                while running:
-                    for data in _frames(self._stream):
-                        out.add(data)
-                    running = self._attached_again()
+            _append(self._out, b"")
+            running = True
+            while running:
+                for data in _frames(self._stream):
+                    _append(self._out, data)
+                running = self._attached_again()
         except Exception as exc:  # noqa: BLE001  without its watcher the node would never end
             self.trouble = ("infra", f"{self.name} can no longer be watched: {why(exc)}")
             self._code = GONE
@@ -470,9 +454,6 @@ class ContainerNode:
     def poll(self) -> int | None:
         return self._code if self._ended.is_set() else None
 
-    def frozen(self) -> bool:
-        return False  # a paused container is the user's own wish
-
     def signal(self, name: str) -> None:
         with contextlib.suppress(Exception):  # it has ended, or the engine is away: the kill comes anyway
             self._engine._client().kill(self.id, name)
@@ -491,50 +472,10 @@ class ContainerNode:
 # -------------------------------------------------------------------------------------------------------------- pieces
 
 
-class Printed:
-    """Log of a node's output in the file ``path``. A full disk costs whole lines there; the node keeps its own."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: FileIO | None = None
-        self._whole = 0
-        self._lost = self._torn = False
-        self.add(b"")
-
-    def add(self, data: bytes) -> None:
-        if self._lost:  # the rest of a line whose beginning was lost
-            _, found, data = data.partition(b"\n")
-            if not found:
-                return
-            self._lost = False
-        try:
-            self._write(data)
-        except OSError:
-            self._lost, self._torn = bool(data) and not data.endswith(b"\n"), True
-            with contextlib.suppress(OSError):
-                self._mend()
-
-    def _write(self, data: bytes) -> None:
-        if self._file is None:
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
-            self._whole = self._file.tell()
-        self._mend()
-        rest = data
-        while rest:
-            rest = rest[self._file.write(rest) :]
-        if whole := data.rfind(b"\n") + 1:
-            self._whole = self._file.tell() - len(data) + whole
-
-    def _mend(self) -> None:
-        """Remove the remains of a torn line."""
-        if self._torn and self._file is not None:
-            self._file.truncate(self._whole)
-            self._torn = False
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            if self._file is not None:
-                self._file.close()
+def _append(path: Path, data: bytes) -> None:
+    """Append to the log of a node's output. A full disk costs some of it there; the node keeps its own."""
+    with contextlib.suppress(OSError), open(path, "ab") as out:
+        out.write(data)
 
 
 def _frames(stream: Any) -> Iterator[bytes]:

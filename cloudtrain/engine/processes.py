@@ -49,11 +49,6 @@ class NodeProcess:
     def poll(self) -> int | None:
         return self.process.poll()
 
-    def frozen(self) -> bool:
-        with contextlib.suppress(OSError, IndexError):  # "pid (name) state ...", where the name may have brackets
-            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        return False
-
     def signal(self, name: str) -> None:
         with contextlib.suppress(OSError):
             self.process.send_signal(getattr(signal, name))
@@ -99,9 +94,6 @@ class ProcessEngine:
             _kill_groups(nodes / f"{name}.groups")
         for place in places:
             shutil.rmtree(place, ignore_errors=True)
-
-    def remarks(self) -> str:
-        return ""
 
     def start(
         self, launch: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]

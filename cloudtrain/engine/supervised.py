@@ -12,14 +12,13 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -52,11 +51,11 @@ if TYPE_CHECKING:
 __all__ = [
     "PREEMPTED",
     "SupervisedProvider",
-    "check_readable",
     "clear_containers",
     "image_id",
     "is_alive",
     "refuse",
+    "write_json",
 ]
 
 PREEMPTED = 75
@@ -204,7 +203,7 @@ class SupervisedProvider(ProviderExtras):
             folder.mkdir(parents=True, exist_ok=True)
             claimed = folder / "request.json"
             if not claimed.exists():
-                _write(claimed, request.to_dict())
+                write_json(claimed, request.to_dict())
         except OSError as exc:
             raise StorageError(f"cannot write {folder}: {exc.strerror}") from None
         if not (folder / "status.json").exists():
@@ -397,21 +396,27 @@ def _existing(native_id: str) -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock file ``path``; yield False if another process holds it. Raises `StorageError` for its disk."""
+def locked(path: Path, seconds: float = 0.0, given_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+    """Hold the lock file ``path``; yield False if another process does not release it within ``seconds``, or before
+    ``given_up()``. Raises `StorageError` for its disk."""
     import fcntl
+
+    deadline = time.monotonic() + seconds
 
     try:
         lock = open(path, "ab")  # noqa: SIM115 - closed below; errors of the block are not the disk's
     except OSError as exc:
         raise StorageError(f"cannot write {path}: {exc.strerror}") from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
+        free = False
+        while not free:
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                free = True
+            if free or time.monotonic() >= deadline or given_up():
+                break
+            time.sleep(0.02)
+        yield free
 
 
 def is_alive(folder: Path) -> bool:
@@ -464,32 +469,11 @@ def clear_containers(folder: Path) -> None:
         clear(connect(), run_label(_read(folder / "request.json")["run"]))
 
 
-def check_readable(mounts: Sequence[Mount], user: str, root: str) -> None:
-    """Raise `SpecError` for an input or checkpoint of this machine that ``user`` (``uid[:gid]``) may not read in place.
-
-    Only the mode of the file or folder itself counts: a mount needs no right to the folders above it.
-    """
-    from ..storage.local_disk import local_path
-
-    uid, _, gid = user.partition(":")
-    for mount in mounts:
-        place, _, rest = mount.path.removeprefix(root).partition("/")
-        path = local_path(mount.url) if mount.kind == "mount" and place in ("inputs", "resume") else None
-        if path is None or uid == "0" or not path.exists():
-            continue
-        found, wanted = path.stat(), 5 if path.is_dir() else 4
-        shift = 6 if found.st_uid == int(uid) else 3 if found.st_gid == int(gid or uid) else 0
-        if (found.st_mode >> shift) & wanted != wanted:
-            name = f"inputs.{rest.partition('/')[0]}" if place == "inputs" else "resume_from"
-            hint = f"run: chmod -R o+rX {shlex.quote(str(path))}\nor leave docker.user unset"
-            raise SpecError(f"the user {user} may not read {path}", field=name, hint=hint)
-
-
 def refuse(path: Path, exc: errors.CloudtrainError) -> None:
     """Write the supervisor's refusal of the request for its client."""
     field, text = (exc.field, exc.message) if isinstance(exc, SpecError) else ("", str(exc))
     kind = "SpecError" if isinstance(exc, SpecError) else type(exc).__name__
-    _write(path, {"kind": kind, "field": field, "text": text, "hint": exc.hint})
+    write_json(path, {"kind": kind, "field": field, "text": text, "hint": exc.hint})
 
 
 def _raise_refusal(path: Path) -> None:
@@ -511,7 +495,11 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_bytes())  # type: ignore[no-any-return]
 
 
-def _write(path: Path, data: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(data), encoding="utf-8")
-    os.replace(temporary, path)
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write the file whole or not at all. Raises `StorageError` if the disk fails."""
+    from ..storage.local_disk import put
+
+    try:
+        put(path, json.dumps(data).encode())
+    except OSError as exc:
+        raise StorageError(f"cannot write {path.parent}: {exc.strerror}") from None

@@ -32,7 +32,6 @@ from ..runs.run import Run
 from ..runtime.checkpoint_model import resumable
 from ..runtime.checkpoints import COMMIT, complete
 from ..runtime.node import UNMIRRORED
-from ..runtime.timings import TIMINGS
 from ..storage.files import Files, TransferOptions, files
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
@@ -40,7 +39,7 @@ from ..store.store import Store
 from . import Engine, NodeError, NodeHandle, boot_id, last_line, make_engine
 from .fault_injection import Injection, InjectionPlan
 from .node_folders import NodeFolders
-from .supervised import SupervisedProvider, all_succeeded, last_sign, locked, refuse
+from .supervised import SupervisedProvider, all_succeeded, last_sign, locked, refuse, write_json
 
 __all__ = ["Supervisor", "main"]
 
@@ -90,7 +89,6 @@ class Supervisor:
         self.attempts: list[dict[str, Any]] = []
         self.spent = self._before = 0.0  # seconds of running: of all attempts, and of those of killed supervisors
         self._waited = 0.0  # seconds of waiting for the store or the disk
-        self._frozen_since: float | None = None
         self._limit = CLIENT_TIMINGS.store_silence  # the attempt's time limit, once it is known
         self.drills = InjectionPlan(self.request.body.get("drills", ()))
         self._lost: set[int] = set()
@@ -170,7 +168,7 @@ class Supervisor:
 
     def _write_final(self) -> None:
         self.state.update(attempts=self.attempts, seen=time.time())
-        _replace_json(self.folder / "status.json", self.state)
+        write_json(self.folder / "status.json", self.state)
 
     def _patiently(self, work: Callable[[], T]) -> T:
         """Retry ``work()`` while the store or the disk fails, for `ClientTimings.store_silence` or until cancelled.
@@ -207,13 +205,11 @@ class Supervisor:
         succeeded = False
         for folder, attempt in earlier.items():
             self._pending(f"waiting for the nodes of attempt {attempt}, whose supervisor was killed")
-            with _locked_within(folder / "lock", CLIENT_TIMINGS.lock) as free:
+            with locked(folder / "lock", CLIENT_TIMINGS.lock) as free:
                 if not free:
                     raise PlatformError(f"attempt {self.request.attempt} cannot start: attempt {attempt} still runs")
             # A client may be removing containers.
-            with _locked_within(
-                folder / "clearing", CLIENT_TIMINGS.store_silence, lambda: self._cancelled(mounts)
-            ) as free:
+            with locked(folder / "clearing", CLIENT_TIMINGS.store_silence, lambda: self._cancelled(mounts)) as free:
                 if not free:
                     raise StorageError(f"a client still clears up after attempt {attempt}")
                 succeeded = self._close(folder, mounts) or succeeded
@@ -242,7 +238,7 @@ class Supervisor:
         killed = "the run's supervisor was killed"
         state.update(state="failed", category="infra", reason=killed, finished=ended)
         state.update(taken_over=self.request.attempt, nodes_succeeded=succeeded)
-        _replace_json(earlier / "status.json", state)
+        write_json(earlier / "status.json", state)
         return succeeded
 
     # ------------------------------------------------------------------------------------------------------- attempts
@@ -301,8 +297,6 @@ class Supervisor:
                 state, category, reason = "failed", _category_of(exc), exc.with_hint()
                 if self._cancelled(mounts):
                     state, category, reason = CANCELLED
-            if (remarks := self.engine.remarks()) and reason:
-                reason = f"{reason}; {remarks}"
             entry.update(ended=time.time(), reason=reason or state, category=category, resumed_from=resumed)
             self._write_status()
             if not self._again:
@@ -408,23 +402,10 @@ class Supervisor:
                 beat = now
                 self.state["ran"] = self.spent - self._before + now - began
                 self._write_status()
-                self._end_frozen(nodes, now)
             time.sleep(CLIENT_TIMINGS.node_look)
         self.spent += time.monotonic() - began
         self.state["ran"] = self.spent - self._before
         return stopped
-
-    def _end_frozen(self, nodes: Sequence[NodeHandle], now: float) -> None:
-        """Kill the running nodes once all of them have been stopped (SIGSTOP) as long as a peer would wait for one."""
-        running = [node for node in nodes if node.poll() is None]
-        if not running or not all(node.frozen() for node in running):
-            self._frozen_since = None
-        elif self._frozen_since is None:
-            self._frozen_since = now
-        elif now - self._frozen_since > TIMINGS.silence * 8 / 9:
-            for node in running:
-                node.trouble = ("infra", f"it was stopped for {now - self._frozen_since:.0f} s (SIGSTOP)")
-                node.kill()
 
     def _drill(
         self, seconds: float, nodes: Sequence[NodeHandle], mounts: _Mounts, folders: NodeFolders | None
@@ -627,7 +608,7 @@ class _Mounts:
         """Upload new and changed files; those that make others valid (commit.json) come last.
 
         A checkpoint deleted here is deleted there, commit.json first, but never the last one, even after a disk
-        failure. So is a log segment whose node has others: it was merged into them.
+        failure.
         """
         changed, found = [], set()
         below = (Path(folder, name) for folder, _, names in os.walk(self.live) for name in names)
@@ -642,38 +623,11 @@ class _Mounts:
             with contextlib.suppress(FileNotFoundError):
                 target.upload(path, key)
                 self._sent[key] = state
-        folders = {key.rpartition("/")[0] for key in found if key.startswith("logs/")}
-        for key in [key for key in self._sent.keys() - found if key.rpartition("/")[0] in folders]:
-            target.remove(key)
-            del self._sent[key]
         gone = [key for key in self._sent.keys() - found if key.startswith(CHECKPOINTS)]
         if any(key.startswith(CHECKPOINTS) and key.endswith(f"/{COMMIT}") for key in found):
             for key in sorted(gone, key=lambda key: (not key.endswith(f"/{COMMIT}"), key)):
                 target.remove(key)
                 del self._sent[key]
-
-
-def _replace_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write the file atomically. Raises `StorageError` if the disk fails."""
-    temporary = path.with_name(f".{path.name}")
-    try:
-        temporary.write_text(json.dumps(data), encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as exc:
-        raise StorageError(f"cannot write {path.parent}: {exc.strerror}") from None
-
-
-@contextlib.contextmanager
-def _locked_within(path: Path, seconds: float, given_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
-    """Hold the lock file, if other processes release it within ``seconds`` and before ``given_up()``; yield whether it
-    is held."""
-    deadline = time.monotonic() + seconds
-    while True:
-        with locked(path) as free:
-            if free or time.monotonic() > deadline or given_up():
-                yield free
-                return
-        time.sleep(0.02)
 
 
 def _category_of(exc: CloudtrainError) -> str:

@@ -20,7 +20,6 @@ from ..engine import ENGINE_PREFIX
 from ..engine.supervised import (
     PREEMPTED,
     SupervisedProvider,
-    check_readable,
     clear_containers,
     image_id,
     origin_tags,
@@ -182,8 +181,6 @@ class Provider(SupervisedProvider):
         if uid and int(uid) != os.geteuid() and os.geteuid() != 0:
             why = f"uid {uid} could not write the run's folder, and only root may change its owner"
             raise SpecError(why, field="docker.user", hint="leave docker.user unset")
-        if uid and int(uid) != os.geteuid():
-            check_readable(nodes[0].mounts, str(nodes[0].user), ROOT)
         check_image(api, str(nodes[0].image), nodes[0].platform)
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:

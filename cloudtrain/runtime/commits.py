@@ -57,9 +57,11 @@ class _Round:
 
 
 class Commits:
-    """The commits of a run. ``send``, ``peers``, ``say``, ``keep``, ``damaged`` and ``archive`` are those of `Mirror`.
+    """The commits of a run. ``send``, ``peers`` and ``say`` are those of `Mirror`.
 
-    The targets of pointers stay in addition to the ``keep`` newest. With ``temporary`` the platform's agent copies all
+    ``keep`` checkpoints stay (0: all). The targets of pointers stay in addition to the newest. ``damaged`` are the
+    folders that look complete and are not. Checkpoints that stay, and that a restart does not need, move to
+    ``archive``. With ``temporary`` the platform's agent copies all
     files to the store, except those whose names end so; its own files end in ``marks``. Then a checkpoint counts, and
     older ones go, only after `stored` was called for all of its files. ``aside(work, then)`` calls ``work()`` in
     another thread, then ``then`` in this one with the result, None if it failed.

@@ -3,8 +3,7 @@
 torchrun does not make nodes agree on failure, preemption or the end of a run. So node 0's runtime listens on its link
 port (`Site.link_port`) and every other node connects. Both sides first prove the run's key. Every message carries a MAC
 over its own number. So a stranger on the network can neither join as a node nor speak as one. All events arrive in one
-queue as ``(node, message)``. A lost connection is the message ``{"t": "lost"}``. The beginning and the end of a silence
-are ``{"t": "quiet"}``.
+queue as ``(node, message)``. A lost connection is the message ``{"t": "lost"}``.
 """
 
 from __future__ import annotations
@@ -143,8 +142,6 @@ class Link:
         self._channels: dict[int, _Channel] = {}
         self._offsets: dict[int, int] = {}
         self._early: list[Message] = []
-        self._heard: dict[int, float] = {}
-        self._quiet: set[int] = set()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._server: socket.socket | None = None
@@ -228,7 +225,6 @@ class Link:
         self._inbox.put((node, {"t": "hello"}))
         # Clocks are compared at once: a rank may fail within a second.
         self.send(node, {"t": "ping", "sent": time.time_ns()})
-        self._heard[node] = time.monotonic()
         why = channel.receive(lambda message: self._take(node, channel, message))
         channel.close()
         with self._lock:
@@ -239,11 +235,6 @@ class Link:
             self._inbox.put((node, {"t": "lost", "why": why}))
 
     def _take(self, node: int, channel: _Channel, message: Message) -> None:
-        now = time.monotonic()
-        if node in self._quiet:
-            self._quiet.discard(node)
-            self._inbox.put((node, {"t": "quiet", "seconds": round(now - self._heard[node]), "over": True}))
-        self._heard[node] = now
         if message["t"] == "ping":
             with contextlib.suppress(OSError):
                 channel.send({"t": "pong", "sent": message["sent"], "here": time.time_ns()})
@@ -256,10 +247,6 @@ class Link:
     def _ping(self) -> None:
         while not self._closed.wait(TIMINGS.ping):
             self.send_all({"t": "ping", "sent": time.time_ns()})
-            for node in self.connected() - self._quiet:
-                if time.monotonic() - self._heard.get(node, float("inf")) > TIMINGS.silence_report:
-                    self._quiet.add(node)
-                    self._inbox.put((node, {"t": "quiet", "seconds": round(TIMINGS.silence_report), "over": False}))
 
     def send(self, node: int, message: Mapping[str, Any]) -> None:
         """Send to one node. Our own goes to the inbox. A broken connection is reported by its reader."""

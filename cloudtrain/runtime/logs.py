@@ -1,8 +1,9 @@
 """Numbered log lines of one node: ``[a<attempt> n<node> r<rank> #<seq>] text`` to the platform and to our own segments.
 
-The platform may lose, repeat or reorder lines. The number alone shows the order and the gaps. The segments (whole files
-in ``live/logs``, each written once) hold the lost lines. In a segment the line's time follows its number, ``#<seq>
-2026-11-24T03:00:00.123Z]``: when the node read it, by its clock.
+The platform may lose, repeat or reorder lines. The number alone shows the order and the gaps. The segments (files in
+``live/logs``) hold the lost lines. A segment is written again, whole, with each further line, until it has
+`SEGMENT_BYTES`: a platform may download all of ``live/`` at each start, one file at a time. In a segment the line's
+time follows its number, ``#<seq> 2026-11-24T03:00:00.123Z]``: when the node read it, by its clock.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ LINE_BYTES = 128 << 10
 class LogWriter:
     """The log of a node, which numbers its ranks' lines. Lines wait until `begin` has given the attempt. Thread-safe.
 
-    ``redact`` takes the secrets out of them. A segment holds the lines of ``flush_seconds``. A slow store delays only
-    the thread that writes a segment: `start` runs one for that.
+    ``redact`` takes the secrets out of them. Segments are written every ``flush_seconds``. A slow store delays only the
+    thread that writes a segment: `start` runs one for that.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class LogWriter:
         self._segment: list[str] = []
         self._segment_first, self._segment_bytes, self._segment_since = 1, 0, 0.0
         self._retry_at = 0.0
+        self._open: tuple[int, list[str], int] = (1, [], 0)
+        """First number, lines and bytes of the segment in the store that takes further lines; for `_disk`'s holder."""
         self.lines = 0
         self.last = self._clock()
 
@@ -150,9 +153,13 @@ class LogWriter:
                 return
             lines, first, size, since = self._segment, self._segment_first, self._segment_bytes, self._segment_since
             self._segment, self._segment_bytes = [], 0
-        data = "".join(lines).encode("utf-8", "replace")
+        begun, stored, stored_bytes = self._open
+        if not stored or stored_bytes >= SEGMENT_BYTES or first != begun + len(stored):
+            begun, stored, stored_bytes = first, [], 0
+        data = "".join(stored + lines).encode("utf-8", "replace")
         try:
-            write_whole(self._folder / Span(first, 0).name, data, temporary=self._temporary)
+            write_whole(self._folder / Span(begun, 0).name, data, temporary=self._temporary or ".part")
+            self._open = begun, stored + lines, stored_bytes + size
         except OSError:
             # Keep it in memory for the next try, under the same first number, up to `KEPT_BYTES`: training goes on.
             with self._lock:

@@ -13,13 +13,13 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from . import checkpoints
-from .archive import Archive
 from .checkpoint_done import Finished
 from .checkpoint_names import family
 from .checkpoints import CheckpointEntry, Pointer, Signature, Watch
@@ -63,17 +63,15 @@ class Mirror:
     """The mirror of one node. ``send(node, message)`` reaches a node's mirror, our own too; `take` gets our messages.
 
     ``outputs`` are the script's files below its working folder; None keeps none of them. ``say`` prints a line.
-    ``peers()`` are the live nodes, with this one. ``keep`` checkpoints stay (0: all). ``damaged`` are the folders that
-    look complete and are not, ``skip`` the restored ones, ``shapes`` this node's files of them, by `family`. ``links``
-    is a folder on the script's disk, for running copies. Metrics are written every ``flush_seconds``. Node 0 moves
-    checkpoints that stay, and that a restart does not need, to ``archive``.
+    ``peers()`` are the live nodes, with this one. ``skip`` are the restored checkpoints, ``shapes`` this node's files
+    of them, by `family`. ``links`` is a folder on the script's disk, for running copies. Metrics are written every
+    ``flush_seconds``. On node 0, ``commits(complain=…, aside=…)`` makes the run's `Commits`.
     """
 
     def __init__(
         self,
         *,
         node: int,
-        nodes: int,
         attempt: str,
         live: Path,
         watch: Watch,
@@ -85,14 +83,12 @@ class Mirror:
         links: Path,
         outputs: Outputs | None = None,
         flush_seconds: float = 5.0,
-        keep: int = 0,
-        damaged: Sequence[Path] = (),
+        commits: Callable[..., Commits] | None = None,
         skip: Mapping[str, Signature] | None = None,
         shapes: Mapping[str, Counter[str]] | None = None,
         uploads: Uploads | None = None,
-        archive: Archive | None = None,
     ) -> None:
-        self._archive, self._agent_marks = archive, uploads.agent.marks if uploads is not None else ()
+        self._agent_marks = uploads.agent.marks if uploads is not None else ()
         self._uploads, self._temporary = uploads, uploads.agent.temporary if uploads is not None else ""
         self._node, self._live, self._watch, self._send, self._say = node, live, watch, send, say
         self._metrics, self._links, self._peers = metrics, links, peers
@@ -117,7 +113,8 @@ class Mirror:
         self._growing = [Growing(places, small=metrics, small_seconds=flush_seconds, **how)]
         if outputs is not None:
             self._growing.append(GrowingOutputs(outputs, live / "outputs" / f"node-{node}", **how))
-        self._commits = self._make_commits(nodes, attempt, keep, damaged) if node == 0 else None
+        slow = partial(self._aside, slow=True)
+        self._commits = commits(complain=self._complain, aside=slow) if commits is not None else None
         self._finishing: str | None = None
         self._frozen = 0.0
         self._logged: set[str] = set()
@@ -129,23 +126,6 @@ class Mirror:
         self.trouble = ""
         """Reason why the last checkpoint could not be copied to the store; empty after a copy that succeeded."""
         self._thread = threading.Thread(target=self._loop, name="mirror", daemon=True)
-
-    def _make_commits(self, nodes: int, attempt: str, keep: int, damaged: Sequence[Path]) -> Commits:
-        return Commits(
-            nodes=nodes,
-            attempt=attempt,
-            live=self._live,
-            keep=keep,
-            damaged=damaged,
-            send=self._send,
-            peers=self._peers,
-            say=self._say,
-            complain=self._complain,
-            temporary=self._temporary,
-            marks=self._agent_marks,
-            archive=self._archive,
-            aside=lambda work, then: self._aside(work, then, slow=True),
-        )
 
     def start(self) -> None:
         for growing in self._growing:

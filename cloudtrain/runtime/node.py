@@ -27,7 +27,7 @@ from . import stall
 from .archive import archive_of
 from .cause import Failure, category, failure_line, real, root_cause, silent_deaths, with_codes
 from .checkpoints import Watch
-from .compact import Compactor
+from .commits import Commits
 from .decisions import Notice, conclude, hear, node_outcome, restore_verdict, signal_due, with_reports
 from .history import FIRST, Start, restart_of
 from .host_facts import kill_users, oom_kills
@@ -93,7 +93,6 @@ class Node:
         self.remarks: list[str] = []
         self.ranks: Ranks | None = None
         self.mirror: Mirror | None = None
-        self.compactor: Compactor | None = None
         self.uploads = Uploads(self.live, site.agent, say=self.log.say) if site.agent is not None else None
         self.stall: stall.Stall | None = None
         self.code: int | None = None
@@ -138,8 +137,6 @@ class Node:
                 self.mirror.stop()
             self.link.close()
             self.log.stop()
-            if self.compactor is not None:
-                self.compactor.stop()
             if self.uploads is not None:
                 self.uploads.finish(min(TIMINGS.last_uploads, max(0.0, self._grace_end() - time.monotonic())))
                 self.uploads.stop()
@@ -162,12 +159,10 @@ class Node:
         return bool(self.failures) or self.stopping is not None
 
     def _begin(self, attempt: str) -> None:
+        if not self.attempt:
+            self.log.start()
         self.attempt = attempt
         self.log.begin(attempt, self.live / "logs" / attempt / f"node-{self.me}", temporary=self.site.temporary)
-        if self.compactor is None:
-            self.log.start()
-            self.compactor = Compactor(self.live / "logs", attempt=attempt, node=self.me, uploads=self.uploads)
-            self.compactor.start()
 
     # ------------------------------------------------------------------------------------------ before the first rank
 
@@ -280,7 +275,6 @@ class Node:
         """Start the mirror of the script's files and the watch for a silence. Entries of ``watch`` were restored."""
         self.mirror = mirror = Mirror(
             node=self.me,
-            nodes=self.nodes,
             attempt=self.attempt,
             live=self.live,
             watch=watch,
@@ -292,12 +286,10 @@ class Node:
             say=self.log.say,
             links=space.folder / "links",
             outputs=space.outputs,
-            keep=self.context["keep_checkpoints"],
-            damaged=self.resume.damaged,
+            commits=self._commits() if self.me == 0 else None,
             skip={name: entry.signature for name, entry in watch.entries().items()},
             shapes=self.resume.shapes,
             uploads=self.uploads,
-            archive=self.archive,
         )
         mirror.start()
         self.stall = stall.Stall(
@@ -308,6 +300,23 @@ class Node:
             peers=self._live_nodes,
             last=lambda: max(self.log.last, mirror.sign()),
             look=lambda: space.look(self.ranks) if self.ranks is not None else None,
+        )
+
+    def _commits(self) -> Callable[..., Commits]:
+        """Return the maker of the run's commits, on node 0, but for what is the mirror's."""
+        return partial(
+            Commits,
+            nodes=self.nodes,
+            attempt=self.attempt,
+            live=self.live,
+            keep=self.context["keep_checkpoints"],
+            damaged=self.resume.damaged,
+            send=self.link.send,
+            peers=self._live_nodes,
+            say=self.log.say,
+            temporary=self.site.temporary,
+            marks=self.site.marks,
+            archive=self.archive,
         )
 
     def _live_nodes(self) -> set[int]:
@@ -353,7 +362,6 @@ class Node:
             "done": self._on_answer,
             "exit": self._on_exit,
             **dict.fromkeys(("signal", "notice", "preempt", "withdraw", "withdrawn"), self._on_notice),
-            "quiet": self._on_quiet,
             "lost": self._on_lost,
         }
 
@@ -431,10 +439,6 @@ class Node:
         if self.go is None and message["outcome"] == "preempted":  # it was leaving when this node came
             self._on_notice(0, {"t": "preempt", "why": "node 0 got a stop signal", "node": 0, "of": ""})
         self.released, self.lost = True, message["lost"]
-
-    def _on_quiet(self, sender: int, message: Message) -> None:
-        self.log.say(text := f"node {sender} was not heard of for {message['seconds']} s")
-        self.remarks += [text] if message["over"] else []
 
     def _on_lost(self, sender: int, message: Message) -> None:
         self.gone.add(sender)

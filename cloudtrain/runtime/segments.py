@@ -1,7 +1,7 @@
-"""Names of log segments: ``<first line>.log`` as a node writes it, ``<first line>-<last line>.log`` once merged.
+"""Names of log segments: ``<first line>.log``, or ``<first line>-<last line>.log`` of earlier versions.
 
-A merged segment holds all lines of the segments that it replaces. Its writer removes those later, so a reader may list
-both; `distinct` leaves out what a merged one covers.
+Those versions merged small segments into such a one and removed them later, so a reader may list both. `distinct`
+leaves out what a merged one covers.
 """
 
 from __future__ import annotations

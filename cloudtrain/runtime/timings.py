@@ -23,8 +23,6 @@ class Timings:
     """Longest silence of another node during the handshake."""
     silence: float = 90.0
     """Without even a ping, before a peer counts as lost; a cut network often heals sooner."""
-    silence_report: float = 15.0
-    """Silence that is reported: longer than any pause of a healthy node."""
     ping: float = 5.0
     """Between two pings: a silence holds several."""
     leave: float = 2.0
@@ -154,12 +152,6 @@ class Timings:
     """Longest wait of a rank with many lines for a store that is slow to take them."""
     redraw: float = 1.0
     """Between two states of a progress bar that are kept: it redraws its line with carriage returns."""
-    compact: float = 20.0
-    """Between two looks for log segments to merge."""
-    compact_settle: float = 600.0
-    """Without an agent that shows its uploads, a replaced segment is removed after so long."""
-    compact_rest: float = 600.0
-    """A past attempt may still have a writer, which the platform counts as lost, until its folder rests so long."""
 
     # hangs
     alive: float = 5.0

@@ -110,14 +110,6 @@ class Uploads:
         now = file_state(path)
         return now is None or self._put.get(path) == now or self._marked(path, now)
 
-    def marks(self, folder: Path) -> bool:
-        """Return whether the agent has ever shown its work, in ``folder`` or elsewhere."""
-        ends = (self.agent.uploading, self.agent.uploaded)
-        if not self._shown:
-            with contextlib.suppress(OSError):
-                self._shown = any(name.endswith(ends) for name in os.listdir(folder))
-        return self._shown
-
     def _marked(self, path: Path, state: FileState) -> bool:
         """Return whether the agent has uploaded the file as it is."""
         with contextlib.suppress(OSError):

@@ -110,7 +110,7 @@ class TransferOptions(NamedTuple):
 
 
 class Files(Protocol):
-    """The files below one URL."""
+    """The files below one URL. Both trees inherit `exists`, `list` and `download_tree`, made of the other methods."""
 
     @property
     def url(self) -> str:
@@ -125,9 +125,8 @@ class Files(Protocol):
     def create(self, key: str, data: bytes, *, private: bool = False) -> bool:
         """Write only if there is nothing yet: True for exactly one of any number of callers, whose data is whole.
 
-        ``private``: readable by this user alone, in a local tree. Over a network the winner's answer can be lost. A
-        retry inside a client library then finds its own object, so the winner gets False. A caller that needs certainty
-        puts a unique word into ``data`` and reads back. (S3 and Azure tell them apart.)
+        ``private``: readable by this user alone, in a local tree. Over a network an answer can be lost, and the winner
+        is known by its content. So callers that must know who won put a unique word into ``data``.
         """
 
     def load(self, key: str) -> Loaded | None:
@@ -146,12 +145,14 @@ class Files(Protocol):
 
     def exists(self, key: str) -> bool:
         """Return whether there is such a file."""
+        return self.size(key) is not None
 
     def entries(self, prefix: str = "") -> dict[str, Entry]:
         """Return every file below ``prefix``, at any depth, by key; sorted. Leaves out links and unfinished files."""
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """Return `entries`, sizes only."""
+        return {key: entry.size for key, entry in self.entries(prefix).items()}
 
     def names(self, prefix: str = "") -> Names:
         """Return files and folders directly below ``prefix``; sorted, empty if there is no such folder."""
@@ -188,6 +189,21 @@ class Files(Protocol):
         ``select`` filters them; ``digests`` are SHA-256 by relative path. Files with a digest are verified, and not
         fetched again if present. Nothing is fetched if any path would leave ``folder`` (`StorageError`).
         """
+        cut = len(prefix) + 1 if prefix else 0
+        sizes = {key[cut:]: size for key, size in self.list(prefix).items()}
+        wanted = {name: inside(folder, name) for name in sizes if select is None or select(name)}
+
+        def fetch(name: str) -> None:
+            digest = digests.get(name) if digests else None
+            if digest is not None:
+                with disk_errors(wanted[name]):
+                    if is_same(wanted[name], sizes[name], digest):
+                        return
+            key = f"{prefix}/{name}" if prefix else name
+            self.download(key, wanted[name], sha256=digest, size=sizes[name], progress=progress)
+
+        parallel(fetch, list(wanted), jobs=jobs)
+        return sorted(wanted)
 
     def pieces(self, key: str, size: int) -> Generator[bytes, None, None]:
         """Yield the content of the file of ``size`` bytes in order, in bounded memory."""
@@ -262,58 +278,18 @@ def report_to(progress: Progress | None, key: str) -> Callable[[int], None]:
     return (lambda n: progress(key, n)) if progress else (lambda _: None)
 
 
-# ------------------------------------------------------------------------------------------------ methods of both trees
-
-
-class Trees:
-    """The methods of `Files` that are made of its others."""
-
-    def list(self: Files, prefix: str = "") -> dict[str, int]:
-        return {key: entry.size for key, entry in self.entries(prefix).items()}
-
-    def exists(self: Files, key: str) -> bool:
-        return self.size(key) is not None
-
-    def download_tree(
-        self: Files,
-        prefix: str,
-        folder: Path,
-        *,
-        jobs: int = 8,
-        select: Callable[[str], bool] | None = None,
-        digests: Mapping[str, str] | None = None,
-        progress: Progress | None = None,
-    ) -> Names:
-        cut = len(prefix) + 1 if prefix else 0
-        sizes = {key[cut:]: size for key, size in self.list(prefix).items()}
-        wanted = {name: inside(folder, name) for name in sizes if select is None or select(name)}
-
-        def fetch(name: str) -> None:
-            digest = digests.get(name) if digests else None
-            if digest is not None:
-                with disk_errors(wanted[name]):
-                    if is_same(wanted[name], sizes[name], digest):
-                        return
-            key = f"{prefix}/{name}" if prefix else name
-            self.download(key, wanted[name], sha256=digest, size=sizes[name], progress=progress)
-
-        parallel(fetch, list(wanted), jobs=jobs)
-        return sorted(wanted)
-
-
 # --------------------------------------------------------------------------------------------------------- local folder
 
 #: Errors of ``link`` on file systems without hard links.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES}
 
 
-class LocalFiles(Trees):
+class LocalFiles(Files):
     """A local folder as `Files`; it need not exist yet."""
 
-    def __init__(self, *, root: Path, gitignore: bool = False, link: Callable[[Path, Path], None] = os.link) -> None:
+    def __init__(self, *, root: Path, gitignore: bool = False) -> None:
         self.root = Path(os.path.abspath(root))
         self._gitignore = gitignore
-        self._link = link
 
     @property
     def url(self) -> str:
@@ -352,7 +328,7 @@ class LocalFiles(Trees):
     def _link_or_open(self, temp: Path, path: Path, mode: int) -> bool:
         """Give ``temp`` the name ``path`` unless it is taken."""
         try:
-            self._link(temp, path)
+            os.link(temp, path)
             return True
         except FileExistsError:
             return False

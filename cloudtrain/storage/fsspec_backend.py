@@ -89,14 +89,6 @@ class FsspecMover:
         with self._writing() as fs:
             fs.pipe_file(self.at(key), data)
 
-    def create(self, key: str, data: bytes, writer: str) -> None:
-        with self._writing() as fs:
-            fs.pipe_file(self.at(key), data, mode="create")
-
-    def wrote(self, key: str, writer: str) -> bool:
-        """Return False: no fsspec file system records the writer of a file."""
-        return False
-
     def load(self, key: str) -> Loaded:
         if not self._is_google:
             data = self.read(key)

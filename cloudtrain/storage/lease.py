@@ -5,9 +5,9 @@ client's lease. The deleting client takes its lease, then looks for announcement
 first waits, the second spares the announced files.
 
 A holder renews its lease. A lease that a client saw unchanged for its time, by that client's own clock, has expired,
-and exactly one client replaces it. The store's clock can shorten that wait, but never skip it. A released lease is
-marked so, and its file stays: a removal could come late, and hit another client's lease. A file that an earlier version
-wrote counts as a lease of an unknown holder, and expires like any other.
+and exactly one client replaces it. A released lease is marked so, and its file stays: a removal could come late, and
+hit another client's lease. A file that an earlier version wrote counts as a lease of an unknown holder, and expires
+like any other.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Lease:
         self._files, self._key, self._seconds, self._after = files, key, seconds, after
         self._say = partial(say, waits) if say else None
         self._token, self._lost, self._since = secrets.token_hex(16), False, (0.0, 0.0)
-        self._seen, self._ahead = ("", 0.0), 0.0
+        self._seen = ("", 0.0)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
         self.kept = False
@@ -148,19 +148,7 @@ class Lease:
         watched = time.monotonic() - self._seen[1]
         record = _content(found)
         least = min(self._after, CLIENT_TIMINGS.lease_given_up) if _is_ours(record) else self._after
-        if watched >= self._seconds or (watched >= least and _has_ended(record)):
-            return True
-        return watched >= 3 * self._seconds / _RENEWED and self._age(found) >= self._seconds
-
-    def _age(self, found: Loaded) -> float:
-        """Return the seconds since the last renewal, by the store's clock; 0 if the store has no times."""
-        if not self._ahead:
-            key = f"{self._key}.{self._token}"
-            self._files.write(key, b"{}\n")
-            probe = self._files.load(key)
-            withdraw(self._files, key)
-            self._ahead = probe.modified - time.monotonic() if probe is not None and probe.modified else 0.0
-        return self._ahead + time.monotonic() - found.modified if self._ahead and found.modified else 0.0
+        return watched >= self._seconds or (watched >= least and _has_ended(record))
 
     def _renew(self) -> None:
         while not self._ended.wait(self._seconds / _RENEWED):

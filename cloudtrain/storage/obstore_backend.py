@@ -41,7 +41,6 @@ LARGE = 2
 PARTS = 6
 TRIES = 7
 """Half a minute in all."""
-_WRITER = "cloudtrainwriter"  # a gateway may drop headers with underscores
 _STATUS = re.compile(r"status code: (\d{3})[^:]*:?\s*(?P<body>.*)", re.DOTALL)
 _OS_WORDS = re.compile(r'message: "([^"]+)"')
 _ELSEWHERE = ("Received redirect", "AuthorizationHeaderMalformed")
@@ -225,17 +224,6 @@ class ObstoreMover:
         with self._translated() as obs:
             client = self._store if len(data) <= AT_ONCE else self._sender
             obs.put(client, self._at(key), data, use_multipart=False)
-
-    @_apart
-    def create(self, key: str, data: bytes, writer: str) -> None:
-        with self._translated() as obs:
-            obs.put(self._store, self._at(key), data, mode="create", attributes={_WRITER: writer})
-
-    @_apart
-    def wrote(self, key: str, writer: str) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return bool(self._head(key).attributes.get(_WRITER) == writer)
-        return False
 
     @_apart
     def load(self, key: str) -> Loaded:

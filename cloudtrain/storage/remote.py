@@ -9,7 +9,6 @@ import errno
 import hashlib
 import itertools
 import os
-import secrets
 import tempfile
 import threading
 import time
@@ -20,7 +19,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from ..errors import SpecError, StorageError
 from ..validate import url_scheme
 from .errors import Retries, TransientError, classify, translate
-from .files import PIECE, Entry, Loaded, Names, Progress, Storage, TransferOptions, Trees
+from .files import PIECE, Entry, Files, Loaded, Names, Progress, Storage, TransferOptions
 from .fsspec_backend import FsspecMover
 from .local_disk import check_promise, disk_errors, make_durable, parts_of, put, temp_file, verify
 from .obstore_backend import ObstoreMover, OtherRegionError, TooLargeError
@@ -53,12 +52,6 @@ class Mover(Protocol):
 
     def write(self, key: str, data: bytes) -> None:
         """Replace the content."""
-
-    def create(self, key: str, data: bytes, writer: str) -> None:
-        """Write a new file and note ``writer`` if possible. Raises FileExistsError or the like if it exists."""
-
-    def wrote(self, key: str, writer: str) -> bool:
-        """Return whether ``writer`` is noted as its creator."""
 
     def load(self, key: str) -> Loaded:
         """Return the content, with the version that `swap` takes."""
@@ -112,11 +105,10 @@ class _Opened(NamedTuple):
     since: float
 
 
-class RemoteFiles(Trees):
+class RemoteFiles(Files):
     """`Files` of a remote URL. ``storage`` gives the options with which it is opened.
 
     It is called again if access is refused to a client of some age, because credentials expire or are replaced.
-    ``given`` is never replaced.
     """
 
     def __init__(
@@ -125,13 +117,11 @@ class RemoteFiles(Trees):
         url: str,
         storage: Storage | None = None,
         moving: TransferOptions = TransferOptions(),  # noqa: B008 - it is frozen
-        given: Mover | None = None,
         retries: Retries | None = None,
     ) -> None:
         self._url = url
         self._storage = storage
         self._moving = moving
-        self._given = given
         self._retries = retries
         self._opened: _Opened | None = None
         self._region = ""
@@ -155,8 +145,6 @@ class RemoteFiles(Trees):
         return opened
 
     def _made(self) -> Mover:
-        if self._given is not None:
-            return self._given
         retries = self._retries or Retries()  # a file system may connect when it is made
         try:
             return retries(self._url, self._connect)
@@ -205,7 +193,7 @@ class RemoteFiles(Trees):
 
     def _renews(self, opened: _Opened, exc: Exception) -> bool:
         """Return whether a new client may succeed after ``exc``: credentials expire."""
-        if self._given is not None or classify(exc) != "auth":
+        if classify(exc) != "auth":
             return False
         with self._lock():
             if self._opened is opened:  # else another thread did this
@@ -232,29 +220,13 @@ class RemoteFiles(Trees):
             self._call(key, lambda mover: mover.write(key, data))
 
     def create(self, key: str, data: bytes, *, private: bool = False) -> bool:
-        parts_of(key)
-        writer = secrets.token_hex(16)
-        unanswered: TransientError | None = None
-        retries = self._open().mover.retries
-        for number in range(retries.tries + 1):
-            # Also before the first try: some servers ignore the condition, and overwrite.
-            if self.exists(key):
-                return number > 0 and self._call(key, lambda mover: mover.wrote(key, writer))
-            if number == retries.tries:
-                break
-            try:
-                with self._bucket():
-                    self._call(key, lambda mover: mover.create(key, data, writer), again=False)
-                return True
-            except TransientError as exc:  # it may have been created nevertheless: check, then try again
-                unanswered = exc
-            except FileExistsError:
-                # 412 is an object; 409 is another creator, which may still fail: check, then try again.
-                if self.exists(key):
-                    return number > 0 and self._call(key, lambda mover: mover.wrote(key, writer))
-            retries.pause(number)
-        why = f"{self._url}/{key}: other clients change it all the time"
-        raise unanswered or StorageError(why, hint="run the same command again")
+        if self.exists(key):  # some servers ignore the condition, and overwrite
+            return False
+        try:
+            self.swap(key, None, data)
+        except FileExistsError:
+            return False
+        return True
 
     def load(self, key: str) -> Loaded | None:
         parts_of(key)
@@ -280,6 +252,8 @@ class RemoteFiles(Trees):
             if version is None and isinstance(unanswered, FileNotFoundError):
                 raise StorageError(f"{self._url}: the bucket or container does not exist") from unanswered
             retries.pause(number)  # a 409 is another writer, which may still fail
+        if isinstance(unanswered, TransientError):
+            raise unanswered
         why = f"{self._url}/{key}: other clients change it all the time"
         raise StorageError(why, hint="run the same command again") from unanswered
 

@@ -514,7 +514,6 @@ def test_a_network_cut_for_20_s_is_outlived_and_told(torch: Containers) -> None:
     done = torch.ended(process)
     assert done.code == 0, done.err
     assert "step 39" in done.err
-    assert "node 1 was not heard of for " in done.json["attempts"][0]["reason"]
 
 
 @pytest.mark.proof
@@ -594,6 +593,5 @@ def test_an_engine_that_is_restarted_is_waited_for(
     attempts = done.json["attempts"]
     assert [a["number"] for a in attempts] == ["0.0", "0.1"]
     assert "got a stop signal" in attempts[0]["reason"]
-    assert "the container engine did not answer for" in attempts[0]["reason"]
     left = daemon.api().containers(all=True), [n for n in daemon.api().networks() if n["Name"].startswith("cloudtrain")]
     assert left == ([], [])

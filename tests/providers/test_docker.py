@@ -14,16 +14,13 @@ from typing import Any
 
 import pytest
 from containers import left
-from disks import small_disk
 from rows import for_each
 
 from cloudtrain.engine import ENGINE_PREFIX
-from cloudtrain.engine.containers import Printed
 from cloudtrain.engine.docker_api import _address, _is_remote, check_image, clear, make_client, why
-from cloudtrain.engine.supervised import check_readable
 from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.provider_api.protocol import Request
-from cloudtrain.providers.docker import _REFUSED, ROOT, Provider
+from cloudtrain.providers.docker import _REFUSED, Provider
 from cloudtrain.runs.run import Run
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.testing.contract import ProviderContract
@@ -351,43 +348,6 @@ def test_an_image_is_for_a_platform_or_not(image: str, variant: str, platform: s
             check_image(engine, "x", platform)
 
 
-def test_what_a_node_prints_while_the_disk_is_full_costs_whole_lines_alone(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "small", "64k") as disk, contextlib.closing(Printed(disk / "node-0.log")) as out:
-        out.add(b"one\ntw")
-        out.add(b"o\nthr")
-        with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
-            while True:
-                filler.write(bytes(1 << 12))
-        out.add(b"ee\n" + b"x" * 8192 + b"\nfo")
-        assert (disk / "node-0.log").read_bytes() == b"one\ntwo\n"
-        (disk / "filler").unlink()
-        out.add(b"ur, still")
-        out.add(b" four\nfive\nsi")
-        out.add(b"x\n")
-        assert (disk / "node-0.log").read_bytes() == b"one\ntwo\nfive\nsix\n"
-
-
-def test_what_a_node_prints_goes_on_with_the_next_line(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "small", "64k") as disk, contextlib.closing(Printed(disk / "node-0.log")) as out:
-        for ends in (True, False):
-            with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
-                while True:
-                    filler.write(bytes(1 << 12))
-            out.add(b"x" * 8192 + b"\n" * ends)
-            (disk / "filler").unlink()
-            for data in (b"" if ends else b"rest\n", b"one\n", b"tw", b"o\n"):
-                out.add(data)
-        assert (disk / "node-0.log").read_bytes() == b"one\ntwo\n" * 2
-
-
-def test_a_log_that_cannot_be_made_is_made_later(tmp_path: Path) -> None:
-    with contextlib.closing(Printed(tmp_path / "not/yet.log")) as out:
-        out.add(b"lo")
-        (tmp_path / "not").mkdir()
-        out.add(b"st\nkept\n")
-    assert (tmp_path / "not/yet.log").read_bytes() == b"kept\n"
-
-
 def test_why_tells_the_cause_and_never_what_was_left_behind() -> None:
     def raised(exc: Exception, during: Exception, *, cause: Exception | None = None, hide: bool = False) -> Exception:
         exc.__context__ = during
@@ -401,36 +361,6 @@ def test_why_tells_the_cause_and_never_what_was_left_behind() -> None:
     assert why(raised(RuntimeError("wrapped"), gone, cause=other)) == "not yours"
     assert why(raised(SpecError("ours"), gone)) == "ours"
     assert why(raised(RuntimeError("wrapped"), other, cause=raised(SpecError("ours"), gone))) == "ours"
-
-
-@pytest.mark.parametrize(
-    ("kind", "mode", "user", "may"),
-    [
-        ("folder", 0o755, "4242:4343", True),
-        ("folder", 0o744, "4242:4343", False),
-        ("folder", 0o700, "4242:4343", False),
-        ("folder", 0o700, "0:0", True),
-        ("file", 0o644, "4242", True),
-        ("file", 0o640, "4242", False),
-        ("file", 0o640, f"4242:{os.getgid()}", True),
-    ],
-)
-def test_an_input_that_another_user_may_not_read_is_one_line(
-    world: FakePlatform, tmp_path: Path, kind: str, mode: int, user: str, may: bool
-) -> None:
-    given = tmp_path / "given"
-    given.mkdir() if kind == "folder" else given.write_text("x")
-    request = world.plan({"inputs": {"data": str(given)}}).request
-    given.chmod(mode)
-    (node, *_) = world.provider.launch_spec(request).nodes
-    with (
-        contextlib.nullcontext()
-        if may
-        else pytest.raises(SpecError, match=f"may not read {given}\nhint: run: chmod") as caught
-    ):
-        check_readable(node.mounts, user, ROOT)
-    assert may or (caught and caught.value.field) == "inputs.data"
-    given.chmod(0o755)
 
 
 def test_without_its_client_library_it_says_what_to_install(

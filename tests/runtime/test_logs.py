@@ -13,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rows import for_each
 
+from cloudtrain.runs.log_sources import Tail
 from cloudtrain.runtime import logs
 from cloudtrain.runtime.checkpoints import write_whole
 from cloudtrain.runtime.logs import LINE_BYTES, LogWriter, lines_of
+from cloudtrain.runtime.segments import Span, distinct, span_of
 from cloudtrain.runtime.timings import TIMINGS
+from cloudtrain.store.store import Store
 
 
 def read(*chunks: bytes, pause: float = 0.0) -> list[str]:
@@ -203,7 +206,7 @@ def test_numbers_are_whole_and_in_order_from_many_threads(tmp_path: Path, pipe: 
         assert f"#{int(path.stem)} " in path.read_text().splitlines()[0]
 
 
-def test_segments_are_written_by_size_and_age_and_each_once(
+def test_a_segment_takes_further_lines_until_it_is_full(
     tmp_path: Path, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = LogWriter(node=1, out=pipe.fd)
@@ -214,17 +217,81 @@ def test_segments_are_written_by_size_and_age_and_each_once(
     assert not folder.exists()  # not old enough
     writer._flush_seconds = 0.0
     writer.tick()
-    assert [p.name for p in folder.iterdir()] == ["000000001.log"]
+    writer.write("0", "b")
     writer.tick()
-    assert len(list(folder.iterdir())) == 1
+    assert [p.name for p in folder.iterdir()] == ["000000001.log"]
+    assert untimed(folder / "000000001.log") == pipe.lines()
     monkeypatch.setattr(logs, "SEGMENT_BYTES", 100)
     for _ in range(3):
         writer.write("0", "y" * 40)
     writer.flush()
-    assert sorted(p.name for p in folder.iterdir()) == ["000000001.log", "000000002.log", "000000004.log"]
+    assert sorted(p.name for p in folder.iterdir()) == ["000000001.log", "000000005.log"]
     assert untimed(*sorted(folder.iterdir())) == pipe.lines()
 
 
+def test_a_failed_write_leaves_the_segment_as_it_was_and_loses_no_line(
+    tmp_path: Path, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes, *, temporary: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    writer = LogWriter(node=0, out=pipe.fd)
+    writer.begin("0.0", tmp_path / "s")
+    writer.write("0", "one")
+    writer.flush()
+    with monkeypatch.context() as patched:
+        patched.setattr(logs, "write_whole", full)
+        writer.write("0", "two")
+        writer.flush()
+    assert untimed(tmp_path / "s" / "000000001.log") == pipe.lines()[:1]
+    writer.write("0", "three")
+    writer.flush()
+    assert untimed(*(tmp_path / "s").iterdir()) == pipe.lines()
+
+
+def test_a_week_of_lines_is_a_few_segments(tmp_path: Path) -> None:
+    moment, out = [0.0], os.open(os.devnull, os.O_WRONLY)
+    writer = LogWriter(node=0, out=out, clock=lambda: moment[0])
+    writer.begin("0.0", tmp_path / "s")
+    while moment[0] < 7 * 86400:
+        writer.write("0", f"step {writer.lines}")
+        moment[0] += 60.0
+        writer.tick()
+    writer.flush()
+    os.close(out)
+    found = sorted((tmp_path / "s").iterdir())
+    assert len(found) == 1
+    assert found[0].read_text().count("\n") == writer.lines
+
+
+def test_segments_that_earlier_versions_merged_stay_readable(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    folder = tmp_path / "runs" / "old" / "live" / "logs" / "0.0" / "node-0"
+    folder.mkdir(parents=True)
+    lines = [f"[a0.0 n0 r0 #{number} 2025-11-24T16:00:00.000Z] {number}\n" for number in range(1, 10)]
+    for name, text in (
+        ("000000001-000000006.log", lines[:6]), ("000000005.log", lines[4:6]), ("000000007.log", lines[6:]),
+    ):  # fmt: skip
+        (folder / name).write_text("".join(text))
+    tail = Tail(
+        store=store, run_id="old", provider=lambda: pytest.fail("no platform"), clock=time.monotonic, patience=1
+    )
+    assert [line.seq for line in tail.rest()] == list(range(1, 10))
+
+
+def test_a_name_tells_the_lines() -> None:
+    assert [span_of(name) for name in ("000000007.log", "7.log", "000000001-000000009.log")] == [(7, 0), (7, 0), (1, 9)]
+    assert [Span(1, 9).name, Span(7, 0).name] == ["000000001-000000009.log", "000000007.log"]
+    assert [span_of(name) for name in ("x.log", ".7.log.part", "1.log.sagemaker-uploaded", "-7.log")] == [None] * 4
+
+
+def test_what_a_merged_segment_covers_is_left_out() -> None:
+    names = ["1.log", "1-40.log", "1-5.log", "6.log", "39.log", "41.log", "41-60.log", "61.log", "70.log"]
+    found = distinct((span, name) for name in names if (span := span_of(name)))
+    assert [name for _, name in found] == ["1-40.log", "41-60.log", "61.log", "70.log"]
+
+
+@pytest.mark.slow
 def test_a_segment_that_cannot_be_written_is_kept_and_tried_again(tmp_path: Path, pipe: Pipe) -> None:
     writer = LogWriter(node=0, out=pipe.fd)
     (tmp_path / "blocked").write_text("a file where the folder should be")

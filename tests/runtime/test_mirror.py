@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from cloudtrain.runtime import checkpoint_done, checkpoints, mirror, mirror_files
 from cloudtrain.runtime.checkpoint_model import Checkpoint
 from cloudtrain.runtime.checkpoints import COMMIT, CheckpointEntry, Watch, complete
+from cloudtrain.runtime.commits import Commits
 from cloudtrain.runtime.mirror import KINDS, Mirror
 from cloudtrain.runtime.timings import TIMINGS
 
@@ -45,15 +47,30 @@ class Cluster:
             for folder in ("ck", "work", "artifacts"):
                 (tmp_path / f"n{node}" / folder).mkdir(parents=True, exist_ok=True)
             watch = Watch(folder=self.ck(node), workdir=self.work(node), patterns=patterns)
+            commits = partial(
+                Commits,
+                nodes=nodes,
+                attempt=attempt,
+                live=self.live,
+                keep=keep,
+                damaged=damaged,
+                send=self._sender(node),
+                peers=lambda: set(self.alive),
+                say=self.said.append,
+                temporary="",
+                marks=(),
+                archive=None,
+            )
             if node:  # as after a resume: what rank 0 alone had written
                 watch.set_aside("last.pt", {""})
             self.mirrors.append(
                 Mirror(
-                    node=node, nodes=nodes, attempt=attempt, live=self.live, watch=watch,
+                    node=node, attempt=attempt, live=self.live, watch=watch,
                     artifacts=tmp_path / f"n{node}/artifacts",
                     metrics=tmp_path / f"n{node}/metrics.jsonl", links=tmp_path / f"n{node}/links", flush_seconds=0.2,
                     send=self._sender(node), peers=lambda: set(self.alive),
-                    say=self.said.append, keep=keep, damaged=damaged, shapes=shapes,
+                    say=self.said.append, shapes=shapes,
+                    commits=None if node else commits,
                     skip={name: e.signature for name, e in watch.entries().items()},
                 )
             )  # fmt: skip

@@ -176,37 +176,8 @@ def test_the_forger_itself_makes_good_archives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/etc/x", "..", "../x", "a/../../x", "a/./b", "./a", "a//b", "a/", "", "a\0b", MANIFEST, "../out2/x"]
-)
-def test_names_that_lead_elsewhere(tmp_path: Path, path: str) -> None:
-    forged = Forged([row(path)], member(path))
-    assert "manifest" in refuse(tmp_path, forged.bytes, forged.digest)
-
-
-@pytest.mark.parametrize(
-    "links",
-    [
-        {"l": "/etc"},
-        {"l": "../x"},
-        {"l": ".."},
-        {"d/l": "../../x"},
-        {"l": ""},
-        {"here": ".", "l": "here/../x"},
-        {"d/here": "..", "l": "d/here/../x"},
-        {"out": "/", "l": "out/etc"},
-    ],
-)
-def test_links_that_lead_elsewhere(tmp_path: Path, links: dict[str, str]) -> None:
-    forged = Forged([link_row(*item) for item in links.items()], *(link_member(*item) for item in links.items()))
-    assert "leads out of the folder" in refuse(tmp_path, forged.bytes, forged.digest)
-
-
-@pytest.mark.parametrize(
     ("forged", "why"),
     [
-        (Forged([link_row("l", "d"), row("l/x")], link_member("l", "d"), member("l/x")), "inside the link 'l'"),
-        (Forged([row("a"), row("a/x")], member("a"), member("a/x")), "inside the file 'a'"),
-        (Forged([row("a"), row("a")], member("a")), "'a' twice"),
         (Forged([row("a")], member("a"), member("a")), "'a' twice"),
         (Forged([row("a")], member("a"), member("b")), "'b' but its manifest does not list it"),
         (Forged([row("a")], member("a"), member("../b")), "does not list it"),
@@ -217,7 +188,6 @@ def test_links_that_lead_elsewhere(tmp_path: Path, links: dict[str, str]) -> Non
         (Forged([row("a")], member("a", b"ab")), "another type, size"),
         (Forged([row("a")], member("a", mode=0o755)), "mode"),
         (Forged([row("a")], member("a", mode=0o4644)), "mode"),
-        (Forged([row("a", mode="4755")], member("a", mode=0o4755)), "malformed"),
         (Forged([row("a", b"")], link_member("a", "/etc/passwd")), "another type"),
         (Forged([row("a", b"")], link_member("a", "b", tarfile.LNKTYPE)), "another type"),
         (Forged([row("a", b"")], member("a", b"", type=tarfile.CHRTYPE)), "another type"),
@@ -227,14 +197,6 @@ def test_links_that_lead_elsewhere(tmp_path: Path, links: dict[str, str]) -> Non
         (Forged([link_row("l", "a")], link_member("l", "/etc")), "target"),
         (Forged([link_row("l", "a")], link_member("l", "a", tarfile.LNKTYPE)), "another type"),
         (Forged([{**link_row("l", "a"), "sha256": sha(b"b")}], link_member("l", "a")), "other content"),
-        (Forged([row("a", size=-1)], member("a")), "malformed"),
-        (Forged([row("a", size="3")], member("a")), "malformed"),
-        (Forged([row("a", sha256="x")], member("a")), "malformed"),
-        (Forged([{"path": "a"}], member("a")), "malformed"),
-        (Forged([{"path": 1}]), "malformed"),
-        (Forged({"a": 1}), "malformed"),
-        (Forged(7), ""),
-        (Forged([row("\ud800")]), ""),
         (Forged([row("a")], member("a"), manifest="other"), "does not start with"),
     ],
 )
@@ -246,16 +208,6 @@ def test_another_digest_is_named(tmp_path: Path) -> None:
     text = refuse(tmp_path, GOOD.bytes, "0" * 64)
     assert GOOD.digest in text
     assert "0" * 64 in text
-
-
-def test_bombs_are_not_swallowed(tmp_path: Path) -> None:
-    zeros = gzip.compress(GOOD.tar + b"\0" * 2**27)
-    assert "more than its manifest" in refuse(tmp_path, zeros, GOOD.digest)
-    assert "more than its manifest" in refuse(tmp_path, gzip.compress(b"") + zeros, GOOD.digest)
-    huge = tarfile.TarInfo("x")
-    huge.type, huge.size = tarfile.XHDTYPE, 2**40
-    header = huge.tobuf(tarfile.USTAR_FORMAT) if huge.size < 8**11 else huge.tobuf(tarfile.GNU_FORMAT)
-    refuse(tmp_path, gzip.compress(header + b"\0" * 2**27), GOOD.digest)
 
 
 @pytest.mark.parametrize(

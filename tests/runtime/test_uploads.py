@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cloudtrain.errors import DigestError, StorageError
 from cloudtrain.provider_api.node import NodeEnvironment, SyncAgent, Topology
 from cloudtrain.runtime.archive import Archive
 from cloudtrain.runtime.checkpoints import Watch, complete, uncommitted, write_whole
+from cloudtrain.runtime.commits import Commits
 from cloudtrain.runtime.history import Start
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.mirror import Mirror
@@ -99,13 +101,26 @@ class Fleet:
             uploads = Uploads(root / "live", agent, say=self.say, clock=lambda: time.monotonic() * SCALE)
             self.uploads.append(uploads)
             watch = Watch(folder=root / "ck", workdir=root / "work")
+            commits = partial(
+                Commits,
+                nodes=nodes,
+                attempt=attempt,
+                live=root / "live",
+                keep=keep,
+                damaged=damaged,
+                send=self._sender(node),
+                peers=lambda: set(range(nodes)),
+                say=self.say,
+                temporary=agent.temporary,
+                marks=agent.marks,
+                archive=Archive(root / "live", objects, temporary=agent.temporary) if objects else None,
+            )
             self.mirrors.append(
                 Mirror(
-                    node=node, nodes=nodes, attempt=attempt, live=root / "live", watch=watch,
+                    node=node, attempt=attempt, live=root / "live", watch=watch,
                     artifacts=root / "artifacts", metrics=root / "metrics.jsonl", links=root / "links",
-                    send=self._sender(node), peers=lambda: set(range(nodes)), say=self.say, keep=keep, uploads=uploads,
-                    archive=Archive(root / "live", objects, temporary=agent.temporary) if objects else None,
-                    damaged=damaged,
+                    send=self._sender(node), peers=lambda: set(range(nodes)), say=self.say, uploads=uploads,
+                    commits=None if node else commits,
                 )
             )  # fmt: skip
         self.attempt = attempt
