@@ -601,12 +601,15 @@ def test_a_success_that_leaves_nothing_is_told_with_a_hint(
         ), err
 
 
+@pytest.mark.slow
 def test_a_run_is_found_by_its_url_from_anywhere(bad: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
     url = json.loads(bad.stdout)["run"]
     assert json.loads(run_cli("status", url, "--json", cwd=tmp_path).stdout)["run_id"] == "bad-1"
 
 
-@pytest.mark.parametrize("verb", ["status", "logs", "wait", "pull", "cancel"])
+@pytest.mark.parametrize(
+    "verb", ["status", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("logs", "wait", "pull", "cancel"))]
+)
 def test_a_run_that_is_not_there_is_exit_2(verb: str, demo: Path) -> None:
     done = run_cli(verb, "nosuch-1", "--json", cwd=demo)
     assert done.returncode == 2, done.stderr

@@ -46,7 +46,6 @@ ROLE = "arn:aws:iam::123456789012:role/training"
 ECR = "123456789012.dkr.ecr.eu-west-1.amazonaws.com/trainer:1"
 KMS = "arn:aws:kms:eu-west-1:123456789012:key/11111111-2222-3333-4444-555555555555"
 PLAN = "arn:aws:sagemaker:eu-west-1:123456789012:training-plan/mine"
-LAMBDA = "arn:aws:lambda:eu-west-1:123456789012:function:login"
 VPC = {"subnets": ["subnet-1"], "security_group_ids": ["sg-1"]}
 
 
@@ -509,6 +508,7 @@ def local(here: Path) -> PyTorch:
     return pytorch(instance_type="local", hyperparameters={"e": 3, "amp": True}, max_run=60)
 
 
+@pytest.mark.slow
 def test_a_script_for_sagemaker_runs_here(local: PyTorch, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = local.fit(f"file://{here}/good", job_name="local-1")
     assert "trained 3 True good" in capsys.readouterr().out
@@ -536,6 +536,7 @@ print("found", found, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_jobs_with_one_checkpoint_uri_continue_each_other(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "train.py").write_text(SAVES)
     words = {"instance_type": "local", "max_run": 60}
@@ -552,6 +553,7 @@ def test_jobs_with_one_checkpoint_uri_continue_each_other(here: Path, capsys: py
     assert other.fit(job_name="other", logs="None").job.resume_from is None
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_raises_and_is_still_the_latest(local: PyTorch) -> None:
     with pytest.raises(RunFailedError, match="THE CAUSE"):
         local.fit({"training": "bad"}, logs="None")

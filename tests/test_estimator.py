@@ -112,6 +112,7 @@ def test_fit_writes_the_logs_and_returns_the_run(folder: Path, capsys: pytest.Ca
     assert Estimator.attach("fit-1").result() == Estimator.attach(run.url).result() == run.result()
 
 
+@pytest.mark.slow
 def test_fit_raises_for_a_run_that_failed_and_attach_finds_it(folder: Path) -> None:
     lines: list[str] = []
     estimator = Estimator(
@@ -125,6 +126,7 @@ def test_fit_raises_for_a_run_that_failed_and_attach_finds_it(folder: Path) -> N
     assert Estimator.attach("fit-2", store=str(folder / "st")).url == estimator.latest_run.url
 
 
+@pytest.mark.slow
 def test_fit_without_waiting_returns_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Estimator(entry_point="train.py", source_dir="src").fit(folder / "good", wait=False)
     assert run.wait()["state"] == "succeeded"
@@ -172,6 +174,7 @@ def test_a_job_is_planned_sent_and_found_again_by_functions(folder: Path) -> Non
     assert "1 node" in rows["job"]
 
 
+@pytest.mark.slow
 def test_waiting_starts_the_attempts_that_the_job_allows(folder: Path) -> None:
     """As `cloudtrain wait` does. `local` retries by itself, so the policy is looked at here, not its effect."""
     run = cloudtrain.submit(Job.make(entry_point="train.py", source_dir="src", inputs={"train": "good"}), run_id="f-2")
