@@ -123,7 +123,7 @@ class Files(Protocol):
         """Replace the content: a reader sees the old, the new or none, never a part."""
 
     def create(self, key: str, data: bytes, *, private: bool = False) -> bool:
-        """Write only if there is nothing yet: of callers with different data, True for exactly one, whose data is whole.
+        """Write only if there is nothing yet: of callers with different data, True for exactly one. Its data is whole.
 
         ``private``: readable by this user alone, in a local tree. Over a network an answer can be lost, and the winner
         is known by its content: callers with the same data may all get True. One that must know who won puts a unique
