@@ -60,10 +60,8 @@ def only(world: AzureMLWorld) -> CommandJob:
 
 
 def test_the_shell_is_the_job_s_ssh_service(idle: AzureMLWorld) -> None:
-    given = {**dataclasses.asdict(idle.provider.settings), "ssh_public_key": "ssh-ed25519 AAAA me"}
-    idle.provider = find_provider("azureml")(**given)
     request = idle.plan({"interactive": True, "instance_count": 2}).request
-    key = "ssh-ed25519 AAAA me"
+    key = idle.provider.settings.ssh_public_key
     assert request.body["services"] == {"cloudtrain_ssh": {"type": "ssh", "nodes": "all", "ssh_public_keys": key}}
     native = idle.provider.submit(request)
     (sent,) = only(idle).body["properties"]["services"].values()
@@ -81,6 +79,8 @@ def test_a_shell_needs_a_key_and_a_job_that_lets_it_in(idle: AzureMLWorld) -> No
     request = idle.plan().request
     with pytest.raises(SpecError, match="lets no shell in"):
         idle.provider.shell(request, idle.provider.submit(request), 0, [], tty=True)
+    given = {**dataclasses.asdict(idle.provider.settings), "ssh_public_key": ""}
+    idle.provider = find_provider("azureml")(**given)
     with pytest.raises(SpecError, match="interactive needs it") as caught:
         idle.plan({"interactive": True})
     assert caught.value.field == "azureml.ssh_public_key"
