@@ -201,6 +201,7 @@ class Estimator:
         max_gpu_hours: float | None = None,
         retries: int | None = None,
         stall_timeout: Duration | None = None,
+        interactive: bool | None = None,
         debug_nccl: bool | None = None,
         resume_from: str | None = None,
         checkpoint_paths: Texts | None = None,

@@ -79,7 +79,7 @@ VERBS = [
     M("launch train.py", 2, "no verb 'launch'", "cloudtrain submit"),
     M("rm twin", 2, "no verb 'rm'", "cloudtrain gc"),
     M("delete twin", 2, "no verb 'delete'", "cloudtrain gc"),
-    M("ssh twin", 2, "no verb 'ssh'", "debug_shell"),
+    M("ssh twin", 2, "no verb 'ssh'", "did you mean: cloudtrain shell"),
     M("download twin", 2, "no verb 'download'", "cloudtrain pull"),
     M("resume twin", 2, "no verb 'resume'", "--resume-from"),
     M("tail twin", 2, "no verb 'tail'", "cloudtrain logs"),

@@ -24,16 +24,15 @@ _MEANT = {
     "doctor": "check diagnose test verify",
     "config": "settings configure env profile",
     "watch": "top monitor live attach",
+    "shell": "ssh exec bash",
     "report": "html summary",
     "wait": "join block",
     "rehearse": "simulate emulate drill",
     "reconcile": "retry resubmit",
 }
 _RESUME = "to start a new run from its newest checkpoint: cloudtrain submit SCRIPT --resume-from RUN"
-_SHELL = "to open a shell on a node, set debug_shell where the platform has one: docs/providers.md"
 HINTS = {
     **{word: f"did you mean: cloudtrain {verb}" for verb, words in _MEANT.items() for word in words.split()},
-    **dict.fromkeys(("ssh", "exec", "shell", "bash"), _SHELL),
     **dict.fromkeys(("resume", "continue", "restart"), _RESUME),
     **dict.fromkeys(("login", "auth"), "did you mean: cloudtrain doctor"),
     "version": "did you mean: cloudtrain --version",

@@ -23,8 +23,8 @@ FORMS = {
         "name": "NAME", "entry_point": "SCRIPT", "source_dir": "DIR", "dependencies": "DIR", "requirements": "PATH",
         "exclude": "PATTERN", "image": "IMAGE", "launcher": "LAUNCHER", "hyperparameters": "NAME=VALUE",
         "hyperparameter_style": "STYLE", "env": "NAME=VALUE", "secrets": "NAME[=REFERENCE]", "tags": "NAME=VALUE",
-        "webhook": "URL", "webhook_headers": "NAME=VALUE",
-        "metrics": "NAME=REGEX", "debug_nccl": "", "options": "PROVIDER.PATH=JSON", "on": "PROVIDER.FIELD=JSON",
+        "webhook": "URL", "webhook_headers": "NAME=VALUE", "metrics": "NAME=REGEX", "interactive": "", "debug_nccl": "",
+        "options": "PROVIDER.PATH=JSON", "on": "PROVIDER.FIELD=JSON",
     },
     "Machines": {
         "instance_count": "INT", "instance_type": "TYPE", "gpu": "GPU[:COUNT]", "total_gpus": "INT",

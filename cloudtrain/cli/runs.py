@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from ..runs.sweeps.sweep import Sweep
 
 __all__ = [
-    "after", "cancel", "each_run", "gc", "left", "list_runs", "logs", "pull", "pull_into", "reconcile", "say_empty",
-    "seconds_of", "status", "stopped", "wait",
+    "after", "cancel", "each_run", "gc", "left", "list_runs", "logs", "open_one", "pull", "pull_into", "reconcile",
+    "say_empty", "seconds_of", "status", "stopped", "wait",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -193,7 +193,7 @@ def logs(
     screen: Ours[Screen],
 ) -> int:
     """Print every line of every node, each once, in order for each node."""
-    handle = _open(run, at, screen)
+    handle = open_one(run, at, screen)
     run = _called(run, screen.about)
     if newest is not None and newest < 0:
         raise SpecError(
@@ -249,7 +249,7 @@ def wait(
             if handle is None and on_signal != "cancel":
                 raise
             with undisturbed():
-                handle = handle or _open(run, at, screen)
+                handle = handle or open_one(run, at, screen)
             return stopped(handle, run, at, on_signal, json, screen)
         except (AuthError, LostContactError) as exc:
             if handle is None or not changes.heard:  # no wait began: the error was there before
@@ -642,7 +642,7 @@ def _open_any(word: str, at: Where, screen: Screen, *, names: bool = True) -> Ru
     return handle
 
 
-def _open(word: str, at: Where, screen: Screen) -> Run:
+def open_one(word: str, at: Where, screen: Screen) -> Run:
     """Open the run that ``word`` means, as `_open_any`. Raises `SpecError` for a sweep."""
     from ..runs.run import Run
 

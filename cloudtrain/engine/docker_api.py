@@ -32,6 +32,7 @@ __all__ = [
     "make_client",
     "remove_container",
     "run_label",
+    "running_node",
     "why",
 ]
 
@@ -41,6 +42,14 @@ LABEL = "cloudtrain."
 def run_label(run: str) -> str:
     """Return the label value of every container and network of the run with this URL."""
     return hashlib.sha256(run.encode()).hexdigest()[:16]
+
+
+def running_node(run: str, node: int) -> str:
+    """Return the id of the container that is a node of the run now. Raises `SpecError` if none is."""
+    labels = [f"{LABEL}id={run_label(run)}", f"{LABEL}node={node}"]
+    for found in connect().containers(filters={"label": labels, "status": "running"}):
+        return str(found["Id"])
+    raise SpecError("the node has no container now", field="node", hint="try again")
 
 
 # ---------------------------------------------------------------------------------------------------------- the engine

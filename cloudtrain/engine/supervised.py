@@ -52,6 +52,7 @@ __all__ = [
     "PREEMPTED",
     "SupervisedProvider",
     "clear_containers",
+    "existing",
     "image_id",
     "is_alive",
     "refuse",
@@ -88,6 +89,7 @@ class SupervisedProvider(ProviderExtras):
     max_wait_by: ClassVar[str] = "platform"
     min_poll_s: ClassVar[float] = 0.05  # one poll reads a few files
     max_poll_s: ClassVar[float] = 0.05
+    always_interactive: ClassVar[bool] = True
     settings: Any
 
     def check(self, request: Request) -> None:
@@ -259,7 +261,7 @@ class SupervisedProvider(ProviderExtras):
         return None
 
     def status(self, native_id: str) -> Status:
-        folder = _existing(native_id)
+        folder = existing(native_id)
         data = _read(folder / "status.json")
         status = Status(
             state=data["state"],
@@ -274,7 +276,7 @@ class SupervisedProvider(ProviderExtras):
         return status if status.final or is_alive(folder) else self._abandoned(folder, status)
 
     def logs(self, native_id: str, cursor: Any = None) -> LogPage:
-        folder = _existing(native_id)
+        folder = existing(native_id)
         offsets = dict(cursor or {})
         lines: list[LogLine] = []
         more = False
@@ -295,7 +297,7 @@ class SupervisedProvider(ProviderExtras):
 
     def stuck(self, native_id: str) -> dict[str, str]:
         """Return each checkpoint that the newest attempt's nodes could not copy to the store, with the reason."""
-        logs = _logs_in(_existing(native_id))
+        logs = _logs_in(existing(native_id))
         found: dict[str, str] = {}
         for path in (each for each in logs if each.parent == logs[-1].parent):
             with open(path, "rb") as stream:
@@ -305,7 +307,7 @@ class SupervisedProvider(ProviderExtras):
         return found
 
     def cancel(self, native_id: str) -> None:
-        folder = _existing(native_id)
+        folder = existing(native_id)
         try:
             (folder / "cancel").touch()
         except OSError as exc:  # a full or read-only disk
@@ -317,7 +319,7 @@ class SupervisedProvider(ProviderExtras):
     def abandoned(self, native_id: str) -> bool:
         """Return True if the supervisor was killed, or this machine restarted, before the run ended."""
         with contextlib.suppress(NotFoundError, LostContactError):
-            folder = _existing(native_id)
+            folder = existing(native_id)
             if is_alive(folder):
                 return False
             data = _read(folder / "status.json")
@@ -385,7 +387,8 @@ def _outside(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if inside is None or not value.startswith(inside[0])}
 
 
-def _existing(native_id: str) -> Path:
+def existing(native_id: str) -> Path:
+    """Return the folder of a run's supervisor. Raises `NotFoundError`, and `LostContactError` on another machine."""
     host, _, path = native_id.partition(":")
     folder = Path(path)
     if (folder / "status.json").exists():

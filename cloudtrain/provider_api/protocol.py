@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # a node compiles all imports at each start, and does not nee
 
 __all__ = [
     "FINAL", "STATES", "AttemptInfo", "Layout", "LayoutInput", "LogLine", "LogPage", "NativeObject", "Need",
-    "Provider", "ProviderExtras", "Request", "Status", "check_inputs", "check_needs", "context_of", "extras_of",
-    "extras_of_type", "lacking", "needs_of", "python_command", "recorded_settings",
+    "Provider", "ProviderExtras", "Request", "Shell", "Status", "check_inputs", "check_needs", "context_of",
+    "extras_of", "extras_of_type", "lacking", "needs_of", "python_command", "recorded_settings", "shell_arguments",
 ]  # fmt: skip
 
 STATES = ("pending", "running", "succeeded", "failed", "cancelled")
@@ -222,6 +222,19 @@ class LogPage:
     more: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shell:
+    """A way into a node: the command ``argv``, to run on this machine with ``env`` added, or the page ``url``.
+
+    ``install`` is the hint if this machine lacks the command's program.
+    """
+
+    argv: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    url: str = ""
+    install: str = ""
+
+
 # ------------------------------------------------------------------------------------------------------- the protocol
 
 
@@ -260,6 +273,7 @@ class ProviderExtras:
     * ``probe_ports``: ports of node 0 that ``doctor --job`` tries from the other nodes.
     * ``arrival_s``: seconds after which a request is a job that `find` finds, or will never be one, if its client was
       killed. Another client on that client's machine sends it then.
+    * ``always_interactive``: `shell` works for every job, so that the field ``interactive`` changes no request.
     * ``object_mounts``: the folder below which nodes see an object store as files, and variables that name places in
       it. A plan warns of appends there.
     """
@@ -267,6 +281,7 @@ class ProviderExtras:
     needs: ClassVar[Mapping[str, Need]] = {}
     sync_marks: ClassVar[tuple[str, ...]] = ()
     probe_ports: ClassVar[tuple[int, ...]] = ()
+    always_interactive: ClassVar[bool] = False
     object_mounts: ClassVar[tuple[str, ...]] = ()
     arrival_s: ClassVar[float] = 1.0
 
@@ -307,6 +322,13 @@ class ProviderExtras:
     def stuck(self, native_id: str) -> Mapping[str, str]:
         """Return the checkpoints that nodes cannot copy to the store now, by name, each with the reason."""
         return {}
+
+    def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell | None:
+        """Return the way into a node of a running job; None for a platform without one. ``tty``: for a terminal.
+
+        ``command`` is what runs there, empty for a shell. Raises `SpecError` if the job does not let one in.
+        """
+        return None
 
     def abandoned(self, native_id: str) -> bool:
         """Return True if the process that would start further attempts has died: clients then start them."""
@@ -434,6 +456,15 @@ def python_command(arguments: Sequence[str]) -> list[str]:
     find = "python=$(command -v python3 || command -v python)"
     none = "{ echo 'cloudtrain: this image has no python3 and no python' >&2; exit 127; }"
     return ["/bin/sh", "-c", f'{find} || {none}; exec "$python" "$@"', "cloudtrain", *arguments]
+
+
+def shell_arguments(pyz: str, request: Request, node: int, command: Sequence[str], *, scratch: str = "") -> list[str]:
+    """Return the arguments of Python on a node that run ``command``, or a shell, in its first rank's environment.
+
+    ``pyz`` is the node's path of the runtime. ``scratch`` is the node's folder, if other nodes run beside it.
+    """
+    words = [pyz, "shell", "--run-id", str(request.context["run_id"]), "--node", str(node), "--scratch", scratch]
+    return [*words, "--", *command]
 
 
 def check_inputs(provider: type[Provider], inputs: Mapping[str, Input | LayoutInput]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..errors import LostContactError, PlatformError, SpecError, UnsupportedError
 from ..provider_api.launch_spec import LaunchSpec
 from ..provider_api.node import NodeEnvironment
-from ..provider_api.protocol import Layout, LogPage, ProviderExtras, Request, Status
+from ..provider_api.protocol import Layout, LogPage, ProviderExtras, Request, Shell, Status
 from ..validate import unix_seconds
 
 if TYPE_CHECKING:
@@ -100,6 +100,10 @@ class CloudProvider(ProviderExtras):
 
     def cancel(self, native_id: str) -> None:
         self.account.cancel(native_id)
+
+    def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell | None:
+        found: Shell | None = self.account.shell(request, native_id, node, command, tty=tty)
+        return found
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
         """Yield the checks of `doctor`."""

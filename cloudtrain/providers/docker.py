@@ -27,7 +27,7 @@ from ..engine.supervised import (
 from ..errors import SpecError
 from ..provider_api.launch_spec import NodeSpec
 from ..provider_api.node import NodeEnvironment, Topology
-from ..provider_api.protocol import Layout, Request, python_command
+from ..provider_api.protocol import Layout, Request, Shell, python_command, shell_arguments
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import did_you_mean, texts_of
 
@@ -195,6 +195,14 @@ class Provider(SupervisedProvider):
 
     def _clear(self, folder: Path) -> None:
         clear_containers(folder)
+
+    def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
+        from ..engine.docker_api import running_node
+
+        found = running_node(request.run, node)
+        words = python_command(shell_arguments(f"{ROOT}cloudtrain.pyz", request, node, command))
+        install = "install the docker command: https://docs.docker.com/engine/install"
+        return Shell(argv=["docker", "exec", "-i", *(["-t"] if tty else []), found, *words], install=install)
 
     @staticmethod
     def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:

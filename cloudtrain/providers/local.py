@@ -10,16 +10,16 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
-from ..engine.supervised import PREEMPTED, SupervisedProvider, origin_tags
+from ..engine.supervised import PREEMPTED, SupervisedProvider, existing, origin_tags
 from ..errors import SpecError
 from ..provider_api.launch_spec import NodeSpec
 from ..provider_api.node import NodeEnvironment, Topology
-from ..provider_api.protocol import Layout, Request
+from ..provider_api.protocol import Layout, Request, Shell, shell_arguments
 from ..storage.timings import CLIENT_TIMINGS
 
 if TYPE_CHECKING:
@@ -116,6 +116,15 @@ class Provider(SupervisedProvider):
 
         python = self.settings.python
         yield from of_processes(python, request, self.check, fix=_torch_command(python))
+
+    def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
+        root = existing(native_id) / "nodes" / f"node-{node}"
+        try:
+            scratch = json.loads(root.with_name(f"{root.name}.started").read_bytes())["scratch"]
+        except (OSError, ValueError):  # between two starts
+            raise SpecError("the node does not run now", field="node", hint="try again") from None
+        words = shell_arguments(str(root / "cloudtrain.pyz"), request, node, command, scratch=scratch)
+        return Shell(argv=[request.body["nodes"][node]["command"][0], *words])
 
     @staticmethod
     def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:

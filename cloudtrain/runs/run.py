@@ -17,11 +17,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from ..errors import AuthError, CloudtrainError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
+from ..errors import (
+    AuthError,
+    CloudtrainError,
+    DigestError,
+    LostContactError,
+    NotFoundError,
+    SpecError,
+    StorageError,
+    UnsupportedError,
+)
 from ..job.job import Job, check_run_id
 from ..provider_api import catalog
 from ..provider_api.node import attempt_key
-from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Status, extras_of
+from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Shell, Status, extras_of
 from ..runtime.checkpoint_model import Checkpoint
 from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import Progress
@@ -554,7 +563,7 @@ class Run:
             count *= max(wanted.resources.processes(i) for i in range(max(1, len(wanted.resources.gpu))))
         if not 0 <= number < count:
             there = f"{kind}s are 0 to {count - 1}" if count > 1 else f"the only {kind} is 0"
-            raise NotFoundError(f"no {kind} {number}; {there}", hint=f"use --{kind} 0, or leave it out for all {kind}s")
+            raise NotFoundError(f"no {kind} {number}; {there}", hint=f"use --{kind} 0, or leave it out")
 
     def _lines(
         self, tail: Tail, follow: bool, times: bool, poll: float | None, patience: float
@@ -817,6 +826,31 @@ class Run:
         """
         bring = partial(pull, self.store, self.run_id, Path(folder), what=what, on_pull=on_pull, progress=progress)
         return bring(along=self._statuses_until_final() if follow else None, clock=self._ticks)
+
+    def shell(self, node: int = 0, command: Sequence[str] = (), *, tty: bool = False) -> Shell:
+        """Return the way into a node: a command to run here, or the page of a shell. ``tty``: for a terminal.
+
+        ``command`` is what runs there, in the environment of the node's first rank; default: a shell.
+
+        Raises `SpecError` for a run that does not run now, or lets no shell in, and `UnsupportedError` for a platform
+        without shells.
+        """
+        self._follow_handover()
+        status, natives = self._current_status()
+        if status.final:
+            hint = f"its files stay: cloudtrain pull {self.run_id}"
+            raise SpecError(f"the run is over ({status.state}), and its nodes are gone", field="run", hint=hint)
+        if status.state != "running" or not natives:
+            hint = f"wait for its nodes: cloudtrain watch {self.run_id}"
+            raise SpecError("the run has no nodes yet", field="run", hint=hint)
+        self._check_part("node", node)
+        newest = max(natives)
+        request = self.store.attempt_request(self.run_id, newest)
+        assert request is not None
+        found = extras_of(self.provider).shell(request, natives[newest], node, command, tty=tty)
+        if found is None:
+            raise UnsupportedError(self.provider_name, "shell", "it has no way into a node")
+        return found
 
     def _statuses_until_final(self) -> Iterator[Status]:
         """Yield statuses until the run has ended, and keep its result then, or leave that to the next client."""

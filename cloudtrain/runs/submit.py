@@ -168,7 +168,10 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user that are not warnings."""
-        return (*self.request.notes, *memory_notes(self.job, self.request))
+        notes = [*self.request.notes, *memory_notes(self.job, self.request)]
+        if self.job.interactive and extras_of(self.provider).always_interactive:
+            notes.append(f"interactive: not needed, as provider {self.provider.name} lets a shell into every job")
+        return tuple(notes)
 
     def document(self) -> dict[str, Any]:
         """Return plain JSON values. Equal plans give equal documents. Sizes are in bytes, times in seconds. Missing

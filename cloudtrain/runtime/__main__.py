@@ -1,4 +1,7 @@
-"""``cloudtrain.pyz run --context PATH --attempt K [--path NAME=PATH]…``: the command that runs one node of a run."""
+"""``cloudtrain.pyz run --context PATH --attempt K [--path NAME=PATH]…``: the command that runs one node of a run.
+
+``cloudtrain.pyz shell`` runs a command beside a node's ranks; see `shell`.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,10 @@ FAILURE_VARIABLE = "CLOUDTRAIN_FAILURE_FILE"
 
 def main(argv: list[str]) -> int:
     """Run this node to its end. Return the exit code for the platform."""
+    if argv[:1] == ["shell"]:
+        from .shell import run_command
+
+        return run_command(argv[1:])
     failure_file = os.environ.pop(FAILURE_VARIABLE, None)  # not for the script
     _leave_cause(failure_file, "")  # before anything can fail
     parser = argparse.ArgumentParser(prog="cloudtrain.pyz", allow_abbrev=False)

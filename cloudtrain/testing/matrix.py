@@ -26,6 +26,7 @@ from .tables import (
     Sample,
     by_client,
     field_helps,
+    needs_nothing,
     platform_rows,
     secret_row,
     verdict,
@@ -39,8 +40,9 @@ _INTRO = """# Providers
 
 What each provider does with each field of a Job. **request**: a change of the field changes the native request;
 **script**: it changes context.json, from which the node starts the script, and the contract suite has seen the script
-see it; **refused**: `plan` ends with exit code 2 and one line that names the field and says why. There is no fourth
-way: a test fails for a field that is silently ignored, and for one that has no row here.
+see it; **refused**: `plan` ends with exit code 2 and one line that names the field and says why; **always so**: the
+platform does so for every job, and `plan` says so in a note. There is no other way: a test fails for a field that is
+silently ignored, and for one that has no row here.
 """
 _ENDS = """
 ## How a run can end
@@ -112,6 +114,8 @@ def _column(provider: type[Provider], folder: Path, notes: list[str]) -> dict[st
                 return f"refused ({notes.index(refused.why) + 1})"
             reached |= parts
         if not reached:
+            if needs_nothing(made, name):
+                return "always so"
             return "the waiting client" if by_client(made, name) else "ignored"
         return " and ".join(word for part, word in (("body", "request"), ("context", "script")) if part in reached)
 

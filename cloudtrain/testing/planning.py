@@ -34,6 +34,7 @@ from .tables import (
     by_client,
     field_helps,
     merged,
+    needs_nothing,
     platform_rows,
     secret_row,
     verdict,
@@ -224,6 +225,9 @@ class PlanContract:
             assert refused.why.strip()
         elif "body" in reached:
             world.check(world.plan(row.base(world.place), row.change(world.place)).request)
+        elif needs_nothing(world.provider, field):
+            plan = world.plan(row.base(world.place), row.change(world.place))
+            assert any(note.startswith(f"{field}: ") for note in plan.notes)
         else:
             assert by_client(world.provider, field), "neither in the request nor refused"
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import UnsupportedError
 from ..job.job import Input, Job, Resources, Source
-from ..provider_api.protocol import Provider
+from ..provider_api.protocol import Provider, extras_of_type
 from ..runs.metrics import json_rows
 from ..runs.submit import Plan, make_plan
 from ..settings.settings import Settings
@@ -43,6 +43,7 @@ __all__ = [
     "by_client",
     "field_helps",
     "merged",
+    "needs_nothing",
     "plan_of",
     "platform_rows",
     "secret_row",
@@ -201,6 +202,7 @@ PLATFORM: dict[str, Row] = {
     "max_cost": Row(change=_to(max_cost=7.5)),
     "max_gpu_hours": Row(base=_to(gpu=("T4:1",)), change=_to(max_gpu_hours=1.5)),
     "retries": Row(change=_to(retries=2)),
+    "interactive": Row(change=_to(interactive=True)),
     "tags": Row(change=_to(tags={"team": "vision"})),
     "inputs.url": Row(base=_input(), change=lambda place: {"inputs": {"data": {"url": str(place.folder / "more")}}}),
     "inputs.mode": Row(base=_input(mode="copy"), change=_input(mode="mount")),
@@ -214,6 +216,12 @@ PLATFORM: dict[str, Row] = {
 def by_client(provider: Provider | type[Provider], field: str) -> bool:
     """Return True if a waiting client acts on the field, so that no request need hold it."""
     return {"retries": provider.retried_by, "max_wait": provider.max_wait_by}.get(field) == "client"
+
+
+def needs_nothing(provider: Provider | type[Provider], field: str) -> bool:
+    """Return True if the platform does for every job what the field asks for; `plan` then says so in a note."""
+    kind = provider if isinstance(provider, type) else type(provider)
+    return field == "interactive" and extras_of_type(kind).always_interactive
 
 
 # -------------------------------------------------------------------------------------------------------- script fields

@@ -23,7 +23,8 @@ from worlds.azureml.plane import SUBSCRIPTION
 from worlds.azureml.wire import Fault, Refusal
 from worlds.azureml.world import AzureMLWorld
 
-from cloudtrain.errors import AuthError, CloudtrainError, ConflictError, QuotaError
+from cloudtrain.errors import AuthError, CloudtrainError, ConflictError, QuotaError, SpecError, UnsupportedError
+from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.runs.run import Run
 
 pytestmark = [pytest.mark.remote]
@@ -53,6 +54,36 @@ def client(idle: AzureMLWorld, tmp_path: Path) -> Iterator[AzureClient]:
 def only(world: AzureMLWorld) -> CommandJob:
     (job,) = world.plane.jobs.values()
     return job
+
+
+# ------------------------------------------------------------------------------------------------------------- a shell
+
+
+def test_the_shell_is_the_job_s_ssh_service(idle: AzureMLWorld) -> None:
+    request = idle.plan({"interactive": True, "instance_count": 2}).request
+    key = idle.provider.settings.ssh_public_key
+    assert request.body["services"] == {"cloudtrain_ssh": {"type": "ssh", "nodes": "all", "ssh_public_keys": key}}
+    native = idle.provider.submit(request)
+    (sent,) = only(idle).body["properties"]["services"].values()
+    assert (sent["jobServiceType"], sent["properties"]) == ("SSH", {"sshPublicKeys": key})
+    way = idle.provider.shell(request, native, 1, [], tty=True)
+    own = idle.provider.settings
+    where = ["--subscription", own.subscription_id, "--resource-group", own.resource_group]
+    words = ["--name", request.body["name"], "--node-index", "1", *where, "--workspace-name", own.workspace_name]
+    assert way.argv == ["az", "ml", "job", "connect-ssh", *words]
+    with pytest.raises(UnsupportedError, match="takes no command"):
+        idle.provider.shell(request, native, 0, ["nvidia-smi"], tty=False)
+
+
+def test_a_shell_needs_a_key_and_a_job_that_lets_it_in(idle: AzureMLWorld) -> None:
+    request = idle.plan().request
+    with pytest.raises(SpecError, match="lets no shell in"):
+        idle.provider.shell(request, idle.provider.submit(request), 0, [], tty=True)
+    given = {**dataclasses.asdict(idle.provider.settings), "ssh_public_key": ""}
+    idle.provider = find_provider("azureml")(**given)
+    with pytest.raises(SpecError, match="interactive needs it") as caught:
+        idle.plan({"interactive": True})
+    assert caught.value.field == "azureml.ssh_public_key"
 
 
 # ---------------------------------------------------------------------------------------------------- what passes again

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from containers import left
+from entering import check_shell
 from rows import for_each
 
 from cloudtrain.engine import ENGINE_PREFIX
@@ -78,6 +79,12 @@ class TestDocker(ProviderContract):
         before = left(engine, folder)
         yield DockerWorld(folder, engine=engine, image=images("pip"))
         assert left(engine, folder) == before
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+def test_a_shell_enters_a_node(tmp_path: Path, engine: Any, images: Callable[[str], str]) -> None:
+    check_shell(DockerWorld(tmp_path, engine=engine, image=images("pip")))
 
 
 # --------------------------------------------------------------------------------------------- what needs no engine

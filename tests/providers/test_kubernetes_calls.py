@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +58,36 @@ def two(world: KubernetesWorld, **more: Any) -> Request:
 def again(world: KubernetesWorld, **settings: Any) -> Any:
     """Another client."""
     return find_provider("kubernetes")(**{**dataclasses.asdict(world.provider.settings), **settings})
+
+
+def test_the_shell_is_kubectl_s_exec_in_the_node_s_running_pod(
+    world: KubernetesWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = two(world)
+    native = world.provider.submit(request, VALUES)
+    with pytest.raises(SpecError, match="no running pod now"):
+        world.provider.shell(request, native, 1, [], tty=True)
+    deadline = time.monotonic() + 30
+    while len(found := world.provider.account.pods(native)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (name,) = [pod["metadata"]["name"] for pod in found if pod["metadata"]["name"].rsplit("-", 2)[1] == "1"]
+    served = world.plane.handle
+
+    def running(method: str, path: str, *more: Any) -> Any:
+        """Let the pods, which wait for a machine, be described as running."""
+        answer = copy.deepcopy(served(method, path, *more))
+        for pod in answer["items"] if path.endswith("/pods") else ():
+            pod["status"]["phase"] = "Running"
+        return answer
+
+    monkeypatch.setattr(world.plane, "handle", running)
+    context = json.loads(Path(world.provider.settings.kubeconfig).read_bytes())["contexts"][0]["name"]
+    way = again(world, context=context).shell(request, native, 1, ["nvidia-smi"], tty=True)
+    file = f"--kubeconfig={world.provider.settings.kubeconfig}"
+    where = ["kubectl", file, f"--context={context}", "--namespace=team", "exec"]
+    assert way.argv[:11] == [*where, "-i", "-t", "--container=node", name, "--", "/bin/sh"]
+    assert way.argv[-8:] == ["--run-id", "contract", "--node", "1", "--scratch", "", "--", "nvidia-smi"]
 
 
 def kinds(world: KubernetesWorld) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from entering import check_shell
 
 import cloudtrain
 from cloudtrain.engine import ENGINE_PREFIX
@@ -84,6 +85,11 @@ class TestLocal(ProviderContract):
     @classmethod
     def world(cls, tmp_path_factory: pytest.TempPathFactory) -> FakePlatform:
         return LocalWorld(tmp_path_factory.mktemp("world"))
+
+
+@pytest.mark.slow
+def test_a_shell_enters_a_node(tmp_path: Path) -> None:
+    check_shell(LocalWorld(tmp_path))
 
 
 @pytest.mark.slow

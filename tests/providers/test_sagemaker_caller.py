@@ -127,11 +127,11 @@ class Account:
         table = {"region": "eu-west-1", "role": self.role, **caller}
         return Settings(provider="sagemaker", store=self.store, tables={"sagemaker": table})
 
-    def plan(self, settings: Settings, run_id: str = "r") -> Any:
+    def plan(self, settings: Settings, run_id: str = "r", **job: Any) -> Any:
         code = self.folder / "code"
         code.mkdir(exist_ok=True)
         (code / "train.py").write_text("print('hello')\n")
-        job = Job.make(entry_point="train.py", image=f"{REGISTRY}/team/trainer:1", max_runtime="1h")
+        job = Job.make(entry_point="train.py", image=f"{REGISTRY}/team/trainer:1", max_runtime="1h", **job)
         return make_plan(job, settings=settings, run_id=run_id, cwd=code)
 
     def signers(self) -> set[str]:
@@ -228,6 +228,13 @@ def test_keys_that_are_replaced_in_a_long_wait_are_read_again_for_both(account: 
     account.gate.expired.add("AKIATHIRD00000000000")
     with pytest.raises(AuthError):
         run.store.runs()
+
+
+def test_a_shell_is_opened_as_the_assumed_role(account: Account) -> None:
+    plan = account.plan(account.settings(profile="ann", role_to_assume=ROLE), "r", interactive=True)
+    way = plan.provider.shell(plan.request, "job", 0, [], tty=True)
+    assert set(way.env) == {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"}
+    assert way.env["AWS_ACCESS_KEY_ID"] != ANN
 
 
 def test_an_assumed_role_that_expires_is_assumed_again_for_both(account: Account) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -94,6 +95,33 @@ def described(name: str, primary: str = "InProgress", secondary: str = "Training
         "ResourceConfig": {"InstanceType": "ml.m5.xlarge", "InstanceCount": 2},
         **more,
     }
+
+
+# ------------------------------------------------------------------------------------------------------------- a shell
+
+
+def test_the_shell_is_a_session_of_ssm(aws: Aws) -> None:
+    layout = Layout(store="s3://bucket/store", run_id="r", code_digest="c" * 64, runtime_digest="d" * 64)
+    planned = provider().plan(Job.make(entry_point="train.py", interactive=True, instance_count=2), layout)
+    assert planned.body["RemoteDebugConfig"] == {"EnableRemoteDebug": True}
+    name = planned.body["TrainingJobName"]
+    start = ["aws", "ssm", "start-session", "--region", "eu-west-1"]
+    start += ["--target", f"sagemaker-training-job:{name}_algo-2"]
+    way = provider(profile="dev").shell(planned, ARN + name, 1, [], tty=True)
+    assert (way.argv, way.env) == (start, {"AWS_PROFILE": "dev"})
+    way = provider().shell(planned, ARN + name, 1, ["nvidia-smi", "-L"], tty=True)
+    assert way.argv[: len(start) + 3] == [*start, "--document-name", "AWS-StartInteractiveCommand", "--parameters"]
+    (line,) = json.loads(way.argv[-1])["command"]
+    words = ["shell", "--run-id", "r", "--node", "1", "--scratch", "", "--", "nvidia-smi", "-L"]
+    assert shlex.split(line)[-11:] == ["/opt/ml/input/data/cloudtrain-runtime/cloudtrain.pyz", *words]
+    assert aws.calls == []
+
+
+def test_a_job_that_lets_no_shell_in_is_said(aws: Aws) -> None:
+    with pytest.raises(SpecError, match="lets no shell in") as caught:
+        provider().shell(request(), ARN + "job", 0, [], tty=True)
+    assert caught.value.field == "interactive"
+    assert "update-training-job --region eu-west-1 --training-job-name job" in caught.value.hint
 
 
 # ------------------------------------------------------------------------------------------------------ submit and find

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from entering import check_shell
 from jobs import Jobs
 from slurmcluster import (
     Cluster,
@@ -115,6 +116,10 @@ def test_two_jobs_on_one_node_do_not_meet(whole: SlurmPlatform, clean: str) -> N
     world = ddp_world(whole.folder / "shared", whole.cluster, **dataclasses.asdict(place.settings))
     runs = [send(world, f"shared-{number}") for number in range(2)]
     assert [loss_of(run) for run in runs] == [clean, clean]
+
+
+def test_a_shell_enters_a_node(whole: SlurmPlatform) -> None:
+    check_shell(whole)
 
 
 def test_all_runs_share_one_squeue(whole: SlurmPlatform, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from entering import check_shell
 from slurmcluster import SlurmPlatform, running
 
 from cloudtrain.errors import AuthError, LostContactError
@@ -105,6 +106,10 @@ def test_a_run_over_ssh_is_as_on_the_login_node(login: Login) -> None:
     request = run.store.attempt_request("by-ssh", 0)
     assert request is not None
     assert world.provider.submit(request) == world.provider.find(request) == result["native_id"]
+
+
+def test_a_shell_enters_a_node_by_ssh(login: Login) -> None:
+    check_shell(login.world)  # type: ignore[attr-defined]
 
 
 def test_a_login_node_that_is_gone_is_lost_contact_and_no_second_job(login: Login) -> None:

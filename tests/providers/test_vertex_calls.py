@@ -28,6 +28,7 @@ from cloudtrain.errors import (
     PlatformError,
     QuotaError,
     SpecError,
+    UnsupportedError,
 )
 from cloudtrain.provider_api.protocol import LayoutInput, LogLine, Request
 from cloudtrain.provider_api.registry import find_provider
@@ -63,6 +64,39 @@ def only(world: VertexWorld) -> CustomJob:
 def again(world: FakePlatform, **settings: Any) -> Any:
     """Another provider of the same settings: another client."""
     return find_provider("vertex")(**{**dataclasses.asdict(world.provider.settings), **settings})
+
+
+# ------------------------------------------------------------------------------------------------------------- a shell
+
+
+def start(job: CustomJob, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let the waiting job be described as one that runs, with the pages of these replicas' shells."""
+    served, pages = job.described, {name: f"https://{name}.aiplatform-training" for name in names}
+    more = {"state": "JOB_STATE_RUNNING", **({"webAccessUris": pages} if pages else {})}
+    monkeypatch.setattr(job, "described", lambda *, numbers: {**served(numbers=numbers), **more})
+
+
+def test_the_shell_is_the_page_of_the_node(idle: VertexWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = idle.send(idle.plan({"interactive": True, "instance_count": 3}, run_id="shell"))
+    with pytest.raises(SpecError, match="no nodes yet"):
+        run.shell()
+    start(only(idle), monkeypatch, "workerpool0-0", "workerpool1-0")
+    assert [run.shell(node).url for node in (0, 1)] == [
+        "https://workerpool0-0.aiplatform-training",
+        "https://workerpool1-0.aiplatform-training",
+    ]
+    with pytest.raises(SpecError, match="not ready yet"):
+        run.shell(2)
+    with pytest.raises(UnsupportedError, match="takes no command"):
+        run.shell(0, ["nvidia-smi"])
+
+
+def test_a_job_that_lets_no_shell_in_is_said(idle: VertexWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = idle.send(idle.plan(run_id="closed"))
+    start(only(idle), monkeypatch)
+    with pytest.raises(SpecError, match="lets no shell in") as caught:
+        run.shell()
+    assert (caught.value.field, caught.value.hint) == ("interactive", "send a job with --interactive")
 
 
 # ---------------------------------------------------------------------------------------------------- what passes again

@@ -45,8 +45,9 @@ class Settings:
     means serverless. ``environment`` (``azureml:NAME:VERSION``, ``azureml://registries/…``) is for jobs without an
     image. ``identity`` is the job's own: ``aml_token``, ``user_identity``, ``managed_identity`` or
     ``managed_identity:CLIENT-ID``. ``job_tier`` (spot, basic, standard, premium) and ``priority`` (low, medium, high)
-    are for the queue. ``cloud`` is the SDK's name of a sovereign cloud. If the SDK does not know it, ``cloud_metadata``
-    is required. ``api_version`` is for the calls to the resource manager. ``prices`` are US dollars an hour by instance
+    are for the queue. ``ssh_public_key`` lets its owner into jobs that are ``interactive``. ``cloud`` is the SDK's name
+    of a sovereign cloud. If the SDK does not know it, ``cloud_metadata`` is required. ``api_version`` is for the calls
+    to the resource manager. ``prices`` are US dollars an hour by instance
     type, or cluster, for ``max_cost``.
     """
 
@@ -60,6 +61,7 @@ class Settings:
     identity: str = ""
     job_tier: str = ""
     priority: str = ""
+    ssh_public_key: str = ""
     cloud: str = "AzureCloud"
     cloud_metadata: dict[str, Any] = field(default_factory=dict)
     api_version: str = "2025-01-01-preview"
@@ -114,6 +116,7 @@ SAMPLE = {
         "subscription_id": "11111111-2222-3333-4444-555555555555",
         "resource_group": "training",
         "workspace_name": "contract",
+        "ssh_public_key": "ssh-ed25519 AAAA contract",
         "prices": {"Standard_DS3_v2": 0.3, "Standard_NC4as_T4_v3": 0.6},
     },
     "store": "abfs://contract@contractstore.dfs.core.windows.net/store",

@@ -12,7 +12,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,12 +28,14 @@ from ...errors import (
     PlatformError,
     QuotaError,
     SpecError,
+    UnsupportedError,
 )
 from ...job.job import run_tag
-from ...provider_api.protocol import Request
+from ...provider_api.protocol import Request, Shell
 from ...storage import extras
 from .._cloud import ANOTHER_ID, Backoff, decoded
-from .request import TAG_BODY, TAG_RUN
+from . import NAME
+from .request import SSH, TAG_BODY, TAG_RUN
 from .urls import cloud_of
 
 if TYPE_CHECKING:
@@ -342,6 +344,19 @@ class Account:
         except SpecError:
             if self.describe(native_id)["properties"]["status"] not in (*FINAL, "CancelRequested"):
                 raise
+
+    def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
+        """Return the command that opens a shell by the job's ssh service. Raises `SpecError` for a job without one."""
+        if SSH not in (request.body.get("services") or {}):
+            why, hint = "the job was sent without it, and lets no shell in", "send a job with --interactive"
+            raise SpecError(why, field="interactive", hint=hint)
+        if command:
+            raise UnsupportedError(NAME, "shell", "az ml job connect-ssh takes no command", hint="leave it out")
+        own = self.settings
+        argv = ["az", "ml", "job", "connect-ssh", "--name", job_of(native_id)[1], "--node-index", str(node)]
+        argv += ["--subscription", own.subscription_id, "--resource-group", own.resource_group]
+        argv += ["--workspace-name", own.workspace_name]
+        return Shell(argv=argv, install="install the Azure CLI, then run: az extension add --name ml")
 
     def check_compute(self, name: str) -> str:
         """Return the size of a cluster's machines. Raises `SpecError` when there is none of that name."""

@@ -41,6 +41,8 @@ TAG_BODY = "cloudtrain.request"
 TAG_GPU = "cloudtrain.gpu"
 """GPU that a job for a cluster requests. The request has no other place for it; `sdk` compares it with the cluster."""
 SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
+SSH = "cloudtrain_ssh"
+"""Name of the ssh service of a job that is interactive."""
 TAG_COUNT = 42
 """Azure allows a resource 50 tags, eight of ours among them; unverified for jobs."""
 TAG_KEY, TAG_VALUE = re.compile(r"[^<>%&\\?/\x00-\x1f]{1,512}"), 256
@@ -79,6 +81,7 @@ CONFIGS = tuple(f"{folder}{name}.json" for folder in (".azureml/", "aml_config/"
 WORKSPACE = ("subscription_id", "resource_group", "workspace_name")
 OWNED = (
     *("$schema", "type", "name", "command", "code", "environment", "compute", "distribution", "inputs", "outputs"),
+    f"services.{SSH}",
     *("limits", "queue_settings", "identity", "tags", "experiment_name", f"environment_variables.{NODES}"),
     *(f"resources.{name}" for name in ("instance_type", "instance_count", "shm_size")),
 )
@@ -382,6 +385,12 @@ def _switches(settings: Settings, job: Job, notes: list[str]) -> Iterator[tuple[
     if job.secrets and not settings.identity and not settings.compute:
         why = 'the workspace\'s own, such as identity = "managed_identity"'
         notes.append(f"secrets: a serverless job has no managed identity unless azureml.identity names one; {why}")
+    if job.interactive:
+        if not settings.ssh_public_key:
+            hint = "set it to the text of a public key of yours: cat ~/.ssh/id_ed25519.pub"
+            raise SpecError("is not set, and interactive needs it", field=f"{NAME}.ssh_public_key", hint=hint)
+        every = {"nodes": "all"} if job.resources.instance_count > 1 else {}
+        yield "services", {SSH: {"type": "ssh", **every, "ssh_public_keys": settings.ssh_public_key}}
     if settings.identity:
         kind, _, client = settings.identity.partition(":")
         yield "identity", {"type": kind, **({"client_id": client} if client else {})}

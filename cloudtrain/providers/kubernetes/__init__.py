@@ -104,6 +104,7 @@ class Provider(CloudProvider):
     max_wait_by: ClassVar[str] = "client"
     min_poll_s: ClassVar[float] = 0.5
     max_poll_s: ClassVar[float] = 5.0
+    always_interactive: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE, "image": IMAGE}
     probe_ports: ClassVar[tuple[int, ...]] = (29500, 29501)
 

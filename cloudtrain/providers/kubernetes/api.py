@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,17 +28,20 @@ from ...errors import (
     QuotaError,
     SpecError,
 )
+from ...provider_api.protocol import Shell, python_command, shell_arguments
 from ...storage.extras import not_installed
 from .._cloud import ANOTHER_ID, one_line, time_of
 from . import NAME
 from .devices import kind_of
 from .request import (
     CANCELLED,
+    CONTAINER,
     ENDED,
     JOBSETS,
     LABEL_REQUEST,
     MANAGED_BY,
     OF_SET,
+    POD_INDEX,
     RUN_URL,
     job_object,
     job_of_set,
@@ -283,6 +286,22 @@ class Account:
         query = {"labelSelector": f"batch.kubernetes.io/job-name={name}"}
         found = self.call("GET", f"/api/v1/namespaces/{namespace}/pods", what="ask for the pods", **query)
         return sorted(found["items"], key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"]))
+
+    def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
+        """Return kubectl's command that runs ``command`` in a node's pod. Raises `SpecError` if it has none now."""
+        for pod in reversed(self.pods(native_id)):
+            meta = pod["metadata"]
+            if meta["annotations"].get(POD_INDEX) == str(node) and pod["status"].get("phase") == "Running":
+                break
+        else:
+            raise SpecError("the node has no running pod now", field="node", hint="try again")
+        pyz = job_object(request)["spec"]["template"]["spec"]["containers"][0]["args"][1]
+        own = {"kubeconfig": self.settings.kubeconfig, "context": self.settings.context, "namespace": meta["namespace"]}
+        where = [f"--{name}={value}" for name, value in own.items() if value]
+        into = ["-i", *(["-t"] if tty else []), f"--container={CONTAINER}", meta["name"]]
+        words = python_command(shell_arguments(pyz, request, node, command))
+        install = "install kubectl: https://kubernetes.io/docs/tasks/tools"
+        return Shell(argv=["kubectl", *where, "exec", *into, "--", *words], install=install)
 
     def creations(self, job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Return the events of a Job about pods that it created or could not create, the oldest first."""

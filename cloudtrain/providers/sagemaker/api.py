@@ -3,9 +3,11 @@ retry the rest."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import (
@@ -20,9 +22,10 @@ from ...errors import (
     SpecError,
 )
 from ...job.job import run_tag
-from ...provider_api.protocol import Request
+from ...provider_api.protocol import Request, Shell, python_command, shell_arguments
 from ...storage.extras import translated
 from .._cloud import ANOTHER_ID
+from .node import CHANNELS, INPUTS
 from .request import FIELDS, TAG_RUN
 from .validate import field_at
 
@@ -245,6 +248,31 @@ class Account:
         except SpecError:
             if self.describe(native_id)["TrainingJobStatus"] not in (*FINAL, "Stopping"):
                 raise
+
+    def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
+        """Return the command of a session of SSM. Raises `SpecError` for a job that lets none in.
+
+        Sources: AWS's page on remote debugging for the target; the SSM document of a command is unverified there.
+        """
+        region, name = job_of(native_id)
+        region = region or self.settings.region
+        if not request.body.get("RemoteDebugConfig"):
+            words = f"--region {region} --training-job-name {name} --remote-debug-config EnableRemoteDebug=true"
+            hint = f"send a job with --interactive, or let a shell in now: aws sagemaker update-training-job {words}"
+            raise SpecError("the job was sent without it, and lets no shell in", field="interactive", hint=hint)
+        argv = ["aws", "ssm", "start-session", "--region", region]
+        argv += ["--target", f"sagemaker-training-job:{name}_algo-{node + 1}"]
+        if command:
+            pyz = f"{INPUTS}/{CHANNELS['runtime']}/cloudtrain.pyz"
+            line = shlex.join(python_command(shell_arguments(pyz, request, node, command)))
+            argv += ["--document-name", "AWS-StartInteractiveCommand", "--parameters", json.dumps({"command": [line]})]
+        env = {"AWS_PROFILE": self.settings.profile} if self.settings.profile else {}
+        if self.settings.role_to_assume:
+            keys = sign_in(self.settings, region).get_credentials().get_frozen_credentials()
+            found = zip(("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN"), keys[:3], strict=True)
+            env = {f"AWS_{word}": str(value) for word, value in found}
+        install = "install the AWS CLI and its session-manager-plugin: https://docs.aws.amazon.com/cli"
+        return Shell(argv=argv, env=env, install=install)
 
 
 # -------------------------------------------------------------------------------------------------------- credentials

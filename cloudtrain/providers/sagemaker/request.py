@@ -413,7 +413,7 @@ def _switches(settings: Settings, job: Job) -> dict[str, Any]:
         "EnableNetworkIsolation": settings.enable_network_isolation,
         "EnableInterContainerTrafficEncryption": settings.encrypt_inter_container_traffic,
         "EnableManagedSpotTraining": job.resources.spot,
-        "RemoteDebugConfig": settings.debug_shell and {"EnableRemoteDebug": True},
+        "RemoteDebugConfig": (job.interactive or settings.debug_shell) and {"EnableRemoteDebug": True},
     }
     return {name: value for name, value in switches.items() if value}
 
@@ -469,9 +469,10 @@ def _check_rules(
     if settings.keep_alive_period and job.resources.spot:
         why, hint = "SageMaker has no warm pools of spot machines", "remove keep_alive_period, or spot"
         raise SpecError(why, field="sagemaker.keep_alive_period", hint=hint)
-    if settings.debug_shell and settings.enable_network_isolation:
+    if (job.interactive or settings.debug_shell) and settings.enable_network_isolation:
         why = "no shell reaches a container under network isolation"
-        raise SpecError(why, field="sagemaker.debug_shell", hint="turn enable_network_isolation off")
+        field = "interactive" if job.interactive else "sagemaker.debug_shell"
+        raise SpecError(why, field=field, hint="turn enable_network_isolation off")
     for name, item in layout.inputs.items():
         if url_scheme(item.url) in ("fsx", "efs") and not settings.subnets:
             why = "a file system is reached only in its VPC, and the settings name none"

@@ -73,6 +73,7 @@ class Provider(CloudProvider):
     max_wait_by: ClassVar[str] = "client"
     min_poll_s: ClassVar[float] = 0.5
     max_poll_s: ClassVar[float] = 10.0
+    always_interactive: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:

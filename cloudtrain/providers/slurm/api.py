@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from ... import errors
 from .._cloud import one_line
 from . import NAME
+from .script import shell_of
 
 if TYPE_CHECKING:
     from ...provider_api.catalog import Machine
-    from ...provider_api.protocol import Request
+    from ...provider_api.protocol import Request, Shell
     from . import Settings
 
 __all__ = ["FINAL", "HELP", "Account", "Job", "cluster_of", "error_of", "job_of"]
@@ -287,6 +288,11 @@ class Account:
         """Cancel the job, so that no requeue can start it again."""
         job, base = job_of(native_id)
         self.cluster.checked(_CANCEL, what="cancel", job=job, base=base)
+
+    def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
+        """Return the command of a further step on a node of the job."""
+        job, _ = job_of(native_id)
+        return shell_of(self.settings, request, job, node, command, tty=tty)
 
     def machines(self) -> list[Machine]:
         """Return the kinds of nodes of each partition, which is their ``instance_type``."""

@@ -10,11 +10,16 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ...provider_api.protocol import Shell, shell_arguments
 from .node import AGAIN, ATTEMPT, PORT, TIME_UP
 
-__all__ = ["Batch", "script_of"]
+if TYPE_CHECKING:
+    from ...provider_api.protocol import Request
+    from . import Settings
+
+__all__ = ["Batch", "script_of", "shell_of"]
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:=,@%+-]+")
 _SCRIPT = r"""
@@ -120,6 +125,27 @@ def script_of(batch: Batch) -> str:
         "command": shlex.join(batch.command),
     }
     return head + re.sub(r"@([a-z_]+)\b", lambda match: values[match[1]], _SCRIPT)
+
+
+def shell_of(settings: Settings, request: Request, job: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
+    """Return the command that starts a further step on a node of a running job (``--overlap``).
+
+    A job with an image starts its nodes in containers. The step starts another one, of the same image and folders.
+    """
+    own = [str(word) for word in request.body["command"]]
+    line = next(line for line in str(request.body["script"]).splitlines() if line.startswith("srun "))
+    started = shlex.split(line)[1 : -len(own) - 1]  # without srun, the node's command and the ampersand
+    at = next(number for number, word in enumerate(started) if word.startswith("--output="))
+    inside = [word for word in started[:at] if word.startswith(("--container-", "--no-container-"))]
+    words = [*started[at + 1 :], own[0], *shell_arguments(own[1], request, node, command)]
+    if settings.setup:
+        words = ["/bin/bash", "-c", "\n".join([*settings.setup, 'exec "$@"']), "cloudtrain", *words]
+    step = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--relative={node}", "--mpi=none"]
+    step += [*inside, *(["--pty"] if tty else []), *words]
+    if not settings.host:
+        return Shell(argv=step, install="run this on a login node, or set slurm.host to one that ssh reaches")
+    find = "command -v srun >/dev/null || . /etc/profile >/dev/null 2>&1"
+    return Shell(argv=["ssh", "-t" if tty else "-T", "--", settings.host, f"{find}; exec {shlex.join(step)}"])
 
 
 def _option(name: str, value: Any) -> str:

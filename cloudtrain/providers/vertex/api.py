@@ -15,7 +15,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
@@ -32,10 +32,11 @@ from ...errors import (
     PlatformError,
     QuotaError,
     SpecError,
+    UnsupportedError,
 )
 from ...job.job import run_tag
 from ...provider_api import catalog
-from ...provider_api.protocol import Request
+from ...provider_api.protocol import Request, Shell
 from ...storage import extras
 from ...validate import unix_seconds
 from .._cloud import ANOTHER_ID, Backoff, decoded
@@ -488,6 +489,19 @@ class Account:
         except SpecError:
             if self.describe(native_id).get("state") not in (*FINAL, "JOB_STATE_CANCELLING"):
                 raise
+
+    def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
+        """Return the page of a node's shell. Raises `SpecError` for a job that has none."""
+        if not request.body["jobSpec"].get("enableWebAccess"):
+            why, hint = "the job was sent without it, and lets no shell in", "send a job with --interactive"
+            raise SpecError(why, field="interactive", hint=hint)
+        if command:
+            raise UnsupportedError(NAME, "shell", "its shell is a page, which takes no command", hint="leave it out")
+        pages = self.describe(native_id).get("webAccessUris") or {}
+        name = f"workerpool1-{node - 1}" if node else "workerpool0-0"
+        if name not in pages:
+            raise SpecError("the node's shell is not ready yet", field="node", hint="try again in a minute")
+        return Shell(url=str(pages[name]))
 
     # ---------------------------------------------------------------------------------------------------- Cloud Storage
 

@@ -145,7 +145,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
         "workerPoolSpecs": _pools(settings, job, layout, machine, attempt),
         "scheduling": _scheduling(settings, job, machine, gpu_index, notes),
         "baseOutputDirectory": {"outputUriPrefix": layout.native},
-        **_switches(settings),
+        **_switches(settings, job),
     }
     body: dict[str, Any] = {"displayName": name, "jobSpec": spec, "labels": _labels(job, layout, attempt, name)}
     if settings.encryption_key:
@@ -338,13 +338,13 @@ def _priced(settings: Settings, job: Job, gpu_index: int) -> str:
     return machines.priced(machine)
 
 
-def _switches(settings: Settings) -> dict[str, Any]:
+def _switches(settings: Settings, job: Job) -> dict[str, Any]:
     names = {
         "serviceAccount": settings.service_account,
         "network": settings.network,
         "tensorboard": settings.tensorboard,
         "persistentResourceId": settings.persistent_resource_id,
-        "enableWebAccess": settings.debug_shell,
+        "enableWebAccess": job.interactive or settings.debug_shell,
     }
     return {name: value for name, value in names.items() if value}
 

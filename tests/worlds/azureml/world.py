@@ -47,6 +47,7 @@ class AzureMLWorld(FakePlatform):
             "subscription_id": subscription,
             "resource_group": group,
             "workspace_name": workspace,
+            "ssh_public_key": "ssh-ed25519 AAAA world",
             "cloud": self.plane.cloud,
             "cloud_metadata": self.plane.metadata,
         }
