@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,7 @@ HOLD = """
     while not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
         time.sleep(0.05)
 """
+MANY = 1250
 LINES = """
     import os, time
     for number in range(400):
@@ -178,6 +180,38 @@ class TestWholeRuns:
         second = {f"{number} of rank {rank} in 0.1" for number in range(400) for rank in range(4)}
         assert second <= set(found)
         assert {f"0 of rank {rank} in 0.0" for rank in range(4)} <= set(found)
+
+    @pytest.mark.proof
+    def test_ten_thousand_lines_of_eight_pods_come_once(self, client: Client, record_property: Any) -> None:
+        """The API loses the log of a pod that is evicted, and meanwhile all but the newest lines of every pod."""
+        script = client.jobs.write("lines/lines.py", LINES.replace("400", str(MANY)))
+        words = client.words(str(script), "many")
+        words[words.index("--nodes") + 1], words[words.index("--nproc-per-node") + 1] = "8", "1"
+        assert client.jobs.cli(*words, "--detach").code == 0
+        job = client.until("many", "line 100 of rank 2")
+        follower = client.jobs.start("logs", "many", "--store", client.store, "--follow")
+        job.evict(1)
+        told: list[str] = []
+        reader = threading.Thread(target=lambda: told.append(follower.communicate(timeout=4 * PATIENCE)[0]))
+        reader.start()
+        dropped = 0
+        while reader.is_alive():
+            for pod in job.pods:
+                dropped += max(0, len(pod.lines) - 50)
+                del pod.lines[:-50]
+            time.sleep(0.5)
+        assert client.run("many").status().state == "succeeded"
+        wanted = {f"{number} of rank {rank} in 0.1" for number in range(MANY) for rank in range(8)}
+        for text in (*told, client.jobs.cli("logs", "many", "--store", client.store).out):
+            found = [line.partition("line ")[2] for line in text.splitlines() if "line " in line]
+            assert len(set(found)) == len(found)
+            assert wanted <= set(found)
+            first = [line for line in found if line.endswith(" in 0.0")]
+            for rank in range(8):
+                numbers = sorted(int(line.split()[0]) for line in first if line.split()[3] == str(rank))
+                assert numbers == [*range(len(numbers))]
+        assert dropped > MANY
+        record_property("note", f"{len(found)} lines; the API had lost {dropped} of them")
 
 
 @pytest.mark.proof
