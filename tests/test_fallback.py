@@ -943,20 +943,6 @@ def test_one_client_sends_and_the_others_see_what_came_of_it(
     assert sent == [0]
 
 
-def test_a_client_of_an_earlier_version_that_may_be_sending_is_waited_for(
-    tmp_path: Path, installed: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(CLIENT_TIMINGS, "sending", 1.5)
-    places = Places(tmp_path / "places", 1)
-    places.clouds[0].refuse("quota", "no more")
-    places.stores[0].files.write("runs/r/attempts/0/sending/0123456789abcdef.json", b"{}")
-    began = time.monotonic()
-    with pytest.raises(QuotaError):
-        places.submit()
-    assert time.monotonic() - began >= 1.5
-    assert places.stores[0].files.names("runs/r/attempts/0/sending") == []
-
-
 def places_category(places: Places) -> str:
     return "capacity" if places.clouds[0].jobs() else "quota"
 

@@ -43,7 +43,6 @@ __all__ = [
     "region_of_provider",
     "sending",
     "unsent_attempt",
-    "wait_for_earlier_version",
 ]
 
 REFUSALS = (CapacityError, PlatformError, QuotaError, SpecError)
@@ -77,21 +76,6 @@ def sending(
             raise
 
 
-def wait_for_earlier_version(
-    store: Store,
-    run_id: str,
-    attempt: int,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Wait for clients of an earlier version that may be sending a refused attempt: each has noted that in a file."""
-    folder, since = f"{run_folder(run_id)}/attempts/{int(attempt)}/sending", clock()
-    while (names := store.files.names(folder)) and clock() - since < CLIENT_TIMINGS.sending:
-        sleep(1.0)
-    store.files.discard([f"{folder}/{name}" for name in names])
-
-
 def cut_off(store: Store, run_id: str, attempt: int) -> bool:
     """Return whether a client has begun to send the attempt without an answer: the platform may have it."""
     request = store.attempt_request(run_id, attempt)
@@ -100,7 +84,6 @@ def cut_off(store: Store, run_id: str, attempt: int) -> bool:
 
 
 def _lease_key(run_id: str, request: Request) -> str:
-    # Vertex AI's claims had this name, so an earlier version's claim counts too.
     return f"{run_folder(run_id)}/attempts/{request.attempt}/sending-{request.gpu_index}.json"
 
 

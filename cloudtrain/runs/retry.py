@@ -101,7 +101,6 @@ def deliver(
         except refusals as exc:
             with contextlib.suppress(CloudtrainError):
                 store.write_refused(run.run_id, attempt, category=category_of(exc), reason=exc.with_hint())
-                handover.wait_for_earlier_version(store, run.run_id, attempt)
             raise
         if native is None:
             return None
