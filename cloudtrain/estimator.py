@@ -189,6 +189,7 @@ class Estimator:
         instance_type: str | None = None,
         gpu: Texts | None = None,
         total_gpus: int | None = None,
+        gpu_memory: int | str | None = None,
         nproc_per_node: int | None = None,
         cpus: int | None = None,
         memory_gb: int | None = None,

@@ -20,8 +20,8 @@ class Slow:
 
     use_ns = True
 
-    def __init__(self, root: str) -> None:
-        self._root = root
+    def __init__(self, root: str, seconds: float = SECONDS) -> None:
+        self._root, self._seconds = root, seconds
 
     def _real(self, path: str) -> str:
         return self._root + path
@@ -39,11 +39,11 @@ class Slow:
         return os.readlink(self._real(path))
 
     def open(self, path: str, flags: int) -> int:
-        time.sleep(SECONDS)
+        time.sleep(self._seconds)
         return os.open(self._real(path), flags & ~os.O_APPEND)  # the kernel knows where the end is
 
     def create(self, path: str, mode: int) -> int:
-        time.sleep(SECONDS)
+        time.sleep(self._seconds)
         return os.open(self._real(path), os.O_RDWR | os.O_CREAT, mode)
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
@@ -61,17 +61,17 @@ class Slow:
         return 0
 
     def rename(self, old: str, new: str) -> int:
-        time.sleep(SECONDS)
+        time.sleep(self._seconds)
         os.replace(self._real(old), self._real(new))
         return 0
 
     def unlink(self, path: str) -> int:
-        time.sleep(SECONDS)
+        time.sleep(self._seconds)
         os.unlink(self._real(path))
         return 0
 
     def mkdir(self, path: str, mode: int) -> int:
-        time.sleep(SECONDS)
+        time.sleep(self._seconds)
         os.mkdir(self._real(path), mode)
         return 0
 
@@ -100,15 +100,17 @@ class Slow:
         return 0
 
 
-def main(folder: str, place: str) -> None:
+def serve(files: Slow, place: str) -> None:
+    """Show ``files`` at the folder ``place``."""
+
     def watch() -> None:
         sys.stdin.read()
         subprocess.run(["umount", "--lazy", place], check=False, capture_output=True)
 
     threading.Thread(target=watch, daemon=True).start()
-    slow: Any = Slow(folder)
-    mfusepy.FUSE(slow, place, foreground=True, allow_other=True, attr_timeout=0, entry_timeout=0, negative_timeout=0)
+    whole: Any = files
+    mfusepy.FUSE(whole, place, foreground=True, allow_other=True, attr_timeout=0, entry_timeout=0, negative_timeout=0)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(Slow(sys.argv[1]), sys.argv[2])

@@ -103,6 +103,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "instance_type": ("ml.g5", "ml.g5"),
     "gpu": ("H100:8", ("H100:8",)),
     "total_gpus": ("16", 16),
+    "gpu_memory": ("8GB", 8 * 10**9),
     "nproc_per_node": ("2", 2),
     "cpus": ("4", 4),
     "memory_gb": ("16", 16),

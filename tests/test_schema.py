@@ -81,6 +81,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "instance_type": (["ml.x"], [3, ""]),
     "gpu": (["H100:8", ["H100:8", "A100"]], [3, [3], ""]),
     "total_gpus": ([1, 65536], [0, "16", 1.5]),
+    "gpu_memory": ([1, "8GB"], [0, "8 GiB", True]),
     "nproc_per_node": ([1], [0, "1"]),
     "cpus": ([1], [0, "1"]),
     "memory_gb": ([1], [0]),

@@ -28,6 +28,7 @@ FORMS = {
     },
     "Machines": {
         "instance_count": "INT", "instance_type": "TYPE", "gpu": "GPU[:COUNT]", "total_gpus": "INT",
+        "gpu_memory": "SIZE",
         "nproc_per_node": "INT", "cpus": "INT", "memory_gb": "INT", "disk_gb": "INT", "shm_gb": "INT", "spot": "",
     },
     "Data": {"inputs": "CHANNEL=URL", "outputs": "", "max_outputs": "SIZE"},

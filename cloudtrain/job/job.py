@@ -200,6 +200,7 @@ class Resources:
         fields.Kind(_gpu, fields.PATTERNS.schema), "NAME[-MEM][:COUNT] a node, in order of preference", ()
     )
     total_gpus: int | None = item(whole(1, 4096 * 16), "GPUs of all nodes together; the number of nodes follows")
+    gpu_memory: int | None = item(fields.SIZE, "bytes of each GPU, where HAMi shares them: '8GB'; default: all")
     nproc_per_node: int | None = item(whole(1, 1024), "ranks a node; default: the GPU count, else 1")
     cpus: int | None = item(whole(1, 10**4), "CPU cores a node, at least")
     memory_gb: int | None = item(whole(1, 10**6), "memory a node, at least")

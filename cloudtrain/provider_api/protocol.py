@@ -276,6 +276,7 @@ class ProviderExtras:
     * ``always_interactive``: `shell` works for every job, so that the field ``interactive`` changes no request.
     * ``object_mounts``: the folder below which nodes see an object store as files, and variables that name places in
       it. A plan warns of appends there.
+    * ``shares_gpus``: a job may ask for a part of a GPU (``gpu_memory``).
     """
 
     needs: ClassVar[Mapping[str, Need]] = {}
@@ -283,6 +284,7 @@ class ProviderExtras:
     probe_ports: ClassVar[tuple[int, ...]] = ()
     always_interactive: ClassVar[bool] = False
     object_mounts: ClassVar[tuple[str, ...]] = ()
+    shares_gpus: ClassVar[bool] = False
     arrival_s: ClassVar[float] = 1.0
 
     def check(self, request: Request) -> None:
@@ -495,7 +497,10 @@ def lacking(kind: type[Provider], settings: Any, job: Job) -> tuple[str, ...]:
 
 
 def check_needs(kind: type[Provider], settings: Any, job: Job) -> None:
-    """Raise `SpecError` for the first `lacking` need."""
+    """Raise `SpecError` for the first `lacking` need, `UnsupportedError` for a part of a GPU that it cannot give."""
+    if job.resources.gpu_memory and not extras_of_type(kind).shares_gpus:
+        hint = "leave gpu_memory out: only clusters with HAMi share a GPU"
+        raise UnsupportedError(kind.name, "resources.gpu_memory", "its nodes have whole GPUs", hint=hint)
     for name in lacking(kind, settings, job):
         need = needs_of(kind)[name]
         raise SpecError("is not set", field=name, hint=f"for example {json.dumps(need.example)}: {need.find}")

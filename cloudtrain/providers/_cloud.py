@@ -30,6 +30,7 @@ __all__ = [
     "ANOTHER_ID",
     "Backoff",
     "CloudProvider",
+    "ClusterProvider",
     "check_env_secrets",
     "check_size",
     "check_tags",
@@ -117,6 +118,24 @@ class CloudProvider(ProviderExtras):
     def launch_spec(self, request: Request) -> LaunchSpec:
         found: LaunchSpec = self._module("launch_spec").launch_spec(self.settings, request)
         return found
+
+
+class ClusterProvider(CloudProvider):
+    """Methods of a provider of the user's own cluster: it knows its machines, and takes the values of secrets."""
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        return str(self.account.create(request, secrets))
+
+    def machines(self) -> Sequence[Machine]:
+        found: list[Machine] = self.account.machines()
+        return found
+
+    def principal(self) -> str | None:
+        """Return the user as the cluster knows it."""
+        return str(self.account.principal())
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        return {}
 
 
 # ------------------------------------------------------------------------------------------------------ parts of a plan

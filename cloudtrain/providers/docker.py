@@ -81,6 +81,7 @@ PARTS: Mapping[str, Sequence[str]] = {
 _CONTAINER = "options.docker.nodes.*.container."
 _REFUSED = {
     "resources.instance_type": "its only machine is this one",
+    "resources.gpu_memory": "an engine gives a container whole GPUs",
     "resources.disk_gb": "an engine can limit a container's disk on few file systems only",
     "resources.spot": "this machine is never taken away",
     "max_wait": "containers start at once",

@@ -36,6 +36,7 @@ OWNED = (
 _REFUSED = {
     "image": "it runs this machine's own Python",
     "resources.instance_type": "its only machine is this one",
+    "resources.gpu_memory": "processes share the GPUs of this machine",
     "resources.cpus": "processes share all cores of this machine",
     "resources.memory_gb": "processes share the memory of this machine",
     "resources.disk_gb": "processes share the disk of this machine",

@@ -192,6 +192,7 @@ PLATFORM: dict[str, Row] = {
     "resources.instance_type": Row(change=_to(instance_type="another-type")),
     "resources.gpu": Row(change=_to(gpu=("A100:2",))),
     "resources.total_gpus": Row(base=_to(gpu=("T4:4",)), change=_to(total_gpus=8)),
+    "resources.gpu_memory": Row(change=_to(gpu_memory="8GB")),
     "resources.cpus": Row(change=_to(cpus=4)),
     "resources.memory_gb": Row(change=_to(memory_gb=24)),
     "resources.disk_gb": Row(change=_to(disk_gb=500)),

@@ -58,9 +58,8 @@ class Client(clients.Client):
 
     def __init__(self, world: KubernetesWorld, jobs: Jobs) -> None:
         own = {
-            name: world.settings[name]
-            for name in ("kubeconfig", "namespace", "claim", "root", "kind")
-            if name in world.settings
+            name: world.settings.get(name, "job" if name == "kind" else "")
+            for name in ("kubeconfig", "namespace", "claim", "root", "bucket", "kind")
         }
         settings = [word for name, value in own.items() for word in ("--set", f"{name}={value}")]
         super().__init__(world, jobs, "--image", world.image, *settings)

@@ -139,10 +139,12 @@ def test_the_kind_of_a_gpu_is_a_label_s_value(label: str, gpu: str, values: int)
 
 def test_own_names_of_gpus_win_and_no_label_asks_for_any() -> None:
     own = {"gpu_names": {"H100": "big"}, "gpu_label": "team/gpu"}
-    affinity = pod_of(planned(own, gpu=("H100-80GB:1",)))["affinity"]["nodeAffinity"]
+    affinity = pod_of(planned(own, gpu=("H100:1",)))["affinity"]["nodeAffinity"]
     terms = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert terms[0]["matchExpressions"] == [{"key": "team/gpu", "operator": "In", "values": ["big"]}]
     assert "affinity" not in pod_of(planned({"gpu_label": ""}, gpu=("H100:1",)))
+    with pytest.raises(UnsupportedError, match="known for H100-80GB"):  # an H100 may have more or less
+        planned(own, gpu=("H100-80GB:1",))
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -175,6 +177,11 @@ def test_own_names_of_gpus_win_and_no_label_asks_for_any() -> None:
         ({"claim": "", "volume": {"nsf": {}}}, {}, "kubernetes.volume.nsf"),
         ({"claim": "", "volume": {"nfs": {"server": "nas"}}}, {}, "kubernetes.volume.nfs.path"),
         ({"claim": "", "volume": {"nfs": {"server": "nas", "path": "srv"}}}, {}, "kubernetes.volume.nfs.path"),
+        (
+            {"claim": "", "volume": {"nfs": {"server": "a", "path": "/b", "sever": "c"}}},
+            {},
+            "kubernetes.volume.nfs.sever",
+        ),
         ({"annotations": {"a": {"b": "c"}}}, {}, "kubernetes.annotations.a"),
         ({"annotations": {"a": "x" * 262_144}}, {}, "kubernetes.annotations"),
         ({"tolerations": "x"}, {}, "kubernetes.tolerations"),
@@ -224,6 +231,7 @@ def test_it_is_refused_before_anything_is_sent(settings: Mapping[str, Any], job:
     [
         (layout(store="s3://bucket/x"), "store"),
         (layout(store="file:///home/me"), "store"),
+        (layout(store="file:///missing/elsewhere"), "store"),
         (layout(inputs={"data": LayoutInput(url="file:///data")}), "inputs.data"),
         (layout(resume="file:///old/runs/a"), "resume_from"),
     ],
@@ -233,6 +241,76 @@ def test_what_is_not_on_the_shared_volume_is_refused(at: Layout, field: str) -> 
         planned(at=at, inputs={"data": "/data"} if at.inputs else {})
     assert caught.value.field == field
     assert caught.value.hint == "choose a folder below /srv, which nodes and this machine share"
+
+
+# ------------------------------------------------------------------------------------------------------------- buckets
+
+
+@pytest.mark.parametrize(
+    ("bucket", "store"),
+    [
+        ("gs://data", "gs://data/s"),
+        ("s3://data/team/", "s3://data/team/s"),
+        ("abfs://data@account.dfs.core.windows.net", "abfs://data@account.dfs.core.windows.net/s"),
+    ],
+)
+def test_nodes_see_a_bucket_where_it_is_mounted(bucket: str, store: str) -> None:
+    place = layout(store=store, inputs={"data": LayoutInput(url=f"{bucket.rstrip('/')}/set")}, resume=f"{store}/old")
+    request = planned({"bucket": bucket}, place, inputs={"data": f"{bucket.rstrip('/')}/set"})
+    words = container_of(request)["args"]
+    assert words[1] == "/srv/s/runtime/d/cloudtrain.pyz"
+    assert {"code=/srv/s/code/c/code.tar.gz", "live=/srv/s/runs/20261126-x/live", "input.data=/srv/set"} <= set(words)
+    assert {"resume=/srv/s/old", "flush=30"} <= set(words)
+    assert not any(word.startswith("direct=") for word in words), "a script writes by the URL: a mount cannot rename"
+    assert request.context["checkpoint_url"] == f"{store}/runs/20261126-x/checkpoints"
+    (spec,) = Provider(**{**OWN, "bucket": bucket}).launch_spec(request).nodes
+    assert {mount.url.partition("://")[0] for mount in spec.mounts} == {store.partition("://")[0]}
+    assert f"{store}/runs/20261126-x/live" in {mount.url for mount in spec.mounts if mount.kind == "sync"}
+    annotations = job_object(request)["spec"]["template"]["metadata"]["annotations"]
+    assert ("gke-gcsfuse/volumes" in annotations) == bucket.startswith("gs:")
+
+
+def test_a_local_input_is_staged_if_the_volume_is_a_bucket() -> None:
+    assert Provider(**OWN).schemes == {"file"}
+    assert Provider(**OWN, bucket="s3://data").schemes == {"s3"}
+
+
+@pytest.mark.parametrize("store", ["gs://data2/s", "gs://other", "s3://data/team", "file:///srv/s", "gs://data"])
+def test_a_store_that_is_not_in_the_mounted_bucket_is_refused(store: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        planned({"bucket": "gs://data/team"}, layout(store=store))
+    assert (caught.value.field, caught.value.hint) == ("store", "choose a folder below gs://data/team")
+
+
+@pytest.mark.parametrize(
+    "bucket", ["data", "file:///srv", "https://data", "gs://", "gs://data?x=1", "GS://data", "nfs://a"]
+)
+def test_what_is_no_bucket_is_refused(bucket: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        planned({"bucket": bucket})
+    assert caught.value.field == "kubernetes.bucket"
+
+
+def test_gcsfuse_without_implicit_dirs_is_noted() -> None:
+    csi: dict[str, Any] = {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": {"bucketName": "data"}}
+    own = {"claim": "", "volume": {"csi": csi}, "bucket": "gs://data"}
+    assert any("implicit-dirs" in note for note in planned(own, layout(store="gs://data/s")).notes)
+    csi["volumeAttributes"]["mountOptions"] = "implicit-dirs,uid=1000"
+    assert not planned(own, layout(store="gs://data/s")).notes
+
+
+def test_a_node_writes_less_often_to_a_mounted_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    file, environ = tmp_path / "used", {node.NODES: "1", node.INDEX: "0"}
+    paths = {"live": "/l", "limit": "600", "clock": str(file), "flush": "30"}
+    found = node.node_environment(environ, paths)
+    assert (found.flush_seconds, found.paths) == (30.0, {"live": "/l"})
+    (clock,) = found.notices
+    for _ in range(31):
+        assert clock() == ""
+        now[0] += 1
+    assert file.read_text() == "30.0"
 
 
 POD = ("items", "0", "spec", "template", "spec")
@@ -275,6 +353,12 @@ NODE = (*POD, "containers", "0")
         ((*NODE, "resources", "claims"), [{"name": "gpu"}], "claims"),
         ((*NODE, "resources", "limits", "gpu"), "1", "limits.gpu"),
         ((*NODE, "resources", "limits", "memory"), "1K", "limits.memory"),
+        ((*NODE, "workingDir"), 7, "containers.0.workingDir"),
+        ((*NODE, "tty"), "yes", "containers.0.tty"),
+        ((*POD, "priority"), "10", "spec.priority"),
+        ((*POD, "priority"), True, "spec.priority"),
+        ((*POD, "overhead"), {"cpu": "much"}, "overhead.cpu"),
+        ((*POD, "overhead"), "1", "overhead"),
         ((*NODE, "resources", "limits", "hugepages-2Mi"), "512Mi", "limits.hugepages-2Mi"),
         ((*NODE, "resources", "limits", "nvidia.com/gpu"), "1", "limits.nvidia.com/gpu"),
         ((*NODE, "resources"), {"limits": {"memory": "1Gi"}, "requests": {"memory": "2G"}}, "requests.memory"),
@@ -376,6 +460,31 @@ def test_a_share_of_a_gpu_is_hami_s_resources_and_annotations() -> None:
     plain = planned({"hami": rules})
     assert container_of(plain)["resources"]["limits"] == {}
     assert "nvidia.com/use-gputype" not in job_object(plain)["spec"]["template"]["metadata"]["annotations"]
+
+
+@pytest.mark.parametrize("rule", [{"gpu_scheduler_policy": "spread"}, {"gpumem": 5}, {"gpumem_percentage": 50}])
+def test_a_job_asks_for_a_part_of_a_gpu(rule: Mapping[str, Any]) -> None:
+    """In whole MiB; the job's own word wins over the settings'."""
+    limits = container_of(planned({"hami": rule}, gpu=("A100:2",), gpu_memory="8GB"))["resources"]["limits"]
+    assert limits == {"nvidia.com/gpu": "2", "nvidia.com/gpumem": str(8 * 10**9 // 2**20)}
+    notes = planned({"hami": rule}, gpu=("A100:1",), gpu_memory="8GB", instance_count=2).notes
+    assert any("shares of one GPU" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "job"),
+    [
+        ({}, {"gpu": ("A100:1",)}),
+        ({"hami": {"gpucores": 50}}, {}),
+        ({"hami": {"gpucores": 50}, "gpu_resource": "nvidia.com/mig-3g.20gb"}, {"gpu": ("A100:1",)}),
+        ({"hami": {"gpucores": 50}}, {"gpu": ("A100:1",), "gpu_memory": 1000}),
+    ],
+)
+def test_a_part_of_a_gpu_without_hami_or_a_gpu_is_refused(settings: Mapping[str, Any], job: Mapping[str, Any]) -> None:
+    with pytest.raises(SpecError) as caught:
+        planned(settings, **{"gpu_memory": "8GB", **job})
+    assert caught.value.field == "resources.gpu_memory"
+    assert caught.value.hint
 
 
 # ------------------------------------------------------------------------------------------------------------ the node

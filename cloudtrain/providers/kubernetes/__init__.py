@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from tempfile import gettempdir
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from ...provider_api.protocol import NativeObject, Need, Request
-from .._cloud import CloudProvider
+from ...provider_api.protocol import NativeObject, Need
+from ...validate import url_scheme
+from .._cloud import ClusterProvider
 
-if TYPE_CHECKING:
-    from ...provider_api.catalog import Machine
-
-__all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
+__all__ = ["BUCKETS", "DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
 NAME = "kubernetes"
 STORE = Need(
@@ -36,6 +34,8 @@ ROOT = Need(
 IMAGE = Need(
     example="docker.io/pytorch/pytorch:latest", find="an image with Python and torch that the cluster can pull"
 )
+BUCKETS = ("s3", "gs", "abfs", "abfss", "az")
+"""Schemes of buckets that a cluster can mount."""
 ALIASES = ("k8s", "kubectl", "kueue", "hami", "eks", "gke", "aks", "openshift", "volcano")
 """Other words for the platform, for the hint of an unknown provider."""
 
@@ -47,6 +47,7 @@ class Settings:
     ``kubeconfig`` and ``context`` say which cluster and as whom; empty: kubectl's own, or the pod's that this runs in.
     ``claim`` is the PersistentVolumeClaim of the volume that all nodes and this machine share, ``volume`` any other
     volume of a pod in its place, ``{"nfs": {"server": …, "path": …}}``. ``root`` is its folder here and on the nodes.
+    If the volume is a mounted bucket, ``bucket`` is the URL that ``root`` shows, and ``root`` is a folder of the nodes.
 
     ``kind`` is the object that is created: ``job``, or ``jobset`` on a cluster that has JobSet.
 
@@ -69,6 +70,7 @@ class Settings:
     claim: str = ""
     volume: dict[str, Any] = field(default_factory=dict)
     root: str = field(default="", metadata={"need": ROOT})
+    bucket: str = ""
     service_account: str = ""
     image_pull_secrets: tuple[str, ...] = ()
     image_pull_policy: str = ""
@@ -94,30 +96,25 @@ class Settings:
     prices: dict[str, Any] = field(default_factory=dict)
 
 
-class Provider(CloudProvider):
+class Provider(ClusterProvider):
     """Provider of Kubernetes' Jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = NAME
     Settings: ClassVar[type[Any]] = Settings
-    schemes: ClassVar[frozenset[str]] = frozenset({"file"})
+    schemes: ClassVar[frozenset[str]] = frozenset({"file", *BUCKETS})
     retried_by: ClassVar[str] = "client"
     max_wait_by: ClassVar[str] = "client"
     min_poll_s: ClassVar[float] = 0.5
     max_poll_s: ClassVar[float] = 5.0
     always_interactive: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE, "image": IMAGE}
+    shares_gpus: ClassVar[bool] = True
     probe_ports: ClassVar[tuple[int, ...]] = (29500, 29501)
 
-    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
-        return str(self.account.create(request, secrets))
-
-    def machines(self) -> Sequence[Machine]:
-        found: list[Machine] = self.account.machines()
-        return found
-
-    def principal(self) -> str | None:
-        """Return the user's name as the cluster knows it."""
-        return str(self.account.principal())
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        scheme = url_scheme(self.settings.bucket) or "file"  # its nodes have one volume
+        self.schemes = frozenset({scheme})  # type: ignore[misc]
 
     def objects(self) -> Sequence[NativeObject]:
         found: list[NativeObject] = self.account.objects()
@@ -125,9 +122,6 @@ class Provider(CloudProvider):
 
     def remove(self, found: NativeObject) -> None:
         self.account.remove(found)
-
-    def storage(self, url: str) -> Mapping[str, Any]:
-        return {}
 
 
 DIFFERENCES = (
@@ -142,16 +136,19 @@ SAMPLE: dict[str, Any] = {
         "claim": "training",
         "root": gettempdir(),
         "spot": "gke",
+        "hami": {"gpu_scheduler_policy": "spread"},
         "prices": {"node": 2.0},
     },
     "rows": {
         "resources.instance_type": {"instance_type": "a2-highgpu-1g"},
         "resources.gpu": {"gpu": ("H100:2",)},
+        "resources.gpu_memory": {"gpu": ("H100:1",), "gpu_memory": "8GB"},
         "max_cost": {"max_cost": 0.5},
         "inputs.mode": lambda place: {"inputs": {"data": {"url": str(place.data), "mode": "copy"}}},
         "options": {"options": {"kubernetes": {"items": {"0": {"spec": {"template": {"spec": {"priority": 10}}}}}}}},
     },
     "bases": {
+        "resources.gpu_memory": {"gpu": ("H100:1",)},
         "max_gpu_hours": {"gpu": ("H100:1",)},
         "inputs.mode": lambda place: {"inputs": {"data": {"url": str(place.data), "mode": "mount"}}},
     },

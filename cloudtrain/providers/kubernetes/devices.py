@@ -6,6 +6,7 @@ pages on spot nodes, and HAMi's documentation and source of 2026-08. None was ru
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,12 @@ from . import NAME
 from .validate import check_key, check_labels
 
 if TYPE_CHECKING:
-    from ...job.job import Gpu
+    from ...job.job import Gpu, Job
     from . import Settings
 
 __all__ = [
     "SPOT", "check_gpu_names", "check_hami", "gpu_limits", "gpu_selector", "hami_annotations", "kind_of",
-    "spot_selector", "tolerations",
+    "spot_selector", "tolerations", "with_gpu_memory",
 ]  # fmt: skip
 
 GPU_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -88,8 +89,29 @@ _NUMBERS = {
     "priority": ("nvidia.com/priority", 0, 1),
 }
 """HAMi's resource by our name of it, with its least and largest value. ``gpumem`` is MiB of each card."""
+NVIDIA, MIB = "nvidia.com/gpu", 1 << 20
+"""The GPU whose memory the rules share, and the bytes of HAMi's unit."""
 RESOURCES = "resources"
 """The key of a table of further resources by their full names, for the other devices that HAMi shares."""
+
+
+def with_gpu_memory(settings: Settings, job: Job) -> Settings:
+    """Return ``settings`` with the job's own memory of each GPU as HAMi's rule, in whole MiB.
+
+    Raises `UnsupportedError` if the settings do not say that HAMi is there, `SpecError` for a job without GPUs.
+    """
+    wanted, field = job.resources.gpu_memory, "resources.gpu_memory"
+    if wanted is None:
+        return settings
+    if not settings.hami or settings.gpu_resource != NVIDIA:
+        hint = f'if your cluster shares {NVIDIA} by HAMi, set {NAME}.hami = {{ gpu_scheduler_policy = "spread" }}'
+        raise UnsupportedError(NAME, field, "its nodes have whole GPUs", hint=hint)
+    if not job.resources.gpu:
+        raise SpecError("needs resources.gpu", field=field, hint="add the GPU, like --gpu A100:1")
+    if wanted < MIB:
+        raise SpecError(f"{wanted} bytes are less than 1 MiB", field=field, hint="write '8GB'")
+    rest = {name: rule for name, rule in settings.hami.items() if name != "gpumem_percentage"}
+    return dataclasses.replace(settings, hami={**rest, "gpumem": wanted // MIB})
 
 
 def gpu_limits(settings: Settings, gpu: Gpu | None) -> dict[str, str]:
@@ -108,13 +130,10 @@ def gpu_selector(settings: Settings, gpu: Gpu | None) -> list[dict[str, Any]]:
     if gpu is None or not settings.gpu_label:
         return []
     name = str(gpu).rpartition(":")[0]
-    known = {**GPU_NAMES.get(settings.gpu_label, {}), **settings.gpu_names}
-    kinds = [item for item in known if item == name or (item.rpartition("-")[0] or item) == name]
-    values = [value for item in kinds for value in _values(known[item])]
-    if name in settings.gpu_names:
-        values = list(_values(settings.gpu_names[name]))
-    if not values and gpu.name in settings.gpu_names:
-        values = list(_values(settings.gpu_names[gpu.name]))
+    values: list[str] = []
+    for table in (settings.gpu_names, GPU_NAMES.get(settings.gpu_label, {})):  # A100 is also A100-40GB
+        fitting = [item for item in table if name in (item, item.rpartition("-")[0])]
+        values = values or [value for item in fitting for value in _values(table[item])]
     if not values:
         hint = f'look it up with kubectl get nodes -L {settings.gpu_label}, then set gpu_names = {{ {name} = ["…"] }}'
         raise UnsupportedError(

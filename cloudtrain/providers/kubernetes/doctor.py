@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from ...errors import AuthError, NotFoundError, SpecError
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
-from ...storage.local_disk import local_path
 from . import NAME
 from .api import HELP
-from .request import JOBSETS
+from .request import JOBSETS, volume_url
 
 if TYPE_CHECKING:
     from ...provider_api.protocol import Request
@@ -90,11 +89,10 @@ def _rights(account: Account) -> Check:
 
 
 def _volume(account: Account, store: str) -> Check:
-    """Check that the claim is bound, and that the store's folder is on the volume as this machine sees it."""
+    """Check that the claim is bound, and that the store is on the volume."""
     own = account.settings
-    path = local_path(store) if store else None
-    if path is not None and own.root and not f"{path}/".startswith(f"{own.root}/"):
-        raise SpecError(f"{path} is not below kubernetes.root, {own.root}", field="store")
+    if store and own.root and not f"{store}/".startswith(f"{volume_url(own)}/"):
+        raise SpecError(f"{store} is not on the nodes' volume, {volume_url(own)}", field="store")
     if not own.claim:
         return skipped("shared volume", "kubernetes.claim is not set")
     try:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
-from .node import AGAIN, CLOCK_PATH, GRACE_PATH, INDEX, LIMIT_PATH
-from .request import job_object
+from .node import AGAIN, CLOCK_PATH, FLUSH_PATH, GRACE_PATH, INDEX, LIMIT_PATH
+from .request import job_object, volume_url
 
 if TYPE_CHECKING:
     from . import Settings
@@ -36,7 +36,7 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
             entrypoint=list(container["command"]),
             command=list(words),
             env={**{item["name"]: item["value"] for item in container["env"]}, INDEX: str(number)},
-            mounts=list(_mounts(words)),
+            mounts=list(_mounts(settings, words)),
             hostname=f"{name}-{number}.{service}" if nodes > 1 else None,
             gpus=int(gpus) if str(gpus).isdecimal() else 0,
             cpus=int(cores) if str(cores).isdecimal() else None,
@@ -72,13 +72,18 @@ def _words(words: list[str], name: str) -> str:
     return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
 
 
-def _mounts(words: list[str]) -> Iterator[Mount]:
-    """Yield each file and folder of the command by itself: all are on the shared volume."""
-    yield Mount(url=f"file://{words[1]}", path=words[1], kind="mount")
+def _mounts(settings: Settings, words: list[str]) -> Iterator[Mount]:
+    """Yield each file and folder of the command by itself: all are on the nodes' volume."""
+
+    def mount(path: str, kind: str = "mount") -> Mount:
+        below = path.removeprefix(settings.root)
+        return Mount(url=volume_url(settings) + below if below != path else f"file://{path}", path=path, kind=kind)
+
+    yield mount(words[1])
     context = words[words.index("--context") + 1]
-    for path in (context, f"{context.rpartition('/')[0]}/key"):
-        yield Mount(url=f"file://{path}", path=path, kind="mount")
+    yield mount(context)
+    yield mount(f"{context.rpartition('/')[0]}/key")
     for before, word in itertools.pairwise(words):
         name, _, path = word.partition("=")
-        if before == "--path" and name not in (GRACE_PATH, LIMIT_PATH, CLOCK_PATH):
-            yield Mount(url=f"file://{path}", path=path, kind="sync" if name in ("live", "direct") else "mount")
+        if before == "--path" and name not in (GRACE_PATH, LIMIT_PATH, CLOCK_PATH, FLUSH_PATH):
+            yield mount(path, "sync" if name in ("live", "direct") else "mount")

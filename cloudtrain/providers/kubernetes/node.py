@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
+from ...runtime.checkpoints import put_whole
 from .._cloud import paths_of
 
 __all__ = ["AGAIN", "GRACE", "TIME_UP", "Clock", "node_environment", "secret"]
@@ -18,13 +19,14 @@ GRACE = 30
 AGAIN, TIME_UP = 75, 76
 """Exit codes: the Job starts the node again; the job has used up its time limit."""
 PORT = 29500
-GRACE_PATH, CLOCK_PATH, LIMIT_PATH = "grace", "clock", "limit"
-"""``--path`` pairs: the grace, the file with the running time of all starts, and the limit of it in seconds."""
+GRACE_PATH, CLOCK_PATH, LIMIT_PATH, FLUSH_PATH = "grace", "clock", "limit", "flush"
+"""``--path`` pairs: the grace, the file with the running time of all starts, the limit of it in seconds, and the
+seconds between two writes of one file on a mounted bucket."""
 NODES, HOST = "CLOUDTRAIN_KUBERNETES_NODES", "CLOUDTRAIN_KUBERNETES_HOST"
 INDEX = "JOB_COMPLETION_INDEX"
 SCRATCH, SECRETS = "/cloudtrain/scratch", "/cloudtrain/secrets"
 WRITTEN = 2.0
-"""Seconds between two writes of the running time."""
+"""Seconds between two writes of the running time on a volume of files."""
 
 
 def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
@@ -32,12 +34,13 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
     paths = paths_of(argv)
     grace = float(paths.pop(GRACE_PATH, GRACE))
     file, limit = paths.pop(CLOCK_PATH, ""), float(paths.pop(LIMIT_PATH, 0))
+    flush = float(paths.pop(FLUSH_PATH, 0))
     try:
         nodes, rank = int(environ[NODES]), int(environ[INDEX])
     except (KeyError, ValueError):
         raise SpecError("is not set: this is no pod of an indexed Job", field=INDEX) from None
     codes = {"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": AGAIN}
-    clock = Clock(Path(file), limit, codes) if file and limit and rank == 0 else None
+    clock = Clock(Path(file), limit, codes, flush or WRITTEN) if file and limit and rank == 0 else None
     return NodeEnvironment(
         topology=Topology(
             nodes=nodes,
@@ -48,6 +51,7 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
         paths=paths,
         scratch=(SCRATCH, "/tmp"),
         stop_grace=grace,
+        flush_seconds=flush or NodeEnvironment.flush_seconds,
         exit_code=codes,
         secrets=lambda reference: secret(reference.partition(":")[2]),
         notices=(clock,) if clock is not None else (),
@@ -58,10 +62,11 @@ class Clock:
     """The running time of all starts of a job, on node 0. A Job's own deadline also counts the wait for machines.
 
     At the limit it reports the end as a notice, so that every node saves, and changes the exit code of this node.
+    ``pause`` is the seconds between two writes of ``file``.
     """
 
-    def __init__(self, file: Path, limit: float, codes: dict[str, int]) -> None:
-        self._file, self._limit, self._codes = file, limit, codes
+    def __init__(self, file: Path, limit: float, codes: dict[str, int], pause: float = WRITTEN) -> None:
+        self._file, self._limit, self._codes, self._pause = file, limit, codes, pause
         self._began: float | None = None
         self._before = self._written = 0.0
 
@@ -71,7 +76,7 @@ class Clock:
         if self._began is None:
             self._began, self._before = now, self._read()
         used = self._before + now - self._began
-        if used - self._written >= WRITTEN or used >= self._limit > self._written:
+        if used - self._written >= self._pause or used >= self._limit > self._written:
             self._write(used)
         if used < self._limit:
             return ""
@@ -85,13 +90,12 @@ class Clock:
             return 0.0
 
     def _write(self, used: float) -> None:
-        new = self._file.with_suffix(".new")
+        data = f"{used:.1f}".encode()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(f"{used:.1f}")
-            new.replace(self._file)
+            put_whole(self._file, lambda path: path.write_bytes(data), temporary=".part")
             self._written = used
-        except OSError:  # the shared volume does not answer now
+        except OSError:  # the volume does not answer now
             return
 
 

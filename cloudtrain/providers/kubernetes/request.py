@@ -14,9 +14,9 @@ from ...job.job import job_name, run_tag
 from ...job.options import merge_options
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
-from ...validate import choice_of, texts_of, url_scheme, whole_number
+from ...validate import choice_of, texts_of, whole_number
 from .._cloud import check_env_secrets, digest_of
-from . import NAME, Provider
+from . import BUCKETS, NAME, STORE, Provider
 from .devices import (
     SPOT,
     check_gpu_names,
@@ -26,8 +26,9 @@ from .devices import (
     hami_annotations,
     spot_selector,
     tolerations,
+    with_gpu_memory,
 )
-from .node import AGAIN, CLOCK_PATH, GRACE_PATH, HOST, LIMIT_PATH, NODES, SCRATCH, SECRETS
+from .node import AGAIN, CLOCK_PATH, FLUSH_PATH, GRACE_PATH, HOST, LIMIT_PATH, NODES, SCRATCH, SECRETS
 from .validate import (
     INT32,
     check_body,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CANCELLED", "CONTAINER", "ENDED", "JOBSETS", "LABEL_REQUEST", "LABEL_RUN", "MANAGED_BY", "OF_SET", "OWNED",
-    "POD_INDEX", "RUN_URL", "checked", "job_object", "job_of_set", "native_id_of", "plan",
+    "POD_INDEX", "RUN_URL", "checked", "job_object", "job_of_set", "native_id_of", "plan", "volume_url",
 ]  # fmt: skip
 
 LABEL_RUN, LABEL_REQUEST = "cloudtrain.dev/run", "cloudtrain.dev/request"
@@ -85,17 +86,20 @@ LONGEST_NAME = 57
 """Characters of a Job's name: its pods are named ``NAME-INDEX``, with 63 at most, for up to 100,000 nodes."""
 EXTRA_GRACE = 10
 """Seconds between the end of our grace and Kubernetes' kill."""
+FLUSH_SECONDS = 30
+"""Seconds between flushes into a mounted bucket: each is a whole new object, which costs money."""
 JOIN = 3600
 """Seconds beyond its limit after which a pod is stopped in any case: it may wait for its image and its peers."""
 SHM = "/dev/shm"
 KINDS = ("job", "jobset")
 POLICIES = ("", "Always", "IfNotPresent", "Never")
-_TEXTS = ("kubeconfig", "context", "namespace", "claim", "root", "service_account", "priority_class", "runtime_class",
-          "scheduler_name", "queue", "gpu_resource", "gpu_label", "spot")  # fmt: skip
+_TEXTS = ("kubeconfig", "context", "namespace", "claim", "root", "bucket", "service_account", "priority_class",
+          "runtime_class", "scheduler_name", "queue", "gpu_resource", "gpu_label", "spot")  # fmt: skip
 _OBJECTS = ("claim", "service_account", "priority_class", "runtime_class", "scheduler_name")
 """Settings that are names of objects in the cluster."""
 _BAD_PATH = re.compile(r"[\x00-\x1f\x7f:]")
 """Characters that a mount's path cannot have."""
+_BUCKET = re.compile(rf"({'|'.join(BUCKETS)})://[^/?#\s]+(/[^/?#\s]+)*/?")
 _ROOTS = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/root", "/sbin", "/sys", "/usr")
 """Folders whose content in an image a volume would hide."""
 
@@ -139,6 +143,7 @@ def checked(settings: Settings) -> Settings:
     return dataclasses.replace(
         settings,
         root=root,
+        bucket=settings.bucket.rstrip("/"),
         image_pull_secrets=pull_secrets,
         labels={key: label_text(value) for key, value in settings.labels.items()},
         annotations={key: label_text(value) for key, value in settings.annotations.items()},
@@ -161,6 +166,9 @@ def _checked_root(settings: Settings) -> str:
         raise SpecError("excludes claim", field=f"{NAME}.volume", hint="keep one of them")
     if settings.volume or not isinstance(settings.volume, Mapping):
         check_volume(settings.volume, f"{NAME}.volume")
+    if settings.bucket and not _BUCKET.fullmatch(settings.bucket):
+        hint = "for example s3://my-bucket, or gs://my-bucket/team"
+        raise SpecError(f"{settings.bucket!r} is not the URL of a bucket", field=f"{NAME}.bucket", hint=hint)
     root = settings.root.rstrip("/") or settings.root
     if root and (
         not root.startswith("/")
@@ -200,6 +208,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     check_needs(Provider, settings, job)
     check_inputs(Provider, layout.inputs)
     _refuse(settings, job)
+    settings = with_gpu_memory(settings, job)
     gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
     machine = job.resources.instance_type or "node"
     seconds, notes = hard_limit(job, NAME, lambda _: [machine], gpu_index=gpu_index, own=settings.prices)
@@ -241,6 +250,8 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
 def _warnings(settings: Settings, gpu: Gpu | None) -> list[str]:
     """Return notes on settings that the cluster takes, and that keep the pods from a start all the same."""
     found = []
+    if "gcsfuse" in str(settings.volume) and "implicit-dirs" not in str(settings.volume):
+        found.append("the volume's mountOptions lack implicit-dirs: without it, nodes do not see the store's folders")
     if settings.security and (settings.host_network or {"nfs", "hostPath"} & {*settings.volume}):
         found.append("Pod Security's restricted level forbids host_network, and volumes of kind nfs and hostPath")
     if gpu is not None and settings.hami and settings.scheduler_name:
@@ -298,26 +309,32 @@ def _refuse(settings: Settings, job: Job) -> None:
         if item.shard:
             raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole input")
         if item.mode == "copy":
-            raise UnsupportedError(
-                NAME, f"inputs.{name}.mode", "nodes read inputs where they are, on the shared volume"
-            )
+            raise UnsupportedError(NAME, f"inputs.{name}.mode", "nodes read inputs where they are, on their volume")
     check_env_secrets(NAME, job, known="env:NAME only: the value travels in a Secret of the namespace")
 
 
+def volume_url(settings: Settings) -> str:
+    """Return the URL that the nodes see at `Settings.root`."""
+    return settings.bucket or f"file://{settings.root}"
+
+
 def _path(settings: Settings, url: str, field: str) -> str:
-    """Return the path of a ``file`` URL below the shared volume. Raises `UnsupportedError` for any other."""
-    hint = f"choose a folder below {settings.root}, which nodes and this machine share"
-    if url_scheme(url) != "file":
-        raise UnsupportedError(NAME, field, f"its nodes see the shared volume, not {url}", hint=hint)
-    path = url.removeprefix("file://")
-    if not f"{path}/".startswith(f"{settings.root}/") and not path.startswith(("/<", "/missing/")):
-        raise UnsupportedError(NAME, field, f"{path} is not on the shared volume", hint=hint)
-    return path
+    """Return the nodes' path of ``url``. Raises `UnsupportedError` if it is not on their volume."""
+    base = volume_url(settings)
+    if f"{url}/".startswith(f"{base}/"):
+        return settings.root + url.removeprefix(base)
+    if f"{url}/".startswith(f"file://{STORE.stand_in}/"):  # a plan without a store
+        return url.removeprefix("file://")
+    what = base if settings.bucket else f"{settings.root}, which nodes and this machine share"
+    hint = f"choose a folder below {what}"
+    raise UnsupportedError(NAME, field, f"its nodes see one volume, and {url} is not on it", hint=hint)
 
 
 def _words(settings: Settings, job: Job, layout: Layout, attempt: int, gpu_index: int, seconds: int) -> list[str]:
     """Return the runtime's command line, without Python."""
-    paths = {"code": layout.code, "live": layout.live, "direct": layout.direct}
+    paths = {"code": layout.code, "live": layout.live}
+    if not settings.bucket:  # else a script writes by the bucket's own URL: a mount cannot rename
+        paths["direct"] = layout.direct
     paths = {name: _path(settings, url, "store") for name, url in paths.items()}
     if layout.resume:
         paths["resume"] = _path(settings, layout.resume, "resume_from")
@@ -325,6 +342,8 @@ def _words(settings: Settings, job: Job, layout: Layout, attempt: int, gpu_index
         path = _path(settings, item.url, f"inputs.{name}")
         paths[f"file.{name}" if item.file else f"input.{name}"] = path
     paths[GRACE_PATH], paths[LIMIT_PATH] = str(settings.stop_grace), str(seconds)
+    if settings.bucket:
+        paths[FLUSH_PATH] = str(FLUSH_SECONDS)
     paths[CLOCK_PATH] = f"{_path(settings, layout.native, 'store')}/{NAME}-{attempt}-{gpu_index}/used"
     words = [_path(settings, layout.runtime, "store"), "run", "--context", _path(settings, layout.context, "store")]
     words += ["--attempt", str(attempt)]
@@ -427,6 +446,7 @@ def _pod_annotations(settings: Settings) -> dict[str, str]:
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
         "karpenter.sh/do-not-disrupt": "true",
         "sidecar.istio.io/inject": "false",
+        **({"gke-gcsfuse/volumes": "true"} if settings.bucket.startswith("gs:") else {}),
         **settings.annotations,
     }
 

@@ -81,7 +81,7 @@ _SERVICE = _words(
     trafficDistribution type
     """
 )
-_SOURCES: Mapping[str, tuple[str, ...]] = {
+_SOURCES: Mapping[str, str] = {
     **dict.fromkeys(
         _words(
             """
@@ -90,14 +90,36 @@ _SOURCES: Mapping[str, tuple[str, ...]] = {
             projected quobyte rbd scaleIO secret storageos vsphereVolume
             """
         ),
-        (),
+        "",
     ),
-    "csi": ("driver",),
-    "hostPath": ("path",),
-    "nfs": ("server", "path"),
-    "persistentVolumeClaim": ("claimName",),
+    "csi": "driver / readOnly fsType volumeAttributes nodePublishSecretRef",
+    "hostPath": "path / type",
+    "nfs": "server path / readOnly",
+    "persistentVolumeClaim": "claimName / readOnly",
 }
-"""Kinds of a pod's volume, and the texts that each needs."""
+"""Kinds of a pod's volume: the texts that each needs, and behind the slash its other fields."""
+_TYPES: Mapping[str, tuple[type, str]] = {
+    **dict.fromkeys(
+        _words(
+            """
+            dnsPolicy hostname image imagePullPolicy nodeName preemptionPolicy priorityClassName runtimeClassName
+            schedulerName serviceAccountName terminationMessagePath terminationMessagePolicy workingDir
+            """
+        ),
+        (str, "text"),
+    ),
+    **dict.fromkeys(
+        _words(
+            """
+            automountServiceAccountToken enableServiceLinks hostIPC hostNetwork hostPID hostUsers setHostnameAsFQDN
+            shareProcessNamespace stdin stdinOnce tty
+            """
+        ),
+        (bool, "true or false"),
+    ),
+    "priority": (int, "a whole number"),
+}
+"""The types of a pod's and a container's plain fields."""
 _META = _words("name namespace labels annotations finalizers ownerReferences")
 _TOLERATION = _words("key operator value effect tolerationSeconds")
 _EFFECTS = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")
@@ -152,7 +174,10 @@ def check_volume(volume: Any, where: str) -> None:
             raise SpecError("is no kind of volume", field=f"{where}.{kind}", hint=near_or_all(kind, _SOURCES))
         if not isinstance(source, Mapping):
             raise SpecError("must be a table", field=f"{where}.{kind}", hint=hint)
-        for name in _SOURCES[kind]:
+        needed, slash, others = _SOURCES[kind].partition("/")
+        if slash:
+            _known(source, _words(needed + others), f"{where}.{kind}")
+        for name in needed.split():
             if not isinstance(source.get(name), str) or not source[name]:
                 raise SpecError("must be text", field=f"{where}.{kind}.{name}")
         if kind == "nfs" and not source["path"].startswith("/"):
@@ -209,7 +234,16 @@ def _check_meta(meta: Any, names: frozenset[str], where: str) -> None:
         _texts(meta.get(kind, {}), f"{where}.{kind}")
 
 
+def _check_types(table: Mapping[str, Any], where: str) -> None:
+    for name, value in table.items():
+        kind, words = _TYPES.get(name, (object, ""))
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise SpecError(f"must be {words}, not {value!r}", field=f"{where}.{name}")
+
+
 def _check_pod(pod: Mapping[str, Any], where: str) -> None:
+    _check_types(pod, where)
+    _check_amounts(pod.get("overhead", {}), f"{where}.overhead")
     check_labels(pod.get("nodeSelector", {}), f"{where}.nodeSelector")
     _texts(pod.get("nodeSelector", {}), f"{where}.nodeSelector")
     check_tolerations(pod.get("tolerations", []), f"{where}.tolerations")
@@ -236,7 +270,7 @@ def _check_pod(pod: Mapping[str, Any], where: str) -> None:
 def _check_container(container: Mapping[str, Any], named: Mapping[str, list[Any]], where: str) -> None:
     _known(container, _CONTAINER, where)
     _check_label_name(container.get("name"), where)
-    _texts({"image": container.get("image")}, where)
+    _check_types({"image": None, **container}, where)
     _check_resources(container.get("resources", {}), named["resourceClaims"], f"{where}.resources")
     paths = set()
     for mount in _tables(container.get("volumeMounts", []), f"{where}.volumeMounts"):
@@ -287,10 +321,7 @@ def _check_resources(resources: Any, claims: list[Any], where: str) -> None:
             raise SpecError(f"{claim.get('name')!r} is no resource claim of the pod", field=f"{where}.claims")
     limits, requests = resources.get("limits", {}), resources.get("requests", {})
     for kind, found in (("limits", limits), ("requests", requests)):
-        if not isinstance(found, Mapping):
-            raise SpecError("must be a table", field=f"{where}.{kind}")
-        for name, value in found.items():
-            _check_quantity(name, value, f"{where}.{kind}.{name}")
+        _check_amounts(found, f"{where}.{kind}")
     for name, value in requests.items():
         field = f"{where}.requests.{name}"
         if "/" in name or name.startswith("hugepages-"):  # these cannot be shared out twice
@@ -301,6 +332,13 @@ def _check_resources(resources: Any, claims: list[Any], where: str) -> None:
     pages = next((name for name in (*limits, *requests) if name.startswith("hugepages-")), "")
     if pages and not {"cpu", "memory"} & {*limits, *requests}:
         raise SpecError("needs a limit of cpu or memory too", field=f"{where}.limits.{pages}")
+
+
+def _check_amounts(found: Any, where: str) -> None:
+    if not isinstance(found, Mapping):
+        raise SpecError("must be a table", field=where)
+    for name, value in found.items():
+        _check_quantity(name, value, f"{where}.{name}")
 
 
 def _check_quantity(name: str, value: Any, field: str) -> None:

@@ -6,15 +6,12 @@ Its Request holds a batch script, complete with its ``#SBATCH`` lines, as ``sbat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from ...provider_api.protocol import Need, Request
-from .._cloud import CloudProvider
-
-if TYPE_CHECKING:
-    from ...provider_api.catalog import Machine
+from ...provider_api.protocol import Need
+from .._cloud import ClusterProvider
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
@@ -63,7 +60,7 @@ class Settings:
     prices: dict[str, Any] = field(default_factory=dict)
 
 
-class Provider(CloudProvider):
+class Provider(ClusterProvider):
     """Provider of Slurm's batch jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = NAME
@@ -75,20 +72,6 @@ class Provider(CloudProvider):
     max_poll_s: ClassVar[float] = 10.0
     always_interactive: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
-
-    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
-        return str(self.account.create(request, secrets))
-
-    def machines(self) -> Sequence[Machine]:
-        found: list[Machine] = self.account.machines()
-        return found
-
-    def principal(self) -> str | None:
-        """Return the user and the host whose tools submit."""
-        return str(self.account.principal())
-
-    def storage(self, url: str) -> Mapping[str, Any]:
-        return {}
 
 
 DIFFERENCES = (

@@ -134,6 +134,8 @@ class Cluster(Platform):
         self._due: list[tuple[float, tuple[str, str, str]]] = []
         self.denied: set[str] = set()
         self.grace, self.restart_seconds, self.silence_seconds = 40.0, 1.0, 2.0
+        self.environment: dict[str, str] = {}
+        """Variables for the store's own client."""
         self._lock = threading.RLock()
         self.wire = Wire(self)
         claim = {"spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}}
@@ -147,7 +149,7 @@ class Cluster(Platform):
         self.kubeconfig.write_text(json.dumps(found))
 
     def environ(self) -> dict[str, str]:
-        return {"KUBECONFIG": str(self.kubeconfig)}
+        return {"KUBECONFIG": str(self.kubeconfig), **self.environment}
 
     def local(self, url: str, pod: str) -> Path:
         """Return the folder that stands for a volume of a pod."""

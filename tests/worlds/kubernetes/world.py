@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,17 +20,21 @@ from cloudtrain.runs.run import Run
 from cloudtrain.testing.platform import FakePlatform
 from cloudtrain.testing.tables import Fields
 
+from ..vertex.plane import Plane
 from .cluster import Cluster
 from .life import Job
 
-__all__ = ["KubernetesWorld", "idle"]
+__all__ = ["BucketWorld", "KubernetesWorld", "idle"]
+
+BUCKET = "training"
+FILES = Path(__file__).parents[2] / "bucketfs.py"
 
 
 class KubernetesWorld(FakePlatform):
     """A `Cluster` whose shared volume is ``folder``. ``image`` is an image of this machine's engine."""
 
     def __init__(self, folder: Path, *, image: str, **settings: Any) -> None:
-        self.plane = plane = Cluster(folder / "cluster", volume=folder)
+        self.plane = plane = Cluster(folder / "cluster", volume=self.volume(folder))
         self.image = image
         self.settings = {
             "kubeconfig": str(plane.kubeconfig),
@@ -35,12 +42,17 @@ class KubernetesWorld(FakePlatform):
             "claim": "training",
             "root": str(folder),
             "spot": "gke",
+            "hami": {"gpu_scheduler_policy": "spread"},
             "prices": {"node": 2.0, "a2-highgpu-1g": 4.0},
             **settings,
         }
         made = find_provider("kubernetes")(**self.settings)
-        store = (folder / "store").as_uri()
+        store = f"{settings.get('bucket') or folder.as_uri()}/store"
         super().__init__(folder, provider=made, store=store, nowhere="team/ct-nowhere-0")
+
+    def volume(self, folder: Path) -> Path:
+        """Return the folder that the cluster's claim is."""
+        return folder
 
     def close(self) -> None:
         self.plane.close()
@@ -105,3 +117,26 @@ def idle(folder: Path, patch: pytest.MonkeyPatch, **settings: Any) -> Iterator[K
         yield world
     finally:
         world.close()
+
+
+class BucketWorld(KubernetesWorld):
+    """A cluster whose claim is a bucket, mounted with the rules of `bucketfs`."""
+
+    def __init__(self, folder: Path, *, image: str, root: str = "/mnt/bucket") -> None:
+        super().__init__(folder, image=image, bucket=f"gs://{BUCKET}", root=root)
+        self.plane.environment = self.google.environ()
+
+    def volume(self, folder: Path) -> Path:
+        self.google, place = Plane(folder / "google"), folder / "mounted"
+        place.mkdir()
+        command = [sys.executable, FILES, self.google.gcs.make(BUCKET), place]
+        self._mount = subprocess.Popen(command, stdin=subprocess.PIPE)
+        while not os.path.ismount(place):
+            assert self._mount.poll() is None, "it could not be mounted"
+            time.sleep(0.05)
+        return place
+
+    def close(self) -> None:
+        super().close()
+        self._mount.communicate(timeout=60)
+        self.google.close()
