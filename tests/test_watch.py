@@ -36,7 +36,7 @@ from cloudtrain import cli
 from cloudtrain.cli.watch import Measured, Picture, Watch, fair, follow, on_terminal, screen, sparkline
 from cloudtrain.errors import LostContactError, StorageError
 from cloudtrain.provider_api.protocol import AttemptInfo, Status
-from cloudtrain.runs.live_data import NodeData
+from cloudtrain.runs.live_data import LiveRunReader, NodeData
 from cloudtrain.runs.log_order import Line
 
 CLI = [sys.executable, "-m", "cloudtrain"]
@@ -185,7 +185,8 @@ def full() -> Picture:
     }
     return Picture(
         run_id="digits-1", provider="memory", when=T0 + 300, status=Status(state="running"), max_runtime=7200,
-        attempts=told, nodes=[NodeData(number=0, seen=T0 + 297), NodeData(number=1)], lines=lines,
+        attempts=told, usage={"time": T0, "cpu": 41.6, "gpu": 87.2, "data_wait": 0.0},
+        nodes=[NodeData(number=0, seen=T0 + 297), NodeData(number=1)], lines=lines,
         measured=Measured(step=20, loss=("loss", 0.05), throughput=("samples_per_s", 800), name="loss",
                           points=[(step, 1 / step) for step in range(1, 21)]),
     )  # fmt: skip
@@ -193,12 +194,13 @@ def full() -> Picture:
 
 def test_everything_is_there_where_there_is_room() -> None:
     text = drawn(full(), width=100, height=40, now=T0 + 300)
-    assert text[:8] == [
+    assert text[:9] == [
         "digits-1  running, attempt 1.0, on memory",
         "progress     step 20, loss 0.05, 1h56m left of 2h, samples_per_s 800",
         text[2],
         "checkpoint   none complete yet",
         "nodes        0 wrote 3s ago, 1 nothing yet",
+        "busy         GPU 87%, CPU 42%, data wait 0%",
         "attempt 0.0  from the beginning, spot capacity, lost 4 steps",
         "attempt 1.0  resumed from step-8",
         "last lines",
@@ -216,6 +218,16 @@ def test_it_fits_into_any_terminal(width: int, height: int, ascii_only: bool) ->
     assert len(text.split("\n")) <= height
     assert max(map(cell_len, text.split("\n"))) <= width
     assert text.startswith("digits-1  running"[: width - 1])
+
+
+def test_the_newest_samples_of_all_nodes_are_shown(world: World) -> None:
+    world.recorded().attempt(0, RUNNING).start("0.0", started=T0)
+    for node, cpus in ((0, (10, 20)), (1, (30, 60))):
+        rows = [json.dumps({"time": T0 + 15 * i + node, "cpu": cpu}) for i, cpu in enumerate(cpus)]
+        world.write(f"live/usage/0.0-node-{node}.jsonl", "\n".join(rows) + "\n{broken")
+    assert LiveRunReader(world.run().store, world.run().run_id).usage() == {
+        "0.0": [{"time": T0 + 0.5, "cpu": 20.0}, {"time": T0 + 15.5, "cpu": 40.0}]
+    }
 
 
 def test_a_small_terminal_has_what_matters() -> None:

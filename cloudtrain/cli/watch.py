@@ -17,6 +17,7 @@ from ..provider_api.node import attempt_key
 from ..provider_api.protocol import AttemptInfo, Status
 from ..report.curves import Curve, by_column, curves, is_log, spread
 from ..report.markup import quantity
+from ..report.usage import usage_text
 from ..runs.live_data import LiveRunReader, NodeData, printable
 from ..runs.log_order import Line, line_label
 from ..runs.outcome import first_line, public_result, status_of
@@ -98,6 +99,7 @@ class Picture:
     nodes: Sequence[NodeData] = ()
     checkpoint: Checkpoint | None = None
     measured: Measured = field(default_factory=Measured)
+    usage: Mapping[str, float] = field(default_factory=dict)
     lines: Mapping[int, Sequence[Line]] = field(default_factory=dict)
     trouble: str = ""
     cancelling: bool = False
@@ -209,6 +211,7 @@ class Watch:
             nodes=seen.nodes(newest, self._expected) if newest else (),
             lines=lines,
             measured=self._measured,
+            usage=(seen.usage().get(newest) or [{}])[-1],
             checkpoint=self._run.checkpoint(),
             trouble="",
             waiting=self._run.waiting() if before.status.state == "running" else "",
@@ -253,7 +256,7 @@ def screen(picture: Picture, *, width: int, height: int, now: float, ascii_only:
     def line(text: str, style: str = "") -> Text:
         return Text(printable(text), style=style, no_wrap=True, overflow="crop" if ascii_only else "ellipsis")
 
-    facts = [row for row in _facts(picture, now, width, ascii_only) if row[1]]
+    facts = [row for row in _facts(picture, now, width, ascii_only) if row[1] and (row[0] != "busy" or height > 12)]
     keep = max(0, min(len(facts), height - 3 if height > 6 else height - 1))
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(min_width=LABEL)
@@ -306,6 +309,7 @@ def _facts(picture: Picture, now: float, width: int, ascii_only: bool) -> Iterat
     age = f", {duration(now - found.committed)} ago" if found and not result else ""
     yield "checkpoint", f"{found.name}{age}" if found else "none complete" + ("" if result else " yet"), ""
     yield "nodes", _nodes(picture, now), ""
+    yield "busy", usage_text(picture.usage), ""
     for info in picture.attempts[-ATTEMPTS:] if len(picture.attempts) > 1 else ():
         yield f"attempt {info.number}", _attempt(info, picture), "dim"
 

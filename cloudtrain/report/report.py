@@ -28,6 +28,7 @@ from ..storage.timings import CLIENT_TIMINGS
 from ..validate import duration, without_secrets
 from .curves import Curve, curves
 from .markup import Html, figure, html_table, page, quantity, save_page, tag
+from .usage import usage_curves
 
 __all__ = ["report", "write"]
 
@@ -47,7 +48,7 @@ def report(run: Run, result: Result, *, clock: Callable[[], float] = time.time) 
     """Return the page of a run whose `Run.result` is ``result``. Raises `StorageError`."""
     record, seen, now = run.record, LiveRunReader(run.store, run.run_id), clock()
     rows = seen.metrics()
-    drawn = curves(rows)
+    drawn, busy = curves(rows), usage_curves(seen.usage())
     request = run.store.attempt_request(run.run_id, 0)
     rehearsal = request.body if request is not None and "differences" in request.body else {}
     free = request is not None and not request.instance_types
@@ -60,6 +61,7 @@ def report(run: Run, result: Result, *, clock: Callable[[], float] = time.time) 
         _section(f"Other than on {target}", tag("ul", *different)) if rehearsal else None,
         _failure(result, seen),
         _section("Curves", *_curves(drawn, {attempt: len(some) for attempt, some in rows.items()}, result)),
+        _section("Busy or idle", tag("div", *map(figure, busy), class_="charts")) if busy else None,
         _section("Attempts", _attempts(result, now)),
         _section("Checkpoints", *_checkpoints(found, (result.get("checkpoint") or {}).get("name"), now)),
         _section("Last lines", *_last_lines(seen)),

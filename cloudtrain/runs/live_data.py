@@ -26,6 +26,8 @@ __all__ = ["LiveRunReader", "NodeData", "printable"]
 SEGMENTS, BYTES = 40, 4 << 20
 """Most segments to read of a node for lines of one rank, and bytes before the last of them. A merged segment has
 several MiB."""
+USAGE_SECONDS = 15
+"""Samples of all nodes within so many seconds are one row."""
 _METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
 _ATTEMPT = re.compile(r"\d+\.\d+")
 _NAMED = re.compile(r"(\d+\.\d+)(?:-node-\d+\.jsonl|\.json)?")
@@ -96,9 +98,22 @@ class LiveRunReader:
                 rows.setdefault(attempt, []).extend(some)
         return {attempt: some for attempt, some in rows.items() if some}
 
-    def _metric_files(self) -> list[tuple[str, int, str, Entry]]:
-        """Return attempt, node, key and entry of each file of metrics, oldest attempt first."""
-        root = f"{self._live}/metrics"
+    def usage(self) -> dict[str, list[dict[str, float]]]:
+        """Return how busy the nodes of each attempt were, as the mean of all nodes in each quarter of a minute.
+
+        A row has ``time`` and the numbers of `runtime.usage.UsageSampler`.
+        """
+        found: dict[str, dict[int, list[dict[str, Any]]]] = {}
+        for attempt, _, key, entry in self._metric_files("usage"):
+            with contextlib.suppress(FileNotFoundError):
+                for row in self._read(self._rows, key, entry, json_rows):
+                    if isinstance(at := row.get("time"), (int, float)):
+                        found.setdefault(attempt, {}).setdefault(int(at // USAGE_SECONDS), []).append(row)
+        return {attempt: [_mean(rows) for _, rows in sorted(some.items())] for attempt, some in found.items()}
+
+    def _metric_files(self, kind: str = "metrics") -> list[tuple[str, int, str, Entry]]:
+        """Return attempt, node, key and entry of each file of metrics, or of usage, oldest attempt first."""
+        root = f"{self._live}/{kind}"
         found = [
             (match[1], int(match[2]), key, entry)
             for key, entry in self._store.files.entries(root).items()
@@ -179,6 +194,13 @@ class LiveRunReader:
         files = self._store.files.entries(root + attempt + below).items()
         found = index_segments((key[len(root) :], (key, entry)) for key, entry in files)
         return {node: [(span, *item) for span, item in segments] for (_, node), segments in found.items()}
+
+
+def _mean(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the mean of each number in the rows."""
+    names = {name for row in rows for name, value in row.items() if isinstance(value, (int, float))}
+    each = {name: [row[name] for row in rows if isinstance(row.get(name), (int, float))] for name in sorted(names)}
+    return {name: sum(values) / len(values) for name, values in each.items()}
 
 
 def _parsed_lines(data: bytes) -> list[Line]:

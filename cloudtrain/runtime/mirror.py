@@ -59,6 +59,14 @@ def nothing(*, over: bool) -> Message:
     return {"state": "over" if over else "none", "sharded": False, "metadata": False, "place": None, "saved": 0.0}
 
 
+def _growing_places(
+    live: Path, node: str, attempt: str, artifacts: Path, metrics: Path, usage: Path | None
+) -> dict[Path, Path]:
+    """Return the place in ``live`` of each folder and file that grows."""
+    places = {artifacts: live / "artifacts" / node, metrics: live / "metrics" / f"{attempt}-{node}.jsonl"}
+    return places if usage is None else {**places, usage: live / "usage" / f"{attempt}-{node}.jsonl"}
+
+
 class Mirror:
     """The mirror of one node. ``send(node, message)`` reaches a node's mirror, our own too; `take` gets our messages.
 
@@ -81,6 +89,7 @@ class Mirror:
         peers: Callable[[], set[int]],
         say: Callable[[str], None],
         links: Path,
+        usage: Path | None = None,
         outputs: Outputs | None = None,
         flush_seconds: float = 5.0,
         commits: Callable[..., Commits] | None = None,
@@ -106,8 +115,7 @@ class Mirror:
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="archive", initializer=checkpoints.modest)
         """Thread for moves to the archive. They may take minutes, and must not delay copies."""
         self._slow_working, self._slow_until = 0, float("inf")
-        places = {artifacts: live / "artifacts" / f"node-{node}"}
-        places[metrics] = live / "metrics" / f"{attempt}-node-{node}.jsonl"
+        places = _growing_places(live, f"node-{node}", attempt, artifacts, metrics, usage)
         how: dict[str, Any] = {"moved": self._moved, "complain": self._complain}
         how["temporary"] = self._temporary or ".part"
         self._growing = [Growing(places, small=metrics, small_seconds=flush_seconds, **how)]

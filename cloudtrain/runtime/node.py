@@ -40,6 +40,7 @@ from .record import write_record
 from .resume import Resume
 from .timings import TIMINGS
 from .uploads import Uploads
+from .usage import UsageSampler
 from .workspace import Workspace
 
 __all__ = ["Node"]
@@ -95,6 +96,7 @@ class Node:
         self.mirror: Mirror | None = None
         self.uploads = Uploads(self.live, site.agent, say=self.log.say) if site.agent is not None else None
         self.stall: stall.Stall | None = None
+        self.usage: UsageSampler | None = None
         self.code: int | None = None
         self.peers: dict[int, Message] = {}
         self.gone: set[int] = set()
@@ -280,6 +282,7 @@ class Node:
             watch=watch,
             artifacts=space.artifacts,
             metrics=space.metrics,
+            usage=space.usage,
             flush_seconds=self.site.flush_seconds,
             send=self.link.send,
             peers=self._live_nodes,
@@ -292,6 +295,8 @@ class Node:
             uploads=self.uploads,
         )
         mirror.start()
+        self.usage = UsageSampler(space.usage, disk=space.folder)
+        self.usage.start()
         self.stall = stall.Stall(
             node=self.me,
             processes=space.processes,
@@ -597,6 +602,8 @@ class Node:
 
     def _finish_mirror(self, mirror: Mirror, clean: bool) -> None:
         """Wait until all files are mirrored, or nothing has moved for too long."""
+        if self.usage is not None:
+            self.usage.stop()
         mirror.finish(clean=clean or self._left_by_choice())
         # After a notice, a script that has saved often ends with a code of its own; `_late` keeps the grace.
         quiet = TIMINGS.mirror_clean if clean or self._outcome() == "preempted" else TIMINGS.mirror_failed

@@ -153,6 +153,9 @@ class Timings:
     redraw: float = 1.0
     """Between two states of a progress bar that are kept: it redraws its line with carriage returns."""
 
+    usage: float = 15.0
+    """Between two samples of how busy the node is."""
+
     # hangs
     alive: float = 5.0
     """Least time between two messages about signs of life; a quarter of a short limit."""

@@ -41,6 +41,7 @@ class Workspace:
         self.folder = scratch_folder(site.scratch, f"{context['run_id']}-n{self.node}-")
         self.checkpoints, self.artifacts = self.folder / "checkpoints", self.folder / "artifacts"
         self.metrics, self.preempt = self.folder / "metrics.jsonl", self.folder / "preempt"
+        self.usage = self.folder / "usage.jsonl"
         self.code, self._home = self.folder / "code", self.folder / "home"
         self.recorder = Recorder(self.folder / "flight-recorder")
         self._worker = self.folder / "worker.py"
