@@ -50,6 +50,8 @@ def test_tensorboard_gets_the_artifacts_of_a_run_and_of_one_that_goes_on(jobs: J
     jobs.write("hold.py", HOLD)
     run = jobs.detach("hold.py")
     jobs.printed(run, "holding")
+    kept = jobs.store / "runs" / run.run_id / "live" / "artifacts"
+    jobs.wait_for(lambda: [*kept.rglob("events.out.tfevents.1")])  # a node copies a new file after some seconds
     words = ["tensorboard", run.run_id, "--store", str(jobs.store), "--port", "7007"]
     none = jobs.cli(*words, PATH=str(tmp_path))
     assert (none.code, none.err) == (2, "error: there is no program tensorboard\nhint: pip install tensorboard\n")
@@ -67,6 +69,7 @@ def test_tensorboard_gets_the_artifacts_of_a_run_and_of_one_that_goes_on(jobs: J
     run.cancel()
     run.wait(timeout=60)
     live.terminate()
-    live.wait(timeout=60)
+    assert live.wait(timeout=60) == 0
+    assert "board" not in "".join(jobs.processes().values())
     after = jobs.cli(*words, PATH=path)
     assert (after.code, after.out.splitlines()[-1] + "\n") == (0, said), after.err

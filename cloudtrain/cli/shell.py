@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from ..errors import SpecError
 from ..provider_api.protocol import FINAL
-from .common_flags import HERE, At
+from .common_flags import HERE, At, stoppable
 from .output import Screen
 from .runs import Ours, Ref, open_one, pull_into
 
@@ -70,11 +70,11 @@ def tensorboard(
     words = ["--logdir", str(place / "artifacts"), "--port", str(port)]
     if handle.result()["state"] in FINAL:
         start(program, words, env={}, install=install)
-    with subprocess.Popen([program, *words]) as child:
+    with stoppable(), subprocess.Popen([program, *words]) as child:
         try:
             pull_into(handle, place, screen, what=["artifacts"], follow=True)
             return child.wait()
-        except KeyboardInterrupt:  # the terminal sends it to both
+        except KeyboardInterrupt:
             return 0
         finally:
             child.terminate()
