@@ -90,6 +90,7 @@ def test_a_folder_of_the_user_s_own_is_taken_as_it_is(here: Here) -> None:
         ("./store/runs/empty", "run 'empty' has no complete checkpoint", "name another run"),
         ("./nowhere", "there is no ./nowhere", "give the id of a run, or a folder that exists"),
         ("./store/runs/nope", "there is no ./store/runs/nope", "give the id of a run"),
+        ("./code", "./code holds no checkpoint, only programs, texts or pictures", "give the id of a run, or"),
         ("./logs-only", "./logs-only was pulled and has no complete checkpoint", "--resume-from file://{}/store/runs"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from ..errors import AuthError, NotFoundError, SpecError
 from ..job.job import is_run_id
@@ -24,6 +24,8 @@ __all__ = ["checkpoints_url", "is_bare"]
 
 FIELD = "resume_from"
 _RUN = re.compile(r"(.+)/runs/([^/]+?)(?:/live/checkpoints)?")
+_NO_STATE = re.compile(r"\.(py|pyc|ipynb|sh|md|rst|toml|ini|cfg|log|html|png|jpe?g|gif|svg|pdf|mp4|wav)", re.IGNORECASE)
+"""Suffixes of programs, texts and pictures. A folder with nothing else holds no checkpoint."""
 
 
 def is_bare(given: str) -> bool:
@@ -82,6 +84,18 @@ def _check_folder(path: Path, given: str) -> None:
     if not os.path.exists(path):
         hint = "give the id of a run, or a folder that exists"
         raise SpecError(f"there is no {given}", field=FIELD, hint=hint)
+    if path.is_dir() and not _has_state(path):
+        hint = "give the id of a run, or the folder that holds the checkpoint's files"
+        raise SpecError(f"{given} holds no checkpoint, only programs, texts or pictures", field=FIELD, hint=hint)
+
+
+def _has_state(folder: Path) -> bool:
+    """Return whether some file may be a part of a checkpoint; True if a folder cannot be read."""
+    unread: list[OSError] = []
+    for _, _, names in os.walk(folder, onerror=unread.append):
+        if not all(_NO_STATE.fullmatch(PurePath(name).suffix) for name in names):
+            return True
+    return bool(unread)
 
 
 def _check_run(place: str, run_id: str, settings: Settings, *, sends: bool, folder: Path | None) -> None:
