@@ -334,6 +334,28 @@ def test_a_claim_of_one_machine(world: KubernetesWorld, examiner: Examiner) -> N
     examiner(*IMAGE).failure("shared volume", "ReadWriteOnce", fix="ReadWriteMany", code=2)
 
 
+def test_a_service_account_that_is_missing(world: KubernetesWorld, examiner: Examiner) -> None:
+    examiner.settings("kubernetes", world.store, {**world.settings, "service_account": "trainer"})
+    examiner(*IMAGE).failure("service account", "'trainer'", fix="kubectl get serviceaccounts -n team", code=2)
+    world.plane.denied |= {"GET serviceaccounts"}
+    assert examiner(*IMAGE).status("service account") == "unknown"
+
+
+def test_the_identity_that_a_service_account_names(world: KubernetesWorld, examiner: Examiner) -> None:
+    own = {**world.settings, "service_account": "trainer"}
+    account: dict[str, Any] = {"metadata": {"name": "trainer"}}
+    world.plane.objects["serviceaccounts", "team", "trainer"] = account
+    examiner.settings("kubernetes", world.store, own)
+    assert "names no identity of a cloud" in examiner(*IMAGE).rows["service account"]["detail"]
+    account["metadata"]["annotations"] = {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/t"}
+    assert "AWS's role arn:aws:iam::1:role/t" in examiner(*IMAGE).rows["service account"]["detail"]
+    account["metadata"]["annotations"] = {"azure.workload.identity/client-id": "1-2"}
+    examiner(*IMAGE).failure("service account", "Azure's client 1-2", fix="azure.workload.identity/use", code=2)
+    labels = {**own.get("labels", {}), "azure.workload.identity/use": "true"}
+    examiner.settings("kubernetes", world.store, {**own, "labels": labels})
+    assert examiner(*IMAGE).status("service account") == "ok"
+
+
 def test_what_the_caller_may_not_look_at_is_unknown(world: KubernetesWorld, examiner: Examiner) -> None:
     world.plane.denied |= {"GET persistentvolumeclaims", "GET nodes"}
     found = examiner(*IMAGE)

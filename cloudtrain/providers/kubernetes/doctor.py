@@ -1,4 +1,4 @@
-"""Check a cluster for ``doctor``: who calls, its rights, the version, the volume, GPUs, Kueue, HAMi, the request.
+"""Check a cluster for ``doctor``: who calls, its rights, the version, the volume, identity, GPUs, Kueue, the request.
 
 Nothing is created. ``doctor --job`` looks at the volume from a node.
 """
@@ -34,6 +34,16 @@ _OWN = {
     "jobset": tuple((JOBSETS, "jobsets", verb) for verb in ("create", "get")),
 }
 """The further ones, by `Settings.kind`."""
+IDENTITIES = {
+    "iam.gke.io/gcp-service-account": "Google's",
+    "eks.amazonaws.com/role-arn": "AWS's role",
+    "azure.workload.identity/client-id": "Azure's client",
+}
+"""Annotations of a ServiceAccount that name its identity. EKS Pod Identity, and a principal of GKE, need none.
+
+Source: the page on labels and annotations of azure-workload-identity, and guides on IRSA and GKE's Workload Identity.
+"""
+AZURE_LABEL = "azure.workload.identity/use"
 OLDEST = 29
 """The oldest minor version of Kubernetes 1 whose Jobs have ``backoffLimitPerIndex`` by default."""
 
@@ -52,6 +62,8 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
             return
     yield from tried("rights", lambda: _rights(account))
     yield from tried("shared volume", lambda: _volume(account, store))
+    if account.settings.service_account:
+        yield from tried("service account", lambda: _service_account(account))
     yield from tried("gpus", lambda: _gpus(account), extra=True)
     yield from tried("queue", lambda: _queue(account), extra=True)
     yield from tried("request", lambda: _request(account, request))
@@ -110,6 +122,26 @@ def _volume(account: Account, store: str) -> Check:
             "shared volume", f"{own.claim} is {', '.join(modes)}: only one machine can use it", fix=fix, code=2
         )
     return ok("shared volume", f"{own.claim} is {phase}; doctor --job looks at it from a node")
+
+
+def _service_account(account: Account) -> Check:
+    """Check that the pods' ServiceAccount exists, and say which identity it names. Without it no pod starts."""
+    own, what = account.settings, "service account"
+    try:
+        where = f"/api/v1/namespaces/{own.namespace}/serviceaccounts/{own.service_account}"
+        found = account.call("GET", where, what="look for the ServiceAccount")
+    except NotFoundError:
+        text, hint = f"{own.service_account!r} is no ServiceAccount in {own.namespace}", "to list them, run: "
+        hint += f"kubectl get serviceaccounts -n {own.namespace}"
+        raise SpecError(text, field=f"{NAME}.service_account", hint=hint) from None
+    except AuthError:
+        return unknown(what, "you may not look at ServiceAccounts")
+    given = found["metadata"].get("annotations") or {}
+    named = [f"{words} {given[name]}" for name, words in IDENTITIES.items() if name in given]
+    if "azure.workload.identity/client-id" in given and own.labels.get(AZURE_LABEL) != "true":
+        fix = f'set {NAME}.labels to {{"{AZURE_LABEL}" = "true"}}'
+        return failed(what, f"{own.service_account} is {named[-1]}, but the pods lack Azure's label", fix=fix, code=2)
+    return ok(what, f"{own.service_account}, {', '.join(named) or 'which names no identity of a cloud'}")
 
 
 def _gpus(account: Account) -> Check:

@@ -27,7 +27,9 @@ _JOBS = re.compile(r"/apis/batch/v1/namespaces/([^/]+)/jobs(?:/([^/]+))?")
 _JOBSETS = re.compile(r"/apis/jobset.x-k8s.io/v1alpha2(?:/namespaces/([^/]+)/jobsets(?:/([^/]+))?)?")
 _LISTED = re.compile(r"/apis?/(?:[^/]+/)?v1[a-z0-9]*/namespaces/([^/]+)/(jobs|jobsets|services|secrets)")
 _NAMED = re.compile(_LISTED.pattern + r"/([^/]+)")
-_CORE = re.compile(r"/api/v1/namespaces/([^/]+)/(services|secrets|configmaps|persistentvolumeclaims)(?:/([^/]+))?")
+_CORE = re.compile(
+    r"/api/v1/namespaces/([^/]+)/(services|secrets|configmaps|persistentvolumeclaims|serviceaccounts)(?:/([^/]+))?"
+)
 _PODS = re.compile(r"/api/v1/namespaces/([^/]+)/pods(?:/([^/]+)(?:/(log|eviction))?)?")
 _EVENTS = re.compile(r"/api/v1/namespaces/([^/]+)/events")
 
