@@ -202,6 +202,7 @@ class Estimator:
         max_gpu_hours: float | None = None,
         retries: int | None = None,
         stall_timeout: Duration | None = None,
+        keep_warm: Duration | None = None,
         interactive: bool | None = None,
         debug_nccl: bool | None = None,
         resume_from: str | None = None,
@@ -225,9 +226,8 @@ class Estimator:
         given = locals()
         self.job = Job.make(**{flat: given[flat] for flat in FLAT_FIELDS if given[flat] is not None})
         self.provider, self.store, self.profile, self.settings = provider, store, profile, dict(settings or {})
-        self.fallback = fallback
+        self.fallback, self._write = fallback, write
         self.latest_run: Run | None = None
-        self._write = write
 
     def plan(self, inputs: Inputs | None = None, *, run_id: str | None = None) -> Plan:
         """Return exactly what ``fit`` would send, without network or credentials, as the function `plan` does."""

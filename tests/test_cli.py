@@ -81,6 +81,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "max_gpu_hours": ("64", 64.0),
     "retries": ("2", 2),
     "stall_timeout": ("0", 0),
+    "keep_warm": ("30m", 1800),
     "interactive": ("", True),
     "debug_nccl": ("", True),
     "resume_from": ("run-1", "run-1"),

@@ -108,6 +108,7 @@ def jobs(draw: st.DrawFn) -> Job:
         max_gpu_hours=draw(st.none() | st.floats(0.01, 1e6)),
         retries=draw(st.integers(0, 100)),
         stall_timeout=draw(st.integers(0, 10**5)),
+        keep_warm=draw(st.none() | st.integers(1, 10**6)),
         interactive=draw(st.booleans()),
         debug_nccl=draw(st.booleans()),
         resume_from=draw(st.none() | words),

@@ -61,6 +61,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "retries": ([0, 100], [-1, 101, "1", True]),
     "stall_timeout": ([0, "30m"], [-1, "x"]),
     "debug_nccl": ([True, False], ["yes", 1]),
+    "keep_warm": ([1, "30m"], [0, "x"]),
     "interactive": ([True, False], ["yes", 1]),
     "resume_from": (["run-1"], [3, ""]),
     "checkpoint_paths": ([["a/*"], "a"], [[3], 3]),

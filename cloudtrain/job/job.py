@@ -276,6 +276,7 @@ class Job:
     stall_timeout: int = item(
         fields.DURATION_OR_ZERO, "longest silence before a run counts as failed; 0: never", DEFAULT_STALL_TIMEOUT
     )
+    keep_warm: int | None = item(DURATION, "time for which machines wait, paid for, for the next job: '30m'")
     interactive: bool = item(SWITCH, "let cloudtrain shell into nodes of platforms that must know before", False)
     debug_nccl: bool = item(SWITCH, "log the steps of NCCL and torch.distributed, in many lines", False)
     resume_from: str | None = item(TEXT, "run, or checkpoint folder, to start from")

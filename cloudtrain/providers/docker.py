@@ -85,6 +85,7 @@ _REFUSED = {
     "resources.disk_gb": "an engine can limit a container's disk on few file systems only",
     "resources.spot": "this machine is never taken away",
     "max_wait": "containers start at once",
+    "keep_warm": "this machine is always there",
 }
 _INSTEAD = {
     "resources.instance_type": "put instance_type under on.PROVIDER in a job file",

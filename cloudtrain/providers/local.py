@@ -43,6 +43,7 @@ _REFUSED = {
     "resources.shm_gb": "processes share /dev/shm of this machine",
     "resources.spot": "this machine is never taken away",
     "max_wait": "processes start at once",
+    "keep_warm": "this machine is always there",
 }
 _INSTEAD = {
     "image": "use --provider docker, or put the image under on.PROVIDER in a job file",

@@ -175,7 +175,8 @@ class _Planner:
                 why = "no test reads it where it is; give run_locally(secrets={...}) a value for it"
                 raise SpecError(why, field=f"secrets.{name}")
             secrets[name] = reference if own else f"env:{name}"
-        platform = ("image", "instance_type", "gpu_memory", "cpus", "memory_gb", "disk_gb", "shm_gb", "max_wait")
+        machine = ("instance_type", "gpu_memory", "cpus", "memory_gb", "disk_gb", "shm_gb")
+        platform = ("image", *machine, "max_wait", "keep_warm")
         money = ("max_cost", "max_gpu_hours")  # this machine has no price, and the job none of its GPUs here
         return self._job.replace(
             **dict.fromkeys((*platform, *money)),

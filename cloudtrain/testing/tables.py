@@ -203,6 +203,7 @@ PLATFORM: dict[str, Row] = {
     "max_cost": Row(change=_to(max_cost=7.5)),
     "max_gpu_hours": Row(base=_to(gpu=("T4:1",)), change=_to(max_gpu_hours=1.5)),
     "retries": Row(change=_to(retries=2)),
+    "keep_warm": Row(change=_to(keep_warm=1800)),
     "interactive": Row(change=_to(interactive=True)),
     "tags": Row(change=_to(tags={"team": "vision"})),
     "inputs.url": Row(base=_input(), change=lambda place: {"inputs": {"data": {"url": str(place.folder / "more")}}}),

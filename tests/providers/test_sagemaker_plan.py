@@ -171,6 +171,12 @@ def test_time_limits() -> None:
     assert stopping(gpu="A10G:1", instance_count=2, max_cost=6)["MaxRuntimeInSeconds"] == 7200
     warm = stopping({"keep_alive_period": 600}, gpu="A10G:1", instance_count=2, max_cost=6)
     assert warm["MaxRuntimeInSeconds"] == 7200 - 600, "a warm pool is paid for"
+    job = {"gpu": "A10G:1", "instance_count": 2, "keep_warm": "30m"}
+    assert stopping({"keep_alive_period": 600}, **job, max_cost=6)["MaxRuntimeInSeconds"] == 7200 - 1800
+    both = planned({"keep_alive_period": 600}, **job)
+    assert both.body["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 1800, "the job's own wins"
+    assert "keep_warm: after the job its machines wait 30m for the next one, paid for: up to 1.50 USD" in both.notes
+    assert "unknown" in " ".join(planned({"keep_alive_period": 600, "prices": {}}, instance_type="ml.x9.large").notes)
     assert stopping(gpu="A10G:1", max_cost=1e6)["MaxRuntimeInSeconds"] == 86400
     assert "max_cost" in " ".join(planned(gpu="A10G:1", max_cost=6).notes)
 
@@ -356,8 +362,8 @@ def test_a_plan_says_what_an_account_may_not_have_yet(fields: dict[str, Any], sa
 
 def test_a_warm_pool_for_a_list_of_machines_is_a_warning() -> None:
     two = ["H100:8", "A100-80GB:8"]
-    assert "warm pool" in " ".join(planned({"keep_alive_period": 600}, gpu=two).notes)
-    assert "warm pool" not in " ".join(planned({"keep_alive_period": 600}, gpu=two[0]).notes)
+    assert "warm pool:" in " ".join(planned({"keep_alive_period": 600}, gpu=two).notes)
+    assert "warm pool:" not in " ".join(planned({"keep_alive_period": 600}, gpu=two[0]).notes)
 
 
 def test_settings_reach_the_request() -> None:
@@ -415,6 +421,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("inputs.a", VPC, {"inputs": {"a": "efs://fs-not-hex-at-all/x"}}, "fs-[0-9a-f]"),
     ("inputs.a.shard", {}, {"inputs": {"a": {"url": "s3://b/x.csv", "shard": True}}}, "split between nodes"),
     ("sagemaker.keep_alive_period", {"keep_alive_period": 600}, {"spot": True}, "spot"),
+    ("keep_warm", {}, {"keep_warm": "1h", "spot": True}, "spot"),
+    ("keep_warm", {}, {"keep_warm": "7h"}, "at most 21600"),
     ("sagemaker.keep_alive_period", {"keep_alive_period": 30000}, {}, "at most 21600"),
     ("sagemaker.volume_kms_key", {"volume_kms_key": "alias/x"}, {"gpu": "A10G:1"}, "its own disks"),
     ("sagemaker.volume_kms_key", {"volume_kms_key": "a b"}, {}, "does not match"),

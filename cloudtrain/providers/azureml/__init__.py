@@ -79,6 +79,7 @@ class Provider(CloudProvider):
     min_poll_s: ClassVar[float] = 1.0
     max_poll_s: ClassVar[float] = 5.0
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
+    warm_hint: ClassVar[str] = "use a cluster (azureml.compute), and set its idle time before scale-down in Azure"
 
     def picks_machine(self) -> bool:
         return not self.settings.compute

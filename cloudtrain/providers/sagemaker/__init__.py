@@ -73,6 +73,7 @@ class Provider(CloudProvider):
     max_poll_s: ClassVar[float] = 5.0
     sync_marks: ClassVar[tuple[str, ...]] = (UPLOADING, UPLOADED, IGNORED)
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
+    keeps_warm: ClassVar[bool] = True
 
     def principal(self) -> str:
         """Return the ARN of the calling user or role session."""

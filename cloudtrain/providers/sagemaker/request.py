@@ -17,7 +17,7 @@ from ...job.options import merge_options
 from ...provider_api import catalog
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
-from ...validate import url_scheme
+from ...validate import duration, url_scheme
 from .._cloud import check_tags, pinned_machine, processes_of, secret_references
 from . import NAME, Provider
 from .images import check_image, default_image, images
@@ -169,7 +169,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     notes += _restart_notes(job, kept, isolated=settings.enable_network_isolation)
     check_body(body, _fields(body, job, tags), options)
     _check_rules(settings, job, layout, body, known)
-    notes += _warnings(body)
+    notes += _warm_notes(settings, job, types) + _warnings(body)
     return Request(
         provider=NAME,
         operation=OPERATION,
@@ -244,9 +244,17 @@ def _resources(settings: Settings, job: Job, types: Sequence[str], known: Sequen
     config["VolumeSizeInGB"] = job.resources.disk_gb or max(map(_volume, known), default=VOLUME_GB)
     if settings.volume_kms_key:
         config["VolumeKmsKeyId"] = settings.volume_kms_key
-    if settings.keep_alive_period:
-        config["KeepAlivePeriodInSeconds"] = settings.keep_alive_period
+    if held := _warm_seconds(settings, job):
+        config["KeepAlivePeriodInSeconds"] = held
     return config
+
+
+def _warm_seconds(settings: Settings, job: Job) -> int:
+    return settings.keep_alive_period if job.keep_warm is None else job.keep_warm
+
+
+def _warm_field(job: Job) -> str:
+    return "sagemaker.keep_alive_period" if job.keep_warm is None else "keep_warm"
 
 
 def _volume(machine: Machine) -> int:
@@ -361,7 +369,7 @@ def _stopping(settings: Settings, job: Job, types: Sequence[str], gpu_index: int
     if job.max_runtime > MAX_RUNTIME:
         why = "a training job runs for at most 28 days"
         raise UnsupportedError(NAME, "max_runtime", why, hint="add --max-runtime 28d, or less")
-    held, names = settings.keep_alive_period, partial(_instance_types, job)
+    held, names = _warm_seconds(settings, job), partial(_instance_types, job)
     runtime, said = hard_limit(job, NAME, names, gpu_index=gpu_index, own=settings.prices, held=held)
     notes += said
     condition = {"MaxRuntimeInSeconds": runtime}
@@ -393,8 +401,20 @@ def _warnings(body: Mapping[str, Any]) -> list[str]:
     notes = [f"{what}, {why}" for what, above in asked.items() if above]
     if "KeepAlivePeriodInSeconds" in resources and "InstancePreferences" in resources:
         why = "AWS does not say whether a warm pool serves a list of machines"
-        notes.append(f"keep_alive_period: {why}; name one GPU to have the next job find it")
+        notes.append(f"warm pool: {why}; name one GPU to have the next job find it")
     return notes
+
+
+def _warm_notes(settings: Settings, job: Job, types: Sequence[str]) -> list[str]:
+    """Return a note with the price of the machines while they wait for the next job."""
+    held = _warm_seconds(settings, job)
+    if not held:
+        return []
+    prices = [catalog.price(NAME, name, settings.prices, region=settings.region) for name in types]
+    known = [found.usd_per_hour for found in prices if found is not None]
+    most = max(known, default=0.0) * job.resources.instance_count * held / 3600
+    cost = f"up to {most:.2f} USD" if len(known) == len(types) else "their price is unknown"
+    return [f"{_warm_field(job)}: after the job its machines wait {duration(held)} for the next one, paid for: {cost}"]
 
 
 def _tags(job: Job, layout: Layout, attempt: int) -> dict[str, str]:
@@ -421,7 +441,9 @@ def _switches(settings: Settings, job: Job) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------- fields and rules
 
 
+_WARM = "ResourceConfig.KeepAlivePeriodInSeconds"
 FIELDS = {
+    _WARM: "sagemaker.keep_alive_period",
     "TrainingJobName": "run_id",
     "RoleArn": "sagemaker.role",
     "AlgorithmSpecification.TrainingImage": "image",
@@ -434,7 +456,6 @@ FIELDS = {
     "ResourceConfig.InstancePreferences": "resources.gpu",
     "ResourceConfig.VolumeSizeInGB": "resources.disk_gb",
     "ResourceConfig.VolumeKmsKeyId": "sagemaker.volume_kms_key",
-    "ResourceConfig.KeepAlivePeriodInSeconds": "sagemaker.keep_alive_period",
     "StoppingCondition.MaxRuntimeInSeconds": "max_runtime",
     "StoppingCondition.MaxWaitTimeInSeconds": "max_wait",
     "StoppingCondition.MaxPendingTimeInSeconds": "max_wait",
@@ -445,7 +466,7 @@ FIELDS = {
 
 
 def _fields(body: Mapping[str, Any], job: Job, tags: Mapping[str, str]) -> dict[str, str]:
-    fields = dict(FIELDS)
+    fields = {**FIELDS, _WARM: _warm_field(job)}
     for number, channel in enumerate(body["InputDataConfig"]):
         name = channel["ChannelName"]
         if name in job.inputs:
@@ -466,9 +487,10 @@ def _check_rules(
     settings: Settings, job: Job, layout: Layout, body: Mapping[str, Any], known: Sequence[Machine]
 ) -> None:
     """Check the rules that botocore's model lacks."""
-    if settings.keep_alive_period and job.resources.spot:
-        why, hint = "SageMaker has no warm pools of spot machines", "remove keep_alive_period, or spot"
-        raise SpecError(why, field="sagemaker.keep_alive_period", hint=hint)
+    if _warm_seconds(settings, job) and job.resources.spot:
+        field = _warm_field(job)
+        hint = f"remove {field}, or spot"
+        raise SpecError("SageMaker has no warm pools of spot machines", field=field, hint=hint)
     if (job.interactive or settings.debug_shell) and settings.enable_network_isolation:
         why = "no shell reaches a container under network isolation"
         field = "interactive" if job.interactive else "sagemaker.debug_shell"

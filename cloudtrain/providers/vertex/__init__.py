@@ -77,6 +77,7 @@ class Provider(CloudProvider):
     min_poll_s: ClassVar[float] = 2.0
     max_poll_s: ClassVar[float] = 10.0
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE, "image": IMAGE}
+    warm_hint: ClassVar[str] = "make a persistent resource, and set vertex.persistent_resource_id to it"
     probe_ports: ClassVar[tuple[int, ...]] = (2222, 2223, 3333, 6000, 29500)
     """Ports that ``doctor --job`` tries: some that the chief's Service is known to forward, and two that it may not."""
 
