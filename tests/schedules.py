@@ -47,7 +47,7 @@ from cloudtrain.runs.reconcile import reconcile_run
 from cloudtrain.runs.run import Run
 from cloudtrain.runs.submit import Plan, make_plan, send_plan
 from cloudtrain.settings.settings import Settings
-from cloudtrain.storage.files import Entry, Loaded, TransferOptions, Trees
+from cloudtrain.storage.files import Entry, Files, Loaded, TransferOptions
 from cloudtrain.store.store import Store
 
 T = TypeVar("T")
@@ -221,7 +221,7 @@ class Sim:
 # ------------------------------------------------------------------------------------------------------------ the store
 
 
-class View(Trees):
+class View(Files):
     """The store as a client sees it. ``data`` is key to (content, Unix seconds of its last change)."""
 
     url, copies = STORE, True

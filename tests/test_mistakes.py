@@ -96,7 +96,7 @@ VERBS = [
 ]
 FLAGS = [
     M("submit train.py --node 2", 2, "--node\\b", "--nodes"),
-    M("submit train.py --gpus 2", 2, "--gpus", "--gpu"),
+    M("submit train.py --gpus 2", 2, "total_gpus: needs the kind of GPU", "--gpu NAME"),
     M("submit train.py --epochs 3", 2, "--epochs", "after '?--"),
     M("submit train.py --dry-run", 2, "--dry-run", "cloudtrain plan"),
     M("submit train.py extra", 2, "'extra'", "after '?--"),

@@ -329,11 +329,15 @@ def test_a_slow_client_keeps_the_digests_of_a_faster_one(
         Place(place.source, place.store.url).bring()
         raise KeyboardInterrupt
 
-    def refuse(*_: object) -> str:
-        raise CannotSwapError("cannot replace a file only while it is unchanged")
+    swap = RemoteFiles.swap
+
+    def only_create(files: RemoteFiles, key: str, version: str | None, data: bytes) -> str:
+        if version is not None:
+            raise CannotSwapError("cannot replace a file only while it is unchanged")
+        return swap(files, key, version, data)
 
     if not swaps:
-        monkeypatch.setattr(RemoteFiles, "swap", refuse)
+        monkeypatch.setattr(RemoteFiles, "swap", only_create)
     try:
         with pytest.raises(KeyboardInterrupt):
             place.bring(progress=progress)

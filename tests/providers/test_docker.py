@@ -102,6 +102,8 @@ def world(tmp_path: Path) -> FakePlatform:
         ({"disk_gb": 1}, "resources.disk_gb", "StorageOpt"),
         ({"spot": True}, "resources.spot", "never taken away"),
         ({"max_wait": "1h"}, "max_wait", "start at once"),
+        ({"keep_warm": "1h"}, "keep_warm", "always there"),
+        ({"gpu": "A100:1", "gpu_memory": "8GB"}, "resources.gpu_memory", "whole GPUs"),
         ({"max_gpu_hours": 1}, "max_gpu_hours", "asks for no GPU"),
         ({"secrets": {"TOKEN": "aws:arn:aws:x"}}, "secrets.TOKEN", "only env:NAME"),
         ({"inputs": {"data": {"url": "s3://bucket/data", "mode": "mount"}}}, "inputs.data.mode", "use mode copy"),

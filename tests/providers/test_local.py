@@ -34,6 +34,7 @@ from cloudtrain.testing.platform import FakePlatform, Impossible
 from cloudtrain.testing.tables import CASES, Fields
 
 PACKAGE = Path(cloudtrain.__file__).parents[1]
+HELPERS = Path(__file__).parents[1]
 
 
 class LocalWorld(FakePlatform):
@@ -160,6 +161,8 @@ def test_limits_of_money_and_of_gpus(tmp_path: Path) -> None:
         ({"shm_gb": 1}, "resources.shm_gb", "share /dev/shm"),
         ({"spot": True}, "resources.spot", "never taken away"),
         ({"max_wait": "1h"}, "max_wait", "start at once"),
+        ({"keep_warm": "1h"}, "keep_warm", "always there"),
+        ({"gpu": "A100:1", "gpu_memory": "8GB"}, "resources.gpu_memory", "share the GPUs"),
         ({"max_gpu_hours": 1}, "max_gpu_hours", "asks for no GPU"),
         ({"secrets": {"TOKEN": "aws:arn:aws:x"}}, "secrets.TOKEN", "only env:NAME"),
         ({"inputs": {"data": {"url": "s3://bucket/data", "mode": "mount"}}}, "inputs.data.mode", "use mode copy"),
@@ -439,7 +442,7 @@ def failures(broken: type[Provider], folder: Path, *chosen: str, xfails: Mapping
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rf", *chosen, "test_broken.py"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(PACKAGE)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, PACKAGE, HELPERS)))},
         capture_output=True,
         text=True,
         timeout=120,
