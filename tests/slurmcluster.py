@@ -135,7 +135,15 @@ class SlurmPlatform(FakePlatform):
 
     def check(self, request: Request) -> None:
         super().check(request)
-        self.cluster.call("sbatch", "--test-only", text=str(request.body["script"]))
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                self.cluster.call("sbatch", "--test-only", text=str(request.body["script"]))
+                return
+            except AssertionError as exc:  # a node that an earlier test lost is still coming back
+                if "node configuration is not available" not in str(exc) or time.monotonic() > deadline:
+                    raise
+            time.sleep(1)
 
     def preempt(self, run: Run, number: int) -> None:
         self.cluster.preempt(self.job(run), number)

@@ -126,7 +126,7 @@ def test_a_login_node_that_is_gone_is_lost_contact_and_no_second_job(login: Logi
     while not world.provider.status(native).final:
         assert time.monotonic() < deadline
         time.sleep(0.3)
-    assert world.provider.status(native).state == "cancelled"
+    assert world.provider.status(native).state == "cancelled", world.provider.status(native)
 
 
 def test_a_key_that_is_refused_is_a_lack_of_credentials(login: Login) -> None:
