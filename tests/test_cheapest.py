@@ -131,6 +131,39 @@ def test_a_run_starts_at_the_cheapest_and_stays_there(
     assert not (tmp_path / "one" / "runs").exists()
 
 
+def test_a_run_of_a_profile_that_now_refuses_is_not_started_elsewhere(tmp_path: Path) -> None:
+    """Its job may still run there."""
+    of_machines(tmp_path, 1.0, 2.0)
+    folder = tmp_path / "one" / "runs" / "r1"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    places = {name: {"provider": "local", "store": str(tmp_path / name), "local": {}} for name in ("one", "two")}
+    places["one"]["local"] = {"nosuch": 1}
+    written(tmp_path, ["one", "two"], **places)
+    with pytest.raises(SpecError, match="profile one"):
+        planned(tmp_path, preview=False, run_id="r1")
+    assert planned(tmp_path, preview=False, run_id="r2").ranking[1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [({"store": "s3://other/x"}, "store"), ({"overrides": {"role": "arn:aws:iam::1:role/x"}}, "aws.role")],
+)
+def test_a_store_or_setting_of_the_command_is_refused(tmp_path: Path, given: dict[str, Any], field: str) -> None:
+    written(tmp_path, ["azure"], aws=AWS, azure=AZURE)
+    settings = Settings.load(environ={}, cwd=tmp_path, provider="auto", profile="aws", **given)
+    with pytest.raises(SpecError, match="auto chooses between profiles") as caught:
+        plan_with_fallbacks(Job.make(entry_point="train.py"), settings=settings, cwd=tmp_path, preview=True)
+    assert caught.value.field == field
+
+
+def test_a_profile_with_a_budget_is_no_choice(tmp_path: Path) -> None:
+    written(tmp_path, ["aws", "azure"], aws={**AWS, "budget": "team"}, azure=AZURE)
+    with pytest.raises(SpecError, match="profile aws has one") as caught:
+        planned(tmp_path)
+    assert caught.value.field == "budget"
+
+
 def test_a_run_that_began_in_a_store_that_is_not_listed_is_not_started_again(tmp_path: Path) -> None:
     of_machines(tmp_path, 1.0, 2.0)
     folder = tmp_path / "two" / "runs" / "r1"

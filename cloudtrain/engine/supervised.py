@@ -499,10 +499,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write the file whole or not at all. Raises `StorageError` if the disk fails."""
-    from ..storage.local_disk import put
+    """Write the file whole or not at all. Raises `StorageError` if the disk fails.
 
+    It is not forced to the disk: a heartbeat must not wait there behind a checkpoint of many GB.
+    """
+    from ..runtime.checkpoints import put_whole
+
+    text = json.dumps(data).encode()
     try:
-        put(path, json.dumps(data).encode())
+        put_whole(path, lambda temporary: temporary.write_bytes(text), temporary=".part")
     except OSError as exc:
         raise StorageError(f"cannot write {path.parent}: {exc.strerror}") from None

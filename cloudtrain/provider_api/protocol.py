@@ -290,6 +290,10 @@ class ProviderExtras:
     warm_hint: ClassVar[str] = "leave keep_warm out, or choose a provider with warm machines"
     arrival_s: ClassVar[float] = 1.0
 
+    def warm_seconds(self, request: Request) -> int:
+        """Return the seconds after the job for which its machines wait for the next one, and are paid for."""
+        return 0
+
     def check(self, request: Request) -> None:
         """Raise an error if this machine can see that the request cannot be sent; then nothing is recorded."""
 

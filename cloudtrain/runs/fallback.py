@@ -33,7 +33,7 @@ from ..settings.needs import refusal
 from ..settings.settings import AUTO, Settings
 from ..storage.files import Progress
 from ..store import runtime_zip
-from ..store.store import Store, next_of
+from ..store.store import Store, in_store, next_of
 from ..validate import without_secrets
 from . import handover
 from .attempts import NO_MACHINES
@@ -113,6 +113,7 @@ def _cheapest(job: Job, *, settings: Settings, run_id: str | None, cwd: Path, pr
     if job.resume_from and is_bare(job.resume_from):
         why = f"{job.resume_from!r} is a run of one store, and auto chooses between stores"
         raise SpecError(why, field="resume_from", hint="give the URL of the run")
+    _check_choice(settings)
     plans, refused, made = [], [], run_id
     for own in map(settings.of_profile, dict.fromkeys(filter(None, (settings.profile, *settings.fallback)))):
         row = {"profile": own.profile, "provider": own.provider, "usd_per_hour": None, "reason": None}
@@ -121,8 +122,13 @@ def _cheapest(job: Job, *, settings: Settings, run_id: str | None, cwd: Path, pr
             if plan.missing:  # then submit would leave it out
                 raise refusal(plan.provider_name, plan.missing, file=own.file, profile=own.profile)
         except SpecError as exc:
+            if run_id is not None and not preview and _may_hold(own, run_id):
+                raise SpecError(f"{exc.message} (profile {own.profile})", field=exc.field, hint=exc.hint) from None
             refused.append({**row, "reason": str(exc)})
             continue
+        if own.budget:
+            why = f"profile {own.profile} has one, which holds in one store, and auto chooses between stores"
+            raise SpecError(why, field="budget", hint="take the profile from the list, or its budget away")
         price, made = plan.price(), made or (None if preview else plan.run_id)
         plans.append((plan, {**row, "usd_per_hour": price["usd_per_hour"] if price else None}))
     if not plans:
@@ -133,6 +139,28 @@ def _cheapest(job: Job, *, settings: Settings, run_id: str | None, cwd: Path, pr
         plans = _as_recorded(plans)
     ranking = (*(row for _, row in plans), *refused)
     return dataclasses.replace(link_fallbacks([plan for plan, _ in plans]), ranking=ranking)
+
+
+def _may_hold(settings: Settings, run_id: str) -> bool:
+    """Return whether the store of ``settings`` has the run, or cannot be asked: the run may have a job then."""
+    if not settings.store:
+        return False
+    try:
+        return in_store(settings.resolved(), settings, lambda store: store.files.exists(f"runs/{run_id}/run.json"))
+    except CloudtrainError:
+        return True
+
+
+def _check_choice(settings: Settings) -> None:
+    """Raise `SpecError` for a store or setting of the command: each profile brings its own."""
+    given = [key for key in ("store",) if settings.origins.get(key) == f"--{key}"]
+    given += [f"{settings.profile or 'the provider'}.{key}" for key in settings.overrides]
+    if given:
+        why, hint = (
+            "is one profile's, and auto chooses between profiles",
+            "put it into the profiles, or name one of them",
+        )
+        raise SpecError(why, field=given[0], hint=hint)
 
 
 def _as_recorded(plans: list[tuple[Plan, dict[str, Any]]]) -> list[tuple[Plan, dict[str, Any]]]:

@@ -257,9 +257,10 @@ class Plan:
             return None
         name, dearest = max(known.items(), key=lambda item: item[1].usd_per_hour)
         hourly = dearest.usd_per_hour * machines
+        paid = self.hard_limit + extras_of(self.provider).warm_seconds(self.request)
         return {
             "usd_per_hour": round(hourly, 4),
-            "usd_for_hard_limit": round(hourly * self.hard_limit / 3600, 2),
+            "usd_for_hard_limit": round(hourly * paid / 3600, 2),
             "machines": machines,
             "hard_limit_s": self.hard_limit,
             "is_estimate": True,

@@ -114,7 +114,7 @@ class Mirror:
         self._working = 0
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="archive", initializer=checkpoints.modest)
         """Thread for moves to the archive. They may take minutes, and must not delay copies."""
-        self._slow_working, self._slow_until = 0, float("inf")
+        self._slow_working, self._slow_until, self._usage = 0, float("inf"), usage
         places = _growing_places(live, f"node-{node}", attempt, artifacts, metrics, usage)
         how: dict[str, Any] = {"moved": self._moved, "complain": self._complain}
         how["temporary"] = self._temporary or ".part"
@@ -413,8 +413,11 @@ class Mirror:
             self._send(0, {"t": "stored", "folder": folder, "there": there})
 
     def _moved(self, source: Path, done: int) -> None:
-        """Count progress only beyond earlier tries: a full disk takes the same bytes again and again."""
-        if done > self._marks.get(source, 0):
+        """Count progress only beyond earlier tries: a full disk takes the same bytes again and again.
+
+        The samples of usage are none: they also grow on a node that hangs.
+        """
+        if source != self._usage and done > self._marks.get(source, 0):
             self._marks[source] = done
             self._progress()
 

@@ -252,6 +252,10 @@ class RemoteFiles(Files):
             if version is None and isinstance(unanswered, FileNotFoundError):
                 raise StorageError(f"{self._url}: the bucket or container does not exist") from unanswered
             retries.pause(number)  # a 409 is another writer, which may still fail
+            if version is None and (found := self.load(key)):  # some servers ignore the condition, and overwrite
+                if found.data == data:
+                    return found.version
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self._url}/{key}")
         if isinstance(unanswered, TransientError):
             raise unanswered
         why = f"{self._url}/{key}: other clients change it all the time"

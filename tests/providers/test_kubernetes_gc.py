@@ -48,6 +48,8 @@ def world(
             shutil.rmtree(folder(found) / "runs" / run_id)
         for meta in found.plane.metas(f"{request.param}s").values():
             meta["creationTimestamp"] = OLD
+        for job in found.plane.jobs.values():
+            job.made["status"] = {**job.made["status"], "conditions": [{"type": "Complete", "status": "True"}]}
         yield found
 
 
@@ -92,6 +94,21 @@ def test_a_young_job_stays(world: KubernetesWorld, gc: Any) -> None:
     code, found, _ = gc("--delete")
     assert (code, found["found"], len(found["younger"])) == (0, [], 1)
     assert len(names(world, "jobs")) == 2
+
+
+def test_a_job_that_may_still_run_stays(world: KubernetesWorld, gc: Any) -> None:
+    """It may be of another store, which has the same path on another volume."""
+    for job in world.plane.jobs.values():
+        job.made["status"] = {**job.made["status"], "conditions": []}
+    assert gc("--delete")[1]["found"] == []
+    assert len(names(world, "jobs")) == 2
+
+
+def test_a_caller_who_may_not_list_jobsets_finds_jobs(world: KubernetesWorld, gc: Any) -> None:
+    world.plane.wire.faults.append(Fault("GET jobsets", error=Refusal(403, "Forbidden", "you may not list jobsets")))
+    _, found, err = gc()
+    assert [item["kind"] for item in found["found"]] == ([] if world.settings.get("kind") == "jobset" else ["job"])
+    assert ("left out" in err) is (world.settings.get("kind") == "jobset")
 
 
 def test_a_job_of_another_store_stays(world: KubernetesWorld, gc: Any, tmp_path: Path) -> None:

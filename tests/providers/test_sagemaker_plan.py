@@ -199,6 +199,9 @@ def test_an_estimate_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
     limited, _ = made(gpu="A10G:1", instance_count=2, max_cost=1.5)
     assert limited is not None
     assert limited["usd_for_hard_limit"] == 1.5
+    warm, _ = made(gpu="A10G:1", instance_count=2, keep_warm="1h")
+    assert warm is not None
+    assert warm["usd_for_hard_limit"] == 9.0, "the question before a submit counts it"
     listed, text = made(instance_type="ml.p5.48xlarge")
     assert listed is not None
     assert (listed["usd_per_hour"], listed["own"], listed["date"]) == (55.04, False, "2026")

@@ -356,7 +356,10 @@ class Account:
         return job
 
     def objects(self) -> list[NativeObject]:
-        """Return the namespace's objects of runs, without those that another one owns."""
+        """Return the namespace's objects of runs, without those that another one owns and jobs that are not over.
+
+        Another store may have the same path on another volume, so a job that may still run is left out.
+        """
         from ...provider_api.protocol import NativeObject
 
         own, query = self.settings.namespace, {"labelSelector": f"{MANAGED_BY}=cloudtrain"}
@@ -369,7 +372,12 @@ class Account:
                 items = self.call("GET", path, what=f"list {kind}", **query)["items"]
             except NotFoundError:  # a cluster without JobSet
                 continue
-            for meta in (item["metadata"] for item in items):
+            except AuthError:  # so does one whose Roles name no JobSets
+                if kind != "jobsets" or self.settings.kind == "jobset":
+                    raise
+                continue
+            over = [item for item in items if "job" not in kind or is_ending(item)]
+            for meta in (item["metadata"] for item in over):
                 run, at = (meta.get("annotations") or {}).get(RUN_URL), time_of(meta.get("creationTimestamp"))
                 if run and at and not meta.get("ownerReferences"):
                     key = f"{path}/{meta['name']}"

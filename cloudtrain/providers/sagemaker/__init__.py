@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ...provider_api.protocol import Need
+from ...provider_api.protocol import Need, Request
 from ...validate import url_scheme
 from .._cloud import CloudProvider
 
@@ -74,6 +74,9 @@ class Provider(CloudProvider):
     sync_marks: ClassVar[tuple[str, ...]] = (UPLOADING, UPLOADED, IGNORED)
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
     keeps_warm: ClassVar[bool] = True
+
+    def warm_seconds(self, request: Request) -> int:
+        return int(request.body["ResourceConfig"].get("KeepAlivePeriodInSeconds", 0))
 
     def principal(self) -> str:
         """Return the ARN of the calling user or role session."""

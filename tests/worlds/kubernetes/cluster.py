@@ -226,8 +226,15 @@ class Cluster(Platform):
 
     def _list(self, namespace: str, kind: str, query: Mapping[str, str]) -> Any:
         key, _, value = query["labelSelector"].partition("=")
-        found = [meta for (at, _), meta in self.metas(kind).items() if at == namespace]
-        return {"items": [{"metadata": meta} for meta in found if meta.get("labels", {}).get(key) == value]}
+        found = [(name, meta) for (at, name), meta in self.metas(kind).items() if at == namespace]
+        fitting = [(name, meta) for name, meta in found if meta.get("labels", {}).get(key) == value]
+        return {"items": [{"metadata": meta, **self._ended(kind, namespace, name)} for name, meta in fitting]}
+
+    def _ended(self, kind: str, namespace: str, name: str) -> dict[str, Any]:
+        """The status of a Job or JobSet, with how it ended."""
+        if kind == "jobsets":
+            return {"status": self._jobset("GET", namespace, name, {}, None)["status"]}
+        return {"status": self.jobs[namespace, name].made.get("status", {})} if kind == "jobs" else {}
 
     def _delete(self, namespace: str, kind: str, name: str) -> Any:
         """Delete an object, and in the end what it owns."""
