@@ -147,7 +147,7 @@ def test_a_run_of_a_profile_that_now_refuses_is_not_started_elsewhere(tmp_path: 
 
 @pytest.mark.parametrize(
     ("given", "field"),
-    [({"store": "s3://other/x"}, "store"), ({"overrides": {"role": "arn:aws:iam::1:role/x"}}, "aws.role")],
+    [({"store": "s3://other/x"}, "store"), ({"overrides": {"role": "arn:aws:iam::1:role/x"}}, "--set role")],
 )
 def test_a_store_or_setting_of_the_command_is_refused(tmp_path: Path, given: dict[str, Any], field: str) -> None:
     written(tmp_path, ["azure"], aws=AWS, azure=AZURE)

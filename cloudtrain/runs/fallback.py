@@ -128,7 +128,7 @@ def _cheapest(job: Job, *, settings: Settings, run_id: str | None, cwd: Path, pr
             continue
         if own.budget:
             why = f"profile {own.profile} has one, which holds in one store, and auto chooses between stores"
-            raise SpecError(why, field="budget", hint="take the profile from the list, or its budget away")
+            raise SpecError(why, field="budget", hint="leave that profile out of fallback, or remove its budget")
         price, made = plan.price(), made or (None if preview else plan.run_id)
         plans.append((plan, {**row, "usd_per_hour": price["usd_per_hour"] if price else None}))
     if not plans:
@@ -153,14 +153,10 @@ def _may_hold(settings: Settings, run_id: str) -> bool:
 
 def _check_choice(settings: Settings) -> None:
     """Raise `SpecError` for a store or setting of the command: each profile brings its own."""
-    given = [key for key in ("store",) if settings.origins.get(key) == f"--{key}"]
-    given += [f"{settings.profile or 'the provider'}.{key}" for key in settings.overrides]
-    if given:
-        why, hint = (
-            "is one profile's, and auto chooses between profiles",
-            "put it into the profiles, or name one of them",
-        )
-        raise SpecError(why, field=given[0], hint=hint)
+    given = ["store"] if settings.origins.get("store") == "--store" else []
+    for field in [*given, *(f"--set {key}" for key in settings.overrides)]:
+        hint = "put it into the profiles, or name one of them"
+        raise SpecError("is one profile's, and auto chooses between profiles", field=field, hint=hint)
 
 
 def _as_recorded(plans: list[tuple[Plan, dict[str, Any]]]) -> list[tuple[Plan, dict[str, Any]]]:

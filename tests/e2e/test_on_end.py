@@ -1,4 +1,4 @@
-"""Who hears that a run is over: the job's webhook from node 0, and the command of a waiting client."""
+"""The end of a run: node 0 posts to the job's webhook, and a waiting client runs a command."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def test_a_waiting_client_runs_the_command_once_with_the_outcome(tmp_path: Path)
     names = ("RUN_ID", "RUN", "STATE", "CATEGORY", "REASON", "EXIT_CODE")
     words = "|".join(f"$CLOUDTRAIN_{name}" for name in names)
     code, result, said = cloudtrain(
-        tmp_path, "submit", "train.py", "--run-id", "r1", "--on-end", f'echo "{words}" >> told; exit 7'
+        tmp_path, "submit", "train.py", "--run-id", "r1", "--on-end", f'echo "{words}" >> end; exit 7'
     )
     assert (code, result["exit_code"]) == (1, 1)
-    assert (tmp_path / "told").read_text().strip().split("|") == [
+    assert (tmp_path / "end").read_text().strip().split("|") == [
         "r1", result["run"], "failed", "user_error", result["reason"], "1",
     ]  # fmt: skip
     assert "--on-end ended with 7; the exit code here is the run's" in said
-    code, _, _ = cloudtrain(tmp_path, "wait", "r1", "--on-end", "echo $CLOUDTRAIN_STATE > told")
-    assert (code, (tmp_path / "told").read_text()) == (1, "failed\n")
+    code, _, _ = cloudtrain(tmp_path, "wait", "r1", "--on-end", "echo $CLOUDTRAIN_STATE > end")
+    assert (code, (tmp_path / "end").read_text()) == (1, "failed\n")
 
 
 def test_a_client_that_leaves_cannot_run_it(tmp_path: Path) -> None:

@@ -387,7 +387,7 @@ def _switches(settings: Settings, job: Job, notes: list[str]) -> Iterator[tuple[
         notes.append(f"secrets: a serverless job has no managed identity unless azureml.identity names one; {why}")
     if job.interactive:
         if not settings.ssh_public_key:
-            hint = "set it to the text of a public key of yours: cat ~/.ssh/id_ed25519.pub"
+            hint = "set it to the text of your public key: cat ~/.ssh/id_ed25519.pub"
             raise SpecError("is not set, and interactive needs it", field=f"{NAME}.ssh_public_key", hint=hint)
         every = {"nodes": "all"} if job.resources.instance_count > 1 else {}
         yield "services", {SSH: {"type": "ssh", **every, "ssh_public_keys": settings.ssh_public_key}}

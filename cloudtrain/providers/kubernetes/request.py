@@ -60,7 +60,7 @@ POD_INDEX = "batch.kubernetes.io/job-completion-index"
 CONTAINER = "node"
 QUEUE, JOBSETS = "kueue.x-k8s.io/queue-name", "jobset.x-k8s.io"
 OF_SET = "-node-0"
-"""End of the name of the Job that a JobSet makes. No other Job of ours is named so: those end with digits of a run."""
+"""End of the name of the Job that a JobSet makes. The name of any other Job ends with the digits of its run."""
 _SPEC = (
     *("completionMode", "completions", "parallelism", "activeDeadlineSeconds", "podFailurePolicy", "suspend"),
     *("backoffLimitPerIndex", "maxFailedIndexes", "manualSelector", "selector", "podReplacementPolicy", "managedBy"),

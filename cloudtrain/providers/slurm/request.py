@@ -161,7 +161,9 @@ def _refuse(settings: Settings, job: Job) -> None:
             raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole input")
         if item.mode == "copy":
             raise UnsupportedError(NAME, f"inputs.{name}.mode", "nodes read inputs where they are, in shared folders")
-    check_env_secrets(NAME, job, known="env:NAME only: the value travels in a file of yours in the run's folder")
+    check_env_secrets(
+        NAME, job, known="env:NAME only: the value travels in a file that only you can read, in the run's folder"
+    )
 
 
 def _times(settings: Settings, seconds: int) -> tuple[int, int]:

@@ -124,7 +124,7 @@ def outcome_of(
     state, category, reason = str(result["state"]), result.get("category"), str(result.get("reason") or "")
     value, native, cost = value_of(rows, spec), result.get("native_id"), result.get("cost") or {}
     if stop in RULES and (state == "cancelled" or category == "user_error"):
-        # Many scripts end with an error when they are told to stop.
+        # Many scripts end with an error after the stop signal.
         state, reason = "stopped", stop
     elif state == "failed" and (native is None or category in (*NO_MACHINES, "auth")):
         state = "refused"
