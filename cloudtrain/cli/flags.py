@@ -27,7 +27,7 @@ FORMS = {
         "options": "PROVIDER.PATH=JSON", "on": "PROVIDER.FIELD=JSON",
     },
     "Machines": {
-        "instance_count": "INT", "instance_type": "TYPE", "gpu": "GPU[:COUNT]", "total_gpus": "INT",
+        "instance_count": "INT[:INT]", "instance_type": "TYPE", "gpu": "GPU[:COUNT]", "total_gpus": "INT",
         "gpu_memory": "SIZE",
         "nproc_per_node": "INT", "cpus": "INT", "memory_gb": "INT", "disk_gb": "INT", "shm_gb": "INT", "spot": "",
     },
@@ -40,8 +40,8 @@ FORMS = {
 }  # fmt: skip
 _GROUPS = {name: Group(name, sort_key=number) for number, name in enumerate(FORMS, start=1)}
 _FORM_OF = {flat: (_GROUPS[name], form) for name, fields in FORMS.items() for flat, form in fields.items()}
-#: The words after ``--``, which has no flag.
-NOT_FLAGS = ("args",)
+#: The words after ``--``, which has no flag; and the first number of ``--nodes 2:4``.
+NOT_FLAGS = ("args", "min_instance_count")
 
 
 def flag_names(flat: str) -> tuple[str, ...]:

@@ -72,6 +72,11 @@ Values = Annotated[
 Preempt = Annotated[list[str] | None, many("drill: the platform takes a machine back; repeatable", "node=N,after=WHEN")]
 Kill = Annotated[list[str] | None, many("drill: a machine is lost without notice; repeatable", "node=N,after=WHEN")]
 
+Shortage = Annotated[
+    list[str] | None,
+    many("drill: the platform takes node N back, and has machines for the nodes before it only", "node=N,after=WHEN"),
+]
+
 NO_FLAGS = JobFlags()
 NO_RUN = "interrupted before anything was sent; there is no run"
 
@@ -157,6 +162,7 @@ def rehearse(
     secret_values: Values = None,
     preempt: Preempt = None,
     kill: Kill = None,
+    shortage: Shortage = None,
     following: FollowingFlags = NO_FOLLOWING,
     args: Ours[list[str] | None] = None,
     screen: Ours[Screen],
@@ -179,7 +185,11 @@ def rehearse(
         maps=pairs("--map", map_to or (), field="map"),
         image=local_image,
         secrets=pairs("--secret-value", secret_values or (), field="secret_value"),
-        drills=[*(("preempt", text) for text in preempt or ()), *(("kill", text) for text in kill or ())],
+        drills=[
+            (kind, text)
+            for kind, texts in (("preempt", preempt), ("kill", kill), ("shortage", shortage))
+            for text in texts or ()
+        ],
     )
     body = planned.request.body
     screen.talk(f"rehearsing what {body['target']} would start for this request; differences:")

@@ -145,7 +145,6 @@ class Watch:
         self._counts: dict[str, int] = {}
         self._measured = Measured()
         job = run.job.at(run.provider_name)
-        self._expected = job.resources.instance_count
         ended = run.store.result(run.run_id)
         self.picture = Picture(
             run_id=run.run_id,
@@ -208,7 +207,7 @@ class Watch:
             before,
             attempts=attempts,
             begun=seen.begun,
-            nodes=seen.nodes(newest, self._expected) if newest else (),
+            nodes=seen.nodes(newest, self._run._nodes_of(newest)) if newest else (),
             lines=lines,
             measured=self._measured,
             usage=(seen.usage().get(newest) or [{}])[-1],

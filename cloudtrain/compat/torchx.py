@@ -54,21 +54,18 @@ def create_scheduler(session_name: str, **parameters: object) -> Any:
 def job_of(app: Any, cfg: Mapping[str, Any], provider: str) -> Job:
     """Return the Job of the AppDef ``app`` for ``provider``; ``cfg`` has values of `OPTIONS`.
 
-    Raises `SpecError` for what one script on equal nodes cannot be: several roles, elastic nodes, mounts.
+    Raises `SpecError` for what one script on equal nodes cannot be: several roles, mounts.
     """
     if len(app.roles) != 1:
         raise SpecError(f"{len(app.roles)} roles; a job is one script on equal nodes", field="roles")
     role = app.roles[0]
-    if role.min_replicas not in (None, role.num_replicas):
-        how = f"use -j {role.num_replicas}x…"
-        raise SpecError("the number of nodes is fixed for a run", field="min_replicas", hint=how)
     if role.mounts:
         raise SpecError("no counterpart", field="mounts", hint="put inputs into a job file: -cfg job=job.toml")
     path = Path(str(cfg.get("job") or ""))
     base = anchored(toml_loads(path.read_text("utf-8"), where=str(path)), path.parent) if cfg.get("job") else {}
     fields = {
         "name": slug(app.name),
-        "instance_count": role.num_replicas,
+        "instance_count": f"{role.min_replicas or role.num_replicas}:{role.num_replicas}",
         "retries": role.max_retries,
         "env": {**base.get("env", {}), **{name: _filled(text) for name, text in role.env.items()}},
         **_program(role),

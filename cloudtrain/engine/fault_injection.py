@@ -12,7 +12,7 @@ from ..validate import parse_duration
 
 __all__ = ["KINDS", "Injection", "InjectionPlan"]
 
-KINDS = ("preempt", "kill")
+KINDS = ("preempt", "kill", "shortage")
 CHECKPOINT = "checkpoint"
 _FORM = "must be node=NUMBER,after=TIME, as in node=1,after=30s, or after=checkpoint"
 
@@ -20,7 +20,8 @@ _FORM = "must be node=NUMBER,after=TIME, as in node=1,after=30s, or after=checkp
 @dataclass(frozen=True, kw_only=True)
 class Injection:
     """Planned loss of one node. ``preempt``: the platform takes the machine back (notice, grace, end). ``kill``: it is
-    gone at once, without notice. ``after`` is seconds of running time, summed over starts. None waits for a complete
+    gone at once, without notice. ``shortage``: the machine is taken back, and from then on there are machines for the
+    nodes before it only. ``after`` is seconds of running time, summed over starts. None waits for a complete
     checkpoint."""
 
     kind: str
@@ -36,6 +37,8 @@ class Injection:
             raise SpecError(f"{_FORM}, not {text!r}", field=kind)
         if int(given["node"]) >= nodes:
             raise SpecError(f"there is no node {given['node']}: the job's are 0 to {nodes - 1}", field=kind)
+        if kind == "shortage" and not int(given["node"]):
+            raise SpecError("leaves no machine, as node 0 is the first", field=kind, hint="name another node")
         timed = given["after"] != CHECKPOINT
         after = float(parse_duration(given["after"], field=kind)) if timed else None
         return cls(kind=kind, node=int(given["node"]), after=after)

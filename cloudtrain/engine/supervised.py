@@ -454,7 +454,7 @@ def all_succeeded(folder: Path, attempt: AttemptInfo) -> bool:
         with contextlib.suppress(OSError, ValueError):
             records.append(_read(path))
     ended = {record["node"] for record in records_of(attempt, records) if record["outcome"] == "succeeded"}
-    return len(ended) == int(request["context"]["nodes"])
+    return len(ended) == (attempt.nodes or int(request["context"]["nodes"]))
 
 
 def image_id(launch: LaunchSpec) -> str:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,9 +25,11 @@ from typing import Any, TypeVar
 from ..errors import EXIT_CODES, CapacityError, CloudtrainError, PlatformError, SpecError, StorageError
 from ..job.job import Job
 from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount
+from ..provider_api.node_count import plan_attempt
 from ..provider_api.protocol import FINAL, AttemptInfo, Layout, Provider, Request
 from ..provider_api.registry import find_provider
-from ..runs.attempts import AttemptPolicy, Ending, History, Next, Usage, exception_of
+from ..runs.attempts import NO_MACHINES, AttemptPolicy, Ending, History, Next, Usage, exception_of
+from ..runs.handover import nodes_of
 from ..runs.outcome import records_of, was_lost
 from ..runs.run import Run
 from ..runtime.checkpoint_model import resumable
@@ -91,6 +94,7 @@ class Supervisor:
         self._waited = 0.0  # seconds of waiting for the store or the disk
         self._limit = CLIENT_TIMINGS.store_silence  # the attempt's time limit, once it is known
         self.drills = InjectionPlan(self.request.body.get("drills", ()))
+        self._machines = 0  # that a drill has left; 0: any number
         self._lost: set[int] = set()
         self._idle: list[Injection] = []
         self._had: tuple[
@@ -247,30 +251,49 @@ class Supervisor:
         """Return (state, category, reason) of the run."""
         request, before = self.request, None
         while True:
-            launch = self._patiently(lambda: self.provider).launch_spec(request)
+            launch = self._patiently(partial(self._launch, request))
             self._limit = launch.rules.time_limit
             state, category, reason = self._attempt(request, launch, mounts)
             policy = AttemptPolicy(max_runtime=self._limit, retries=launch.rules.retries)
-            history = History(state=state, category=category, newest=request.attempt)
+            history = self._patiently(partial(self._history, mounts, state, category, request))
             if not policy.retries_here(history):
-                return state, category, reason
+                bound = history.bound if category in NO_MACHINES else ""
+                return state, category, "; no further attempt: ".join(filter(None, [reason, bound]))
             ending = self._patiently(partial(self._ending, mounts))
             decision = policy.decide(history, ending=ending, before=before, used=Usage(seconds=self.spent))
             if not isinstance(decision, Next):
                 return state, category, f"{reason}; no further attempt: {decision.reason}"
             if self._cancelled(mounts):
                 return CANCELLED
-            request, before = self._patiently(partial(self._next, request, decision.number)), ending
+            request, before = self._patiently(partial(self._next, request, decision)), ending
+
+    def _launch(self, request: Request) -> LaunchSpec:
+        """Return the nodes of an attempt. Fewer nodes may run longer for the same money, but the seconds of all
+        attempts are one sum. So the first attempt, with the most nodes, sets the limit."""
+        launch, first = self.provider.launch_spec(request), self.store.attempt_request(self.run_id, 0) or request
+        most = min(launch.rules.time_limit, self.provider.launch_spec(first).rules.time_limit)
+        return replace(launch, rules=replace(launch.rules, time_limit=most))
+
+    def _history(self, mounts: _Mounts, state: str, category: str, request: Request) -> History:
+        """Return the facts about the attempts so far."""
+        wanted = self._job.resources
+        history = History(state=state, category=category, newest=request.attempt, node_counts=wanted.node_counts)
+        if not wanted.min_instance_count:
+            return history
+        requests = [self.store.attempt_request(self.run_id, k) for k in range(request.attempt + 1)]
+        history = replace(history, nodes=tuple(nodes_of(item, wanted) for item in requests))
+        if not (found := resumable(complete(mounts.live / "checkpoints"))):
+            return history
+        counts, bound = found[-1].node_counts(wanted.node_counts)
+        return replace(history, node_counts=counts, bound=bound)
 
     def _cancelled(self, mounts: _Mounts) -> bool:
         return (self.folder / "cancel").exists() or mounts.cancelled()
 
-    def _next(self, request: Request, number: int) -> Request:
-        """Return the request of attempt ``number``, recorded before any node starts."""
-        record = self.store.run(self.run_id)
-        job = Job.from_dict(record["job"]).at(record["provider"])
-        provider = self.provider
-        following = provider.plan(job, Layout.from_dict(record["layout"]), number, request.gpu_index)
+    def _next(self, request: Request, decision: Next) -> Request:
+        """Return the request of the next attempt, recorded before any node starts."""
+        number, layout = decision.number, Layout.from_dict(self.record["layout"])
+        following = plan_attempt(self.provider, self._job, layout, number, request.gpu_index, nodes=decision.nodes)
         if not self.store.create_attempt(self.run_id, number, following) and following != self.store.attempt_request(
             self.run_id, number
         ):
@@ -288,6 +311,7 @@ class Supervisor:
                 return CANCELLED
             name = f"{request.attempt}.{restart}"
             entry = {"number": name, "native_id": self.native_id, "started": time.time(), "ended": None, "reason": ""}
+            entry["nodes"] = len(launch.nodes)
             self.attempts.append(entry)
             self._again, resumed = "", ""
             try:
@@ -310,6 +334,8 @@ class Supervisor:
 
     def _start(self, name: str, launch: LaunchSpec, mounts: _Mounts) -> tuple[str, str, str, str]:
         """Run one start of all nodes to its end; return (state, category, reason, resumed checkpoint)."""
+        if self._machines and len(launch.nodes) > self._machines:
+            raise CapacityError(f"drill: of machines for {len(launch.nodes)} nodes, {self._machines} are left")
         self.engine.prepare(launch, self._pending, lambda: self._cancelled(mounts))
         wanted = [mount for node in launch.nodes for mount in node.mounts]
         local = self._patiently(lambda: mounts.fetch(wanted))
@@ -417,7 +443,11 @@ class Supervisor:
         if drill.after is None:
             self._had = self._newest_checkpoint(mounts)
         sys.stderr.write(f"drill: {drill.words}\n")
-        if drill.kind == "preempt":
+        if drill.node >= len(nodes):  # this attempt has fewer
+            self._idle.append(drill)
+            return None
+        if drill.kind != "kill":
+            self._machines = drill.node if drill.kind == "shortage" else self._machines
             return drill.node
         if nodes[drill.node].poll() is not None:
             self._idle.append(drill)
@@ -471,7 +501,7 @@ class Supervisor:
             )
             if remark := next(unkept, ""):  # the script was done; only its store kept the node
                 return "failed", "storage", f"{remark}; max_runtime is used up"
-            if rules.time_limit == self._max_runtime():
+            if rules.time_limit == self._job.max_runtime:
                 return "failed", "timeout", f"max_runtime of {rules.time_limit:.0f} s is used up"
             return "failed", "timeout", f"the limit of {rules.time_limit:.0f} s, less than max_runtime, is used up"
         notice = next((r["reason"] for r in exits if r["decided"] and r["outcome"] == "preempted"), "")
@@ -517,9 +547,10 @@ class Supervisor:
         exception = exception_of(root["category"], root["reason"], root["failure"]) if root is not None else ""
         return Ending(exception=exception, checkpoint=self._newest_checkpoint(mounts))
 
-    def _max_runtime(self) -> float:
-        """Return the job's own limit; a limit of money or GPU hours may be shorter."""
-        return Job.from_dict(self.record["job"]).at(self.record["provider"]).max_runtime
+    @property
+    def _job(self) -> Job:
+        """The job, as its provider runs it. A limit of money or GPU hours may be shorter than its ``max_runtime``."""
+        return Job.from_dict(self.record["job"]).at(self.record["provider"])
 
     def _newest_checkpoint(self, mounts: _Mounts) -> tuple[str, ...]:
         """Return the newest of each kind: mirrored, and written to the store by the script itself."""

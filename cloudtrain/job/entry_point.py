@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import warnings
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import SpecError, StorageError
 from ..validate import did_you_mean
-from .job import Source
+from .job import Job, Source
 from .shipped_files import relative_below
 
-__all__ = ["check_script", "near", "resolve"]
+__all__ = ["check_keeps_batch", "check_script", "near", "resolve"]
 
 FIELD = "source.entry_point"
+KEEPS_BATCH = re.compile(rb"PLANNED_WORLD_SIZE|planned_world_size|\baccumulation_steps\(|\bruntime\.batch_size\(")
+"""Uses of the planned number of ranks, or of a batch that cloudtrain splits over the ranks."""
 LISTED = 3
 """Most scripts that a hint names."""
 USUAL = ("main.py", "train.py", "__main__.py")
@@ -52,6 +56,23 @@ def resolve(source: Source, *, cwd: Path) -> tuple[Path, str]:
     script = _script(os.path.join(here, source.entry_point), source.entry_point)
     inner = relative_below(script, here)
     return (Path(here), inner) if inner else (Path(script).parent, os.path.basename(script))
+
+
+def check_keeps_batch(job: Job, files: Iterable[Path]) -> None:
+    """Raise `SpecError` if neither the ``files`` that ship nor the job's arguments use the planned number of ranks.
+
+    With fewer nodes, such a job would have a smaller global batch.
+    """
+    texts = [*job.args, *job.env.values(), *map(str, job.hyperparameters.values())]
+    if any(KEEPS_BATCH.search(text.encode()) for text in texts):
+        return
+    for path in files:
+        with contextlib.suppress(OSError):
+            if path.suffix in (".py", ".sh") and KEEPS_BATCH.search(path.read_bytes()):
+                return
+    why = "no script uses the planned number of ranks, so fewer nodes would change the global batch"
+    how = "accumulate runtime.accumulation_steps() passes a step, or read CLOUDTRAIN_PLANNED_WORLD_SIZE"
+    raise SpecError(why, field="resources.min_instance_count", hint=how)
 
 
 def check_script(root: Path, entry_point: str) -> None:

@@ -63,6 +63,7 @@ NO_SCRIPTS = frozenset((
 _NAME_MAX = 63
 _CHANNEL = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
 _GPU = re.compile(r"([A-Z][A-Z0-9]*(?:-[A-Z]+[A-Z0-9]*)*)(?:-([0-9]{1,4})GB)?(?::([0-9]{1,4}))?")
+_NODES = re.compile(r"([0-9]{1,5}):([0-9]{1,5})")
 _URLS = {
     **dict.fromkeys(("s3", "gs"), "SCHEME://BUCKET/PATH"),
     **dict.fromkeys(("abfs", "abfss", "az"), "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH"),
@@ -189,12 +190,20 @@ class Input:
             raise SpecError(f"{brief(self.url)} names nothing to read", field="inputs.url", hint=f"write {example}")
 
 
+_COUNT = whole(1, 4096)
+_COUNTS = fields.Kind(_COUNT.check, {"anyOf": [_COUNT.schema, {"type": "string", "pattern": f"^{_NODES.pattern}$"}]})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The size and number of the nodes. GB are 10^9 bytes, as clouds count them."""
+    """The size and number of the nodes. GB are 10^9 bytes, as clouds count them.
+
+    ``instance_count="2:4"`` is 4, with ``min_instance_count=2``.
+    """
 
     # The upper bounds are far beyond any machine: a larger number is a mistake.
-    instance_count: int = item(whole(1, 4096), "number of nodes", 1)
+    instance_count: int = item(_COUNTS, "number of nodes; 2:4: fewer, at least 2, where there are no machines for 4", 1)
+    min_instance_count: int | None = item(_COUNT, "fewest nodes of an attempt; instance_count 2:4 sets both")
     instance_type: str | None = item(TEXT, "the platform's own name of a machine")
     gpu: tuple[str, ...] = item(
         fields.Kind(_gpu, fields.PATTERNS.schema), "NAME[-MEM][:COUNT] a node, in order of preference", ()
@@ -209,7 +218,27 @@ class Resources:
     spot: bool = item(SWITCH, "preemptible machines", False)
 
     def __post_init__(self) -> None:
+        given = self.instance_count
+        if isinstance(given, str) and (both := _NODES.fullmatch(given)):
+            object.__setattr__(self, "min_instance_count", int(both[1]))
+            object.__setattr__(self, "instance_count", int(both[2]))
         check_fields(self, "resources.")
+        if self.min_instance_count == self.instance_count:
+            object.__setattr__(self, "min_instance_count", None)
+        if self.min_instance_count and len(self.node_counts) < 2:
+            least, most = sorted((self.min_instance_count, self.instance_count))
+            near = least if most % least == 0 else max(n for n in range(1, least) if most % n == 0)
+            why = f"{self.min_instance_count}:{self.instance_count} has no smaller number that divides the larger one"
+            raise SpecError(why, field="resources.instance_count", hint=f"write {near}:{most}")
+
+    @property
+    def node_counts(self) -> tuple[int, ...]:
+        """The numbers of nodes that an attempt may have, the most first.
+
+        Each divides the most, so that a rank of fewer ones makes a whole number of passes in place of one.
+        """
+        most = self.instance_count
+        return tuple(n for n in range(most, (self.min_instance_count or most) - 1, -1) if most % n == 0)
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:

@@ -1,4 +1,4 @@
-"""Find the number of nodes of a job that asks for a total of GPUs. Pure."""
+"""Find the number of nodes of a job that asks for a total of GPUs, or of an attempt with fewer nodes. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from . import catalog
 
 if TYPE_CHECKING:
     from ..job.job import Gpu, Job
+    from .protocol import Layout, Provider, Request
 
-__all__ = ["with_node_count"]
+__all__ = ["plan_attempt", "with_node_count"]
 
 FIELD = "resources.total_gpus"
 
@@ -57,6 +58,18 @@ def with_node_count(job: Job, provider: str, *, picks_machine: bool = True) -> J
         raise _does_not_divide(total, counts, f"{total} GPUs do not divide over machines of {_listed(counts)} GPUs")
     gpu = tuple(str(replace(item, count=each)) for item in wanted.gpus)
     return job.replace(total_gpus=None, instance_count=total // each, gpu=gpu)
+
+
+def plan_attempt(provider: Provider, job: Job, layout: Layout, number: int, gpu_index: int, *, nodes: int) -> Request:
+    """Return the request of attempt ``number`` with ``nodes`` nodes. Its context keeps the job's own number of nodes.
+
+    Raises the errors of `Provider.plan`.
+    """
+    if nodes == job.resources.instance_count:
+        return provider.plan(job, layout, number, gpu_index)
+    fewer = job.replace(instance_count=nodes, min_instance_count=None)
+    request = provider.plan(fewer, layout, number, gpu_index)
+    return replace(request, context={**request.context, "planned_nodes": job.resources.instance_count})
 
 
 def _counts(job: Job, provider: str) -> frozenset[int]:

@@ -157,7 +157,7 @@ class AttemptInfo:
 
     ``reason`` and ``category`` say why it ended, ``node`` and ``rank`` where that began. ``resumed_from`` is its
     checkpoint. ``lost`` is the work that the next attempt repeated: ``{"seconds": s, "steps": n}``, each None if
-    unknown. The last attempt has lost nothing yet: None.
+    unknown. The last attempt has lost nothing yet: None. ``nodes`` is the number that its request asks for.
     """
 
     number: str
@@ -170,6 +170,7 @@ class AttemptInfo:
     node: int | None = None
     rank: int | None = None
     lost: Mapping[str, float | None] | None = None
+    nodes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,6 +429,7 @@ def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> di
         "name": job.name,
         "code_digest": layout.code_digest,
         "nodes": job.resources.instance_count,
+        **({"planned_nodes": job.resources.instance_count} if job.resources.min_instance_count else {}),
         "processes": processes,
         "launcher": job.launcher,
         "entry_point": job.source.entry_point,

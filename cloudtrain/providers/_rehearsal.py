@@ -113,7 +113,8 @@ class Provider(SupervisedProvider):
         if not (own.image or launch.nodes[0].image):
             hint = "name an image that stands in for its machines: --local-image IMAGE"
             raise SpecError(f"{own.target} starts nodes without an image", field="local_image", hint=hint)
-        drills = [Injection.parse(*text.split(" ", 1), nodes=len(launch.nodes)) for text in own.drills]
+        most = sys.maxsize if attempt else len(launch.nodes)  # a later attempt may have fewer than the first
+        drills = [Injection.parse(*text.split(" ", 1), nodes=most) for text in own.drills]
         limits, differences = self._limits(launch.nodes)
         places = {own.store: layout.store, **own.maps}
         direct = Mount(url=layout.direct, path=DIRECT, kind="sync")
@@ -194,7 +195,7 @@ class Provider(SupervisedProvider):
             notes.append(f"every node has all of inputs {', '.join(whole)}, of which the platform gives each a share")
         if own.secrets:
             notes.append(f"secrets {', '.join(own.secrets)} have values of this machine's environment")
-        if not job.resources.spot and any(drill.kind == "preempt" for drill in drills):
+        if not job.resources.spot and any(drill.kind != "kill" for drill in drills):
             notes.append("the job asks for no spot machines: --preempt does as with one that does")
         return [*notes, EVERYWHERE]
 

@@ -21,7 +21,7 @@ from ..runs.live_data import LiveRunReader, printable
 from ..runs.log_order import line_label
 from ..runs.outcome import iso_time, unix_time
 from ..runs.run import Run
-from ..runs.summary import cost_text, plural, size_text
+from ..runs.summary import cost_text, nodes_text, size_text
 from ..runs.warnings import is_secret_name
 from ..runtime.checkpoint_model import Checkpoint
 from ..storage.timings import CLIENT_TIMINGS
@@ -298,7 +298,7 @@ def _configuration(run: Run, record: Mapping[str, Any]) -> list[Html]:
     code, job = record.get("code") or {}, run.job.at(run.provider_name)
     git, wanted = code.get("git") or {}, job.resources
     origin = {**((record.get("layout") or {}).get("origin") or {}), **(record.get("origin") or {})}
-    machine = [plural(wanted.instance_count, "node"), wanted.instance_type or ""]
+    machine = [nodes_text(wanted.node_counts), wanted.instance_type or ""]
     machine += [f"GPU {' or '.join(wanted.gpu)}"] if wanted.gpu else []
     limits = _words(
         vars(job),

@@ -6,6 +6,7 @@ platform has the same rules.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ __all__ = [
     "Wait",
     "exception_of",
     "had_no_machines",
+    "next_nodes",
     "usage_of",
 ]
 
@@ -80,7 +82,8 @@ class History:
     ``newest`` is its number, ``choices`` are the GPUs of the list in the requests so far. ``refused``: the platform
     refused the newest one. ``starts``: the caller starts further attempts, not the platform. ``next_gpu`` is the next
     GPU of the list that can be requested, if there were no machines. ``may_leave``: the run never ran, and another
-    region or provider may follow.
+    region or provider may follow. ``nodes`` are the numbers of nodes in the requests so far, oldest first.
+    ``node_counts`` are those that the next one may have, the most first. ``bound`` says why there are no others.
     """
 
     state: str
@@ -92,6 +95,9 @@ class History:
     starts: bool = True
     next_gpu: int | None = None
     may_leave: bool = False
+    nodes: tuple[int, ...] = (1,)
+    node_counts: tuple[int, ...] = (1,)
+    bound: str = ""
 
 
 # ------------------------------------------------------------------------------------------------------------ decisions
@@ -99,10 +105,14 @@ class History:
 
 @dataclass(frozen=True, kw_only=True)
 class Next:
-    """Start attempt ``number`` with GPU ``choice`` of the list (None: the same again) and the rest of the limits."""
+    """Start attempt ``number`` with GPU ``choice`` of the list (None: the same again) and the rest of the limits.
+
+    It has ``nodes`` nodes.
+    """
 
     number: int
     choice: int | None = None
+    nodes: int = 1
     limits: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -153,12 +163,13 @@ class AttemptPolicy:
         """Return whether another attempt may follow here, if neither the limits nor the same failure forbid it."""
         if history.state != "failed" or history.cancelled or not history.starts:
             return False
-        # Another GPU of the list is not a retry: the job has not had its machines yet.
-        used = history.newest - max(0, len(history.choices) - 1)
+        # Another GPU of the list, or fewer nodes, is not a retry: the job has not had its machines yet.
+        fewer = sum(later < earlier for earlier, later in itertools.pairwise(history.nodes))
+        used = history.newest - max(0, len(history.choices) - 1) - fewer
         # A refused first request is not a failed attempt: its submitter got an error.
         sent = history.newest > 0 or not history.refused
         more = sent and used < self.retries and history.category not in NOT_RETRIED
-        return more or self._another_gpu(history)
+        return more or self._another_request(history)
 
     def moves(self, history: History) -> bool:
         """Return whether the run may continue in another region or provider."""
@@ -170,12 +181,15 @@ class AttemptPolicy:
     ) -> Next | Move | Stop:
         """Return what follows the newest attempt, which ended as ``ending``; the one before ended as ``before``."""
         moves, reason = self.moves(history), ""
-        # If no GPU of the list is left, another attempt here would request unavailable machines again.
-        if self.retries_here(history) and (self._another_gpu(history) or not moves):
+        # If no other request is left, another attempt here would request unavailable machines again.
+        if self.retries_here(history) and (self._another_request(history) or not moves):
             reason = self._forbids(history, ending, before, used)
             if not reason:
                 choice = (history.next_gpu or 0) if history.category in NO_MACHINES else None
-                return Next(number=history.newest + 1, choice=choice, limits=self._rest(used))
+                nodes = next_nodes(history)
+                return Next(number=history.newest + 1, choice=choice, nodes=nodes, limits=self._rest(used))
+        elif history.category in NO_MACHINES:
+            reason = history.bound
         return Move(reason=reason) if moves else Stop(category=history.category, reason=reason)
 
     def decide_wait(self, waited: float) -> Stop | Wait:
@@ -186,8 +200,10 @@ class AttemptPolicy:
             return Wait(seconds=self.max_wait - waited)
         return Stop(category="capacity", reason=f"no machines within max_wait ({duration(self.max_wait)})")
 
-    def _another_gpu(self, history: History) -> bool:
-        return history.category in NO_MACHINES and history.next_gpu is not None
+    def _another_request(self, history: History) -> bool:
+        """Return whether there were no machines, and there may be for the next GPU of the list or for fewer nodes."""
+        unserved = history.category in NO_MACHINES
+        return unserved and (history.next_gpu is not None or next_nodes(history) < history.nodes[-1])
 
     def _forbids(self, history: History, ending: Ending, before: Ending | None, used: Usage) -> str:
         """Return why no attempt may follow here; empty if it may."""
@@ -210,6 +226,19 @@ class AttemptPolicy:
     def _budgets(self, used: Usage) -> list[tuple[str, float, float | None]]:
         known = (("max_cost", self.max_cost, used.usd), ("max_gpu_hours", self.max_gpu_hours, used.gpu_hours))
         return [(name, most, spent) for name, most, spent in known if most is not None]
+
+
+def next_nodes(history: History) -> int:
+    """Return the number of nodes of the next attempt.
+
+    An attempt without machines is followed by the next smaller number, once no GPU of the list is left. Any other
+    attempt, and one for the smallest number, is followed by the most.
+    """
+    if history.category in NO_MACHINES:
+        if history.next_gpu is not None:
+            return history.nodes[-1]
+        return next((n for n in history.node_counts if n < history.nodes[-1]), history.node_counts[0])
+    return history.node_counts[0]
 
 
 # ------------------------------------------------------------------------------------------------------- facts, as read

@@ -43,15 +43,18 @@ class Account:
     region: str = ""
 
 
-def seconds_of(spans: Spans, now: float) -> float:
-    """Return the running time of attempts, oldest first, from start (None: never started) to end (None: unknown)."""
+def seconds_of(spans: Spans, now: float, nodes: Sequence[int] = ()) -> float:
+    """Return the running time of attempts, oldest first, from start (None: never started) to end (None: unknown).
+
+    With the ``nodes`` of each attempt, return the sum over its nodes.
+    """
     total = 0.0
     for number, (start, end) in enumerate(spans):
         if start is None:
             continue
         if end is None:
             end = next((later for later, _ in spans[number + 1 :] if later is not None), now)
-        total += max(0.0, end - start)
+        total += max(0.0, end - start) * (nodes[number] if nodes else 1)
     return total
 
 
@@ -69,8 +72,8 @@ def cost_of(
     """
     used = []
     for native, status in statuses.items():
-        spans = [(info.started, info.ended) for info in attempts if info.native_id == native]
-        used.append(_used(account, status, spans, partial(request_of, native), now))
+        own = [info for info in attempts if info.native_id == native]
+        used.append(_used(account, status, own, partial(request_of, native), now))
     dates = sorted({item.date for item in used if item.date})
     return {
         "limit_usd": account.job.max_cost,
@@ -89,8 +92,14 @@ def _total(values: Sequence[float | None]) -> float | None:
 
 
 def _used(
-    account: Account, status: Status, spans: Spans, request_of: Callable[[], Request | None], now: float
+    account: Account,
+    status: Status,
+    attempts: Sequence[AttemptInfo],
+    request_of: Callable[[], Request | None],
+    now: float,
 ) -> _Used:
+    spans: Spans = [(info.started, info.ended) for info in attempts]
+    nodes = [info.nodes or account.job.resources.instance_count for info in attempts]
     began = any(start is not None for start, _ in spans)
     if status.final and not began and status.started is None:
         if not status.native:
@@ -98,9 +107,9 @@ def _used(
         if status.limit_s is not None and status.category not in NEVER_RAN:
             return _Used()  # it may have had machines, and the platform does not report its start
     until = status.finished if status.final and status.finished is not None else now
-    seconds = seconds_of(spans if began else [(status.started, status.finished)], until)
-    nodes = account.job.resources.instance_count
-    ran = seconds * nodes / 3600
+    if not began:
+        spans, nodes = [(status.started, status.finished)], nodes[-1:] or [account.job.resources.instance_count]
+    ran = seconds_of(spans, until, nodes) / 3600
     hours = ran if status.billed_s is None else status.billed_s / 3600
     names, gpu_index = _machines(account.job, status, request_of)
     gpu_hours = None
@@ -115,7 +124,7 @@ def _used(
     dearest = _dearest(account, names)
     if dearest is None:
         return _Used(gpu_hours=gpu_hours)
-    machines = hours / nodes if names == (THIS_MACHINE,) else hours  # all nodes share this machine
+    machines = seconds_of(spans, until) / 3600 if names == (THIS_MACHINE,) else hours  # all nodes share this machine
     return _Used(usd=machines * dearest.usd_per_hour, date=dearest.date, gpu_hours=gpu_hours)
 
 

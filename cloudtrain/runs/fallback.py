@@ -221,7 +221,8 @@ def submit_with_fallbacks(
         _check_installed(further)
     say = note or progress or (lambda _: None)
     deliver = partial(send, environ=environ, progress=progress, moved=moved)
-    if not plan.fallbacks.further and len(plan.job.resources.gpu) < 2:
+    others = len(plan.job.resources.gpu) > 1 or plan.job.resources.min_instance_count
+    if not plan.fallbacks.further and not others:
         return deliver(plan)
     plans = (plan, *plan.fallbacks.further)
     newest = _newest(plans)

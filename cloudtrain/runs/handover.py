@@ -25,6 +25,7 @@ from ..store.store import Store, next_of, run_folder, to_json
 from .attempts import NO_MACHINES, AttemptPolicy, History
 
 if TYPE_CHECKING:
+    from ..job.job import Resources
     from .run import Run
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "may_continue",
     "newer_attempt_exists",
     "next_gpu",
+    "nodes_of",
     "refusal_of",
     "refusals_of",
     "region_of_provider",
@@ -184,7 +186,10 @@ def history_of(run: Run, newest: int, result: Record) -> History:
     """
     store, run_id, category = run.store, run.run_id, result["category"]
     requests = [store.attempt_request(run_id, k) for k in range(newest + 1)]
-    unserved, last = category in NO_MACHINES, requests[-1]
+    unserved, last, wanted = category in NO_MACHINES, requests[-1], run.job.at(run.provider_name).resources
+    counts, bound = wanted.node_counts, ""
+    if wanted.min_instance_count and (newest_checkpoint := run.checkpoint()) is not None:
+        counts, bound = newest_checkpoint.node_counts(counts)
     return History(
         state=result["state"],
         category=category or "",
@@ -195,7 +200,15 @@ def history_of(run: Run, newest: int, result: Record) -> History:
         starts=clients_retry(run, result["native_id"]),
         next_gpu=next_gpu(run, last, category) if unserved and last is not None else None,
         may_leave=unserved and bool(fallbacks_of(run)) and not _has_run(run, result),
+        nodes=tuple(nodes_of(request, wanted) for request in requests),
+        node_counts=counts,
+        bound=bound,
     )
+
+
+def nodes_of(request: Request | None, wanted: Resources) -> int:
+    """Return the number of nodes that a recorded request asks for; without a record, that of its job."""
+    return int((request.context.get("nodes") if request is not None else None) or wanted.instance_count)
 
 
 def _has_run(run: Run, result: Record) -> bool:

@@ -308,6 +308,7 @@ def attempt_row(info: AttemptInfo) -> dict[str, Any]:
         "resumed_from": info.resumed_from,
         "resumed_step": step_of(info.resumed_from),
         "lost": dict(info.lost) if info.lost else None,
+        "nodes": info.nodes,
     }
 
 
@@ -324,6 +325,7 @@ def attempt_info(row: Record) -> AttemptInfo:
         node=row.get("node"),
         rank=row.get("rank"),
         lost=row.get("lost"),
+        nodes=row.get("nodes"),
     )
 
 

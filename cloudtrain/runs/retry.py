@@ -26,6 +26,7 @@ from ..errors import (
     SpecError,
 )
 from ..job.job import Job
+from ..provider_api.node_count import plan_attempt
 from ..provider_api.protocol import Layout, Request, extras_of
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
@@ -36,6 +37,7 @@ from .attempts import NO_MACHINES, AttemptPolicy, Ending, Next, exception_of, us
 from .budget import hold
 from .log_sources import patiently
 from .run import Run
+from .summary import plural
 
 __all__ = [
     "Retry",
@@ -106,7 +108,8 @@ def deliver(
             return None
         if noted is None:
             store.write_submitted(run.run_id, attempt, native)
-    more = handover.fallbacks_of(run) or any(handover.next_gpu(run, request, c) is not None for c in NO_MACHINES)
+    more = handover.fallbacks_of(run) or run.job.at(run.provider_name).resources.min_instance_count
+    more = more or any(handover.next_gpu(run, request, c) is not None for c in NO_MACHINES)
     left = more and (next_of(store, run.run_id) is not None or max(store.attempts(run.run_id)) > attempt)
     ended = store.result(run.run_id)
     if left or store.cancelled(run.run_id) or (ended is not None and ended["native_id"] is None):
@@ -219,14 +222,17 @@ class Retry:
         # The next supervisor counts by itself what is used up.
         rest = {} if run.provider.retried_by == "supervisor" else decision.limits
         try:
-            request = run.provider.plan(job.replace(**rest), self._layout, number, gpu_index)
+            limited, nodes = job.replace(**rest), decision.nodes
+            request = plan_attempt(run.provider, limited, self._layout, number, gpu_index, nodes=nodes)
         except SpecError as exc:
             self._say(f"no further attempt: {exc.with_hint()}")
             return False
         values = self._secrets(number)
         if store.create_attempt(run.run_id, number, request):
             gpus = job.resources.gpu if decision.choice is not None else ()
-            self._say(f"starting attempt {number}" + (f" with GPU {gpus[gpu_index]}" if gpus else ""))
+            words = [f"GPU {gpus[gpu_index]}"] if gpus else []
+            words += [plural(nodes, "node")] if job.resources.min_instance_count else []
+            self._say(f"starting attempt {number}" + (f" with {', '.join(words)}" if words else ""))
             try:
                 self._send(request, values)
             except LostContactError as exc:

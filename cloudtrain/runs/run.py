@@ -61,7 +61,7 @@ from .outcome import (
     without_machines,
 )
 from .pull import PULL_KINDS, PullReport, pull
-from .summary import columns, plural, run_rows, table_html
+from .summary import columns, nodes_text, run_rows, table_html
 
 __all__ = [
     "INTERNAL",
@@ -118,6 +118,7 @@ class _Known:
     over: dict[int, float] = field(default_factory=dict)  # when each attempt was first seen over
     retried: dict[int, bool] = field(default_factory=dict)  # for each attempt that is over, if another may follow
     began: dict[int, float] = field(default_factory=dict)  # start of each attempt, if the platform does not report it
+    nodes: dict[int, int] = field(default_factory=dict)  # of each attempt, as asked for
 
 
 class Run:
@@ -169,7 +170,7 @@ class Run:
         except CloudtrainError as exc:
             return [("run", self.run_id), ("state", f"unknown: {exc}"), ("url", self.url)]
         machines = " or ".join([*wanted.gpu] or filter(None, [wanted.instance_type]))
-        nodes = plural(wanted.instance_count, "node") + (f" of {machines}" if machines else "")
+        nodes = nodes_text(wanted.node_counts) + (f" of {machines}" if machines else "")
         call = _NEXT_CALLS.get(result["state"], "run.logs(n=20)")
         return [*run_rows(result, self._clock()), ("job", f"{self.job.name}, {nodes}"), ("next", call)]
 
@@ -406,7 +407,9 @@ class Run:
             native: status if native == newest else self._old_status(k, native, exits) for native, k in last.items()
         }
         starts = self.store.starts(self.run_id)
-        attempts = attempts_of(statuses, natives, exits, starts)
+        attempts = [
+            replace(info, nodes=self._nodes_of(info.number)) for info in attempts_of(statuses, natives, exits, starts)
+        ]
         verdict = verdict_of(status, records_of(attempts[-1], exits, starts) if attempts else ())
         refusals, reason = handover.refusals_of(self, natives), verdict.reason
         if not status.final and (since := self.store.cancelled_since(self.run_id)) is not None:
@@ -428,6 +431,15 @@ class Run:
             "cost": self._cost(statuses, natives, attempts),
             **({"refusals": refusals} if refusals else {}),
         }
+
+    def _nodes_of(self, attempt: str) -> int:
+        """Return the number of nodes that attempt ``k.r`` asked for, by its record; without one, the job's."""
+        wanted, k = self.job.at(self.provider_name).resources, (attempt_key(attempt) or (0,))[0]
+        if not wanted.min_instance_count:
+            return wanted.instance_count
+        if k not in self._known.nodes:
+            self._known.nodes[k] = handover.nodes_of(self.store.attempt_request(self.run_id, k), wanted)
+        return self._known.nodes[k]
 
     def _cost(
         self, statuses: Mapping[str, Status], natives: Mapping[int, str], attempts: Sequence[AttemptInfo]
@@ -553,12 +565,12 @@ class Run:
         )
         return last_lines(lines if moment is None else written_since(lines, moment), count)
 
-    def _check_part(self, kind: str, number: int | None) -> None:
-        """Raise `NotFoundError` for a number that no node or rank of the run has."""
+    def _check_part(self, kind: str, number: int | None, nodes: int | None = None) -> None:
+        """Raise `NotFoundError` for a number that no node or rank of the run, or of its ``nodes``, has."""
         if number is None:
             return
         wanted = self.job.at(self.provider_name)
-        count = wanted.resources.instance_count
+        count = nodes or wanted.resources.instance_count
         if kind == "rank" and wanted.launcher == "torchrun":
             count *= max(wanted.resources.processes(i) for i in range(max(1, len(wanted.resources.gpu))))
         if not 0 <= number < count:
@@ -843,8 +855,8 @@ class Run:
         if status.state != "running" or not natives:
             hint = f"wait for its nodes: cloudtrain watch {self.run_id}"
             raise SpecError("the run has no nodes yet", field="run", hint=hint)
-        self._check_part("node", node)
         newest = max(natives)
+        self._check_part("node", node, self._nodes_of(str(newest)))
         request = self.store.attempt_request(self.run_id, newest)
         assert request is not None
         found = extras_of(self.provider).shell(request, natives[newest], node, command, tty=tty)

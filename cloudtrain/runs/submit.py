@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _version
-from ..errors import AuthError, CloudtrainError, ConflictError, SpecError, StorageError, scrubbed
-from ..job.entry_point import check_script
+from ..errors import AuthError, CloudtrainError, ConflictError, SpecError, StorageError, UnsupportedError, scrubbed
+from ..job.entry_point import check_keeps_batch, check_script
 from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, check_run_id, new_run_id
 from ..job.provenance import digest_of, in_background, origin_of
 from ..provider_api import catalog
 from ..provider_api.limits import THIS_MACHINE
-from ..provider_api.node_count import with_node_count
+from ..provider_api.node_count import plan_attempt, with_node_count
 from ..provider_api.protocol import Layout, Provider, Request, extras_of, extras_of_type, recorded_settings
 from ..provider_api.registry import provider_names, suggested_provider
 from ..settings.needs import find_missing, refusal, stand_ins, with_placeholders
@@ -226,6 +226,7 @@ class Plan:
         memory = gpu_memory_gib(self.provider_name, names)
         return {
             "instance_count": wanted.instance_count,
+            "node_counts": list(wanted.node_counts),
             "instance_type": wanted.instance_type,
             "gpu": list(wanted.gpu),
             "nproc_per_node": self.request.context["processes"],
@@ -324,6 +325,8 @@ def make_plan(
     bundle = _built(job.source, store, settings, cwd)
     if job.launcher != "command" and bundle.entry_point:
         check_script(bundle.root, bundle.entry_point)
+    if job.resources.min_instance_count:
+        check_keeps_batch(job, (bundle.disk(file.path) for file in bundle.files if not file.link))
     chosen_id = _made_id(job.name, preview) if run_id is None else check_run_id(run_id)
     inputs, trees = store.inputs(job, chosen.schemes, run_id=chosen_id, cwd=cwd)
     layout = Layout(
@@ -373,8 +376,14 @@ def with_resume_warning(request: Request, layout: Layout) -> Request:
 def later_choices(provider: Provider, job: Job, layout: Layout) -> tuple[Request, ...]:
     """Return the requests of every GPU of the list but the first, less those that the provider refuses.
 
-    Raises `SpecError` for one that a limit forbids, so that this shows before the first fails.
+    Raises `SpecError` for one that a limit forbids, and for fewer nodes that the provider refuses, so that this shows
+    before the first fails.
     """
+    if job.resources.min_instance_count and provider.retried_by == "platform":
+        why = "the platform itself starts further attempts, with the same request"
+        raise UnsupportedError(provider.name, "resources.min_instance_count", why)
+    for nodes in job.resources.node_counts[1:]:
+        plan_attempt(provider, job, layout, 0, 0, nodes=nodes)
     found = []
     for gpu_index in range(1, len(job.resources.gpu)):
         try:

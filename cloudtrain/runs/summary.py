@@ -19,6 +19,7 @@ __all__ = [
     "fallback_text",
     "files_text",
     "max_runtime",
+    "nodes_text",
     "plan_rows",
     "plan_text",
     "plural",
@@ -130,8 +131,7 @@ def fallback_text(document: Mapping[str, Any]) -> str:
 
 
 def _plan_instance(resources: Mapping[str, Any]) -> str:
-    count = resources["instance_count"]
-    words = [plural(count, "node")]
+    words = [nodes_text(resources.get("node_counts") or [resources["instance_count"]])]
     types = resources.get("instance_types") or [resources.get("instance_type")]
     words += [" or ".join(types)] if types[0] else []
     words += [f"GPU {' or '.join(resources['gpu_names'])}{_gpu_totals(resources)}"] if resources["gpu_names"] else []
@@ -230,6 +230,13 @@ def _cut(value: Any) -> Any:
     if isinstance(value, str) and len(value) > LONG:
         return f"{value[:LONG]}… (of {len(value):,} characters; --json shows all)"
     return value
+
+
+def nodes_text(counts: Sequence[int]) -> str:
+    """Return ``4 nodes``, or ``4 nodes (2 or 1 where there are no machines for 4)`` of the counts of a range."""
+    most, *fewer = counts
+    words = f" ({' or '.join(map(str, fewer))} where there are no machines for {most})" if fewer else ""
+    return plural(most, "node") + words
 
 
 def plural(count: int, word: str) -> str:

@@ -19,7 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Context", "batch_size", "context", "log_metrics", "mark_best", "preempted", "resume_path", "saving"]
+__all__ = [
+    "Context", "accumulation_steps", "batch_size", "context", "log_metrics", "mark_best", "preempted", "resume_path",
+    "saving",
+]  # fmt: skip
 
 
 def resume_path() -> Path | str | None:
@@ -47,6 +50,12 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1)) if (dist := _group()) is None else int(dist.get_world_size())
 
 
+def _planned_world_size() -> int:
+    """Return the planned number of processes, where the group may have several for each rank that torchrun counts."""
+    here = int(os.environ.get("WORLD_SIZE", 1))
+    return _world_size() * int(os.environ.get("CLOUDTRAIN_PLANNED_WORLD_SIZE") or here) // here
+
+
 def _read(name: str, otherwise: Any = "", kind: Callable[[str], Any] = str) -> Callable[[], Any]:
     return lambda: kind(text) if (text := os.environ.get(name) or otherwise) else otherwise
 
@@ -56,8 +65,9 @@ class Context:
     """The run as this process sees it. Off the platform: no names, no inputs, and folders in the working folder.
 
     ``attempt`` is ``k.r``: cloudtrain's k-th start, the platform's r-th restart of it. Rank and world size are those of
-    the process group once there is one. The channels of ``inputs`` are in lower case, with ``_`` for ``-``. Each is a
-    folder, or a file if it is a single one. Below ``checkpoint_url`` a script may write to the store itself.
+    the process group once there is one. ``planned_world_size`` is larger in an attempt with fewer nodes. The channels
+    of ``inputs`` are in lower case, with ``_`` for ``-``. Each is a folder, or a file if it is a single one. Below
+    ``checkpoint_url`` a script may write to the store itself.
     """
 
     on_platform: bool = field(default_factory=_read("CLOUDTRAIN_RUN_ID", False, bool))
@@ -67,6 +77,7 @@ class Context:
     rank: int = field(default_factory=_rank)
     local_rank: int = field(default_factory=_read("LOCAL_RANK", 0, int))
     world_size: int = field(default_factory=_world_size)
+    planned_world_size: int = field(default_factory=_planned_world_size)
     local_world_size: int = field(default_factory=_read("LOCAL_WORLD_SIZE", 1, int))
     node_rank: int = field(default_factory=_read("GROUP_RANK", 0, int))
     inputs: dict[str, Path] = field(default_factory=_inputs)
@@ -185,6 +196,17 @@ def batch_size(global_batch: int, *, accumulate: int = 1) -> int:
     if accumulate < 1 or global_batch < 1 or global_batch % parts:
         raise ValueError(f"a batch of {global_batch} does not split over {_world_size()} ranks x {accumulate} passes")
     return global_batch // parts
+
+
+def accumulation_steps(planned: int = 1) -> int:
+    """Return the passes of a step that keep the global batch: ``planned`` ones, or more in an attempt with fewer nodes.
+
+    Each pass then has as many samples of a rank as planned. ValueError if the planned ranks are no multiple of these.
+    """
+    here, all_planned = _world_size(), _planned_world_size()
+    if all_planned % here:
+        raise ValueError(f"the steps of {all_planned} planned ranks do not split over {here}")
+    return planned * all_planned // here
 
 
 def _highest(value: int) -> int:

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ..provider_api.node import PROTOCOL, attempt_key
-from .checkpoint_names import step_of, training_states, unversioned
+from .checkpoint_names import is_beside, step_of, training_states, unversioned
 
 __all__ = ["METADATA", "Checkpoint", "companions", "newest_checkpoint", "resumable", "written_directly"]
 
+_NODE = re.compile(r"node-\d+/")
+_RANK = re.compile(r"rank[-_.]?\d", re.IGNORECASE)
+_RANDOM = re.compile(r"(?:/|^)(?:rng|random)[-_]?state", re.IGNORECASE)
 METADATA = ".metadata"
 """File that ``torch.distributed.checkpoint`` writes last."""
 
@@ -88,6 +91,30 @@ class Checkpoint:
     def below(self) -> list[str]:
         """Return the paths below the entry: ``model.pt`` for ``node-0/step-8/model.pt``; "" for one of one file."""
         return [path.partition("/")[2][len(self.name) + 1 :] for path in self.files]
+
+    @property
+    def ranks_own(self) -> str:
+        """Return a file that only the rank that wrote it can restore, so another number of nodes cannot; "" for none.
+
+        It has the rank in its path, or is not on node 0. ``torch.distributed.checkpoint`` reshards the files beside its
+        `METADATA`. States of random numbers count for nothing, and neither do logs and settings.
+        """
+        paths = [_NODE.sub("", path) for path in self.files]
+        first = {path.removeprefix("node-0/") for path in self.files if path.startswith("node-0/")}
+        resharded = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == METADATA}
+        for path in paths:
+            missing = bool(first) and path not in first and path.rpartition("/")[0] not in resharded
+            if (missing or _RANK.search(path)) and not _RANDOM.search(path) and not is_beside(path):
+                return path
+        return ""
+
+    def node_counts(self, wanted: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+        """Return those of ``wanted`` that can restore it, and why there are no others; "" if all can."""
+        if not (file := self.ranks_own):
+            return wanted, ""
+        nodes = int(self.commit.get("nodes") or wanted[0])
+        why = f"checkpoint {self.name} has files of single ranks ({file}), so it needs {nodes} nodes again"
+        return (nodes,), why
 
     def missing(self, size_of: Callable[[str], int | None]) -> str | None:
         """Return the first file that is not there with its size; None if the checkpoint is complete."""

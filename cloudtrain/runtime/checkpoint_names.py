@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-__all__ = ["family", "step_of", "training_states", "unversioned"]
+__all__ = ["family", "is_beside", "step_of", "training_states", "unversioned"]
 
 _BESIDE = re.compile(
     r"[^/]\.(jsonl?|txt|md|rst|ya?ml|toml|ini|cfg|csv|tsv|log|py|sh|html|png|jpe?g|gif|svg|pdf|mp4|wav)\Z|(?-i:tfevents)",
@@ -50,12 +50,14 @@ def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str
     (``last.ckpt``); any file but text, log or picture; everything.
     """
     states = {
-        key: (name, paths) for key, (name, paths) in entries.items() if not all(_beside(path or name) for path in paths)
+        key: (name, paths)
+        for key, (name, paths) in entries.items()
+        if not all(is_beside(path or name) for path in paths)
     } or dict(entries)
     folders = {key for key, (_, paths) in states.items() if list(paths) != [""]}
     files = states.keys() - folders
     if numbered := {key for key in folders if re.search(r"\d", states[key][0])}:
-        known = {family(path) for key in numbered for path in states[key][1] if not _beside(path)}
+        known = {family(path) for key in numbered for path in states[key][1] if not is_beside(path)}
         return numbered | {key for key in folders if known & {family(path) for path in states[key][1]}}
     if numbered := {key for key in files if re.search(r"\d", unversioned(states[key][0]))}:
         suffixes = {PurePosixPath(states[key][0]).suffix for key in numbered}
@@ -63,5 +65,6 @@ def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str
     return set(states)
 
 
-def _beside(path: str) -> bool:
+def is_beside(path: str) -> bool:
+    """Return whether the file is a text, log or picture that a script writes with its checkpoints."""
     return _BESIDE.search(path) is not None

@@ -117,6 +117,12 @@ def command_of(
     ]
 
 
+def planned_world(context: Mapping[str, Any], nodes: int) -> int:
+    """Return the number of ranks on all nodes that the job was planned with; this attempt may have fewer ``nodes``."""
+    ranks = context["processes"] if context["launcher"] == "torchrun" else 1
+    return int(context.get("planned_nodes") or nodes) * int(ranks)
+
+
 def environment_of(
     context: Mapping[str, Any],
     topology: Topology,

@@ -115,6 +115,7 @@ class Node:
             say=self.log.say,
             archive=self.archive,
             marks=self.site.marks,
+            nodes=self.nodes if self.context.get("planned_nodes") else None,
         )
 
     # -------------------------------------------------------------------------------------------------- the whole run
@@ -191,7 +192,7 @@ class Node:
                 if not self._over():
                     self._agree_on_resume()
             except CloudtrainError as exc:
-                self._fail(self._setup(exc.with_hint(), "infra"))
+                self._fail(self._setup(exc.with_hint(), "user_error" if isinstance(exc, SpecError) else "infra"))
             self.peers.clear()
         else:
             self._pump(lambda: self.go is not None or self.released or self._over() or 0 in self.gone)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import CloudtrainError, DigestError, StorageError
+from ..errors import CloudtrainError, DigestError, SpecError, StorageError
 from . import checkpoints
 from .archive import Archive
 from .checkpoint_model import Checkpoint, companions, resumable
@@ -36,7 +36,8 @@ Message = dict[str, Any]
 class Resume:
     """The resume of one node. ``live`` is this run's own folder, ``given`` the path here of ``resume_from``, a ``url``.
 
-    ``source`` is the URL that the checkpoint at ``url`` was copied from, if it was.
+    ``source`` is the URL that the checkpoint at ``url`` was copied from, if it was. ``nodes`` is the number of nodes of
+    this attempt, if it can differ from that of others.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class Resume:
         source: str | None = None,
         archive: Archive | None = None,
         marks: tuple[str, ...] = (),
+        nodes: int | None = None,
     ) -> None:
-        self._archive, self._marks = archive, marks
+        self._archive, self._marks, self._nodes = archive, marks, nodes
         self._live, self._given = live, Path(given).absolute() if given and url else None
         self._of_run = bool(url) and str(url).endswith(RUN_FOLDER)
         self._source = source or url or ""
@@ -71,7 +73,8 @@ class Resume:
 
         The message also names the targets of the script's pointers, and the newest version of each name without a
         number. A script that looks for its ``last.ckpt`` would begin afresh without one. It would resume from an old
-        one if it had written ``last-v1.ckpt`` beside it.
+        one if it had written ``last-v1.ckpt`` beside it. Raises `SpecError` for one that this number of nodes cannot
+        restore.
         """
         own = self._live / "checkpoints"
         here = checkpoints.complete(own, say=self._say, marks=self._marks)
@@ -88,6 +91,10 @@ class Resume:
         self, root: str, folder: Path, item: Checkpoint, live: Sequence[Checkpoint]
     ) -> tuple[str, float, Message]:
         """Return one of `candidates`, which lies below ``folder``. Undamaged ones of ``live`` come back with it."""
+        if self._nodes is not None:
+            counts, why = item.node_counts((self._nodes,))
+            if self._nodes not in counts:
+                raise SpecError(why)
         named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
         whole = [other for other in live if other.folder not in self.damaged]
         states = [other for other in resumable(live) if other.folder not in self.damaged]

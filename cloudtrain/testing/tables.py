@@ -189,6 +189,10 @@ PLATFORM: dict[str, Row] = {
     "name": Row(change=_to(name="another-name")),
     "image": Row(change=_to(image="registry.example/team/trainer:2")),
     "resources.instance_count": Row(change=_to(instance_count=2)),
+    "resources.min_instance_count": Row(
+        base=_to(instance_count=2, env={"KEEPS": "PLANNED_WORLD_SIZE"}),
+        change=_to(instance_count="1:2", env={"KEEPS": "PLANNED_WORLD_SIZE"}),
+    ),
     "resources.instance_type": Row(change=_to(instance_type="another-type")),
     "resources.gpu": Row(change=_to(gpu=("A100:2",))),
     "resources.total_gpus": Row(base=_to(gpu=("T4:4",)), change=_to(total_gpus=8)),
