@@ -186,7 +186,6 @@ class Estimator:
         secrets: Mapping[str, str] | None = None,
         inputs: Mapping[str, str | Path | Input | Mapping[str, Any]] | None = None,
         instance_count: int | str | None = None,
-        min_instance_count: int | None = None,
         instance_type: str | None = None,
         gpu: Texts | None = None,
         total_gpus: int | None = None,
@@ -225,7 +224,7 @@ class Estimator:
         write: Callable[[str], object] | None = None,
     ) -> None:
         given = locals()
-        self.job = Job.make(**{flat: given[flat] for flat in FLAT_FIELDS if given[flat] is not None})
+        self.job = Job.make(**{flat: given[flat] for flat in FLAT_FIELDS if given.get(flat) is not None})
         self.provider, self.store, self.profile, self.settings = provider, store, profile, dict(settings or {})
         self.fallback, self._write = fallback, write
         self.latest_run: Run | None = None
@@ -253,6 +252,7 @@ class Estimator:
         *,
         preempt: Texts = (),
         kill: Texts = (),
+        shortage: Texts = (),
         maps: Mapping[str, str] | None = None,
         local_image: str = "",
         local_store: str = "./.cloudtrain",
@@ -263,7 +263,7 @@ class Estimator:
     ) -> Run:
         """Run the job on this machine, in containers, as the provider's platform would start its exact request.
 
-        ``preempt``, ``kill``
+        ``preempt``, ``kill``, ``shortage``
             faults to inject, such as ``node=1,after=30s``.
         ``maps``
             a local path for each remote URL.
@@ -280,7 +280,8 @@ class Estimator:
         from .engine.rehearse import plan_rehearsal
         from .runs.submit import send_plan
 
-        drills = [("preempt", text) for text in _texts(preempt)] + [("kill", text) for text in _texts(kill)]
+        kinds = {"preempt": preempt, "kill": kill, "shortage": shortage}
+        drills = [(kind, text) for kind, given in kinds.items() for text in _texts(given)]
         rehearsal = plan_rehearsal(
             self._job(inputs),
             settings=_load_settings(**self._keywords),

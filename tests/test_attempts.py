@@ -21,6 +21,7 @@ from cloudtrain.runs.attempts import (
     Usage,
     Wait,
     exception_of,
+    next_nodes,
     usage_of,
 )
 
@@ -106,6 +107,55 @@ def test_a_refused_first_request_is_not_retried_and_a_later_one_is() -> None:
 def test_another_gpu_is_not_a_retry(choices: set[int], newest: int, follows: bool) -> None:
     policy = AttemptPolicy(max_runtime=HOUR, retries=1)
     assert policy.retries_here(after("infra", newest=newest, choices=frozenset(choices))) is follows
+
+
+@for_each(("category", "nodes", "counts", "next_gpu", "expected"), [
+    ("capacity", (4,), (4, 2, 1), None, 2),
+    ("quota", (4,), (4, 2, 1), None, 2),
+    ("capacity", (4, 2), (4, 2, 1), None, 1),
+    ("capacity", (4, 2, 1), (4, 2, 1), None, 4),  # all of them again, as a retry
+    ("capacity", (4,), (4, 2), 1, 4),  # the next GPU of the list comes first
+    ("capacity", (4,), (4,), None, 4),
+    ("preempted", (4, 2), (4, 2), None, 4),
+    ("user_error", (4, 2), (4, 2), None, 4),
+    ("infra", (4, 4, 2), (4, 2), None, 4),
+    ("capacity", (6, 3), (6, 3, 2), None, 2),
+    ("capacity", (4, 2), (2,), None, 2),  # a checkpoint that only 2 nodes can restore
+])  # fmt: skip
+def test_the_number_of_nodes_of_the_next_attempt(
+    category: str, nodes: tuple[int, ...], counts: tuple[int, ...], next_gpu: int | None, expected: int
+) -> None:
+    history = after(category, newest=len(nodes) - 1, nodes=nodes, node_counts=counts, next_gpu=next_gpu)
+    assert next_nodes(history) == expected
+    found = decided(AttemptPolicy(max_runtime=HOUR, retries=9), history)
+    assert isinstance(found, Next)
+    assert found.nodes == expected
+
+
+def test_fewer_nodes_are_not_a_retry() -> None:
+    policy = AttemptPolicy(max_runtime=HOUR, retries=1)
+    counts, lost = (4, 2, 1), "capacity"
+
+    def follows(category: str, *nodes: int) -> bool:
+        return policy.retries_here(after(category, newest=len(nodes) - 1, nodes=nodes, node_counts=counts))
+
+    assert [follows(lost, 4), follows(lost, 4, 2), follows(lost, 4, 2, 1)] == [True, True, True]
+    assert not follows(lost, 4, 2, 1, 4, 2, 1), "the one retry is used"
+    assert follows(lost, 4, 2, 1, 4), "but not by its own smaller requests"
+    assert [follows("infra", 4, 2), follows("infra", 4, 2, 4), follows("infra", 4, 2, 4, 2)] == [True, False, False]
+    none = replace(policy, retries=0)
+    assert none.retries_here(after(lost, nodes=(4,), node_counts=counts))
+    assert not none.retries_here(after(lost, newest=2, nodes=(4, 2, 1), node_counts=counts))
+    assert not none.retries_here(after("infra", nodes=(4,), node_counts=counts))
+    refused = after("quota", refused=True, nodes=(4,), node_counts=counts, may_leave=True)
+    assert decided(none, refused) == Next(number=1, choice=0, nodes=2, limits={"max_runtime": HOUR}), "then the place"
+
+
+def test_ranks_own_files_forbid_fewer_nodes_in_one_line() -> None:
+    policy, why = AttemptPolicy(max_runtime=HOUR), "checkpoint step-1 has files of single ranks (rank_3.pt), so ..."
+    history = after("capacity", nodes=(4,), node_counts=(4,), bound=why)
+    assert decided(policy, history) == Stop(category="capacity", reason=why)
+    assert decided(policy, replace(history, category="infra")) == Stop(category="infra")
 
 
 # --------------------------------------------------------------------------------------------------------------- limits

@@ -260,6 +260,8 @@ def test_a_drill_reads_as_it_is_told() -> None:
     assert late.words == "--preempt node=0,after=checkpoint"
     with pytest.raises(SpecError, match="must be"):
         Injection.parse("kill", "node=1,node=1,after=3s", nodes=2)
+    with pytest.raises(SpecError, match="leaves no machine"):
+        Injection.parse("shortage", "node=0,after=3s", nodes=2)
 
 
 def test_drills_come_in_their_time_and_once() -> None:

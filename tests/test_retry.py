@@ -12,7 +12,15 @@ import pytest
 
 from cloudtrain.errors import LostContactError, PlatformError, QuotaError, SpecError
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, ProviderExtras, Request, Status
+from cloudtrain.provider_api.protocol import (
+    AttemptInfo,
+    Layout,
+    LogPage,
+    ProviderExtras,
+    Request,
+    Status,
+    context_of,
+)
 from cloudtrain.runs.log_sources import patiently
 from cloudtrain.runs.retry import Retry
 from cloudtrain.runs.run import Run
@@ -42,7 +50,7 @@ class Platform(ProviderExtras):
             provider="memory",
             operation="o",
             body=body,
-            context={},
+            context=context_of("memory", job, layout, processes=1),
             run=layout.run,
             attempt=attempt,
             gpu_index=gpu_index,
@@ -155,6 +163,32 @@ def test_going_through_the_list_takes_no_retry_away(tmp_path: Path) -> None:
     run, platform = begun(tmp_path, *ends, gpu=["H100:8", "A100:8"], retries=2)
     assert waited(run)["category"] == "capacity"
     assert [r.gpu_index for r in platform.sent] == [1, 0, 1]
+
+
+def test_without_capacity_fewer_nodes_are_asked_for_and_all_again_after_them(tmp_path: Path) -> None:
+    ends = [failed("preempted"), failed("capacity"), failed("preempted", "y"), DONE]
+    run, platform = begun(tmp_path, *ends, instance_count="2:4", retries=2, max_gpu_hours=9)
+    result = waited(run)
+    assert result["state"] == "succeeded"
+    assert [(r.context["nodes"], r.context["planned_nodes"]) for r in platform.sent] == [(4, 4), (2, 4), (4, 4)]
+    assert [row["nodes"] for row in result["attempts"]] == [4, 4, 2, 4]
+    assert run.store.attempt_request("r", 2) == platform.sent[1]
+
+
+def test_a_checkpoint_of_single_ranks_keeps_its_number_of_nodes(tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, failed("capacity"), failed("capacity"), instance_count="2:4")
+    folder = tmp_path / "runs/r/live/checkpoints/step-3/0.0-1"
+    files = {f"node-{node}/step-3/rank_{node}.pt": {"size": 1, "sha256": "0"} for node in range(4)}
+    for name in files:
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes(b"x")
+    commit = {"protocol": 1, "name": "step-3", "attempt": "0.0", "seq": 1, "nodes": 4, "time": 1.0, "files": files}
+    (folder / "commit.json").write_text(json.dumps(commit))
+    said: list[str] = []
+    assert run.wait(retry=Retry(run, said.append))["category"] == "capacity"
+    assert platform.sent == []
+    why = "checkpoint step-3 has files of single ranks (step-3/rank_0.pt), so it needs 4 nodes again"
+    assert said == [f"no further attempt: {why}"]
 
 
 def test_limits_are_sums_over_attempts(tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ def test_a_role_becomes_a_job(jobs: dict[str, Any]) -> None:
     assert jobs["aws"]["resources"] == {"instance_count": 2, "nproc_per_node": 8, "instance_type": "ml.p4d.24xlarge"}
     assert (jobs["python"]["launcher"], jobs["python"]["source"]) == ("python", {"entry_point": "-m pkg.tool"})
     assert jobs["python"]["resources"] == {"cpus": 1, "memory_gb": 3}
+    assert jobs["elastic"]["resources"] == {"instance_count": 2, "min_instance_count": 1, "nproc_per_node": 2}
     assert (jobs["command"]["launcher"], jobs["command"]["args"]) == ("command", ["echo", "hello"])
 
 
@@ -168,7 +169,6 @@ def test_a_role_becomes_a_job(jobs: dict[str, Any]) -> None:
     ("name", "field", "hint"),
     [
         ("aws elsewhere", "gpu", "name it: -cfg gpu=A100-80GB"),
-        ("elastic", "min_replicas", "use -j 2x…"),
         ("mount", "mounts", "put inputs into a job file: -cfg job=job.toml"),
         ("macro", "args", "read torchrun's own variables, such as GROUP_RANK, in the script"),
         ("roles", "roles", ""),

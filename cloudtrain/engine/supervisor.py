@@ -28,7 +28,7 @@ from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount
 from ..provider_api.node_count import plan_attempt
 from ..provider_api.protocol import FINAL, AttemptInfo, Layout, Provider, Request
 from ..provider_api.registry import find_provider
-from ..runs.attempts import NO_MACHINES, AttemptPolicy, Ending, History, Next, Usage, exception_of
+from ..runs.attempts import AttemptPolicy, Ending, History, Next, Usage, exception_of
 from ..runs.handover import nodes_of
 from ..runs.outcome import records_of, was_lost
 from ..runs.run import Run
@@ -257,7 +257,7 @@ class Supervisor:
             policy = AttemptPolicy(max_runtime=self._limit, retries=launch.rules.retries)
             history = self._patiently(partial(self._history, mounts, state, category, request))
             if not policy.retries_here(history):
-                bound = history.bound if category in NO_MACHINES else ""
+                bound = history.bound if policy.is_bound(history) else ""
                 return state, category, "; no further attempt: ".join(filter(None, [reason, bound]))
             ending = self._patiently(partial(self._ending, mounts))
             decision = policy.decide(history, ending=ending, before=before, used=Usage(seconds=self.spent))

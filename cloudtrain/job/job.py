@@ -202,8 +202,8 @@ class Resources:
     """
 
     # The upper bounds are far beyond any machine: a larger number is a mistake.
-    instance_count: int = item(_COUNTS, "number of nodes; 2:4: fewer, at least 2, where there are no machines for 4", 1)
-    min_instance_count: int | None = item(_COUNT, "fewest nodes of an attempt; instance_count 2:4 sets both")
+    instance_count: int = item(_COUNTS, "number of nodes; 2:4: 4, or fewer where there are no machines", 1)
+    min_instance_count: int | None = item(_COUNT, "fewest nodes of an attempt; instance_count = '2:4' sets both")
     instance_type: str | None = item(TEXT, "the platform's own name of a machine")
     gpu: tuple[str, ...] = item(
         fields.Kind(_gpu, fields.PATTERNS.schema), "NAME[-MEM][:COUNT] a node, in order of preference", ()

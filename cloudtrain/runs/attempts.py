@@ -171,6 +171,11 @@ class AttemptPolicy:
         more = sent and used < self.retries and history.category not in NOT_RETRIED
         return more or self._another_request(history)
 
+    def is_bound(self, history: History) -> bool:
+        """Return whether there were no machines, and `History.bound` forbids fewer nodes, so that a user must know."""
+        unserved = history.state == "failed" and history.category in NO_MACHINES
+        return unserved and bool(history.bound) and history.starts and not history.cancelled
+
     def moves(self, history: History) -> bool:
         """Return whether the run may continue in another region or provider."""
         unserved = history.state == "failed" and history.category in NO_MACHINES
@@ -188,7 +193,7 @@ class AttemptPolicy:
                 choice = (history.next_gpu or 0) if history.category in NO_MACHINES else None
                 nodes = next_nodes(history)
                 return Next(number=history.newest + 1, choice=choice, nodes=nodes, limits=self._rest(used))
-        elif history.category in NO_MACHINES:
+        elif self.is_bound(history):
             reason = history.bound
         return Move(reason=reason) if moves else Stop(category=history.category, reason=reason)
 

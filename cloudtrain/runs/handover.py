@@ -223,7 +223,7 @@ def may_continue(run: Run, result: Record, *, moves: bool = True) -> bool:
         return False
     newest = max(run.store.attempts(run.run_id), default=0)
     policy, history = AttemptPolicy.of_job(run.job.at(run.provider_name)), history_of(run, newest, result)
-    if policy.retries_here(history) or (moves and policy.moves(history)):
+    if policy.retries_here(history) or (moves and policy.moves(history)) or policy.is_bound(history):
         return True
     open_here = history.starts and not history.cancelled
     return open_here and newer_attempt_exists(run.store, run.run_id, newest, result)

@@ -16,8 +16,9 @@ import pytest
 from disks import small_disk
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import for_each
 
-from cloudtrain.errors import DigestError, StorageError
+from cloudtrain.errors import DigestError, SpecError, StorageError
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import checkpoints
 from cloudtrain.runtime.checkpoint_model import Checkpoint
@@ -568,3 +569,42 @@ def test_shapes_tell_kinds_and_how_many() -> None:
     one = shape_of(["model.bin", "rng_state_0.pth", "rng_state_1.pth"])
     assert one == {"model.bin": 1, "rng_state_#.pth": 2}
     assert family("checkpoint-500") == family("checkpoint-1000") != family("last.ckpt")
+
+
+# ----------------------------------------------------------------------------------------------- another number of nodes
+
+
+@for_each(("files", "own"), [
+    (["node-0/a/model.pt"], ""),
+    (["node-0/a/model.pt", "node-1/a/model.pt"], ""),
+    (["node-0/a/.metadata", "node-0/a/__0_0.distcp", "node-1/a/__1_0.distcp"], ""),
+    ([".metadata", "__0_0.distcp", "__1_0.distcp"], ""),  # a script wrote it to the store itself
+    (["node-0/a/m/.metadata", "node-0/a/m/__0_0.distcp", "node-1/a/m/__1_0.distcp", "node-1/a/data_1.pt"],
+     "a/data_1.pt"),
+    (["node-0/a/model.pt", "node-0/a/rng_state_0.pth", "node-1/a/rng_state_1.pth"], ""),
+    (["node-0/a/model.bin", "node-0/a/random_states_0.pkl", "node-1/a/random_states_1.pkl"], ""),
+    (["node-0/a/model.pt", "node-1/a/train.log"], ""),
+    (["node-0/a/0.pt", "node-1/a/1.pt"], "a/1.pt"),
+    (["node-0/a/zero_pp_rank_0_mp_rank_00_optim_states.pt"], "a/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    (["node-1/rank1-last.pt"], "rank1-last.pt"),
+    (["node-1/last.pt"], ""),
+])  # fmt: skip
+def test_files_of_single_ranks_need_their_number_of_nodes(files: list[str], own: str) -> None:
+    item = Checkpoint(
+        name="a", key="k", committed=1.0, saved=1.0, files=dict.fromkeys(files, (1, "")), commit={"nodes": 2}
+    )
+    assert item.ranks_own == own
+    assert item.node_counts((4, 2))[0] == ((2,) if own else (4, 2))
+
+
+def test_a_node_does_not_resume_from_files_of_ranks_that_are_gone(tmp_path: Path) -> None:
+    files = {f"node-{node}/step-1/rank_{node}.pt": b"x" for node in range(4)}
+    committed(tmp_path / "checkpoints", files=files, nodes=4)
+
+    def names(nodes: int | None) -> list[str]:
+        given = {"live": tmp_path, "given": None, "url": None, "say": print, "nodes": nodes}
+        return [name for name, _, _ in Resume(**given).candidates()]
+
+    assert names(4) == names(None) == ["step-1"]
+    with pytest.raises(SpecError, match=r"files of single ranks \(step-1/rank_0.pt\), so it needs 4 nodes again"):
+        names(2)

@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 from jobs import Jobs
+from rows import for_each
 
 from cloudtrain import runtime
 from cloudtrain.store import runtime_zip
@@ -52,7 +53,7 @@ def test_off_the_platform_there_is_a_sane_default_for_everything(bare: Path) -> 
     found = runtime.context()
     assert dataclasses.asdict(found) == {
         "on_platform": False, "run_id": "", "attempt": "", "provider": "", "rank": 0, "local_rank": 0, "world_size": 1,
-        "local_world_size": 1, "node_rank": 0, "inputs": {}, "checkpoint_dir": Path("checkpoints"),
+        "planned_world_size": 1, "local_world_size": 1, "node_rank": 0, "inputs": {}, "checkpoint_dir": Path("checkpoints"),
         "artifact_dir": Path("artifacts"), "metrics_file": None, "resume_from": None, "checkpoint_url": None,
         "hyperparameters": {},
     }  # fmt: skip
@@ -75,6 +76,7 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(bare: Path, monkey
 def test_the_context_is_that_of_the_moment(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "CLOUDTRAIN_RUN_ID": "r-1", "CLOUDTRAIN_ATTEMPT": "1.2", "CLOUDTRAIN_PROVIDER": "somebody", "RANK": "5",
+        "CLOUDTRAIN_PLANNED_WORLD_SIZE": "16",
         "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "2",
         "CLOUDTRAIN_INPUT_TRAIN_DATA": "/data/train", "CLOUDTRAIN_CHECKPOINT_DIR": str(bare / "c"),
         "CLOUDTRAIN_ARTIFACT_DIR": str(bare / "a"), "CLOUDTRAIN_METRICS_FILE": "/m.jsonl",
@@ -84,7 +86,7 @@ def test_the_context_is_that_of_the_moment(bare: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     assert dataclasses.asdict(runtime.context()) == {
         "on_platform": True, "run_id": "r-1", "attempt": "1.2", "provider": "somebody", "rank": 5, "local_rank": 1,
-        "world_size": 8, "local_world_size": 2, "node_rank": 2, "inputs": {"train_data": Path("/data/train")},
+        "world_size": 8, "planned_world_size": 16, "local_world_size": 2, "node_rank": 2, "inputs": {"train_data": Path("/data/train")},
         "checkpoint_dir": bare / "c", "artifact_dir": bare / "a", "metrics_file": Path("/m.jsonl"),
         "resume_from": Path("/c/step-3"), "checkpoint_url": "memory://c",
         "hyperparameters": {"lr": 0.1, "sizes": [1, 2]},
@@ -124,6 +126,26 @@ def test_a_batch_that_does_not_split_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=f"{batch} does not split over 4 ranks x {accumulate} passes"):
         runtime.batch_size(batch, accumulate=accumulate)
+
+
+@for_each(("world", "planned", "given", "steps"), [
+    ("4", "", 1, 1), ("4", "4", 3, 3), ("2", "4", 1, 2), ("2", "8", 3, 12), ("1", "4", 1, 4),
+])  # fmt: skip
+def test_fewer_ranks_make_more_passes(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, world: str, planned: str, given: int, steps: int
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("CLOUDTRAIN_PLANNED_WORLD_SIZE", planned)
+    assert runtime.accumulation_steps(given) == steps
+    assert runtime.batch_size(96, accumulate=steps) == 96 // given // int(planned or world), "as many as planned"
+    assert runtime.context().planned_world_size == int(planned or world)
+
+
+def test_planned_ranks_that_do_not_split_are_refused(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("CLOUDTRAIN_PLANNED_WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="4 planned ranks do not split over 3"):
+        runtime.accumulation_steps()
 
 
 # -------------------------------------------------------------------------------------------------------------- metrics
