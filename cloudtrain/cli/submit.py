@@ -74,7 +74,10 @@ Kill = Annotated[list[str] | None, many("drill: a machine is lost without notice
 
 Shortage = Annotated[
     list[str] | None,
-    many("drill: the platform takes node N back, and has machines for the nodes before it only", "node=N,after=WHEN"),
+    many(
+        "drill: node N is taken back, and the machines are left for the nodes before it; repeatable",
+        "node=N,after=WHEN",
+    ),
 ]
 
 NO_FLAGS = JobFlags()

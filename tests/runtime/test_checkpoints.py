@@ -571,7 +571,7 @@ def test_shapes_tell_kinds_and_how_many() -> None:
     assert family("checkpoint-500") == family("checkpoint-1000") != family("last.ckpt")
 
 
-# ----------------------------------------------------------------------------------------------- another number of nodes
+# ---------------------------------------------------------------------------------------------- another number of nodes
 
 
 @for_each(("files", "own"), [

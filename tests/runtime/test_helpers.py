@@ -53,7 +53,8 @@ def test_off_the_platform_there_is_a_sane_default_for_everything(bare: Path) -> 
     found = runtime.context()
     assert dataclasses.asdict(found) == {
         "on_platform": False, "run_id": "", "attempt": "", "provider": "", "rank": 0, "local_rank": 0, "world_size": 1,
-        "planned_world_size": 1, "local_world_size": 1, "node_rank": 0, "inputs": {}, "checkpoint_dir": Path("checkpoints"),
+        "planned_world_size": 1, "local_world_size": 1, "node_rank": 0, "inputs": {},
+        "checkpoint_dir": Path("checkpoints"),
         "artifact_dir": Path("artifacts"), "metrics_file": None, "resume_from": None, "checkpoint_url": None,
         "hyperparameters": {},
     }  # fmt: skip
@@ -86,7 +87,8 @@ def test_the_context_is_that_of_the_moment(bare: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     assert dataclasses.asdict(runtime.context()) == {
         "on_platform": True, "run_id": "r-1", "attempt": "1.2", "provider": "somebody", "rank": 5, "local_rank": 1,
-        "world_size": 8, "planned_world_size": 16, "local_world_size": 2, "node_rank": 2, "inputs": {"train_data": Path("/data/train")},
+        "world_size": 8, "planned_world_size": 16, "local_world_size": 2, "node_rank": 2,
+            "inputs": {"train_data": Path("/data/train")},
         "checkpoint_dir": bare / "c", "artifact_dir": bare / "a", "metrics_file": Path("/m.jsonl"),
         "resume_from": Path("/c/step-3"), "checkpoint_url": "memory://c",
         "hyperparameters": {"lr": 0.1, "sizes": [1, 2]},
