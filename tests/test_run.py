@@ -450,6 +450,7 @@ def test_the_result_of_a_failed_run(world: World) -> None:
                 "rank": 3,
                 "resumed_from": "step-120",
                 "resumed_step": 120,
+                "nodes": 1,
                 "lost": None,
             }
         ],
