@@ -278,7 +278,8 @@ class ProviderExtras:
     * ``object_mounts``: the folder below which nodes see an object store as files, and variables that name places in
       it. A plan warns of appends there.
     * ``shares_gpus``: a job may ask for a part of a GPU (``gpu_memory``).
-    * ``keeps_warm``: machines may wait for the next job (``keep_warm``). ``warm_hint`` is what a user does elsewhere.
+    * ``keeps_warm``: machines may wait for the next job (``keep_warm``), if the setting ``warm_setting`` is set.
+      ``warm_hint`` is what a user does otherwise.
     """
 
     needs: ClassVar[Mapping[str, Need]] = {}
@@ -288,6 +289,7 @@ class ProviderExtras:
     object_mounts: ClassVar[tuple[str, ...]] = ()
     shares_gpus: ClassVar[bool] = False
     keeps_warm: ClassVar[bool] = False
+    warm_setting: ClassVar[str] = ""
     warm_hint: ClassVar[str] = "leave keep_warm out, or choose a provider with warm machines"
     arrival_s: ClassVar[float] = 1.0
 
@@ -508,7 +510,8 @@ def lacking(kind: type[Provider], settings: Any, job: Job) -> tuple[str, ...]:
 def check_needs(kind: type[Provider], settings: Any, job: Job) -> None:
     """Raise `SpecError` for the first `lacking` need, `UnsupportedError` for ``gpu_memory`` and ``keep_warm``."""
     extras = extras_of_type(kind)
-    if job.keep_warm and not extras.keeps_warm:
+    unset = bool(extras.warm_setting) and not getattr(settings, extras.warm_setting)
+    if job.keep_warm and (unset or not extras.keeps_warm):
         raise UnsupportedError(kind.name, "keep_warm", "its machines do not wait for a job", hint=extras.warm_hint)
     if job.resources.gpu_memory and not extras.shares_gpus:
         hint = "leave gpu_memory out: only clusters with HAMi share a GPU"

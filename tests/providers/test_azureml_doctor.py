@@ -142,6 +142,19 @@ def test_a_cluster_of_low_priority_ends_a_job_sooner(world: AzureMLWorld, examin
     found.failure("compute", "ends its jobs after 7 days", fix="max_runtime to at most 7d", code=2)
 
 
+def test_a_cluster_keeps_machines_warm_by_its_idle_time(world: AzureMLWorld, examiner: Examiner) -> None:
+    scale = {"minNodeCount": 0, "maxNodeCount": 4, "nodeIdleTimeBeforeScaleDown": "PT20M"}
+    world.plane.computes["gpus"] = {"vmSize": "STANDARD_DS3_V2", "scaleSettings": scale}
+    examiner.settings("azureml", world.store, table(world, compute="gpus"))
+    flags = ["--image", "team/none:1", "--keep-warm"]
+    assert examiner(*flags, "20m").status("compute") == "ok"
+    command = "az ml compute update -n gpus -g training -w vision --idle-time-before-scale-down 1800"
+    text = "cluster gpus keeps idle machines for 20m of 30m"
+    examiner(*flags, "30m").failure("compute", text, fix=command, code=2)
+    scale["minNodeCount"] = 1
+    assert examiner(*flags, "30m").status("compute") == "ok", "its machines stay"
+
+
 def test_a_closed_workspace_needs_a_managed_network(world: AzureMLWorld, examiner: Examiner) -> None:
     world.plane.questions.about = {"publicNetworkAccess": "Disabled"}
     found = examiner("--image", "team/none:1")

@@ -185,6 +185,13 @@ def test_a_cluster_decides_on_its_machines() -> None:
     assert "gpu-cluster decides" in " ".join(request.notes)
     assert planned(CLUSTER).body["resources"]["shm_size"] == "16g", "never the platform's own 2g"
     assert "compute" not in planned().body, "serverless is no name of a cluster"
+    assert "properties" not in request.body
+    warm = planned(CLUSTER, keep_warm="30m")
+    assert warm.body["properties"] == {"cloudtrain.keep_warm": "1800"}
+    assert "keep_warm: cluster gpu-cluster must keep idle machines for 30m, paid for" in " ".join(warm.notes)
+    with pytest.raises(UnsupportedError, match="do not wait for a job") as caught:
+        planned(keep_warm="30m")
+    assert "azureml.compute" in caught.value.hint
 
 
 @for_each(

@@ -66,5 +66,10 @@ def test_a_cluster_with_other_gpus_is_refused(idle: AzureMLWorld) -> None:
     with pytest.raises(UnsupportedError, match="has T4:4, not H100:8") as caught:
         provider.submit(wrong)
     assert caught.value.field == "resources.gpu"
+    idle.plane.computes["gpus"]["scaleSettings"] = {"nodeIdleTimeBeforeScaleDown": "PT2M"}
+    warm = provider.plan(plan.job.replace(gpu=("T4:4",), keep_warm="1h"), plan.layout)
+    with pytest.raises(UnsupportedError, match="cluster gpus keeps idle machines for 2m of 1h") as caught:
+        provider.submit(warm)
+    assert caught.value.hint.endswith("--idle-time-before-scale-down 3600")
     assert idle.plane.jobs == {}
     assert provider.submit(right) == provider.find(right)

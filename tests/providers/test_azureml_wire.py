@@ -281,7 +281,7 @@ def test_a_cluster_is_looked_at_before_a_job_waits_for_it(plane: Plane) -> None:
         )
         client(plane, compute=compute).submit(request)
         assert plane.wire.calls[since:][-1].body["properties"]["computeId"] == f"{plane.id}/computes/{compute}"
-    assert client(plane).account.check_compute("odd") == "Standard_Of_Next_Year"
+    assert client(plane).account.compute("odd")["vmSize"] == "Standard_Of_Next_Year"
 
 
 def test_what_the_sdk_itself_will_not_send_is_one_line(plane: Plane) -> None:
@@ -364,7 +364,7 @@ def test_each_call_says_what_it_was_for(plane: Plane) -> None:
         ("GET discovery", lambda: client(plane).status(native), "discover the workspace"),
         ("GET details", lambda: client(plane).status(native), "get run"),
         ("GET datastore", lambda: provider.account.datastore("any"), "get datastore"),
-        ("GET compute", lambda: provider.account.check_compute("any"), "get compute"),
+        ("GET compute", lambda: provider.account.compute("any"), "get compute"),
     ):
         plane.wire.faults[:] = [Fault(operation, refused)]
         plane.unknown[only(plane).name] = "Running" if operation == "POST cancel" else "Failed"

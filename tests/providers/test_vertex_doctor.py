@@ -100,6 +100,28 @@ def test_all_that_can_be_wrong_with_a_project(world: VertexWorld, examiner: Exam
     assert world.plane.gcs.names("far-away") == []
 
 
+def test_a_persistent_resource_has_the_machines_of_the_job(world: VertexWorld, examiner: Examiner) -> None:
+    examiner.settings("vertex", world.store, {**world.settings, "persistent_resource_id": "warm"})
+    flags, title = [*PUBLIC, "--nodes", "2", "--keep-warm", "30m"], "persistent resource"
+    found = examiner(*flags)
+    found.failed(title, "there is no warm in europe-west4", fix="gcloud ai persistent-resources list", code=2)
+    pools = [{"machineSpec": {"machineType": "n1-standard-4"}, "replicaCount": "1"}]
+    made = world.plane.questions.resources["warm"] = {"state": "PROVISIONING", "resourcePools": pools}
+    examiner(*flags).failed(title, "warm is PROVISIONING, not RUNNING", fix="wait, or name another", code=4)
+    made["state"] = "RUNNING"
+    text = "warm has 1 x n1-standard-4; the job needs 2 x n1-standard-4"
+    examiner(*flags).failed(title, text, fix="choose other machines", code=2)
+    pools[0]["autoscalingSpec"] = {"minReplicaCount": "1", "maxReplicaCount": "2"}
+    found = examiner(*flags)
+    assert (found.rows[title]["status"], found.rows[title]["detail"]) == (
+        *("ok", "warm is running, with 2 x n1-standard-4"),
+    )
+    gpus = {"machineType": "n1-standard-4", "acceleratorType": "NVIDIA_TESLA_T4", "acceleratorCount": 1}
+    pools[0]["machineSpec"] = gpus
+    text = "warm has 2 x n1-standard-4+NVIDIA_TESLA_T4:1; the job needs 2 x n1-standard-4"
+    examiner(*flags).failed(title, text, fix="choose other machines", code=2)
+
+
 def test_an_image_of_another_project_names_who_pulls_it(world: VertexWorld, examiner: Examiner) -> None:
     """Never the job's service account, and the caller's own look at the image says nothing of it."""
     world.plane.questions.images.add("other/europe-west4/team/trainer:1")

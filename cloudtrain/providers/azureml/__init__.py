@@ -16,6 +16,8 @@ from .._cloud import CloudProvider
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
 NAME = "azureml"
+KEEP_WARM = "cloudtrain.keep_warm"
+"""Property of a job with its ``keep_warm`` in seconds."""
 
 STORE = Need(
     example="abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX",
@@ -79,7 +81,9 @@ class Provider(CloudProvider):
     min_poll_s: ClassVar[float] = 1.0
     max_poll_s: ClassVar[float] = 5.0
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
-    warm_hint: ClassVar[str] = "use a cluster (azureml.compute), and set its idle time before scale-down in Azure"
+    keeps_warm: ClassVar[bool] = True
+    warm_setting: ClassVar[str] = "compute"
+    warm_hint: ClassVar[str] = "set azureml.compute to a cluster: its idle time before scale-down keeps machines warm"
 
     def picks_machine(self) -> bool:
         return not self.settings.compute

@@ -358,10 +358,6 @@ class Account:
         argv += ["--workspace-name", own.workspace_name]
         return Shell(argv=argv, install="install the Azure CLI, then run: az extension add --name ml")
 
-    def check_compute(self, name: str) -> str:
-        """Return the size of a cluster's machines. Raises `SpecError` when there is none of that name."""
-        return str(self.compute(name).get("vmSize") or "")
-
     def compute(self, name: str) -> Mapping[str, Any]:
         """Return a cluster's properties, as ``vmSize`` and ``vmPriority``. Raises `SpecError` for an unknown name."""
         cluster = self._part("compute", name, "cluster", instead="\nor leave it out, for serverless compute")

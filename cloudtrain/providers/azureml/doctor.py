@@ -16,7 +16,7 @@ from ...provider_api.checks import Check, failed, installed, ok, skipped, tried,
 from ...validate import url_scheme
 from .api import HELP, claims_of, named, translated
 from .request import LONGEST_LOW
-from .sdk import check_datastore
+from .sdk import check_datastore, short_idle
 from .urls import FSSPEC
 
 if TYPE_CHECKING:
@@ -121,6 +121,9 @@ def _compute(
         days = LONGEST_LOW // 86400
         text += f": Azure ML ends its jobs after {days} days"
         yield failed("compute", text, fix=f"set max_runtime to at most {days}d", code=SpecError.exit_code)
+        return
+    if request is not None and (short := short_idle(account.settings, cluster, request)):
+        yield failed("compute", short[0], fix=short[1], code=SpecError.exit_code)
         return
     yield ok("compute", text)
 

@@ -16,9 +16,9 @@ from ...job.options import merge_options
 from ...provider_api import catalog
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
-from ...validate import choice_of, url_scheme
+from ...validate import choice_of, duration, url_scheme
 from .._cloud import check_tags, digest_of, pinned_machine, processes_of, secret_references
-from . import NAME, Provider
+from . import KEEP_WARM, NAME, Provider
 from .node import LIVE, NODES, OWN_INPUTS, RESUME
 from .urls import FSSPEC, Blob, check_url, cloud_of, datastore_uri, for_job, storage
 from .validate import check_body, check_options
@@ -385,6 +385,10 @@ def _switches(settings: Settings, job: Job, notes: list[str]) -> Iterator[tuple[
     if job.secrets and not settings.identity and not settings.compute:
         why = 'the workspace\'s own, such as identity = "managed_identity"'
         notes.append(f"secrets: a serverless job has no managed identity unless azureml.identity names one; {why}")
+    if job.keep_warm:
+        yield "properties", {KEEP_WARM: str(job.keep_warm)}
+        what = f"cluster {settings.compute} must keep idle machines for {duration(job.keep_warm)}, paid for"
+        notes.append(f"keep_warm: {what}; submit and doctor check that")
     if job.interactive:
         if not settings.ssh_public_key:
             hint = "set it to the text of your public key: cat ~/.ssh/id_ed25519.pub"

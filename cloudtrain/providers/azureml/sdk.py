@@ -12,19 +12,22 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConflictError, SpecError, UnsupportedError
 from ...job.job import Gpu
 from ...provider_api import catalog
 from ...provider_api.protocol import Request
-from . import NAME
+from ...validate import duration
+from . import KEEP_WARM, NAME
 from .api import translated
 from .request import TAG_GPU
+from .status import duration_seconds
 from .urls import Blob
 
 if TYPE_CHECKING:
+    from . import Settings
     from .api import Account
 
 __all__ = ["check_datastore", "create"]
@@ -67,7 +70,10 @@ def _check_cluster(account: Account, request: Request) -> None:
     compute = str(request.body.get("compute", "")).removeprefix("azureml:")
     if not compute:
         return
-    size = account.check_compute(compute)
+    cluster = account.compute(compute)
+    if short := short_idle(account.settings, cluster, request):
+        raise UnsupportedError(NAME, "keep_warm", short[0], hint=f"to change it, run: {short[1]}")
+    size = str(cluster.get("vmSize") or "")
     known = next((m for m in catalog.machines(NAME) if m.instance_type.lower() == size.lower()), None)
     asked = request.body["tags"].get(TAG_GPU)
     if asked and known is not None:
@@ -75,6 +81,23 @@ def _check_cluster(account: Account, request: Request) -> None:
         if not (known.is_for(gpu) and known.gpu_count == gpu.count):
             why = f"cluster {compute} is of {size}, which has {known.gpus or 'no GPU'}, not {gpu}"
             raise UnsupportedError(NAME, "resources.gpu", why, hint="name the cluster's GPU, or another cluster")
+
+
+def short_idle(settings: Settings, cluster: Mapping[str, Any], request: Request) -> tuple[str, str] | None:
+    """Return why a cluster does not keep machines for the request's ``keep_warm``, and the command that changes it.
+
+    Its ``scaleSettings`` have the idle time as ISO 8601. Machines below the minimum stay for ever.
+    """
+    wanted = int((request.body.get("properties") or {}).get(KEEP_WARM) or 0)
+    scale = cluster.get("scaleSettings") or {}
+    if int(scale.get("minNodeCount") or 0) >= int(request.body["resources"]["instance_count"]):
+        return None
+    idle = duration_seconds(str(scale.get("nodeIdleTimeBeforeScaleDown") or "")) or 0.0
+    if idle >= wanted:
+        return None
+    where = f"-g {settings.resource_group} -w {settings.workspace_name}"
+    how = f"az ml compute update -n {settings.compute} {where} --idle-time-before-scale-down {wanted}"
+    return f"cluster {settings.compute} keeps idle machines for {duration(int(idle))} of {duration(wanted)}", how
 
 
 def _put(account: Account, request: Request) -> None:

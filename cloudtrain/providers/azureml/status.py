@@ -173,7 +173,12 @@ _DURATION = re.compile(r"P(?:(\d+)D)?(?:T(?:(\d+)H)?(?:(\d+)M)?(?:(\d+)(?:\.\d+)
 
 def _limit(properties: Mapping[str, Any]) -> float | None:
     """Return the job's own time limit in seconds. It comes as an ISO 8601 duration."""
-    match = _DURATION.fullmatch(str((properties.get("limits") or {}).get("timeout") or ""))
+    return duration_seconds(str((properties.get("limits") or {}).get("timeout") or ""))
+
+
+def duration_seconds(text: str) -> float | None:
+    """Return the seconds of an ISO 8601 duration, such as ``PT1H30M``; None for any other text."""
+    match = _DURATION.fullmatch(text)
     if match is None:
         return None
     return float(sum(int(n or 0) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True)))

@@ -77,7 +77,13 @@ class Provider(CloudProvider):
     min_poll_s: ClassVar[float] = 2.0
     max_poll_s: ClassVar[float] = 10.0
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE, "image": IMAGE}
-    warm_hint: ClassVar[str] = "make a persistent resource, and set vertex.persistent_resource_id to it"
+    keeps_warm: ClassVar[bool] = True
+    warm_setting: ClassVar[str] = "persistent_resource_id"
+    warm_hint: ClassVar[str] = (
+        "set vertex.persistent_resource_id to a persistent resource, whose machines wait until you delete it; "
+        "to make one, run: gcloud ai persistent-resources create --persistent-resource-id=ID --region=LOCATION "
+        "--resource-pool-spec=replica-count=N,machine-type=TYPE"
+    )
     probe_ports: ClassVar[tuple[int, ...]] = (2222, 2223, 3333, 6000, 29500)
     """Ports that ``doctor --job`` tries: some that the chief's Service is known to forward, and two that it may not."""
 

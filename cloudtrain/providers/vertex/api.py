@@ -382,6 +382,10 @@ class Account:
         """Return one page of the jobs below ``parent`` (``projects/P/locations/L``)."""
         return self._ask("GET", f"{parent}/customJobs", what="list jobs", params=query)
 
+    def persistent_resource(self, name: str) -> dict[str, Any]:
+        """Return a persistent resource by its full name. Raises `NotFoundError`."""
+        return self._ask("GET", name, what="get persistent resource")
+
     def find(self, request: Request) -> str | None:
         """Return the resource name of the request's job, if it was ever created."""
         try:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from ...errors import AuthError, CloudtrainError, NotFoundError, QuotaError, SpecError, StorageError
+from ...errors import AuthError, CapacityError, CloudtrainError, NotFoundError, QuotaError, SpecError, StorageError
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
 from ...validate import url_scheme
 from .._cloud import decoded
@@ -76,6 +76,8 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
         yield skipped("quota", "there is no plan, so no machine is named")
         yield skipped("image", "there is no plan")
         return
+    if request.body["jobSpec"].get("persistentResourceId"):
+        yield from tried("persistent resource", lambda: _persistent(account, request.body["jobSpec"]))
     yield from tried("quota", lambda: _quota(account, request.body["jobSpec"]), extra=True)
     image = str(request.body["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]["imageUri"])
     yield from tried("image", lambda: _image(account, image), extra=True)
@@ -166,6 +168,38 @@ def _service_account(account: Account) -> Check:
         fix = f"{HELP['act']} {email}"
         return failed("service account", f"the caller may not act as {email}", fix=fix, code=AuthError.exit_code)
     return ok("service account", f"the caller may act as {email}")
+
+
+def _persistent(account: Account, spec: Mapping[str, Any]) -> Check:
+    """Check that the job's persistent resource runs, and has its machines."""
+    settings, title = account.settings, "persistent resource"
+    place, name = f"projects/{settings.project}/locations/{settings.location}", str(spec["persistentResourceId"])
+    seen = f"gcloud ai persistent-resources list --region={settings.location}"
+    try:
+        found = account.persistent_resource(f"{place}/persistentResources/{name}")
+    except NotFoundError:
+        fix = f"to list those there are, run: {seen}"
+        return failed(title, f"there is no {name} in {settings.location}", fix=fix, code=SpecError.exit_code)
+    if found.get("state") != "RUNNING":
+        text = f"{name} is {found.get('state') or 'in an unknown state'}, not RUNNING"
+        return failed(title, text, fix=f"wait, or name another; {seen}", code=CapacityError.exit_code)
+    wanted, there = Counter[str](), Counter[str]()
+    for pool in spec["workerPoolSpecs"]:
+        wanted[_machine_text(pool["machineSpec"])] += int(pool["replicaCount"])
+    for pool in found.get("resourcePools") or []:
+        most = int((pool.get("autoscalingSpec") or {}).get("maxReplicaCount") or pool.get("replicaCount") or 0)
+        there[_machine_text(pool.get("machineSpec") or {})] += most
+    has = ", ".join(f"{count} x {kind}" for kind, count in there.items()) or "no machines"
+    if short := next((kind for kind, count in wanted.items() if count > there[kind]), ""):
+        text = f"{name} has {has}; the job needs {wanted[short]} x {short}"
+        return failed(title, text, fix="choose other machines, or another resource", code=SpecError.exit_code)
+    return ok(title, f"{name} is running, with {has}")
+
+
+def _machine_text(spec: Mapping[str, Any]) -> str:
+    """Return ``n1-standard-8`` or ``n1-standard-8+NVIDIA_TESLA_T4:1`` of a machineSpec."""
+    gpus = int(spec.get("acceleratorCount") or 0)
+    return str(spec.get("machineType")) + (f"+{spec.get('acceleratorType')}:{gpus}" if gpus else "")
 
 
 def _quota(account: Account, spec: Mapping[str, Any]) -> Iterator[Check]:

@@ -58,7 +58,7 @@ class Plane(Platform):
         self.jobs: dict[str, CommandJob] = {}
         self.environments: dict[str, dict[str, str]] = {}
         self.codes: dict[str, dict[str, Any]] = {}
-        self.computes: dict[str, dict[str, str]] = {}
+        self.computes: dict[str, dict[str, Any]] = {}
         self.secrets: dict[tuple[str, str], str] = {}
         self.no_capacity = self.no_role = self.restarts = False
         self.quotas: dict[str, int] = {}

@@ -18,7 +18,8 @@ class Questions:
     """``denied`` are permissions that the caller lacks, in the project and on accounts; ``disabled`` accounts.
 
     ``images`` are those of Artifact Registry (``PROJECT/LOCATION/REPOSITORY/NAME:TAG``). The quotas are the plane's
-    own; ``regional`` False: they hold for all regions that have none of their own.
+    own; ``regional`` False: they hold for all regions that have none of their own. ``resources`` are the persistent
+    ones by their ids.
     """
 
     def __init__(self, plane: Plane) -> None:
@@ -26,6 +27,7 @@ class Questions:
         self.disabled: set[str] = set()
         self.images: set[str] = set()
         self.regional = True
+        self.resources: dict[str, dict[str, Any]] = {}
         self._plane = plane
         route, accounts = plane.wire.route, "/v1/projects/-/serviceAccounts"
         route("POST", r"/v1/projects/([^/:]+):testIamPermissions", "POST project permissions", self._in_project)
@@ -36,6 +38,8 @@ class Questions:
         route("GET", quotas, "GET quotas", self._quotas)
         image = r"/v1/projects/([^/]+)/locations/([^/]+)/repositories/([^/]+)/packages/([^/]+)/tags/([^/]+)"
         route("GET", image, "GET image", self._image)
+        resource = r"/v1/projects/([^/]+)/locations/([^/]+)/persistentResources/([^/]+)"
+        route("GET", resource, "GET persistent resource", self._resource)
 
     def environ(self) -> dict[str, str]:
         """What leads a client here, beside `Plane.environ`, in gcloud's own words."""
@@ -80,6 +84,11 @@ class Questions:
         start = int(call.query.get("pageToken") or 0)
         more = {"nextPageToken": str(start + PAGE)} if start + PAGE < len(rows) else {}
         return Answer({"quotaInfos": rows[start : start + PAGE], **more})
+
+    def _resource(self, call: Call) -> Answer:
+        if call.words[2] not in self.resources:
+            raise Refusal("NOT_FOUND", f"PersistentResource does not exist: {call.words[2]}")
+        return Answer({"name": call.path.removeprefix("/v1/"), **self.resources[call.words[2]]})
 
     def _image(self, call: Call) -> Answer:
         project, location, repository, name, tag = call.words

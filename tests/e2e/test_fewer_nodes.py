@@ -1,0 +1,113 @@
+"""A run loses its machines and resumes on fewer, with the same global batch: its loss curve joins a whole run's."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Jobs
+from trainings import DIGITS, ROOT, TEXT, Launched
+
+pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.usefixtures("nothing_left")]
+
+SLOW = """
+    import os, time
+    from {task} import *
+    from {task} import compute_loss as quick
+
+    def compute_loss(model, batch):
+        if os.environ.get("CLOUDTRAIN_ATTEMPT") == "0.0":  # the drill waits for a checkpoint in the store
+            time.sleep(0.1)
+        return quick(model, batch)
+"""
+DDP = ("ddp.py", "digits", DIGITS, ("--max-steps", "132", "--save-every", "10"))
+SMALL = ("--layers", "2", "--heads", "2", "--width", "32", "--context", "32", "--global-batch", "16")
+FSDP = ("fsdp.py", "gpt", TEXT, ("--max-steps", "120", "--save-every", "10", *SMALL))
+Script = tuple[str, str, Path, tuple[str, ...]]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    jobs = Jobs(tmp_path)
+    shutil.copytree(ROOT / "entrypoints", jobs.code, dirs_exist_ok=True)
+    yield jobs
+    jobs.close()
+
+
+def rehearsed(jobs: Jobs, image: str, script: Script, nodes: str, *drill: str) -> dict[str, Any]:
+    """The result of a spot job on SageMaker; its steps are slow until the drill comes."""
+    sample = importlib.import_module("cloudtrain.providers.sagemaker").SAMPLE
+    file, task, data, flags = script
+    jobs.write("tasks/slow.py", SLOW.format(task=task))
+    words = ["--provider", "sagemaker", "--store", sample["store"], "--local-store", str(jobs.store)]
+    for name, value in sample["settings"].items():
+        words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    words += ["--image", sample["job"]["image"], "--local-image", image, "--input", f"train={data}"]
+    words += ["--nodes", nodes, "--spot", "--max-runtime", "20m", "--env", "OMP_NUM_THREADS=1", "--run-id", "r"]
+    given = ["--", "--task", "tasks/slow.py", "--train", "{inputs.train}", *flags]
+    done = jobs.cli("rehearse", file, *words, "--json", *drill, *given, timeout=600)
+    assert done.code == 0, done.err
+    found: dict[str, Any] = done.json
+    return found
+
+
+def losses(jobs: Jobs, attempt: str) -> dict[int, float]:
+    rows = (jobs.store / f"runs/r/live/metrics/{attempt}-node-0.jsonl").read_text().splitlines()
+    return {row["step"]: row["loss"] for row in map(json.loads, rows)}
+
+
+def whole(folder: Path, script: Script, processes: int) -> dict[int, float]:
+    file, _, data, flags = script
+    return Launched(folder, file, "--train", str(data), *flags, processes=processes).finish().losses()
+
+
+def joins(jobs: Jobs, script: Script, most: int, result: dict[str, Any]) -> None:
+    """The attempts share one curve: equal bit for bit on all nodes, and but for the order of sums on fewer."""
+    first, last = (losses(jobs, result["attempts"][at]["number"]) for at in (0, -1))
+    expected = whole(jobs.tmp / "whole", script, most)
+    assert max(first) >= 10
+    assert {step: expected[step] for step in first} == first
+    assert min(last) == int(result["attempts"][-1]["resumed_step"]) + 1
+    assert max(last) == max(expected)
+    assert list(last.values()) == pytest.approx([expected[step] for step in last], rel=2e-2, abs=2e-3)
+    soon = [step for step in last if step < min(last) + 5]
+    assert [last[step] for step in soon] == pytest.approx([expected[step] for step in soon], rel=1e-5)
+
+
+def asked(result: dict[str, Any]) -> list[tuple[str, str | None, int]]:
+    return [(row["number"], row["category"], row["nodes"]) for row in result["attempts"]]
+
+
+def test_it_resumes_on_half_of_its_nodes(jobs: Jobs, images: Callable[[str], str]) -> None:
+    result = rehearsed(jobs, images("torch"), DDP, "1:2", "--shortage", "node=1,after=checkpoint")
+    assert asked(result) == [("0.0", "preempted", 2), ("0.1", "capacity", 2), ("1.0", None, 1)]
+    assert "drill: of machines for 2 nodes, 1 are left" in result["attempts"][1]["reason"]
+    request = json.loads((jobs.store / "runs/r/attempts/1/request.json").read_text())
+    assert (request["context"]["nodes"], request["context"]["planned_nodes"]) == (1, 2)
+    assert request["body"]["request"]["body"]["ResourceConfig"]["InstanceCount"] == 1
+    joins(jobs, DDP, 2, result)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("script", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_four_nodes_lose_capacity_and_two_go_on(jobs: Jobs, images: Callable[[str], str], script: Script) -> None:
+    result = rehearsed(jobs, images("torch"), script, "2:4", "--shortage", "node=2,after=checkpoint")
+    assert asked(result) == [("0.0", "preempted", 4), ("0.1", "capacity", 4), ("1.0", None, 2)]
+    joins(jobs, script, 4, result)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("script", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_all_nodes_again_are_equal_bit_for_bit(jobs: Jobs, images: Callable[[str], str], script: Script) -> None:
+    result = rehearsed(jobs, images("torch"), script, "2:4", "--preempt", "node=2,after=checkpoint")
+    assert asked(result) == [("0.0", "preempted", 4), ("0.1", None, 4)]
+    joins(jobs, script, 4, result)
+    last, expected = losses(jobs, "0.1"), whole(jobs.tmp / "again", script, 4)
+    assert {step: expected[step] for step in last} == last
