@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy
 import pytest
-import torch
 from jobs import Jobs
 
 from cloudtrain import runtime
@@ -130,6 +129,8 @@ def test_a_batch_that_does_not_split_is_refused(
 
 
 def test_a_row_is_flat_json_whatever_the_numbers_are(metrics: Path) -> None:
+    import torch  # for a second and a half, so not while the tests are collected
+
     began = time.time()
     runtime.log_metrics(3, epoch=0.5, loss=1.25, ok=True, note="a\nb", none=None, count=7)
     runtime.log_metrics(
@@ -142,6 +143,10 @@ def test_a_row_is_flat_json_whatever_the_numbers_are(metrics: Path) -> None:
     assert second == {"step": 4, "epoch": 0, "loss": 0.5, "one": 1, "lr": 0.25}
     assert third == {"step": 5, "epoch": 0, "loss": None, "norm": None, "low": None}
     assert "NaN" not in metrics.read_text()
+    for size in (2, 0):
+        with pytest.raises(ValueError, match=rf"loss has the shape \({size},\)"):
+            runtime.log_metrics(6, loss=torch.ones(size))
+    assert len(metrics.read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -151,9 +156,7 @@ def test_a_row_is_flat_json_whatever_the_numbers_are(metrics: Path) -> None:
         ({"a/b": {"c": 1}}, TypeError, "a/b is a dict"),
         ({"when": Path("x")}, TypeError, "when is a P"),
         ({"z": 1j}, TypeError, "z is a complex"),
-        ({"loss": torch.ones(2)}, ValueError, r"loss has the shape \(2,\)"),
         ({"loss": numpy.ones((2, 3))}, ValueError, r"loss has the shape \(2, 3\)"),
-        ({"loss": torch.ones(0)}, ValueError, r"loss has the shape \(0,\)"),
         ({"time": 1.0}, ValueError, "time"),
         ({"epoch": [1]}, TypeError, "epoch is a list"),
     ],
