@@ -21,7 +21,7 @@ time.sleep(120)
 """
 BOARD = """#!/bin/sh
 echo "board $@ of $(ls "$2")"
-[ -z "$STAY" ] || sleep 100
+[ -z "$STAY" ] || exec sleep 100
 """
 
 
@@ -70,6 +70,6 @@ def test_tensorboard_gets_the_artifacts_of_a_run_and_of_one_that_goes_on(jobs: J
     run.wait(timeout=60)
     live.terminate()
     assert live.wait(timeout=60) == 0
-    assert "board" not in "".join(jobs.processes().values())
+    assert "sleep 100" not in "".join(jobs.processes().values())
     after = jobs.cli(*words, PATH=path)
     assert (after.code, after.out.splitlines()[-1] + "\n") == (0, said), after.err

@@ -93,13 +93,10 @@ def test_a_parameter_without_a_gradient_so_far_resumes_bit_for_bit(trainings: Tr
         assert steps_of(run, "step-18", "head.weight", tmp_path) == 18
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "flags",
-    [
-        "--cpu-offload --recompute",
-        pytest.param("--no-reshard --deterministic", marks=pytest.mark.proof),
-        pytest.param("--replicate 2 --workers 1 --micro-batch 2", marks=pytest.mark.proof),
-    ],
+    ["--cpu-offload --recompute", "--no-reshard --deterministic", "--replicate 2 --workers 1 --micro-batch 2"],
 )
 def test_what_saves_memory_or_time_changes_no_loss(
     flags: str, plain: Quick, trainings: Trainings, tmp_path: Path
@@ -193,6 +190,7 @@ def test_without_the_libraries_it_says_so(trainings: Trainings, tmp_path: Path) 
     assert weights["head.weight"].shape == (5, 16)
 
 
+@pytest.mark.proof
 def test_stops_early_and_points_at_the_best(trainings: Trainings, tmp_path: Path) -> None:
     """Labels that cannot be learned: what is learned makes the validation worse, sooner or later."""
     flags = (*ODD, "--noise", "--epochs", "60", "--patience", "3", "--lr", "0.05")

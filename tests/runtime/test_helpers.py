@@ -306,7 +306,10 @@ rank = dist.get_rank()
 
 
 @pytest.mark.slow
-def test_all_ranks_see_a_notice_at_the_same_step(tmp_path: Path) -> None:
+def test_all_ranks_see_a_notice_at_the_same_step_and_save_together(tmp_path: Path) -> None:
+    """The slowest rank decides when a checkpoint is there. One start of torchrun, which takes seconds, for both."""
+    (tmp_path / "checkpoints/.step-0.tmp").mkdir(parents=True)
+    (tmp_path / "checkpoints/.step-0.tmp/rank-7").touch()
     done = torchrun(
         tmp_path,
         """
@@ -320,26 +323,6 @@ def test_all_ranks_see_a_notice_at_the_same_step(tmp_path: Path) -> None:
             seen.append(runtime.preempted())
         assert seen == [step >= 6 for step in range(10)], (rank, seen)
         assert own == [rank == 1 and step >= 6 for step in range(10)], (rank, own)
-        del os.environ["RANK"], os.environ["WORLD_SIZE"]
-        here = runtime.context()
-        assert (here.rank, here.world_size, here.on_platform) == (rank, 2, False)
-        assert runtime.batch_size(8) == 4
-        runtime.log_metrics(rank + 1)
-        dist.destroy_process_group()
-        """,
-        CLOUDTRAIN_METRICS_FILE=str(tmp_path / "metrics.jsonl"),
-    )
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(row)["step"] for row in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1]
-
-
-@pytest.mark.slow
-def test_ranks_save_together_and_the_slowest_decides(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints/.step-0.tmp").mkdir(parents=True)
-    (tmp_path / "checkpoints/.step-0.tmp/rank-7").touch()
-    done = torchrun(
-        tmp_path,
-        """
         for step in range(20):  # over and over: what is left of the one before is the next one's peril
             with runtime.saving("step-0", every_rank=True) as folder:
                 time.sleep(0.02 * (rank ^ step % 2))
@@ -348,16 +331,22 @@ def test_ranks_save_together_and_the_slowest_decides(tmp_path: Path) -> None:
             assert sorted(os.listdir("checkpoints/step-0")) == ["rank-0", "rank-1"], os.listdir("checkpoints/step-0")
             assert [open(f"checkpoints/step-0/rank-{i}").read() for i in (0, 1)] == [str(step)] * 2
             dist.barrier()
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+        here = runtime.context()
+        assert (here.rank, here.world_size, here.on_platform) == (rank, 2, False)
+        assert runtime.batch_size(8) == 4
+        runtime.log_metrics(rank + 1)
         with runtime.saving("step-1", every_rank=True) as folder:
             (folder / f"rank-{rank}").touch()
             if rank == 1:
                 raise ValueError("only here")
         """,
+        CLOUDTRAIN_METRICS_FILE=str(tmp_path / "metrics.jsonl"),
     )
     assert done.returncode != 0
     assert "ValueError: only here" in done.stderr
     assert "AssertionError" not in done.stderr
-    assert [name for name in names(tmp_path / "checkpoints") if not name.startswith(".")] == ["step-0"]
+    assert [json.loads(row)["step"] for row in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1]
     assert names(tmp_path / "checkpoints") == [".step-1.tmp", "step-0"]
 
 
