@@ -17,7 +17,8 @@ import os, time
 with open(os.path.join(os.environ["CLOUDTRAIN_ARTIFACT_DIR"], "events.out.tfevents.1"), "w") as stream:
     stream.write("events")
 print("holding", flush=True)
-time.sleep(120)
+while not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):  # one that does not listen has half a minute
+    time.sleep(0.1)
 """
 BOARD = """#!/bin/sh
 echo "board $@ of $(ls "$2")"

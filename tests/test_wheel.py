@@ -121,6 +121,7 @@ def environment(folder: Path, wheel: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_the_readme_works_from_the_wheel_alone(built: tuple[Path, Path], tmp_path: Path) -> None:
     """`init --examples`, a plan of its job, and the README's first job, of entry point and data that init wrote."""
     environ, home = environment(tmp_path / "venv", built[1]), tmp_path / "home"
