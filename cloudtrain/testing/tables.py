@@ -220,7 +220,9 @@ PLATFORM: dict[str, Row] = {
 
 
 def by_client(provider: Provider | type[Provider], field: str) -> bool:
-    """Return True if a waiting client acts on the field, so that no request need hold it."""
+    """Return True if a waiting client or the supervisor acts on the field, so that no request need hold it."""
+    if field == "resources.min_instance_count":
+        return provider.retried_by != "platform"
     return {"retries": provider.retried_by, "max_wait": provider.max_wait_by}.get(field) == "client"
 
 
