@@ -63,6 +63,7 @@ LOOKED = 1
 """Calls of its own that a client may make between having seen that a run is not cancelled and sending an attempt."""
 CALLS = 40_000
 """Of all clients of a schedule, before it counts as one that does not end."""
+KEEPS_BATCH = {"args": ["PLANNED_WORLD_SIZE"]}
 JOBS: Sequence[Mapping[str, Any]] = (
     {"max_runtime": 900},
     {"max_runtime": 900, "retries": 2},
@@ -71,6 +72,8 @@ JOBS: Sequence[Mapping[str, Any]] = (
     {"max_runtime": 1500, "retries": 1, "gpu": ["H100:8", "A100:4"], "max_wait": 200},
     {"max_runtime": 3000, "retries": 3, "max_cost": 1.5},
     {"max_runtime": 3000, "retries": 3, "max_gpu_hours": 4, "gpu": ["H100:8", "A100:4"]},
+    {"max_runtime": 3000, "retries": 3, "max_gpu_hours": 4, "gpu": "H100:8", "instance_count": "1:4", **KEEPS_BATCH},
+    {"max_runtime": 1500, "max_wait": 200, "gpu": ["H100:8", "A100:4"], "instance_count": "1:2", **KEEPS_BATCH},
 )
 
 
@@ -762,14 +765,19 @@ class Schedule:
     def _check_limits(self, jobs: Sequence[Native]) -> None:
         """Each job may take `GRACE` longer than it was given, and no more."""
         sim, job = self.sim, self.plan.job
-        ran, nodes = sum(item.ran - item.late for item in jobs), job.resources.instance_count
+        ran = sum(item.ran - item.late for item in jobs)
         if ran > job.max_runtime + 1:
             sim.wrong(f"it ran for {ran:.0f} s, which max_runtime {job.max_runtime} forbids")
-        usd = sum((j.ran - j.late) * nodes / 3600 * HOURLY[str(j.request.body["machine"])] for j in jobs)
+        usd = sum(
+            (j.ran - j.late) * j.request.body["nodes"] / 3600 * HOURLY[str(j.request.body["machine"])] for j in jobs
+        )
         if job.max_cost is not None and usd > job.max_cost + 0.01:
             sim.wrong(f"it cost {usd:.2f}, which max_cost {job.max_cost} forbids")
         if job.max_gpu_hours is not None:
-            hours = sum((j.ran - j.late) * nodes / 3600 * int(j.request.body["machine"].split(":")[1]) for j in jobs)
+            hours = sum(
+                (j.ran - j.late) * j.request.body["nodes"] / 3600 * int(j.request.body["machine"].split(":")[1])
+                for j in jobs
+            )
             if hours > job.max_gpu_hours + 0.01:
                 sim.wrong(f"it took {hours:.2f} GPU hours, max_gpu_hours is {job.max_gpu_hours}")
         tried = [item for item in jobs if item.category not in ("capacity", "quota") and not item.stop]
