@@ -7,16 +7,16 @@ the node half.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from tempfile import gettempdir
 from typing import Any, ClassVar
 
-from ...provider_api.protocol import NativeObject, Need
+from ...provider_api.protocol import Need
 from ...validate import url_scheme
-from .._cloud import ClusterProvider
+from .._cloud import BUCKETS, ClusterProvider
 
-__all__ = ["BUCKETS", "DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
+__all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
 NAME = "kubernetes"
 STORE = Need(
@@ -34,8 +34,6 @@ ROOT = Need(
 IMAGE = Need(
     example="docker.io/pytorch/pytorch:latest", find="an image with Python and torch that the cluster can pull"
 )
-BUCKETS = ("s3", "gs", "abfs", "abfss", "az")
-"""Schemes of buckets that a cluster can mount."""
 ALIASES = ("k8s", "kubectl", "kueue", "hami", "eks", "gke", "aks", "openshift", "volcano")
 """Other words for the platform, for the hint of an unknown provider."""
 
@@ -115,13 +113,6 @@ class Provider(ClusterProvider):
         super().__init__(**settings)
         scheme = url_scheme(self.settings.bucket) or "file"  # its nodes have one volume
         self.schemes = frozenset({scheme})  # type: ignore[misc]
-
-    def objects(self) -> Sequence[NativeObject]:
-        found: list[NativeObject] = self.account.objects()
-        return found
-
-    def remove(self, found: NativeObject) -> None:
-        self.account.remove(found)
 
 
 DIFFERENCES = (
