@@ -10,6 +10,7 @@
 #   NODES=4 CPUS=8 MEMORY=64000     what each node claims to have
 #   PORT=17800                      the first of NODES + 4 ports
 #   ACCOUNTING=1                    slurmdbd over a MariaDB of its own: sacct, and preemption by QOS
+#   LIMITS=poll|cgroup              who kills a job for its memory: slurmstepd's own look once a second, or cgroups of v1
 set -eu
 usage="usage: tests/slurm.sh install, or start|stop|kill DIR [NODE]"
 verb=${1:?$usage}
@@ -20,6 +21,7 @@ if [ "$verb" != install ]; then
     export SLURM_CONF=$D/slurm.conf
 fi
 NODES=${NODES:-4} CPUS=${CPUS:-8} MEMORY=${MEMORY:-64000} PORT=${PORT:-17800} ACCOUNTING=${ACCOUNTING:-0}
+LIMITS=${LIMITS:-none}
 PATH=$PATH:/usr/sbin:/sbin
 for name in $(compgen -v | grep -E '^(SLURM|SBATCH|SQUEUE|SACCT)_'); do
     [ "$name" = SLURM_CONF ] || unset "$name"
@@ -77,8 +79,8 @@ SlurmdLogFile=$D/log/slurmd-%n
 SlurmdParameters=config_overrides
 MailProg=/bin/true
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
+TaskPlugin=task/$([ "$LIMITS" = cgroup ] && echo cgroup || echo none)
+JobAcctGatherType=jobacct_gather/$([ "$LIMITS" = poll ] && echo linux || echo none)
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
@@ -123,6 +125,9 @@ StorageLoc=slurm
 CONF
         )
     fi
+    [ "$LIMITS" != poll ] || printf 'JobAcctGather%s\n' Frequency=task=1 Params=OverMemoryKill >>slurm.conf.new
+    [ "$LIMITS" != cgroup ] || printf 'Cgroup%s\n' Plugin=cgroup/v1 Mountpoint=/sys/fs/cgroup Automount=no >cgroup.conf
+    [ "$LIMITS" != cgroup ] || echo ConstrainRAMSpace=yes >>cgroup.conf
     # Any character device stands for a GPU. Without a File, a node has none.
     echo "NodeName=n[1-$NODES] Name=gpu Type=h100 File=/dev/null,/dev/zero" >gres.conf
     mv slurm.conf.new slurm.conf
@@ -182,6 +187,7 @@ stop() {
     for _ in $(seq 40); do kill -0 $pids 2>/dev/null || break; sleep 0.1; done
     kill -9 $pids 2>/dev/null || true
     for name in $names; do rm -f "pid/$name"; done
+    [ ! -e cgroup.conf ] || find /sys/fs/cgroup/*/slurm_n[0-9]* -depth -type d -exec rmdir {} + 2>/dev/null || true
 }
 
 kill_node() {

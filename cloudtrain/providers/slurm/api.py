@@ -19,13 +19,12 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ... import errors
+from ...provider_api.protocol import NativeObject, Request, Shell, shell_arguments
 from .._cloud import one_line
 from . import NAME
-from .script import shell_of
 
 if TYPE_CHECKING:
     from ...provider_api.catalog import Machine
-    from ...provider_api.protocol import Request, Shell
     from . import Settings
 
 __all__ = ["FINAL", "HELP", "Account", "Job", "cluster_of", "error_of", "job_of"]
@@ -55,6 +54,8 @@ _REFUSALS: Sequence[tuple[str, type[errors.CloudtrainError], str]] = (
      errors.SpecError, ""),
 )  # fmt: skip
 """Rows of (words of sbatch, error, key of `HELP`); the first match counts. Seen with Slurm 22.05."""
+OOM = "StepId=[^ ]* exceeded memory limit|Detected [0-9]+ oom.kill event|Exceeded (job|step) memory limit"
+"""Words of slurmstepd about a kill for memory, by JobAcctGather and by cgroups. Seen with Slurm 22.05."""
 _PROLOGUE = r"""
 command -v squeue >/dev/null || . /etc/profile >/dev/null 2>&1
 for name in $(compgen -v | grep -E '^(S?BATCH|SLURM|SQUEUE|SACCT|SALLOC|SCANCEL|SRUN)_'); do
@@ -82,6 +83,7 @@ held() {  # whether job $1 waits for its release: "yes", or nothing
 _SUBMIT = r"""
 umask 077
 mkdir -p "$base" || exit 73
+[ -z "$run" ] || echo "$run" >"${base%/*}/run" || exit 73
 found=$(lowest) || exit 75
 if [ -z "$found" ]; then
     mine=$(printf %s "$batch" | sbatch --parsable --hold) || exit 65
@@ -104,6 +106,15 @@ if [ "$is" ]; then
 fi
 echo "$found"
 """
+_OBJECTS = r"""
+names=$(squeue -h --me -o %j) || exit 75
+for mark in "$folder"/*/run; do
+    [ -f "$mark" ] || continue
+    base=${mark%/run}
+    case $names in *"-${base##*-}-"*) continue ;; esac
+    printf '%s\t%s\t%s\n' "$(stat -c %Y "$mark")" "$base" "$(cat "$mark")"
+done
+"""
 _FIND = r"""
 [ -d "$base" ] || exit 0
 found=$(lowest) || exit 75
@@ -121,6 +132,9 @@ if shown=$(scontrol -o show job "$job" 2>&1); then
 else
     case $shown in *"Invalid job id"*) ;; *) echo "$shown" >&2; exit 75 ;; esac
 fi
+case $shown in *JobState=FAILED*|*"Invalid job id"*)  # its steps' kills for memory are in its log alone
+    tail -qc 9999 "$base"/*.log 2>/dev/null | grep -aqE "^slurmstepd.*($oom)" && echo "mark oom=" ;;
+esac
 sacct -n -D -P -X -j "$job" -o state,exitcode,start,end 2>/dev/null | sed 's/^/row /'
 exit 0
 """
@@ -262,6 +276,8 @@ class Account:
         name, base = _name(request), _base(request)
         values = {"name": name, "base": base, "batch": str(request.body["script"])}
         values["secrets"] = json.dumps(dict(secrets)) if secrets else ""
+        own = self.settings.folder and base.startswith(f"{self.settings.folder}/")
+        values["run"] = request.run if own else ""
         found = self.cluster.checked(_SUBMIT, what="submit", **values).split()
         if not found or not found[-1].isdecimal():
             raise errors.LostContactError(f"submit: Slurm's answer has no id: {one_line(' '.join(found))!r}")
@@ -279,7 +295,7 @@ class Account:
         line = self.cluster.line(job)
         known = self.cluster.details.get(native_id)
         if known is None or known[0] != line or line is None or line.state == "COMPLETING":
-            text = self.cluster.checked(_DESCRIBE, what="ask for the job", job=job, base=base)
+            text = self.cluster.checked(_DESCRIBE, what="ask for the job", job=job, base=base, oom=OOM)
             known = line, parsed(text)
             self.cluster.details[native_id] = known
         return known
@@ -290,9 +306,18 @@ class Account:
         self.cluster.checked(_CANCEL, what="cancel", job=job, base=base)
 
     def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
-        """Return the command of a further step on a node of the job."""
-        job, _ = job_of(native_id)
-        return shell_of(self.settings, request, job, node, command, tty=tty)
+        """Return the command of a further step on a node of the job (``--overlap``), in a container of its own."""
+        python, pyz = request.body["command"][:2]
+        srun, front = request.body["container"]
+        words = [*front, python, *shell_arguments(pyz, request, node, command)]
+        if setup := self.settings.setup:
+            words = ["/bin/bash", "-c", "\n".join([*setup, 'exec "$@"']), "cloudtrain", *words]
+        step = ["srun", f"--jobid={job_of(native_id)[0]}", "--overlap", "--nodes=1", "--ntasks=1"]
+        step += [f"--relative={node}", "--mpi=none", *srun, *(["--pty"] if tty else []), *words]
+        if not (host := self.settings.host):
+            return Shell(argv=step, install=HELP["none"])
+        find = "command -v srun >/dev/null || . /etc/profile >/dev/null 2>&1"
+        return Shell(argv=["ssh", "-t" if tty else "-T", "--", host, f"{find}; exec {shlex.join(step)}"])
 
     def machines(self) -> list[Machine]:
         """Return the kinds of nodes of each partition, which is their ``instance_type``."""
@@ -308,6 +333,18 @@ class Account:
                     instance_type=partition, gpu=gpu, gpu_count=int(count), memory_gib=size, vcpus=vcpus
                 )
         return list(found.values())
+
+    def objects(self) -> list[NativeObject]:
+        """Return the folders of runs in the setting ``folder``, without those of jobs that are not over."""
+        if not (folder := self.settings.folder):
+            return []
+        lines = self.cluster.checked(_OBJECTS, what="list the runs' folders", folder=folder).splitlines()
+        rows = [line.split("\t") for line in lines]
+        return [NativeObject(kind="folder", key=key, run=run, created=float(at)) for at, key, run in rows]
+
+    def remove(self, found: NativeObject) -> None:
+        """Remove one of `objects`."""
+        self.cluster.checked('rm -rf -- "$key"', what="remove the folder", key=found.key)
 
     def principal(self) -> str:
         """Return ``user@host`` of the machine whose tools submit."""

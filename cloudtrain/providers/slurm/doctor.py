@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from ...errors import SpecError
 from ...provider_api.checks import Check, ok, skipped, tried
-from ...storage.local_disk import local_path
 from . import NAME
 from .api import error_of
+from .request import files_folder
 
 if TYPE_CHECKING:
     from ...provider_api.protocol import Request
@@ -71,13 +71,15 @@ def _gpus(account: Account) -> Check:
 
 
 def _folder(account: Account, store: str) -> Check:
-    """Check that the store's folder can be made, where Slurm's tools run."""
-    if (path := local_path(store) if store else None) is None:
-        return skipped("shared folder", "there is no store in a folder")
-    done = account.cluster.run(_FOLDER, what="look at the store", folder=str(path))
+    """Check that the folder for Slurm's files of a run can be made, where Slurm's tools run."""
+    if not store:
+        return skipped("shared folder", "there is no store")
+    path = account.settings.folder or files_folder(account.settings, store, store)
+    done = account.cluster.run(_FOLDER, what="look at the folder", folder=path)
     if done.returncode:
-        raise SpecError(f"{path} cannot be written on {_where(account)}", field="store", hint="choose another folder")
-    return ok("shared folder", f"{path} ({done.stdout.decode().strip()}); doctor --job looks at it from a node")
+        field = f"{NAME}.folder" if account.settings.folder else "store"
+        raise SpecError(f"{path} cannot be written on {_where(account)}", field=field, hint="choose another folder")
+    return ok("shared folder", f"{path} ({done.stdout.decode().strip()}); doctor --job looks at the store from a node")
 
 
 def _container(account: Account) -> Check:
