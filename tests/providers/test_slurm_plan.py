@@ -15,7 +15,7 @@ from cloudtrain.job.job import Job, run_tag
 from cloudtrain.provider_api.protocol import Layout, LayoutInput, Request
 from cloudtrain.providers.slurm import Provider
 from cloudtrain.providers.slurm.api import Job as Known
-from cloudtrain.providers.slurm.api import Line, error_of, job_of, parsed
+from cloudtrain.providers.slurm.api import error_of, job_of, parsed
 from cloudtrain.providers.slurm.node import node_environment, secret
 from cloudtrain.providers.slurm.status import status_of
 
@@ -245,7 +245,7 @@ def known(rows: tuple[tuple[str, ...], ...] = (), marks: Mapping[str, str] | Non
     ],
 )
 def test_a_state_of_slurm_is_one_of_ours(fields: dict[str, str], state: str, category: str) -> None:
-    found = status_of(NATIVE, None, known(**fields))
+    found = status_of(NATIVE, known(**fields))
     assert (found.state, found.category) == (state, category)
     assert bool(found.reason) == (state not in ("succeeded", "running")) or fields["JobState"] == "COMPLETING"
 
@@ -254,11 +254,11 @@ def test_a_kill_for_memory_names_the_memory_that_the_job_asked_for() -> None:
     """slurmstepd writes of it into the job's log; the job itself has failed, or lost its batch script."""
     for fields, said in (({"MinMemoryNode": "4G"}, ", 4G a node"), ({"MinMemoryCPU": "500M"}, ", 500M a core")):
         for ended in ({"JobState": "FAILED", "ExitCode": "137:0"}, {"JobState": "OUT_OF_MEMORY", "ExitCode": "0:125"}):
-            found = status_of(NATIVE, None, known(marks={"oom": "", "end": "137"}, **ended, **fields))
+            found = status_of(NATIVE, known(marks={"oom": "", "end": "137"}, **ended, **fields))
             assert (found.state, found.category) == ("failed", "oom")
             assert found.reason == f"it used more memory than its limit{said}; ask for more with --memory-gb"
-    assert status_of(NATIVE, None, known(marks={"oom": "", "end": "1"})).category == "oom"
-    assert status_of(NATIVE, None, known(marks={"oom": ""}, JobState="FAILED", ExitCode="124:0")).category == "oom"
+    assert status_of(NATIVE, known(marks={"oom": "", "end": "1"})).category == "oom"
+    assert status_of(NATIVE, known(marks={"oom": ""}, JobState="FAILED", ExitCode="124:0")).category == "oom"
 
 
 def test_starts_are_attempts_with_their_own_ends() -> None:
@@ -267,26 +267,24 @@ def test_starts_are_attempts_with_their_own_ends() -> None:
         ("PREEMPTED", "0:0", "None", "190"),
         ("RUNNING", "0:0", "200", "Unknown"),
     )
-    found = status_of(
-        NATIVE, Line("RUNNING", "None", "200"), known(rows, JobState="RUNNING", Restarts="2", StartTime="200")
-    )
+    found = status_of(NATIVE, known(rows, JobState="RUNNING", Restarts="2", StartTime="200"))
     assert [(row.number, row.category, row.started, row.ended) for row in found.attempts] == [
         ("2.0", "infra", 100.0, 150.0), ("2.1", "preempted", None, 190.0), ("2.2", "", 200.0, None),
     ]  # fmt: skip
     assert found.started == 100.0
-    without = status_of(NATIVE, None, known(JobState="PENDING", Restarts="2", Reason="BeginTime", StartTime="300"))
+    without = status_of(NATIVE, known(JobState="PENDING", Restarts="2", Reason="BeginTime", StartTime="300"))
     assert [(row.number, row.started) for row in without.attempts] == [("2.0", None), ("2.1", None), ("2.2", None)]
 
 
 def test_a_forgotten_job_has_the_end_that_its_script_wrote() -> None:
-    ends = {code: status_of(NATIVE, None, known(marks={"end": code})) for code in ("0", "1", "124")}
+    ends = {code: status_of(NATIVE, known(marks={"end": code})) for code in ("0", "1", "124")}
     assert [(end.state, end.category) for end in ends.values()] == [
         ("succeeded", ""), ("failed", "user_error"), ("failed", "timeout"),
     ]  # fmt: skip
-    assert status_of(NATIVE, None, known(marks={"cancelled": ""})).state == "cancelled"
-    assert status_of(NATIVE, None, known(marks={"cancelled": "", "end": "0"})).state == "succeeded"
+    assert status_of(NATIVE, known(marks={"cancelled": ""})).state == "cancelled"
+    assert status_of(NATIVE, known(marks={"cancelled": "", "end": "0"})).state == "succeeded"
     with pytest.raises(NotFoundError, match="no longer knows job 7"):
-        status_of(NATIVE, None, known())
+        status_of(NATIVE, known())
 
 
 def test_a_tag_cannot_pass_for_a_field() -> None:

@@ -40,7 +40,7 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
     _, base = job_of(native_id)
     offsets: dict[str, int] = dict(cursor or {})
     known = " ".join(f"{name}={at}" for name, at in offsets.items())
-    data = account.cluster.raw(_READ, what="read the log", base=base, cursor=known, most=str(PAGE_BYTES))
+    data = account.cluster.run(_READ, what="read the log", base=base, cursor=known, most=str(PAGE_BYTES))
     lines: list[LogLine] = []
     more = False
     while data:

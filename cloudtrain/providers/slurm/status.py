@@ -14,7 +14,7 @@ from .api import FINAL, HELP, job_of
 from .node import AGAIN, LOST, TIME_UP
 
 if TYPE_CHECKING:
-    from .api import Account, Job, Line
+    from .api import Account, Job
 
 __all__ = ["HINTS", "PENDING", "category_of", "status", "status_of"]
 
@@ -63,18 +63,17 @@ def category_of(state: str, exit_code: str = "") -> tuple[str, str]:
 
 def status(account: Account, native_id: str) -> Status:
     """Return the job's status. Raises `NotFoundError` for a job that Slurm has forgotten without a mark of its end."""
-    return status_of(native_id, *account.describe(native_id))
+    return status_of(native_id, account.describe(native_id))
 
 
-def status_of(native_id: str, line: Line | None, job: Job) -> Status:
-    """Return the Status of a job. ``line`` is that of squeue, None if it has none."""
+def status_of(native_id: str, job: Job) -> Status:
+    """Return the Status of a job."""
     number, base = job_of(native_id)
     k = re.sub(r".*-(\d+)-\d+$", r"\1", base)
     if not job.fields and not job.rows:
         return _forgotten(number, job.marks)
     fields, rows = job.fields, job.rows
     last = rows[-1] if rows else ("", "", "", "")
-    # squeue's line is newer than the details only if the job changed a moment ago.
     native = fields.get("JobState") or last[0].split(" ")[0]
     exit_code = fields.get("ExitCode") or last[1]
     restarts = int(fields.get("Restarts") or max(0, len(rows) - 1))
