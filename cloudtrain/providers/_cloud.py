@@ -36,8 +36,8 @@ __all__ = [
     "CloudProvider",
     "ClusterProvider",
     "bucket_url",
-    "check_env_secrets",
     "check_lines",
+    "check_shared",
     "check_size",
     "check_tags",
     "decoded",
@@ -184,11 +184,19 @@ def secret_references(
         yield field, rest
 
 
-def check_env_secrets(provider: str, job: Job, *, known: str) -> None:
-    """Raise `UnsupportedError` for a secret that is not ``env:NAME``. ``known`` describes that reference."""
+def check_shared(provider: str, job: Job, *, where: str, secrets: str) -> None:
+    """Raise `UnsupportedError` for parts of a job that a cluster cannot honour, whose nodes see inputs as files.
+
+    ``where`` is the inputs' place, and ``secrets`` says how the value of an ``env:NAME`` reaches a node.
+    """
+    for name, item in job.inputs.items():
+        if item.shard:
+            raise UnsupportedError(provider, f"inputs.{name}.shard", "every node sees a whole input")
+        if item.mode == "copy":
+            raise UnsupportedError(provider, f"inputs.{name}.mode", f"nodes read inputs where they are, {where}")
     for name, reference in job.secrets.items():
         if not reference.startswith("env:"):
-            raise UnsupportedError(provider, f"secrets.{name}", f"its nodes fetch {known}")
+            raise UnsupportedError(provider, f"secrets.{name}", f"its nodes fetch env:NAME only: {secrets}")
 
 
 def check_lines(settings: Any, names: Iterable[str], provider: str) -> None:

@@ -16,7 +16,7 @@ from ...job.options import merge_options
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
 from ...validate import choice_of, texts_of, whole_number
-from .._cloud import GRACE_PATH, bucket_url, check_env_secrets, check_lines, digest_of, shared_arguments
+from .._cloud import GRACE_PATH, bucket_url, check_lines, check_shared, digest_of, shared_arguments
 from . import NAME, STORE, Provider
 from .devices import (
     SPOT,
@@ -297,12 +297,7 @@ def _refuse(settings: Settings, job: Job) -> None:
         raise SpecError(f"is more than memory_gb, {wanted.memory_gb}, which holds it", field="resources.shm_gb")
     if wanted.instance_type:
         check_labels({"instance_type": wanted.instance_type}, "resources")
-    for name, item in job.inputs.items():
-        if item.shard:
-            raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole input")
-        if item.mode == "copy":
-            raise UnsupportedError(NAME, f"inputs.{name}.mode", "nodes read inputs where they are, on their volume")
-    check_env_secrets(NAME, job, known="env:NAME only: the value travels in a Secret of the namespace")
+    check_shared(NAME, job, where="on their volume", secrets="the value travels in a Secret of the namespace")
 
 
 def volume_url(settings: Settings) -> str:

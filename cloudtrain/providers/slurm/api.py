@@ -48,8 +48,8 @@ LOST = 255
 _REFUSALS: Sequence[tuple[str, type[errors.CloudtrainError], str]] = (
     (r"Protocol authentication error|munge|Invalid user id|Access/permission denied", errors.AuthError, "auth"),
     (r"AssocMax|AssocGrp|QOSMax|QOSGrp|accounting/QOS policy|MaxSubmit", errors.QuotaError, "quota"),
-    (r"Unable to contact|Socket timed out|Connection (refused|reset|timed)|Zero Bytes", errors.LostContactError, ""),
-    (r"temporarily unable|try again|Resource temporarily unavailable|slow down", errors.LostContactError, ""),
+    (r"Unable to contact|Socket timed out|Connection (refused|reset|timed)|Zero Bytes|temporarily un|try again|slow",
+     errors.LostContactError, ""),
     (r"not available|Memory specification|Invalid|Requested (partition|reservation|time)|too (long|large)|unrecognized",
      errors.SpecError, ""),
 )  # fmt: skip

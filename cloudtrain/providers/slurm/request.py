@@ -17,8 +17,8 @@ from ...validate import choice_of, table_of, text_of, texts_of, url_scheme, whol
 from .._cloud import (
     GRACE_PATH,
     bucket_url,
-    check_env_secrets,
     check_lines,
+    check_shared,
     check_tags,
     digest_of,
     shared_arguments,
@@ -203,14 +203,8 @@ def _refuse(settings: Settings, job: Job) -> None:
         raise UnsupportedError(NAME, "image", why)
     if settings.container != "none" and not job.image:
         raise SpecError(f"is not set, and slurm.container is {settings.container}", field="image")
-    for name, item in job.inputs.items():
-        if item.shard:
-            raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole input")
-        if item.mode == "copy":
-            raise UnsupportedError(NAME, f"inputs.{name}.mode", "nodes read inputs where they are, in shared folders")
-    check_env_secrets(
-        NAME, job, known="env:NAME only: the value travels in a file that only you can read, in the run's folder"
-    )
+    how = "the value travels in a file that only you can read, in the run's folder"
+    check_shared(NAME, job, where="in shared folders", secrets=how)
 
 
 def _times(settings: Settings, seconds: int) -> tuple[int, int]:
