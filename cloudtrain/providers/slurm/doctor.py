@@ -28,7 +28,7 @@ _TOOLS = (
 _FOLDER = (
     'while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done; [ ! -w "$folder" ] || stat -f -c %T "$folder"'
 )
-_TEST = 'said=$(printf %s "$batch" | sbatch --test-only 2>&1) || { echo "$said" >&2; exit 65; }; echo "$said"'
+_TEST = 'out=$(printf %s "$batch" | sbatch --test-only 2>&1) || { echo "$out" >&2; exit 65; }; echo "$out"'
 _RUNTIMES = {"pyxis": "srun --help | grep -e --container-image || true", "apptainer": "apptainer --version || true"}
 
 
