@@ -147,7 +147,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
     check_needs(Provider, settings, job)
     path = partial(node_path, settings)
-    live = path(layout.live, "store")
+    path(layout.store, "store")
     check_inputs(Provider, layout.inputs)
     _refuse(settings, job)
     gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
@@ -177,7 +177,13 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
         setup=settings.setup,
         srun=srun,
         command=[*front, *body["command"]],
-        values={"base": base, "live": live, "limit": limit, "grace": settings.stop_grace, "k": attempt},
+        values={
+            "base": base,
+            "live": path(layout.live, "store"),
+            "limit": limit,
+            "grace": settings.stop_grace,
+            "k": attempt,
+        },
     )
     return Request(
         provider=NAME,
