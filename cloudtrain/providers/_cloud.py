@@ -58,11 +58,11 @@ __all__ = [
     "time_of",
 ]  # fmt: skip
 
+BUCKETS = ("s3", "gs", "abfs", "abfss", "az")
+"""Schemes of buckets that nodes of a cluster can mount."""
 GIB = 1 << 30
 ANOTHER_ID = "choose another run id (--run-id)"
 """The hint if the platform has a job of the run id already."""
-BUCKETS = ("s3", "gs", "abfs", "abfss", "az")
-"""Schemes of buckets that nodes of a cluster can mount."""
 GRACE_PATH, FLUSH_PATH = "grace", "flush"
 """The ``--path`` with the grace, and the one with the seconds between two writes of a file on a mounted bucket."""
 FLUSH_SECONDS = 30
@@ -139,7 +139,16 @@ class CloudProvider(ProviderExtras):
 
 
 class ClusterProvider(CloudProvider):
-    """Methods of a provider of the user's own cluster: it knows its machines, and takes the values of secrets."""
+    """Methods of a provider of the user's own cluster: it knows its machines, and takes the values of secrets.
+
+    Its nodes see folders and mounted buckets as files. Clients start further attempts, and let users into every job.
+    """
+
+    schemes: ClassVar[frozenset[str]] = frozenset({"file", *BUCKETS})
+    retried_by: ClassVar[str] = "client"
+    max_wait_by: ClassVar[str] = "client"
+    min_poll_s: ClassVar[float] = 0.5
+    always_interactive: ClassVar[bool] = True
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         return str(self.account.create(request, secrets))

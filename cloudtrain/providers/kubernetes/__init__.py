@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from ...provider_api.protocol import Need
 from ...validate import url_scheme
-from .._cloud import BUCKETS, ClusterProvider
+from .._cloud import ClusterProvider
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
@@ -99,12 +99,7 @@ class Provider(ClusterProvider):
 
     name: ClassVar[str] = NAME
     Settings: ClassVar[type[Any]] = Settings
-    schemes: ClassVar[frozenset[str]] = frozenset({"file", *BUCKETS})
-    retried_by: ClassVar[str] = "client"
-    max_wait_by: ClassVar[str] = "client"
-    min_poll_s: ClassVar[float] = 0.5
     max_poll_s: ClassVar[float] = 5.0
-    always_interactive: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE, "image": IMAGE}
     shares_gpus: ClassVar[bool] = True
     probe_ports: ClassVar[tuple[int, ...]] = (29500, 29501)

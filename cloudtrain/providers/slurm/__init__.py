@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ...provider_api.protocol import Need
 from ...validate import url_scheme
-from .._cloud import BUCKETS, ClusterProvider
+from .._cloud import ClusterProvider
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
@@ -70,12 +70,7 @@ class Provider(ClusterProvider):
 
     name: ClassVar[str] = NAME
     Settings: ClassVar[type[Any]] = Settings
-    schemes: ClassVar[frozenset[str]] = frozenset({"file", *BUCKETS})
-    retried_by: ClassVar[str] = "client"
-    max_wait_by: ClassVar[str] = "client"
-    min_poll_s: ClassVar[float] = 0.5
     max_poll_s: ClassVar[float] = 10.0
-    always_interactive: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
 
     def __init__(self, **settings: Any) -> None:
