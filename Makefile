@@ -79,7 +79,7 @@ check: lint test
 
 # Property-based tests get a few examples each.
 test-fast: install
-	CLOUDTRAIN_TEST_PROFILE=fast $(PYTEST) -n 2 -m 'not slow and not remote and not docker and $(ELSEWHERE)' $(TEST_FLAGS)
+	CLOUDTRAIN_TEST_PROFILE=fast $(PYTEST) -n 2 --dist loadgroup -m 'not slow and not remote and not docker and $(ELSEWHERE)' $(TEST_FLAGS)
 
 # The clouds that the suite fakes, themselves; after a change below tests/worlds.
 test-worlds: install
