@@ -10,7 +10,7 @@
 #   NODES=4 CPUS=8 MEMORY=64000     what each node claims to have
 #   PORT=17800                      the first of NODES + 4 ports
 #   ACCOUNTING=1                    slurmdbd over a MariaDB of its own: sacct, and preemption by QOS
-#   LIMITS=poll|cgroup              who kills a job for its memory: slurmstepd's own look once a second, or cgroups of v1
+#   LIMITS=poll|cgroup              jobs are killed for their memory, by slurmstepd's own look or by cgroups of v1
 set -eu
 usage="usage: tests/slurm.sh install, or start|stop|kill DIR [NODE]"
 verb=${1:?$usage}
@@ -59,6 +59,7 @@ configure() {
     chmod 755 munge
     (umask 077; head -c 128 /dev/urandom >munge/key)
     [ "$ACCOUNTING" = 0 ] || storage=slurmdbd
+    # A job's ports follow from its number, and clusters of one machine share its ports: each has its own numbers.
     # Slurm's own values are: SlurmdTimeout 300, KillWait 30, GraceTime 0, and cred_expire 120, for which a requeued job
     # is held back. Without cgroups, linuxproc finds a job's processes by their parents.
     cat >slurm.conf.new <<CONF
@@ -89,6 +90,7 @@ GresTypes=gpu
 SlurmdTimeout=10
 KillWait=5
 MinJobAge=${MIN_JOB_AGE:-300}
+FirstJobId=$((PORT % 1000 * 50 + 1))
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0,sched_min_interval=0
 ReturnToService=2
 JobRequeue=1
