@@ -150,7 +150,7 @@ mutants: install $(MUTANTS)/.installed
 	$(MUTANTS)/bin/python tools/mutants.py $(MUTANTS_FLAGS)
 
 proof: install
-	$(BIN)/python tests/proof.py $(PROOF)
+	$(BIN)/python proof/proof.py $(PROOF)
 
 clean:
 	rm -rf $(VENV) $(S3FS) $(SAGEMAKER) $(RSLEX) $(AUDIT) $(DOCS) $(MUTANTS) mutants out build .pytest_cache .mypy_cache .ruff_cache .hypothesis

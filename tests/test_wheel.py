@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from first_time_user import commands
+from jobs import Once
 from test_docs import ROOT, blocks
 
 from cloudtrain import cli
@@ -40,9 +41,13 @@ def build(kind: str, source: Path, target: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The source archive of this tree, and the wheel that is built from the archive alone."""
-    folder = tmp_path_factory.mktemp("wheel")
+def built(once: Once, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source archive of this tree, and the wheel that is built from the archive alone; once for all workers."""
+    archive, wheel = once("wheel", lambda: [str(path) for path in build_both(tmp_path_factory.mktemp("wheel"))])
+    return Path(archive), Path(wheel)
+
+
+def build_both(folder: Path) -> tuple[Path, Path]:
     tree, dist = folder / "tree", folder / "dist"
     for name in FOLDERS:
         shutil.copytree(ROOT / name, tree / name, ignore=NO_SOURCE)

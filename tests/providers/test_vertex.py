@@ -155,7 +155,8 @@ class TestWholeRuns:
         assert int(second["resumed_from"].removeprefix("step-")) >= 22 * epoch
         assert client.losses("spot") == whole
 
-    @pytest.mark.parametrize("grace", [6.0, pytest.param(None, marks=pytest.mark.proof)])
+    @pytest.mark.proof
+    @pytest.mark.parametrize("grace", [6.0, None], ids=["killed early", "kept"])
     def test_the_doctor_looks_at_ports_folders_and_grace(self, client: Client, grace: float | None) -> None:
         """Two small machines. A service that kills early is told of; one that keeps its word is not."""
         plane = client.world.plane
