@@ -249,6 +249,13 @@ def used(status: Status, *infos: AttemptInfo, now: float = T0 + HOUR, **fields: 
     return cost["estimate_usd"], cost["gpu_hours"]
 
 
+def test_each_attempt_counts_the_nodes_that_it_asked_for() -> None:
+    """Three nodes of four GPUs at 2 USD an hour, and later one."""
+    infos = [AttemptInfo(number="0.0", started=T0, ended=T0 + 1800, nodes=3)]
+    infos += [AttemptInfo(number="0.1", started=T0 + 1800, ended=T0 + 5400, nodes=1)]
+    assert used(failed("m", finished=T0 + 5400), *infos) == ((1.5 + 1) * 2, (1.5 + 1) * 4)
+
+
 def test_what_a_platform_does_not_tell_is_counted_from_starts_and_ends() -> None:
     first = AttemptInfo(number="0.0", started=T0, ended=T0 + 900)
     ended = failed("m", finished=T0 + 1800)

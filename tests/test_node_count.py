@@ -1,14 +1,20 @@
-"""A total of GPUs: the nodes that follow from it, and the contradictions that are refused."""
+"""A total of GPUs: the nodes that follow from it, and the contradictions that are refused; a range of nodes."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import for_each
 
+from cloudtrain.doctor.doctor import prepared
 from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.node_count import with_node_count
+from cloudtrain.provider_api.node_count import plan_attempt, with_node_count
+from cloudtrain.provider_api.registry import find_provider
+from cloudtrain.runs.submit import make_plan
+from cloudtrain.settings.settings import Settings
 
 
 def found(provider: str, picks: bool = True, /, **fields: Any) -> tuple[int, tuple[str, ...]]:
@@ -90,3 +96,68 @@ def test_a_gpu_that_the_provider_lacks_is_refused_as_without_a_total(gpu: str, f
     with pytest.raises(UnsupportedError) as caught:
         found("azureml", total_gpus=8, gpu=gpu)
     assert caught.value.field == field
+
+
+# ----------------------------------------------------------------------------------------------------- a range of nodes
+
+
+@for_each(("counts", "given"), [
+    ((4, 2), "2:4"), ((4, 2, 1), "1:4"), ((6, 3, 2), "2:6"), ((4,), "4:4"), ((4,), 4), ((12, 6, 4, 3), "3:12"),
+])  # fmt: skip
+def test_the_numbers_of_a_range_divide_its_largest(counts: tuple[int, ...], given: str | int) -> None:
+    job = Job.make(entry_point="t.py", instance_count=given)
+    assert job.resources.node_counts == counts
+    assert Job.from_json(job.to_json()) == job == Job.from_toml(job.to_toml())
+    assert job.at("local").resources == job.resources
+
+
+def test_a_total_of_gpus_keeps_the_range() -> None:
+    job = with_node_count(Job.make(entry_point="t.py", instance_count="2:4", total_gpus=16, gpu="A100"), "p")
+    assert (job.resources.node_counts, job.resources.gpu) == ((4, 2), ("A100:4",))
+
+
+@for_each(("text", "fields", "keeps"), [
+    ("print(1)", {}, False),
+    ("steps = gradient_accumulation_steps(1)", {}, False),
+    ("from cloudtrain import runtime; runtime.accumulation_steps()", {}, True),
+    ("from cloudtrain import runtime; runtime.batch_size(64)", {}, True),
+    ("os.environ['CLOUDTRAIN_PLANNED_WORLD_SIZE']", {}, True),
+    ("runtime.context().planned_world_size", {}, True),
+    ("print(1)", {"args": ["--accumulate=$CLOUDTRAIN_PLANNED_WORLD_SIZE"]}, True),
+])  # fmt: skip
+def test_a_range_needs_a_script_that_keeps_its_batch(
+    tmp_path: Path, text: str, fields: dict[str, Any], keeps: bool
+) -> None:
+    (tmp_path / "train.py").write_text("print('starts the other')\n")
+    (tmp_path / "helper.py").write_text(f"# {text}\n")
+    (tmp_path / "notes.txt").write_text("CLOUDTRAIN_PLANNED_WORLD_SIZE\n")
+    settings = Settings(provider="local", store=str(tmp_path / "store"))
+    job = Job.make(entry_point="train.py", source_dir=str(tmp_path), instance_count="2:4", **fields)
+    if keeps:
+        plan = make_plan(job, settings=settings, cwd=tmp_path, preview=True)
+        assert plan.document()["resources"]["node_counts"] == [4, 2]
+        assert "4 nodes (2 where there are no machines for 4)" in str(plan)
+        request = plan_attempt(plan.provider, plan.job, plan.layout, 1, 0, nodes=2)
+        assert (request.context["nodes"], request.context["planned_nodes"], len(request.body["nodes"])) == (2, 4, 2)
+        return
+    with pytest.raises(SpecError, match="fewer nodes would change the global batch") as caught:
+        make_plan(job, settings=settings, cwd=tmp_path, preview=True)
+    assert (caught.value.field, "accumulation_steps()" in caught.value.hint) == ("resources.min_instance_count", True)
+    make_plan(job.replace(min_instance_count=None), settings=settings, cwd=tmp_path, preview=True)
+
+
+def test_a_platform_that_retries_the_same_request_takes_no_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("# PLANNED_WORLD_SIZE\n")
+    monkeypatch.setattr(find_provider("local"), "retried_by", "platform")
+    job = Job.make(entry_point="train.py", source_dir=str(tmp_path), instance_count="2:4")
+    with pytest.raises(UnsupportedError, match="starts further attempts, with the same request") as caught:
+        make_plan(job, settings=Settings(provider="local", store=str(tmp_path)), cwd=tmp_path, preview=True)
+    assert caught.value.field == "resources.min_instance_count"
+
+
+def test_the_doctors_own_job_has_all_nodes(tmp_path: Path) -> None:
+    settings = Settings(provider="local", store=str(tmp_path / "store"))
+    with prepared(settings, {"instance_count": "2:4"}, run_id="d", cwd=tmp_path) as plan:
+        assert plan.job.resources.node_counts == (4,)

@@ -155,7 +155,7 @@ def outcome(result: Mapping[str, Any]) -> str:
     """Return the end of the run: the reason in one line, its attempts, and the failed rank's place and traceback."""
     lines = [state_line(result)]
     attempts = result.get("attempts") or []
-    lines += [f"  attempt {a['number']}: {attempt_history(a)}" for a in attempts if len(attempts) > 1]
+    lines += [f"  attempt {a['number']}: {attempt_history(a, attempts)}" for a in attempts if len(attempts) > 1]
     failure = result.get("failure") or {}
     if place := failure_place(failure):
         lines.append(f"  {place}")

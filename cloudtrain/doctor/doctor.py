@@ -138,7 +138,8 @@ def _planned(settings: Settings, fields: Mapping[str, Any], job: Job | None, cwd
         Path(folder, SCRIPT).write_text("print('well')\n", encoding="utf-8")
         try:
             own = {"name": "doctor", **fields, "entry_point": SCRIPT, "source_dir": folder}
-            planned = make_plan(job or Job.from_dict(own), settings=settings, cwd=cwd, preview=True)
+            own_job = Job.from_dict(own).replace(min_instance_count=None)  # its script has no batch
+            planned = make_plan(job or own_job, settings=settings, cwd=cwd, preview=True)
         except CloudtrainError as exc:
             imageless = job is None and getattr(exc, "field", "") == "image"
             return None, _NO_IMAGE if imageless else failure("plan", exc)
@@ -268,7 +269,7 @@ def prepared(
         script = Path(shutil.copy(node_check.__file__, folder))
         given = {"name": "doctor", "max_runtime": MAX_RUNTIME, **fields, "entry_point": script.name}
         job = Job.from_dict({**given, "source_dir": folder, "args": args})
-        yield make_plan(job, settings=settings, run_id=run_id, cwd=cwd)
+        yield make_plan(job.replace(min_instance_count=None), settings=settings, run_id=run_id, cwd=cwd)
 
 
 def expected_gpus(job: Job, provider: Provider, request: Request) -> int | None:

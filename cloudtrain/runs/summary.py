@@ -305,7 +305,7 @@ def run_rows(result: Mapping[str, Any], now: float | None = None) -> list[tuple[
     rows.append(("provider", f"{result['provider']} {result.get('native_id') or ''}".strip()))
     attempts = result.get("attempts") or []
     for attempt in attempts:
-        rows.append((f"attempt {attempt['number']}", _attempt(attempt, now)))
+        rows.append((f"attempt {attempt['number']}", _attempt(attempt, now, attempts)))
     checkpoint = result.get("checkpoint")
     none = "none" if result["state"] in FINAL else "none complete yet"
     rows.append(("checkpoint", _checkpoint(checkpoint, now) if checkpoint else none))
@@ -325,15 +325,17 @@ def cost_text(cost: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _attempt(attempt: Mapping[str, Any], now: float | None) -> str:
+def _attempt(attempt: Mapping[str, Any], now: float | None, attempts: Sequence[Mapping[str, Any]]) -> str:
     words = [f"{name} {when(attempt[name], now)}" for name in ("started", "ended") if attempt.get(name)]
-    words += [history] if (history := attempt_history(attempt)) else []
+    words += [history] if (history := attempt_history(attempt, attempts)) else []
     return ", ".join(words) or "not started"
 
 
-def attempt_history(attempt: Mapping[str, Any]) -> str:
-    """Return the checkpoint that an attempt resumed from, why it ended, and its loss."""
-    words = [f"resumed from {attempt['resumed_from']}"] if attempt.get("resumed_from") else []
+def attempt_history(attempt: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return the checkpoint that an attempt resumed from, why it ended, its loss, and its nodes if others had more."""
+    nodes = attempt.get("nodes") or 0
+    words = [plural(nodes, "node")] if 0 < nodes < max((a.get("nodes") or 0 for a in attempts), default=0) else []
+    words += [f"resumed from {attempt['resumed_from']}"] if attempt.get("resumed_from") else []
     words += [str(attempt["reason"])] if attempt.get("reason") else []
     words += [f"lost {lost}"] if (lost := _lost(attempt.get("lost") or {})) else []
     return ", ".join(words)
