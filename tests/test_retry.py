@@ -182,7 +182,7 @@ def test_a_checkpoint_of_single_ranks_keeps_its_number_of_nodes(tmp_path: Path) 
     for name in files:
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_bytes(b"x")
-    commit = {"protocol": 1, "name": "step-3", "attempt": "0.0", "seq": 1, "nodes": 4, "time": 1.0, "files": files}
+    commit = {"protocol": 1, "name": "step-3", "attempt": "0.0", "seq": 1, "run_nodes": 4, "time": 1.0, "files": files}
     (folder / "commit.json").write_text(json.dumps(commit))
     said: list[str] = []
     assert run.wait(retry=Retry(run, said.append))["category"] == "capacity"

@@ -109,10 +109,13 @@ class Checkpoint:
         return ""
 
     def node_counts(self, wanted: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """Return those of ``wanted`` that can restore it, and why there are no others; "" if all can."""
-        if not (file := self.ranks_own):
+        """Return those of ``wanted`` that can restore it, and why there are no others; "" if all can.
+
+        The ``nodes`` of a commit are those that held a part, ``run_nodes`` all of the attempt.
+        """
+        file, nodes = self.ranks_own, int(self.commit.get("run_nodes") or 0)
+        if not file or not nodes:
             return wanted, ""
-        nodes = int(self.commit.get("nodes") or wanted[0])
         why = f"checkpoint {self.name} has files of single ranks ({file}), so it needs {nodes} nodes again"
         return (nodes,), why
 

@@ -228,6 +228,7 @@ class Commits:
             "attempt": self._attempt,
             "seq": work.seq,
             "nodes": len(work.answers),
+            "run_nodes": len(self._nodes),
             "saved": work.saved,
             "time": time.time(),
             "files": {key: value for a in work.answers.values() for key, value in a["files"].items()},

@@ -591,7 +591,7 @@ def test_shapes_tell_kinds_and_how_many() -> None:
 ])  # fmt: skip
 def test_files_of_single_ranks_need_their_number_of_nodes(files: list[str], own: str) -> None:
     item = Checkpoint(
-        name="a", key="k", committed=1.0, saved=1.0, files=dict.fromkeys(files, (1, "")), commit={"nodes": 2}
+        name="a", key="k", committed=1.0, saved=1.0, files=dict.fromkeys(files, (1, "")), commit={"run_nodes": 2}
     )
     assert item.ranks_own == own
     assert item.node_counts((4, 2))[0] == ((2,) if own else (4, 2))
@@ -599,7 +599,7 @@ def test_files_of_single_ranks_need_their_number_of_nodes(files: list[str], own:
 
 def test_a_node_does_not_resume_from_files_of_ranks_that_are_gone(tmp_path: Path) -> None:
     files = {f"node-{node}/step-1/rank_{node}.pt": b"x" for node in range(4)}
-    committed(tmp_path / "checkpoints", files=files, nodes=4)
+    committed(tmp_path / "checkpoints", files=files, run_nodes=4)
 
     def names(nodes: int | None) -> list[str]:
         given = {"live": tmp_path, "given": None, "url": None, "say": print, "nodes": nodes}

@@ -154,6 +154,7 @@ def test_a_checkpoint_of_two_nodes_is_whole_or_absent(cluster: Callable[..., Clu
     (one,) = run.complete()
     assert one.folder == run.live / "checkpoints" / "step-1" / "0.0-1"
     assert sorted(one.commit["files"]) == ["node-0/step-1/rank0.pt", "node-1/step-1/rank1.pt"]
+    assert one.commit["run_nodes"] == 2
     assert (one.commit["nodes"], one.commit["attempt"], one.commit["seq"], one.commit["protocol"]) == (2, "0.0", 1, 1)
     assert abs(one.commit["time"] - time.time()) < 30
     run.settle()
