@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jobs import Done, Jobs
 from worlds.kubernetes.life import Job
 from worlds.kubernetes.world import KubernetesWorld
 
+from cloudtrain.providers.kubernetes.request import job_object
 from cloudtrain.testing.contract import ProviderContract
 from cloudtrain.testing.platform import FakePlatform
 
@@ -46,6 +48,12 @@ class TestJobSet(ProviderContract):
     def world(cls, kubernetes: Any) -> Iterator[FakePlatform]:
         with kubernetes("pip", kind="jobset") as world:
             yield world
+
+    def test_options_arrive_verbatim(self, world: FakePlatform) -> None:
+        """Options name the fields of the Job that the JobSet holds."""
+        options = world.sample.rows["options"]["options"]["kubernetes"]  # type: ignore[index]
+        pod = job_object(world.plan({"options": {"kubernetes": options}}).request)["spec"]["template"]["spec"]
+        assert pod["priority"] == options["items"]["0"]["spec"]["template"]["spec"]["priority"]
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
@@ -105,38 +113,32 @@ LINES = """
 """
 
 
+PLACES: Sequence[Mapping[str, Any]] = ({}, {"kind": "jobset"}, {"bucket": True})
+"""What is created, on a shared volume or a mounted bucket."""
+
+
 @pytest.mark.timeout(4 * PATIENCE)
 class TestWholeRuns:
     @pytest.mark.proof
-    @pytest.mark.parametrize("what", ["evict", "lose", ""])
+    @pytest.mark.parametrize("what", ["", "evict", "lose"])
+    @pytest.mark.parametrize("settings", PLACES, ids=["job", "jobset", "bucket"])
     def test_a_pod_that_is_taken_or_lost_changes_no_bit(
-        self, client: Client, whole: dict[int, float], what: str
+        self, kubernetes: Any, whole: dict[int, float], tmp_path: Path, settings: Mapping[str, Any], what: str
     ) -> None:
         """The losses of each step are those of provider local, on 2 nodes x 2 processes."""
-        name = f"bits-{what or 'clean'}"
-        process = client.jobs.start(*client.words(DDP, name, *client.train, "--keep-checkpoints", "2"))
-        if what:
-            getattr(client.until(name, "step 66 epoch 3 "), what)(1)
-        out, err = process.communicate(timeout=PATIENCE)
-        done = Done(process.returncode, out, err)
-        assert (done.code, done.json["state"]) == (0, "succeeded"), err
-        assert [row["number"] for row in done.json["attempts"]] == (["0.0", "0.1"] if what else ["0.0"])
-        assert client.losses(name) == whole
-
-    @pytest.mark.proof
-    def test_a_jobset_s_pod_that_is_evicted_changes_no_bit(
-        self, kubernetes: Any, whole: dict[int, float], tmp_path: Path
-    ) -> None:
-        with kubernetes("torch", kind="jobset") as world:
+        if settings.get("bucket") and (not Path("/dev/fuse").exists() or os.geteuid() != 0):
+            pytest.skip("needs root and FUSE")
+        with kubernetes("torch", **settings) as world:
             client = Client(world, jobs := Jobs(tmp_path))
             process = jobs.start(*client.words(DDP, "bits", *client.train, "--keep-checkpoints", "2"))
-            client.until("bits", "step 66 epoch 3 ").evict(1)
+            if what:
+                getattr(client.until("bits", "step 66 epoch 3 "), what)(1)
             out, err = process.communicate(timeout=PATIENCE)
             done = Done(process.returncode, out, err)
             assert (done.code, done.json["state"]) == (0, "succeeded"), err
-            assert [row["number"] for row in done.json["attempts"]] == ["0.0", "0.1"]
+            assert [row["number"] for row in done.json["attempts"]] == (["0.0", "0.1"] if what else ["0.0"])
             assert client.losses("bits") == whole
-            assert {kind for kind, _, _ in world.plane.objects} >= {"jobsets"}
+            assert ("jobsets" in {kind for kind, _, _ in world.plane.objects}) == (settings.get("kind") == "jobset")
             jobs.close()
 
     @pytest.mark.proof

@@ -45,6 +45,7 @@ from .request import (
     RUN_URL,
     job_object,
     job_of_set,
+    marks_of,
     native_id_of,
 )
 
@@ -101,6 +102,11 @@ def is_ending(job: Mapping[str, Any]) -> bool:
     """Return whether the end of a Job is decided."""
     conditions = job.get("status", {}).get("conditions") or ()
     return any(item["type"] in _DECIDED and item["status"] == "True" for item in conditions)
+
+
+def _is_over(job: Mapping[str, Any]) -> bool:
+    """Return whether a Job or JobSet starts no pod any more. One that is cancelled while it is held back has no end."""
+    return is_ending(job) or (CANCELLED in marks_of(job) and bool(job["spec"].get("suspend")))
 
 
 class Account:
@@ -265,16 +271,25 @@ class Account:
         return found
 
     def job(self, native_id: str) -> Mapping[str, Any]:
-        """Return a Job. One that a JobSet has still to make has no uid. Raises `NotFoundError`."""
+        """Return a Job. Raises `NotFoundError`.
+
+        One that its JobSet holds back also has the JobSet's annotations: a user may cancel it before it is made. One
+        that its JobSet has still to make has no uid.
+        """
         namespace, name = job_of(native_id)
-        wanted = {"kind": "Job", "metadata": {"namespace": namespace, "name": name}}
+        meta, job = {"name": name, "namespace": namespace}, None
         try:
-            return self.owner(wanted)
+            job = self.owner({"kind": "Job", "metadata": meta})
         except NotFoundError:
             if not name.endswith(OF_SET):
                 raise
-        wanted = {"kind": "JobSet", "metadata": {"namespace": namespace, "name": name.removesuffix(OF_SET)}}
-        return {**job_of_set({**self.owner(wanted), "kind": "JobSet"}), "status": {}}
+        if job is not None and not (name.endswith(OF_SET) and job["spec"].get("suspend")):
+            return job
+        meta["name"] = name.removesuffix(OF_SET)
+        made = {**self.owner({"kind": "JobSet", "metadata": meta}), "kind": "JobSet"}
+        job = job or {**job_of_set(made), "status": {}}
+        kept = {**job["metadata"], "annotations": {**marks_of(job), **marks_of(made)}}
+        return {**job, "metadata": kept, "spec": {**job["spec"], "suspend": made["spec"].get("suspend", False)}}
 
     def describe(self, native_id: str) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
         """Return a Job and its pods, the oldest first."""
@@ -326,8 +341,13 @@ class Account:
         ``why`` is the annotation `ENDED` of a Job that cloudtrain itself ends; empty: a user cancels it.
         """
         namespace, name = job_of(native_id)
-        job = self._made(native_id)
-        if is_ending(job) or {CANCELLED, ENDED} & set(job["metadata"].get("annotations") or {}):
+        job = self.job(native_id)
+        if is_ending(job) or {CANCELLED, ENDED} & set(marks_of(job)):
+            return
+        mark: dict[str, Any] = {"metadata": {"annotations": {ENDED: why} if why else {CANCELLED: "true"}}}
+        if "uid" not in job["metadata"]:  # its JobSet's controller makes it suspended then, so it has no pod
+            path = f"{self._jobs(namespace, kind='JobSet')}/{name.removesuffix(OF_SET)}"
+            self.call("PATCH", path, what="cancel the JobSet", body={**mark, "spec": {"suspend": True}})
             return
         stopped = False
         for pod in self.pods(native_id):
@@ -340,20 +360,8 @@ class Account:
                 stopped = True
         began = time_of(job["status"].get("startTime"))
         deadline = max(0, int(time.time() + self._ahead - began)) + LINGER if began and stopped else 0
-        mark = {ENDED: why} if why else {CANCELLED: "true"}
-        change = {"metadata": {"annotations": mark}, "spec": {"activeDeadlineSeconds": deadline}}
+        change = {**mark, "spec": {"activeDeadlineSeconds": deadline}}
         self.call("PATCH", f"{self._jobs(namespace)}/{name}", what="cancel the Job", body=change)
-
-    def _made(self, native_id: str) -> Mapping[str, Any]:
-        """Return a Job, once its JobSet's controller has made it. Raises `LostContactError` if that takes too long."""
-        until = time.monotonic() + TIMEOUT
-        while "uid" not in (job := self.job(native_id))["metadata"]:
-            if time.monotonic() > until:
-                name = job["metadata"]["name"].removesuffix(OF_SET)
-                hint = f"run the command again, or: kubectl delete jobset -n {job['metadata']['namespace']} {name}"
-                raise LostContactError(f"the controller of JobSet {name} has not made its Job yet", hint=hint)
-            time.sleep(1)
-        return job
 
     def objects(self) -> list[NativeObject]:
         """Return the namespace's objects of runs, without those that another one owns and jobs that are not over.
@@ -376,10 +384,10 @@ class Account:
                 if kind != "jobsets" or self.settings.kind == "jobset":
                     raise
                 continue
-            over = [item for item in items if "job" not in kind or is_ending(item)]
-            for meta in (item["metadata"] for item in over):
-                run, at = (meta.get("annotations") or {}).get(RUN_URL), time_of(meta.get("creationTimestamp"))
-                if run and at and not meta.get("ownerReferences"):
+            for item in items:
+                meta = item["metadata"]
+                run, at = marks_of(item).get(RUN_URL), time_of(meta.get("creationTimestamp"))
+                if run and at and not meta.get("ownerReferences") and ("job" not in kind or _is_over(item)):
                     key = f"{path}/{meta['name']}"
                     found.append(NativeObject(kind=kind.removesuffix("s"), key=key, run=run, created=at))
         return found

@@ -31,7 +31,7 @@ RIGHTS = (
 """The (group, resource, verb) that a run needs: the smallest Role with which one ran."""
 _OWN = {
     "job": (("batch", "jobs", "create"),),
-    "jobset": tuple((JOBSETS, "jobsets", verb) for verb in ("create", "get")),
+    "jobset": tuple((JOBSETS, "jobsets", verb) for verb in ("create", "get", "patch")),
 }
 """The further ones, by `Settings.kind`."""
 IDENTITIES = {

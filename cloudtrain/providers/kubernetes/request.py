@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CANCELLED", "CONTAINER", "ENDED", "JOBSETS", "LABEL_REQUEST", "LABEL_RUN", "MANAGED_BY", "OF_SET", "OWNED",
-    "POD_INDEX", "RUN_URL", "checked", "job_object", "job_of_set", "native_id_of", "plan", "volume_url",
+    "POD_INDEX", "RUN_URL", "checked", "job_object", "job_of_set", "marks_of", "native_id_of", "plan", "volume_url",
 ]  # fmt: skip
 
 LABEL_RUN, LABEL_REQUEST = "cloudtrain.dev/run", "cloudtrain.dev/request"
@@ -193,6 +193,11 @@ def job_of_set(found: Mapping[str, Any]) -> Mapping[str, Any]:
     meta, made = found["metadata"], found["spec"]["replicatedJobs"][0]["template"]
     own = {**made["metadata"], "name": meta["name"] + OF_SET, "namespace": meta["namespace"]}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": own, "spec": made["spec"]}
+
+
+def marks_of(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the annotations of an object."""
+    return item["metadata"].get("annotations") or {}
 
 
 def native_id_of(job: Mapping[str, Any]) -> str:

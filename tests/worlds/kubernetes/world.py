@@ -99,7 +99,7 @@ class KubernetesWorld(FakePlatform):
             yield {}
             plane.quota = False
         elif category == "auth":
-            plane.denied.add("POST jobs")
+            plane.denied |= {"POST jobs", "POST jobsets"}
             yield {}
             plane.denied.clear()
         else:
