@@ -305,7 +305,7 @@ CLOUD_EXTRAS = {
     "azureml": {"sdk", "urls"},
     "vertex": {"machines", "bootstrap", "prepare"},
     "slurm": {"script"},
-    "kubernetes": {"devices"},
+    "kubernetes": {"devices", "shell"},
 }
 
 

@@ -10,6 +10,7 @@ import base64
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 import urllib.parse
@@ -157,11 +158,8 @@ class Account:
         found, pool = self._connection()
         from urllib3.exceptions import HTTPError
 
-        headers = {"Accept": "application/json, */*", "Content-Type": kind}
         try:
-            for item in found.auth_settings().values():  # asked for each call: this renews a token
-                if item["in"] == "header" and item["value"]:
-                    headers[item["key"]] = item["value"]
+            headers = {"Accept": "application/json, */*", "Content-Type": kind, **_identity(found)}
             url = found.host + path + (f"?{urllib.parse.urlencode(query)}" if query else "")
             data = None if body is None else json.dumps(body).encode()
             answer = pool.request(method, url, headers=headers, body=data, retries=False, timeout=TIMEOUT)
@@ -303,20 +301,36 @@ class Account:
         return sorted(found["items"], key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"]))
 
     def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
-        """Return kubectl's command that runs ``command`` in a node's pod. Raises `SpecError` if it has none now."""
+        """Return the program that runs ``command`` in a node's pod. Raises `SpecError` if it has none now."""
         for pod in reversed(self.pods(native_id)):
-            meta = pod["metadata"]
-            if meta["annotations"].get(POD_INDEX) == str(node) and pod["status"].get("phase") == "Running":
+            if marks_of(pod).get(POD_INDEX) == str(node) and pod["status"].get("phase") == "Running":
                 break
         else:
             raise SpecError("the node has no running pod now", field="node", hint="try again")
         pyz = job_object(request)["spec"]["template"]["spec"]["containers"][0]["args"][1]
-        own = {"kubeconfig": self.settings.kubeconfig, "context": self.settings.context, "namespace": meta["namespace"]}
-        where = [f"--{name}={value}" for name, value in own.items() if value]
-        into = ["-i", *(["-t"] if tty else []), f"--container={CONTAINER}", meta["name"]]
+        own = {name: getattr(self.settings, name) for name in ("kubeconfig", "context", "namespace")}
+        facts = json.dumps({"settings": own, "pod": pod["metadata"]["name"], "tty": tty})
         words = python_command(shell_arguments(pyz, request, node, command))
-        install = "install kubectl: https://kubernetes.io/docs/tasks/tools"
-        return Shell(argv=["kubectl", *where, "exec", *into, "--", *words], install=install)
+        return Shell(argv=[sys.executable, "-m", f"{__package__}.shell", facts, *words])
+
+    def exec(self, pod: str, command: Sequence[str], *, tty: bool) -> Any:
+        """Return the official client's websocket of a command that it starts in a pod's container."""
+        found, _ = self._connection()
+        from kubernetes.stream.ws_client import WSClient
+        from websocket import WebSocketBadStatusException, WebSocketException
+
+        words = [("container", CONTAINER), ("stdin", True), ("stdout", True), ("stderr", not tty), ("tty", tty)]
+        query = urllib.parse.urlencode(
+            [*((name, str(on).lower()) for name, on in words), *(("command", word) for word in command)]
+        )
+        url = f"{found.host}/api/v1/namespaces/{self.settings.namespace}/pods/{pod}/exec?{query}"
+        headers = {name.lower(): value for name, value in _identity(found).items()}
+        try:
+            return WSClient(found, url.replace("http", "ws", 1), headers, capture_all=False, binary=True)
+        except WebSocketBadStatusException as exc:
+            raise error_of(exc.status_code, "", str(exc), what="open a shell") from None
+        except (WebSocketException, OSError) as exc:
+            raise LostContactError(f"open a shell: {one_line(exc)}", hint=HELP["none"]) from None
 
     def creations(self, job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Return the events of a Job about pods that it created or could not create, the oldest first."""
@@ -434,6 +448,11 @@ class Account:
         body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": spec}
         path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
         return bool(self.call("POST", path, what="ask for the rights", body=body)["status"].get("allowed"))
+
+
+def _identity(found: Any) -> dict[str, str]:
+    """Return the headers of who calls. Asked for each call: this renews a token."""
+    return {a["key"]: a["value"] for a in found.auth_settings().values() if a["in"] == "header" and a["value"]}
 
 
 def _moment(event: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from ..base import Fault, Platform, due
 from .life import Job
 from .pods import Pod, stamp
+from .shells import serve
 from .strict import Refusal, check_job, check_jobset, check_name
 
 __all__ = ["Cluster", "Refusal"]
@@ -87,6 +88,9 @@ class Wire:
             if fault is None or fault.done:
                 if handler.headers.get("Authorization") != f"Bearer {TOKEN}":
                     raise Refusal(401, "Unauthorized", "Unauthorized")
+                if operation == "GET pods/exec":
+                    serve(handler, cluster.container(path), query)
+                    return
                 asked = dict(urllib.parse.parse_qsl(query))
                 found = cluster.handle(handler.command, path, asked, json.loads(data) if data else None)
                 body = found if isinstance(found, bytes) else json.dumps(found).encode()
@@ -161,6 +165,15 @@ class Cluster(Platform):
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(0o777)
         return path
+
+    def container(self, path: str) -> str:
+        """Return the engine's id of the container of a pod whose exec is at ``path``."""
+        with self._lock:
+            words = path.split("/")
+            found = [pod.node for _, pod in self._of(words[4]) if pod.name == words[6] and pod.phase == "Running"]
+            if not found or found[0] is None:
+                raise _missing("pods", words[6])
+            return found[0].id
 
     def event(self, job: Job, reason: str, message: str) -> None:
         with self._lock:
