@@ -54,7 +54,7 @@ def _raw(terminal: bool) -> Iterator[None]:
 
 
 def _pump(link: Any, terminal: bool) -> None:
-    """Carry bytes both ways until the command ends. A server before v5 cannot see the end of the input."""
+    """Carry bytes both ways until the command ends. A server without v5 (before 1.30) never sees the end of the input."""
     size, inputs = None, [link.sock.sock, STDIN]
     while link.is_open():
         if terminal and size != (size := os.get_terminal_size(STDIN)):
@@ -64,7 +64,7 @@ def _pump(link: Any, terminal: bool) -> None:
                 link.write_channel(STDIN, data)
             else:
                 inputs.remove(STDIN)
-                getattr(link, "close_channel", lambda channel: None)(STDIN)
+                link.close_channel(STDIN)
         link.update(timeout=0)
         for channel, stream in ((STDOUT, sys.stdout.buffer), (STDERR, sys.stderr.buffer)):
             stream.write(link.read_channel(channel) or b"")
