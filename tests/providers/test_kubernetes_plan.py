@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout, LayoutInput, Request
 from cloudtrain.providers.kubernetes import Provider, node
 from cloudtrain.providers.kubernetes.request import job_object
+from cloudtrain.providers.kubernetes.validate import known_fields
 
 OWN: Mapping[str, Any] = {"namespace": "team", "claim": "training", "root": "/srv"}
 
@@ -331,7 +335,11 @@ NODE = (*POD, "containers", "0")
         ((*POD, "containers", "0", "resources", "limits", "cpu"), "-1", "cpu"),
         ((*POD, "containers", "0", "resources", "limits", "cpu"), "two", "cpu"),
         ((*POD, "containers", "0", "volumeMounts", "3"), {"name": "none", "mountPath": "/x"}, "volumeMounts"),
-        ((*POD, "containers", "0", "env", "2"), {"name": "A", "value": 1}, "env"),
+        ((*POD, "containers", "0", "env", "2"), {"name": "A", "value": 1}, "env.2.value"),
+        ((*NODE, "lifecycle"), {"preStop": {"exec": {"comand": []}}}, "lifecycle.preStop.exec.comand"),
+        ((*NODE, "livenessProbe"), {"periodSeconds": "5"}, "livenessProbe.periodSeconds"),
+        ((*POD, "affinity"), {"podAntiAffinity": {"preferred": []}}, "podAntiAffinity.preferred"),
+        ((*POD, "hostAliases"), [{"ip": "10.0.0.1", "hostnames": "a"}], "hostAliases.0.hostnames"),
         ((*POD, "containers", "0", "volumeMounts", "0", "mountPath"), "/x", "volumeMounts"),
         ((*POD, "volumes", "1", "emptyDir"), "x", "volumes.1.emptyDir"),
         ((*POD, "volumes"), [], "volumeMounts"),
@@ -376,6 +384,12 @@ def test_a_wrong_manifest_is_refused(path: tuple[str, ...], value: Any, field: s
         planned(options={"kubernetes": options}, instance_count=1)
     assert caught.value.field.endswith(field)
     assert caught.value.field.startswith("options.kubernetes.items.")
+
+
+def test_the_table_of_fields_is_the_installed_client_s() -> None:
+    done = [sys.executable, "-c", "import json, kubernetes_tables as t; print(json.dumps(t.fields()))"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "tools")}
+    assert json.loads(subprocess.run(done, env=env, stdout=subprocess.PIPE, check=True).stdout) == known_fields()
 
 
 @pytest.mark.parametrize("path", [("sepc",), ("spec", "typo"), ("metadata", "typo")])

@@ -54,7 +54,7 @@ def _raw(terminal: bool) -> Iterator[None]:
 
 
 def _pump(link: Any, terminal: bool) -> None:
-    """Carry bytes both ways until the command ends. A server without v5 (before 1.30) never sees the end of the input."""
+    """Carry bytes both ways until the command ends. A server before 1.30 never sees the end of the input."""
     size, inputs = None, [link.sock.sock, STDIN]
     while link.is_open():
         if terminal and size != (size := os.get_terminal_size(STDIN)):
