@@ -20,6 +20,7 @@ from cloudtrain.providers.kubernetes import Provider, node
 from cloudtrain.providers.kubernetes.request import job_object
 from cloudtrain.providers.kubernetes.validate import known_fields
 
+ANSWERS = json.loads((Path(__file__).parents[1] / "data" / "kubernetes-answers.json").read_bytes())
 OWN: Mapping[str, Any] = {"namespace": "team", "claim": "training", "root": "/srv"}
 
 
@@ -390,6 +391,18 @@ def test_the_table_of_fields_is_the_installed_client_s() -> None:
     done = [sys.executable, "-c", "import json, kubernetes_tables as t; print(json.dumps(t.fields()))"]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "tools")}
     assert json.loads(subprocess.run(done, env=env, stdout=subprocess.PIPE, check=True).stdout) == known_fields()
+
+
+@for_each("case", [name for name, row in ANSWERS["cases"].items() if row["code"] != 201])
+def test_what_a_real_server_refused_is_refused_before_it_is_sent(case: str) -> None:
+    options: dict[str, Any] = {}
+    for path, value in ANSWERS["cases"][case]["set"]:
+        at = options
+        for key in ("items", "0", *path[:-1]):
+            at = at.setdefault(str(key), {})
+        at[str(path[-1])] = {"x": "a" * 262144} if value == {"x": "a*262144"} else value
+    with pytest.raises(SpecError, match=r"options\.kubernetes\."):
+        planned(options={"kubernetes": options}, instance_count=2)
 
 
 @pytest.mark.parametrize("path", [("sepc",), ("spec", "typo"), ("metadata", "typo")])

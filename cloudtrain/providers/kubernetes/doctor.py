@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...errors import AuthError, NotFoundError, SpecError
-from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
+from ...provider_api.checks import Check, failed, installed, ok, skipped, tried
 from . import NAME
 from .api import HELP
 from .request import JOBSETS, volume_url
@@ -61,9 +61,9 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
         if found.status != "ok":
             return
     yield from tried("rights", lambda: _rights(account))
-    yield from tried("shared volume", lambda: _volume(account, store))
+    yield from tried("shared volume", lambda: _volume(account, store), extra=True)
     if account.settings.service_account:
-        yield from tried("service account", lambda: _service_account(account))
+        yield from tried("service account", lambda: _service_account(account), extra=True)
     yield from tried("gpus", lambda: _gpus(account), extra=True)
     yield from tried("queue", lambda: _queue(account), extra=True)
     yield from tried("request", lambda: _request(account, request))
@@ -108,13 +108,10 @@ def _volume(account: Account, store: str) -> Check:
     if not own.claim:
         return skipped("shared volume", "kubernetes.claim is not set")
     try:
-        where = f"/api/v1/namespaces/{own.namespace}/persistentvolumeclaims/{own.claim}"
-        found = account.call("GET", where, what="look for the claim")
+        found = account.get("PersistentVolumeClaim", own.namespace, own.claim)
     except NotFoundError:
         hint = f"to list the claims, run: kubectl get pvc -n {own.namespace}"
         raise SpecError(f"{own.claim!r} is no claim in {own.namespace}", field=f"{NAME}.claim", hint=hint) from None
-    except AuthError:
-        return unknown("shared volume", "you may not look at claims")
     phase, modes = found["status"].get("phase"), found["spec"].get("accessModes") or ()
     if "ReadWriteMany" not in modes:
         fix = "choose a claim with the access mode ReadWriteMany"
@@ -128,14 +125,11 @@ def _service_account(account: Account) -> Check:
     """Check that the pods' ServiceAccount exists, and say which identity it names. Without it no pod starts."""
     own, what = account.settings, "service account"
     try:
-        where = f"/api/v1/namespaces/{own.namespace}/serviceaccounts/{own.service_account}"
-        found = account.call("GET", where, what="look for the ServiceAccount")
+        found = account.get("ServiceAccount", own.namespace, own.service_account)
     except NotFoundError:
         text, hint = f"{own.service_account!r} is no ServiceAccount in {own.namespace}", "to list them, run: "
         hint += f"kubectl get serviceaccounts -n {own.namespace}"
         raise SpecError(text, field=f"{NAME}.service_account", hint=hint) from None
-    except AuthError:
-        return unknown(what, "you may not look at ServiceAccounts")
     given = found["metadata"].get("annotations") or {}
     named = [f"{words} {given[name]}" for name, words in IDENTITIES.items() if name in given]
     if "azure.workload.identity/client-id" in given and own.labels.get(AZURE_LABEL) != "true":
