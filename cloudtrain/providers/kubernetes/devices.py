@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
-from ...validate import choice_of, near_or_all
+from ...validate import choice_of, near_or_all, whole_number
 from . import NAME
-from .validate import check_key, check_labels
+from .validate import check_fields, check_key, check_labels
 
 if TYPE_CHECKING:
     from ...job.job import Gpu, Job
     from . import Settings
 
 __all__ = [
-    "SPOT", "check_gpu_names", "check_hami", "gpu_limits", "gpu_selector", "hami_annotations", "kind_of",
-    "spot_selector", "tolerations", "with_gpu_memory",
+    "SPOT", "check_gpu_names", "check_hami", "gpu_limits", "gpu_selector", "hami_annotations", "is_shared",
+    "kind_of", "spot_selector", "tolerations", "with_gpu_memory",
 ]  # fmt: skip
 
 GPU_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -66,29 +66,22 @@ SPOT: Mapping[str, tuple[Mapping[str, str], Mapping[str, str] | None]] = {
     ),
 }
 """The nodes' label and the taint of spot machines, by the kind of the cluster."""
-_ANNOTATIONS = {
-    "use_gputype": "nvidia.com/use-gputype",
-    "nouse_gputype": "nvidia.com/nouse-gputype",
-    "use_gpuuuid": "nvidia.com/use-gpuuuid",
-    "nouse_gpuuuid": "nvidia.com/nouse-gpuuuid",
-    "vgpu_mode": "nvidia.com/vgpu-mode",
-    "numa_bind": "nvidia.com/numa-bind",
-    "node_scheduler_policy": "hami.io/node-scheduler-policy",
-    "gpu_scheduler_policy": "hami.io/gpu-scheduler-policy",
+_HAMI: Mapping[str, tuple[str, range | tuple[str, ...] | str]] = {
+    "gpumem": ("nvidia.com/gpumem", range(1, 2**31)),
+    "gpumem_percentage": ("nvidia.com/gpumem-percentage", range(1, 101)),
+    "gpucores": ("nvidia.com/gpucores", range(101)),
+    "priority": ("nvidia.com/priority", range(2)),
+    "use_gputype": ("nvidia.com/use-gputype", "*string"),
+    "nouse_gputype": ("nvidia.com/nouse-gputype", "*string"),
+    "use_gpuuuid": ("nvidia.com/use-gpuuuid", "*string"),
+    "nouse_gpuuuid": ("nvidia.com/nouse-gpuuuid", "*string"),
+    "vgpu_mode": ("nvidia.com/vgpu-mode", ("hami-core", "mig", "mps")),
+    "numa_bind": ("nvidia.com/numa-bind", "bool"),
+    "node_scheduler_policy": ("hami.io/node-scheduler-policy", ("binpack", "spread")),
+    "gpu_scheduler_policy": ("hami.io/gpu-scheduler-policy", ("spread", "binpack", "topology-aware", "mutex", "numa")),
 }
-"""HAMi's annotation by our name of it."""
-_WORDS = {
-    "vgpu_mode": ("hami-core", "mig", "mps"),
-    "node_scheduler_policy": ("binpack", "spread"),
-    "gpu_scheduler_policy": ("spread", "binpack", "topology-aware", "mutex", "numa"),
-}
-_NUMBERS = {
-    "gpumem": ("nvidia.com/gpumem", 1, 2**31 - 1),
-    "gpumem_percentage": ("nvidia.com/gpumem-percentage", 1, 100),
-    "gpucores": ("nvidia.com/gpucores", 0, 100),
-    "priority": ("nvidia.com/priority", 0, 1),
-}
-"""HAMi's resource by our name of it, with its least and largest value. ``gpumem`` is MiB of each card."""
+"""HAMi's word for each rule, and its values. Numbers are resources of a container, ``gpumem`` in MiB of each card. All
+others are annotations of the pods, and words may be several, joined by commas."""
 NVIDIA, MIB = "nvidia.com/gpu", 1 << 20
 """The GPU whose memory the rules share, and the bytes of HAMi's unit."""
 RESOURCES = "resources"
@@ -119,10 +112,15 @@ def gpu_limits(settings: Settings, gpu: Gpu | None) -> dict[str, str]:
     if gpu is None:
         return {}
     limits = {settings.gpu_resource: str(gpu.count)}
-    for name, (resource, _, _) in _NUMBERS.items():
-        if name in settings.hami:
-            limits[resource] = str(settings.hami[name])
+    numbers = {name: word for name, (word, rule) in _HAMI.items() if isinstance(rule, range)}
+    limits |= {word: str(settings.hami[name]) for name, word in numbers.items() if name in settings.hami}
     return {**limits, **{name: str(value) for name, value in settings.hami.get(RESOURCES, {}).items()}}
+
+
+def is_shared(settings: Settings) -> bool:
+    """Return whether HAMi may give the rest of a GPU to other pods."""
+    hami = settings.hami
+    return "gpumem" in hami or hami.get("gpumem_percentage", 100) < 100 or hami.get("gpucores", 100) < 100
 
 
 def gpu_selector(settings: Settings, gpu: Gpu | None) -> list[dict[str, Any]]:
@@ -143,7 +141,7 @@ def gpu_selector(settings: Settings, gpu: Gpu | None) -> list[dict[str, Any]]:
 
 
 def _values(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def spot_selector(settings: Settings, spot: bool) -> dict[str, str]:
@@ -172,63 +170,56 @@ def tolerations(settings: Settings, gpu: Gpu | None, spot: bool) -> list[dict[st
 
 def hami_annotations(settings: Settings) -> dict[str, str]:
     """Return HAMi's annotations of the pods."""
-    found = {}
-    for name, key in _ANNOTATIONS.items():
-        if name in settings.hami:
-            value = settings.hami[name]
-            found[key] = str(value).lower() if isinstance(value, bool) else ",".join(_values(value))
-    return found
+    words = {name: word for name, (word, rule) in _HAMI.items() if not isinstance(rule, range)}
+    found = {word: settings.hami[name] for name, word in words.items() if name in settings.hami}
+    return {
+        word: str(value).lower() if isinstance(value, bool) else ",".join(_values(value))
+        for word, value in found.items()
+    }
 
 
 def check_gpu_names(names: Any) -> None:
     """Raise `SpecError` for names of GPUs whose values no node's label can have."""
     where = f"{NAME}.gpu_names"
-    hint = 'for example { H100 = ["NVIDIA-H100-NVL"] }'
-    if not isinstance(names, Mapping):
-        raise SpecError("must be a table", field=where, hint=hint)
+    check_fields(names, "%any", where)
     for name, values in names.items():
-        listed = [values] if isinstance(values, str) else values
-        if not isinstance(listed, (list, tuple)) or not listed or not all(isinstance(item, str) for item in listed):
-            raise SpecError("must be text or a list of texts", field=f"{where}.{name}", hint=hint)
-        for value in listed:
+        _check_texts(values, f"{where}.{name}")
+        for value in _values(values):
             check_labels({name: value}, where)
+
+
+def _check_texts(value: Any, where: str) -> None:
+    if not value or not all(isinstance(item, str) and item for item in _values(value)):
+        raise SpecError(f"must be text or a list of texts, not {value!r}", field=where)
 
 
 def check_hami(hami: Any, gpu_resource: str) -> None:
     """Raise `SpecError` for a rule of HAMi that its scheduler would refuse, cut or silently ignore."""
     where = f"{NAME}.hami"
-    if not isinstance(hami, Mapping):
-        raise SpecError("must be a table", field=where)
+    check_fields(hami, "%any", where)
     for name, value in hami.items():
-        field = f"{where}.{name}"
-        if name in _NUMBERS:
-            _, least, most = _NUMBERS[name]
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise SpecError(f"must be a whole number from {least} to {most}, not {value!r}", field=field)
-        elif name in _WORDS:
+        field, (_, rule) = f"{where}.{name}", _HAMI.get(name, ("", ""))
+        if isinstance(rule, range):
+            whole_number(value, field, least=rule[0], most=rule[-1])
+        elif isinstance(rule, tuple):
             for word in str(value).split(","):
-                choice_of(word, _WORDS[name], field)
-        elif name == "numa_bind":
-            if not isinstance(value, bool):
-                raise SpecError("must be true or false", field=field)
-        elif name in _ANNOTATIONS:
-            if not value or not all(isinstance(item, str) and item for item in _values(value)):
-                raise SpecError("must be text or a list of texts", field=field)
+                choice_of(word, rule, field)
+        elif rule == "bool":
+            check_fields(value, rule, field)
+        elif rule:
+            _check_texts(value, field)
         elif name == RESOURCES:
             _check_resources(value, field, gpu_resource)
         else:
-            raise SpecError(
-                "is no rule of HAMi", field=field, hint=near_or_all(name, [*_NUMBERS, *_ANNOTATIONS, RESOURCES])
-            )
+            raise SpecError("is no rule of HAMi", field=field, hint=near_or_all(name, [*_HAMI, RESOURCES]))
     if "gpumem" in hami and "gpumem_percentage" in hami:
         raise SpecError("excludes gpumem_percentage", field=f"{where}.gpumem", hint="keep one of them")
 
 
 def _check_resources(value: Any, field: str, gpu_resource: str) -> None:
-    if not isinstance(value, Mapping):
-        raise SpecError('must be a table like { "huawei.com/Ascend910B3" = 1 }', field=field)
+    check_fields(value, "%int", field)
     for name, number in value.items():
-        if "/" not in name or isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        if "/" not in name or number < 0:
             raise SpecError("must be a resource's full name and a whole number", field=f"{field}.{name}")
         check_key(name, f"{field}.{name}")
         if name == gpu_resource:

@@ -24,10 +24,11 @@ from .devices import (
     gpu_limits,
     gpu_selector,
     hami_annotations,
+    is_shared,
     spot_selector,
     tolerations,
     with_gpu_memory,
-)
+)  # fmt: skip
 from .node import AGAIN, CLOCK_PATH, FLUSH_PATH, GRACE_PATH, HOST, LIMIT_PATH, NODES, SCRATCH, SECRETS
 from .validate import (
     INT32,
@@ -127,30 +128,22 @@ def checked(settings: Settings) -> Settings:
     pull_secrets = texts_of(settings.image_pull_secrets, f"{NAME}.image_pull_secrets")
     for number, item in enumerate(pull_secrets):
         check_name(item, f"{NAME}.image_pull_secrets[{number}]")
+    texts = {}
     for name in ("labels", "annotations", "node_selector"):
         check_labels(getattr(settings, name), f"{NAME}.{name}", values=name != "annotations")
+        texts[name] = {key: label_text(value) for key, value in getattr(settings, name).items()}
     check_labels({"queue": settings.queue}, NAME)
-    if isinstance(settings.tolerations, (str, Mapping)):
-        raise SpecError("must be a list of tables", field=f"{NAME}.tolerations")
-    check_tolerations(list(settings.tolerations), f"{NAME}.tolerations")
+    check_tolerations(settings.tolerations, f"{NAME}.tolerations")
     if "/" not in settings.gpu_resource:
         raise SpecError("must be a resource with a domain, like nvidia.com/gpu", field=f"{NAME}.gpu_resource")
-    for name in ("gpu_resource", "gpu_label"):
-        if getattr(settings, name):
-            check_key(getattr(settings, name), f"{NAME}.{name}")
+    for name in filter(lambda name: getattr(settings, name), ("gpu_resource", "gpu_label")):
+        check_key(getattr(settings, name), f"{NAME}.{name}")
     check_gpu_names(settings.gpu_names)
     check_hami(settings.hami, settings.gpu_resource)
-    return dataclasses.replace(
-        settings,
-        root=root,
-        bucket=settings.bucket.rstrip("/"),
-        image_pull_secrets=pull_secrets,
-        labels={key: label_text(value) for key, value in settings.labels.items()},
-        annotations={key: label_text(value) for key, value in settings.annotations.items()},
-        node_selector={key: label_text(value) for key, value in settings.node_selector.items()},
-        tolerations=tuple(dict(item) for item in settings.tolerations),
-        prices=checked_prices(settings.prices, NAME),
-    )
+    tolerated = tuple(dict(item) for item in settings.tolerations)
+    own = {"root": root, "bucket": settings.bucket.rstrip("/"), "image_pull_secrets": pull_secrets}
+    prices = checked_prices(settings.prices, NAME)
+    return dataclasses.replace(settings, **texts, **own, tolerations=tolerated, prices=prices)
 
 
 def _check_kind(kind: Any) -> None:
@@ -236,9 +229,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
         item["metadata"]["labels"][LABEL_REQUEST] = unique
     if job.secrets:
         notes.append(f"submit also creates the Secret {name} from this machine's variables; it goes with the Job")
-    notes += _warnings(settings, gpu)
-    if gpu is not None and settings.hami and job.resources.instance_count > 1 and _is_shared(settings):
-        notes.append("two nodes of this run may get shares of one GPU by HAMi, which NCCL refuses")
+    notes += _warnings(settings, gpu, job.resources.instance_count)
     return Request(
         provider=NAME,
         operation=f"kubectl create -n {settings.namespace} -f -",
@@ -252,21 +243,21 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     )
 
 
-def _warnings(settings: Settings, gpu: Gpu | None) -> list[str]:
+def _warnings(settings: Settings, gpu: Gpu | None, nodes: int) -> list[str]:
     """Return notes on settings that the cluster takes, and that keep the pods from a start all the same."""
-    found = []
-    if "gcsfuse" in str(settings.volume) and "implicit-dirs" not in str(settings.volume):
-        found.append("the volume's mountOptions lack implicit-dirs: without it, nodes do not see the store's folders")
-    if settings.security and (settings.host_network or {"nfs", "hostPath"} & {*settings.volume}):
-        found.append("Pod Security's restricted level forbids host_network, and volumes of kind nfs and hostPath")
-    if gpu is not None and settings.hami and settings.scheduler_name:
-        found.append(f"HAMi leaves pods alone whose scheduler_name, {settings.scheduler_name}, is not its own")
-    return found
-
-
-def _is_shared(settings: Settings) -> bool:
-    hami = settings.hami
-    return "gpumem" in hami or hami.get("gpumem_percentage", 100) < 100 or hami.get("gpucores", 100) < 100
+    volume, shared = str(settings.volume), gpu is not None and bool(settings.hami)
+    lacks, restricted = "gcsfuse" in volume and "implicit-dirs" not in volume, settings.security == "restricted"
+    found = {
+        "the volume's mountOptions lack implicit-dirs: without it, nodes do not see the store's folders": lacks,
+        "Pod Security's restricted level forbids host_network, and volumes of kind nfs and hostPath": restricted
+        and (settings.host_network or bool({"nfs", "hostPath"} & {*settings.volume})),
+        f"HAMi leaves pods alone whose scheduler_name, {settings.scheduler_name}, is not its own": shared
+        and settings.scheduler_name,
+        "two nodes of this run may get shares of one GPU by HAMi, which NCCL refuses": shared
+        and nodes > 1
+        and is_shared(settings),
+    }
+    return [note for note, holds in found.items() if holds]
 
 
 def _check_kept(job: Mapping[str, Any], ours: Mapping[str, Any], gpu: str) -> None:
@@ -274,18 +265,18 @@ def _check_kept(job: Mapping[str, Any], ours: Mapping[str, Any], gpu: str) -> No
 
     `options` may add others of the former.
     """
-    pod, own = job["spec"]["template"]["spec"], ours["spec"]["template"]["spec"]
-    lists = {"volumes": (pod["volumes"], own["volumes"])}
-    node, known = pod["containers"][0], own["containers"][0]
-    lists |= {f"containers.0.{name}": (node[name], known[name]) for name in ("env", "volumeMounts")}
-    limits = node["resources"]["limits"]
-    if limits.get(gpu) != known["resources"]["limits"].get(gpu):
-        where = f"options.{NAME}.items.0.spec.template.spec.containers.0.resources.limits.{gpu}"
-        raise SpecError("is not the number of GPUs of the job", field=where, hint="set resources.gpu")
-    for name, (found, kept) in lists.items():
+    where = f"options.{NAME}.items.0.spec.template.spec"
+    pods = [item["spec"]["template"]["spec"] for item in (job, ours)]
+    nodes = [pod["containers"][0] for pod in pods]
+    found, kept = [node["resources"]["limits"].get(gpu) for node in nodes]
+    if found != kept:
+        field = f"{where}.containers.0.resources.limits.{gpu}"
+        raise SpecError("is not the number of GPUs of the job", field=field, hint="set resources.gpu")
+    lists = {f"containers.0.{name}": [node[name] for node in nodes] for name in ("env", "volumeMounts")}
+    for name, (found, kept) in {"volumes": [pod["volumes"] for pod in pods], **lists}.items():
         if found[: len(kept)] != kept:
-            where = f"options.{NAME}.items.0.spec.template.spec.{name}"
-            raise SpecError("cloudtrain itself sets this part of the request", field=where, hint="add items after ours")
+            why, hint = "cloudtrain itself sets this part of the request", "add items after ours"
+            raise SpecError(why, field=f"{where}.{name}", hint=hint)
 
 
 def _names(settings: Settings, layout: Layout, attempt: int, gpu_index: int) -> tuple[str, str]:
@@ -377,15 +368,11 @@ def _job(
     for key in job.tags:
         if key.startswith("cloudtrain."):
             raise SpecError("tags that begin with cloudtrain. are not yours to set", field=f"tags.{key}")
-    facts: dict[str, Any] = {
-        "run-url": layout.run,
-        "name": job.name,
-        "tags": dict(sorted(job.tags.items())),
-        "origin": layout.origin,
-    }
     annotations = {
-        f"cloudtrain.dev/{key}": value if isinstance(value, str) else json.dumps(dict(value))
-        for key, value in facts.items()
+        RUN_URL: layout.run,
+        "cloudtrain.dev/name": job.name,
+        "cloudtrain.dev/tags": json.dumps(dict(sorted(job.tags.items()))),
+        "cloudtrain.dev/origin": json.dumps(dict(layout.origin)),
     }
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def known_fields() -> Mapping[str, Mapping[str, str]]:
 def check_fields(value: Any, kind: str, where: str) -> None:
     """Raise `SpecError` for a field of ``value`` that its ``kind`` has not, or with a wrong type."""
     if kind[0] == "*":
-        if not isinstance(value, list):
+        if not isinstance(value, (list, tuple)):
             raise SpecError(f"must be a list, not {value!r}", field=where)
         for number, item in enumerate(value):
             check_fields(item, kind[1:], f"{where}.{number}")
@@ -103,16 +103,16 @@ def quantity_of(value: Any, where: str) -> Decimal:
 # ----------------------------------------------------------------------------------------------------- names and values
 
 
-def label_text(value: Any) -> str:
-    """Return the text that a setting's value has as a label: ``true``, not ``True``."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def check_name(name: Any, where: str) -> None:
     """Raise `SpecError` for text that no object of Kubernetes can be called."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > LONGEST_NAME:
         hint = "use small letters, digits, dashes and dots"
         raise SpecError(f"{name!r} is not the name of an object", field=where, hint=hint)
+
+
+def label_text(value: Any) -> str:
+    """Return the text that a setting's value has as a label: ``true``, not ``True``."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def check_key(key: Any, where: str) -> None:
@@ -151,7 +151,7 @@ def check_volume(volume: Any, where: str) -> None:
                 raise SpecError(f"must be {what}, not {source.get(name)!r}", field=f"{where}.{kind}.{name}")
 
 
-def check_tolerations(found: list[Any], where: str) -> None:
+def check_tolerations(found: Sequence[Any], where: str) -> None:
     """Raise `SpecError` for a list of tolerations that Kubernetes refuses."""
     check_fields(found, "*V1Toleration", where)
     for number, item in enumerate(found):
