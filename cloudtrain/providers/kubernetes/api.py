@@ -429,7 +429,8 @@ def path_of(kind: str, namespace: str, name: str = "") -> str:
 
 def _owned(request: Request, secrets: Mapping[str, str]) -> list[Mapping[str, Any]]:
     """Return what belongs to the Job or JobSet of a request: a Service, and a Secret with the values ``secrets``."""
-    found, (first, *others) = job_object(request), request.body["items"]
+    found, (first, *rest) = job_object(request), request.body["items"]
+    others: list[Mapping[str, Any]] = [*rest]
     if any(volume["name"] == "secrets" for volume in found["spec"]["template"]["spec"]["volumes"]):
         meta = {key: first["metadata"][key] for key in ("namespace", "labels")} | {"name": found["metadata"]["name"]}
         data = {name: base64.b64encode(value.encode()).decode() for name, value in secrets.items()}

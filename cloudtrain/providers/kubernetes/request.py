@@ -16,30 +16,8 @@ from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
 from ...validate import choice_of, texts_of, whole_number
 from .._cloud import check_env_secrets, digest_of
-from . import BUCKETS, NAME, STORE, Provider
-from .devices import (
-    SPOT,
-    check_gpu_names,
-    check_hami,
-    gpu_limits,
-    gpu_selector,
-    hami_annotations,
-    is_shared,
-    spot_selector,
-    tolerations,
-    with_gpu_memory,
-)  # fmt: skip
+from . import BUCKETS, NAME, STORE, Provider, devices, validate
 from .node import AGAIN, CLOCK_PATH, FLUSH_PATH, GRACE_PATH, HOST, LIMIT_PATH, NODES, SCRATCH, SECRETS
-from .validate import (
-    INT32,
-    check_body,
-    check_key,
-    check_labels,
-    check_name,
-    check_tolerations,
-    check_volume,
-    label_text,
-)  # fmt: skip
 
 if TYPE_CHECKING:
     from ...job.job import Gpu, Job
@@ -62,26 +40,17 @@ CONTAINER = "node"
 QUEUE, JOBSETS = "kueue.x-k8s.io/queue-name", "jobset.x-k8s.io"
 OF_SET = "-node-0"
 """End of the name of the Job that a JobSet makes. The name of any other Job ends with the digits of its run."""
-_SPEC = (
-    *("completionMode", "completions", "parallelism", "activeDeadlineSeconds", "podFailurePolicy", "suspend"),
-    *("backoffLimitPerIndex", "maxFailedIndexes", "manualSelector", "selector", "podReplacementPolicy", "managedBy"),
-    "successPolicy",
-)
-_POD = (
-    *("restartPolicy", "subdomain", "hostname", "activeDeadlineSeconds", "terminationGracePeriodSeconds"),
-    "hostNetwork",
-)
-_NODE = ("name", "image", "command", "args")
-_JOB = "items.*"
-_POD_SPEC = f"{_JOB}.spec.template.spec"
-OWNED = (
-    *("apiVersion", "kind", "metadata"),
-    *(f"{_JOB}.{name}" for name in ("apiVersion", "kind", "status", "metadata.name", "metadata.namespace")),
-    *(f"{_JOB}.metadata.labels", f"{_JOB}.spec.clusterIP", f"{_JOB}.spec.publishNotReadyAddresses"),
-    *(f"{_JOB}.spec.{name}" for name in _SPEC),
-    *(f"{_POD_SPEC}.{name}" for name in _POD),
-    *(f"{_POD_SPEC}.containers.*.{name}" for name in _NODE),
-)
+_POD_SPEC = "items.*.spec.template.spec."
+_OWNED = {
+    "": "apiVersion kind metadata",
+    "items.*.": "apiVersion kind status metadata.name metadata.namespace metadata.labels",
+    "items.*.spec.": "clusterIP publishNotReadyAddresses completionMode completions parallelism activeDeadlineSeconds"
+    " podFailurePolicy suspend backoffLimitPerIndex maxFailedIndexes manualSelector selector podReplacementPolicy"
+    " managedBy successPolicy",
+    _POD_SPEC: "restartPolicy subdomain hostname activeDeadlineSeconds terminationGracePeriodSeconds hostNetwork",
+    f"{_POD_SPEC}containers.*.": "name image command args",
+}
+OWNED = tuple(place + name for place, names in _OWNED.items() for name in names.split())
 """Fields of the manifest that `options` cannot change: a field or setting sets them, or the run relies on them."""
 LONGEST_NAME = 57
 """Characters of a Job's name: its pods are named ``NAME-INDEX``, with 63 at most, for up to 100,000 nodes."""
@@ -92,12 +61,16 @@ FLUSH_SECONDS = 30
 JOIN = 3600
 """Seconds beyond its limit after which a pod is stopped in any case: it may wait for its image and its peers."""
 SHM = "/dev/shm"
-KINDS = ("job", "jobset")
-POLICIES = ("", "Always", "IfNotPresent", "Never")
-_TEXTS = ("kubeconfig", "context", "namespace", "claim", "root", "bucket", "service_account", "priority_class",
-          "runtime_class", "scheduler_name", "queue", "gpu_resource", "gpu_label", "spot")  # fmt: skip
-_OBJECTS = ("claim", "service_account", "priority_class", "runtime_class", "scheduler_name")
+_CHOICES = {
+    "kind": ("job", "jobset"),
+    "image_pull_policy": ("", "Always", "IfNotPresent", "Never"),
+    "spot": ("", *devices.SPOT),
+    "security": ("", "restricted"),
+}
+_LEAST = {"ttl": 3600, "pending": 60, "stop_grace": 5, "user": 0}
+_OBJECTS = ("namespace", "claim", "service_account", "priority_class", "runtime_class", "scheduler_name")
 """Settings that are names of objects in the cluster."""
+_TEXTS = ("kubeconfig", "context", "root", "bucket", "queue", "gpu_resource", "gpu_label", *_OBJECTS)
 _BAD_PATH = re.compile(r"[\x00-\x1f\x7f:]")
 """Characters that a mount's path cannot have."""
 _BUCKET = re.compile(rf"({'|'.join(BUCKETS)})://[^/?#\s]+(/[^/?#\s]+)*/?")
@@ -107,50 +80,38 @@ _ROOTS = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/roo
 
 def checked(settings: Settings) -> Settings:
     """Return ``settings``, checked. Raises `SpecError`."""
+    own = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}
     for name in _TEXTS:
-        value = getattr(settings, name)
-        if not isinstance(value, str) or re.search(r"[\x00-\x1f\x7f]", value):
-            raise SpecError(f"must be one line of text, not {value!r}", field=f"{NAME}.{name}")
-    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", settings.namespace):
-        raise SpecError(f"{settings.namespace!r} is not a namespace's name", field=f"{NAME}.namespace")
-    choice_of(settings.image_pull_policy, POLICIES, f"{NAME}.image_pull_policy")
-    _check_kind(settings.kind)
-    choice_of(settings.spot, ("", *SPOT), f"{NAME}.spot")
-    choice_of(settings.security, ("", "restricted"), f"{NAME}.security")
-    for name, least in (("ttl", 3600), ("pending", 60), ("stop_grace", 5), ("user", 0)):
-        whole_number(getattr(settings, name), f"{NAME}.{name}", least=least, most=INT32 - EXTRA_GRACE)
-    if not isinstance(settings.host_network, bool):
-        raise SpecError("must be true or false", field=f"{NAME}.host_network")
-    root = _checked_root(settings)
-    for name in _OBJECTS:
-        if getattr(settings, name):
-            check_name(getattr(settings, name), f"{NAME}.{name}")
-    pull_secrets = texts_of(settings.image_pull_secrets, f"{NAME}.image_pull_secrets")
-    for number, item in enumerate(pull_secrets):
-        check_name(item, f"{NAME}.image_pull_secrets[{number}]")
-    texts = {}
-    for name in ("labels", "annotations", "node_selector"):
-        check_labels(getattr(settings, name), f"{NAME}.{name}", values=name != "annotations")
-        texts[name] = {key: label_text(value) for key, value in getattr(settings, name).items()}
-    check_labels({"queue": settings.queue}, NAME)
-    check_tolerations(settings.tolerations, f"{NAME}.tolerations")
-    if "/" not in settings.gpu_resource:
-        raise SpecError("must be a resource with a domain, like nvidia.com/gpu", field=f"{NAME}.gpu_resource")
-    for name in filter(lambda name: getattr(settings, name), ("gpu_resource", "gpu_label")):
-        check_key(getattr(settings, name), f"{NAME}.{name}")
-    check_gpu_names(settings.gpu_names)
-    check_hami(settings.hami, settings.gpu_resource)
-    tolerated = tuple(dict(item) for item in settings.tolerations)
-    own = {"root": root, "bucket": settings.bucket.rstrip("/"), "image_pull_secrets": pull_secrets}
-    prices = checked_prices(settings.prices, NAME)
-    return dataclasses.replace(settings, **texts, **own, tolerations=tolerated, prices=prices)
-
-
-def _check_kind(kind: Any) -> None:
-    if kind == "trainjob":
+        if not isinstance(own[name], str) or re.search(r"[\x00-\x1f\x7f]", own[name]):
+            raise SpecError(f"must be one line of text, not {own[name]!r}", field=f"{NAME}.{name}")
+    if own["kind"] == "trainjob":
         why = "a TrainJob takes the rules of restarts and failures from a runtime object of the cluster"
         raise UnsupportedError(NAME, f"{NAME}.kind", why, hint='set kind = "jobset", which a TrainJob makes in the end')
-    choice_of(kind, KINDS, f"{NAME}.kind")
+    for name, choices in _CHOICES.items():
+        choice_of(own[name], choices, f"{NAME}.{name}")
+    for name, least in _LEAST.items():
+        whole_number(own[name], f"{NAME}.{name}", least=least, most=validate.INT32 - EXTRA_GRACE)
+    validate.check_fields(own["host_network"], "bool", f"{NAME}.host_network")
+    own |= {"root": _checked_root(settings), "bucket": settings.bucket.rstrip("/")}
+    for name in _OBJECTS:
+        if own[name] or name == "namespace":
+            validate.check_name(own[name], f"{NAME}.{name}", label=name == "namespace")
+    own["image_pull_secrets"] = texts_of(settings.image_pull_secrets, f"{NAME}.image_pull_secrets")
+    for number, item in enumerate(own["image_pull_secrets"]):
+        validate.check_name(item, f"{NAME}.image_pull_secrets[{number}]")
+    for name in ("labels", "annotations", "node_selector"):
+        validate.check_labels(own[name], f"{NAME}.{name}", values=name != "annotations")
+        own[name] = {key: validate.label_text(value) for key, value in own[name].items()}
+    validate.check_labels({"queue": settings.queue}, NAME)
+    validate.check_tolerations(settings.tolerations, f"{NAME}.tolerations")
+    if "/" not in settings.gpu_resource:
+        raise SpecError("must be a resource with a domain, like nvidia.com/gpu", field=f"{NAME}.gpu_resource")
+    for name in filter(own.get, ("gpu_resource", "gpu_label")):
+        validate.check_key(own[name], f"{NAME}.{name}")
+    devices.check_gpu_names(settings.gpu_names)
+    devices.check_hami(settings.hami, settings.gpu_resource)
+    own["tolerations"] = tuple(dict(item) for item in settings.tolerations)
+    return dataclasses.replace(settings, **{**own, "prices": checked_prices(settings.prices, NAME)})
 
 
 def _checked_root(settings: Settings) -> str:
@@ -158,17 +119,13 @@ def _checked_root(settings: Settings) -> str:
     if settings.claim and settings.volume:
         raise SpecError("excludes claim", field=f"{NAME}.volume", hint="keep one of them")
     if settings.volume or not isinstance(settings.volume, Mapping):
-        check_volume(settings.volume, f"{NAME}.volume")
+        validate.check_volume(settings.volume, f"{NAME}.volume")
     if settings.bucket and not _BUCKET.fullmatch(settings.bucket):
         hint = "for example s3://my-bucket, or gs://my-bucket/team"
         raise SpecError(f"{settings.bucket!r} is not the URL of a bucket", field=f"{NAME}.bucket", hint=hint)
-    root = settings.root.rstrip("/") or settings.root
-    if root and (
-        not root.startswith("/")
-        or root in (*_ROOTS, SCRATCH, SECRETS, SHM)
-        or _BAD_PATH.search(root)
-        or posixpath.normpath(root) != root
-    ):
+    root, taken = settings.root.rstrip("/") or settings.root, (*_ROOTS, SCRATCH, SECRETS, SHM)
+    plain = root.startswith("/") and not _BAD_PATH.search(root) and posixpath.normpath(root) == root
+    if root and not (plain and root not in taken):
         hint = "use the folder where the volume is mounted here, like /mnt/training"
         raise SpecError(f"{root!r} cannot be a volume's folder on the nodes", field=f"{NAME}.root", hint=hint)
     return root
@@ -206,7 +163,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     check_needs(Provider, settings, job)
     check_inputs(Provider, layout.inputs)
     _refuse(settings, job)
-    settings = with_gpu_memory(settings, job)
+    settings = devices.with_gpu_memory(settings, job)
     gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
     machine = job.resources.instance_type or "node"
     seconds, notes = hard_limit(job, NAME, lambda _: [machine], gpu_index=gpu_index, own=settings.prices)
@@ -214,12 +171,11 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     words = _words(settings, job, layout, attempt, gpu_index, seconds)
     pod = _pod(settings, job, gpu, name=name, service=service, seconds=seconds, words=words)
     made = _job(settings, job, layout, name=name, attempt=attempt, seconds=seconds, pod=pod)
-    if gpu is not None:
-        made["spec"]["template"]["metadata"]["annotations"] |= hami_annotations(settings)
+    made["spec"]["template"]["metadata"]["annotations"] = _pod_annotations(settings, gpu)
     items = [made, *([_service(made, service)] if job.resources.instance_count > 1 and settings.kind == "job" else [])]
     body: dict[str, Any] = {"apiVersion": "v1", "kind": "List", "items": items}
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
-    check_body(body)
+    validate.check_body(body)
     _check_kept(body["items"][0], items[0], settings.gpu_resource)
     if settings.kind == "jobset":
         body["items"][0] = _jobset(body["items"][0])
@@ -255,7 +211,7 @@ def _warnings(settings: Settings, gpu: Gpu | None, nodes: int) -> list[str]:
         and settings.scheduler_name,
         "two nodes of this run may get shares of one GPU by HAMi, which NCCL refuses": shared
         and nodes > 1
-        and is_shared(settings),
+        and devices.is_shared(settings),
     }
     return [note for note, holds in found.items() if holds]
 
@@ -300,7 +256,7 @@ def _refuse(settings: Settings, job: Job) -> None:
     if wanted.shm_gb and wanted.memory_gb and wanted.shm_gb > wanted.memory_gb:
         raise SpecError(f"is more than memory_gb, {wanted.memory_gb}, which holds it", field="resources.shm_gb")
     if wanted.instance_type:
-        check_labels({"instance_type": wanted.instance_type}, "resources")
+        validate.check_labels({"instance_type": wanted.instance_type}, "resources")
     for name, item in job.inputs.items():
         if item.shard:
             raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole input")
@@ -349,25 +305,21 @@ def _words(settings: Settings, job: Job, layout: Layout, attempt: int, gpu_index
 # ---------------------------------------------------------------------------------------------------------- the objects
 
 
-def _labels(settings: Settings, layout: Layout, attempt: int) -> dict[str, str]:
-    queue = {QUEUE: settings.queue} if settings.queue else {}
-    return {
+def _job(
+    settings: Settings, job: Job, layout: Layout, *, name: str, attempt: int, seconds: int, pod: Mapping[str, Any]
+) -> dict[str, Any]:
+    nodes = job.resources.instance_count
+    for key in job.tags:
+        if key.startswith("cloudtrain."):
+            raise SpecError("tags that begin with cloudtrain. are not yours to set", field=f"tags.{key}")
+    labels = {
         **settings.labels,
         MANAGED_BY: "cloudtrain",
         LABEL_RUN: run_tag(layout.run),
         "cloudtrain.dev/run-id": layout.run_id,
         "cloudtrain.dev/attempt": str(attempt),
-        **queue,
+        **({QUEUE: settings.queue} if settings.queue else {}),
     }
-
-
-def _job(
-    settings: Settings, job: Job, layout: Layout, *, name: str, attempt: int, seconds: int, pod: Mapping[str, Any]
-) -> dict[str, Any]:
-    labels, nodes = _labels(settings, layout, attempt), job.resources.instance_count
-    for key in job.tags:
-        if key.startswith("cloudtrain."):
-            raise SpecError("tags that begin with cloudtrain. are not yours to set", field=f"tags.{key}")
     annotations = {
         RUN_URL: layout.run,
         "cloudtrain.dev/name": job.name,
@@ -399,7 +351,7 @@ def _job(
             "ttlSecondsAfterFinished": settings.ttl,
             "podFailurePolicy": {"rules": rules},
             "template": {
-                "metadata": {"labels": dict(labels), "annotations": _pod_annotations(settings)},
+                "metadata": {"labels": dict(labels), "annotations": {}},
                 "spec": pod,
             },
         },
@@ -432,7 +384,7 @@ def _jobset(job: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _pod_annotations(settings: Settings) -> dict[str, str]:
+def _pod_annotations(settings: Settings, gpu: Gpu | None) -> dict[str, str]:
     """Return the annotations that keep other programs from taking or changing a training node, and the user's."""
     return {
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
@@ -440,6 +392,7 @@ def _pod_annotations(settings: Settings) -> dict[str, str]:
         "sidecar.istio.io/inject": "false",
         **({"gke-gcsfuse/volumes": "true"} if settings.bucket.startswith("gs:") else {}),
         **settings.annotations,
+        **(devices.hami_annotations(settings) if gpu is not None else {}),
     }
 
 
@@ -448,7 +401,7 @@ def _pod(
 ) -> dict[str, Any]:
     wanted, s = job.resources, settings
     machine = {"node.kubernetes.io/instance-type": wanted.instance_type} if wanted.instance_type else {}
-    expressions = gpu_selector(s, gpu)
+    expressions = devices.gpu_selector(s, gpu)
     terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
     shm = {"sizeLimit": f"{wanted.shm_gb}G"} if wanted.shm_gb else {}
     disk = {"sizeLimit": f"{wanted.disk_gb}G"} if wanted.disk_gb else {}
@@ -460,18 +413,21 @@ def _pod(
         "enableServiceLinks": False,
         "automountServiceAccountToken": bool(s.service_account),
         "terminationGracePeriodSeconds": s.stop_grace + EXTRA_GRACE,
-        "activeDeadlineSeconds": min(seconds + JOIN, INT32),
+        "activeDeadlineSeconds": min(seconds + JOIN, validate.INT32),
         "serviceAccountName": s.service_account,
         "imagePullSecrets": [{"name": item} for item in s.image_pull_secrets],
-        "nodeSelector": {**s.node_selector, **spot_selector(s, wanted.spot), **machine},
+        "nodeSelector": {**s.node_selector, **devices.spot_selector(s, wanted.spot), **machine},
         "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}} if expressions else {},
-        "tolerations": tolerations(s, gpu, wanted.spot),
+        "tolerations": devices.tolerations(s, gpu, wanted.spot),
         "priorityClassName": s.priority_class,
         "runtimeClassName": s.runtime_class,
         "schedulerName": s.scheduler_name,
         "hostNetwork": s.host_network,
         "dnsPolicy": "ClusterFirstWithHostNet" if s.host_network else "",
-        "securityContext": _pod_security(s),
+        "securityContext": {
+            **({"runAsUser": s.user, "fsGroup": s.user} if s.user else {}),
+            **({"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}} if s.security else {}),
+        },
         "volumes": [
             {"name": "shared", **volume},
             {"name": "scratch", "emptyDir": disk},
@@ -484,20 +440,13 @@ def _pod(
     return {key: value for key, value in fields.items() if key in kept or value not in ("", [], {}, False)}
 
 
-def _pod_security(settings: Settings) -> dict[str, Any]:
-    found: dict[str, Any] = {"runAsUser": settings.user, "fsGroup": settings.user} if settings.user else {}
-    if settings.security:
-        found |= {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-    return found
-
-
 def _container(settings: Settings, job: Job, gpu: Gpu | None, *, host: str, words: list[str]) -> dict[str, Any]:
     wanted = job.resources
     limits = {
         **({"cpu": str(wanted.cpus)} if wanted.cpus else {}),
         **({"memory": f"{wanted.memory_gb}G"} if wanted.memory_gb else {}),
         **({"ephemeral-storage": f"{wanted.disk_gb}G"} if wanted.disk_gb else {}),
-        **gpu_limits(settings, gpu),
+        **devices.gpu_limits(settings, gpu),
     }
     env = {NODES: str(wanted.instance_count), HOST: host if wanted.instance_count > 1 else "127.0.0.1"}
     if gpu is None:

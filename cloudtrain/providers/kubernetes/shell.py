@@ -55,7 +55,7 @@ def _raw(terminal: bool) -> Iterator[None]:
 
 def _pump(link: Any, terminal: bool) -> None:
     """Carry bytes both ways until the command ends. A server before 1.30 never sees the end of the input."""
-    size, inputs = None, [link.sock.sock, STDIN]
+    size, inputs = os.terminal_size((0, 0)), [link.sock.sock, STDIN]
     while link.is_open():
         if terminal and size != (size := os.get_terminal_size(STDIN)):
             link.write_channel(RESIZE, json.dumps({"Width": size.columns, "Height": size.lines}))

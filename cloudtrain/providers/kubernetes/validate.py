@@ -33,8 +33,8 @@ LONGEST_NAME, ANNOTATIONS = 253, 262_144
 _VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?")
 _KEY = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _QUANTITY = re.compile(r"(\+?(?:\d+\.?\d*|\.\d+))([eE][+-]?\d+|k|Ki|[MGTPE]i?|[num])?")
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
-_LABEL_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_LABEL_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+_NAME = re.compile(rf"{_LABEL_NAME.pattern}(\.{_LABEL_NAME.pattern})*")
 _VARIABLE = re.compile(r"[ -<>-~]+")
 """Name of an environment variable: printable ASCII without ``=``."""
 _UNITS = {"n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"), "k": Decimal(1000)}
@@ -103,11 +103,12 @@ def quantity_of(value: Any, where: str) -> Decimal:
 # ----------------------------------------------------------------------------------------------------- names and values
 
 
-def check_name(name: Any, where: str) -> None:
-    """Raise `SpecError` for text that no object of Kubernetes can be called."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > LONGEST_NAME:
-        hint = "use small letters, digits, dashes and dots"
-        raise SpecError(f"{name!r} is not the name of an object", field=where, hint=hint)
+def check_name(name: Any, where: str, *, label: bool = False) -> None:
+    """Raise `SpecError` for text that no object can be called. ``label``: it has no dot, and fewer characters."""
+    form, longest = (_LABEL_NAME, LONGEST) if label else (_NAME, LONGEST_NAME)
+    if not isinstance(name, str) or not form.fullmatch(name) or len(name) > longest:
+        hint = f"use at most {longest} small letters, digits and dashes"
+        raise SpecError(f"{name!r} is not a name that Kubernetes takes", field=where, hint=hint)
 
 
 def label_text(value: Any) -> str:
@@ -196,7 +197,7 @@ def _check_pod(pod: Mapping[str, Any], where: str) -> None:
     check_tolerations(pod.get("tolerations", []), f"{where}.tolerations")
     for number, volume in enumerate(pod["volumes"]):
         place = f"{where}.volumes.{number}"
-        _check_label_name(volume.get("name"), place)
+        check_name(volume.get("name"), f"{place}.name", label=True)
         check_volume({key: value for key, value in volume.items() if key != "name"}, place)
     named = {kind: [item.get("name") for item in pod.get(kind, [])] for kind in ("volumes", "resourceClaims")}
     named["containers"] = []
@@ -210,7 +211,7 @@ def _check_pod(pod: Mapping[str, Any], where: str) -> None:
 
 
 def _check_container(container: Mapping[str, Any], named: Mapping[str, list[Any]], where: str) -> None:
-    _check_label_name(container.get("name"), where)
+    check_name(container.get("name"), f"{where}.name", label=True)
     check_fields(container.get("image"), "string", f"{where}.image")
     _check_resources(container.get("resources", {}), named["resourceClaims"], f"{where}.resources")
     paths = set()
@@ -224,12 +225,6 @@ def _check_container(container: Mapping[str, Any], named: Mapping[str, list[Any]
     for item in container.get("env", []):
         if not _VARIABLE.fullmatch(item.get("name") or ""):
             raise SpecError(f"{item.get('name')!r} is not the name of a variable", field=f"{where}.env")
-
-
-def _check_label_name(name: Any, where: str) -> None:
-    if not isinstance(name, str) or not _LABEL_NAME.fullmatch(name):
-        hint = "use at most 63 small letters, digits and dashes"
-        raise SpecError(f"{name!r} is not the name of a container or volume", field=f"{where}.name", hint=hint)
 
 
 def _check_resources(resources: Mapping[str, Any], claims: list[Any], where: str) -> None:
