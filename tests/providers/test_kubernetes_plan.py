@@ -453,6 +453,14 @@ def test_a_setting_that_keeps_pods_from_a_start_is_noted(settings: Mapping[str, 
     assert any(word in note for note in planned(settings, gpu=("A100:1",)).notes)
 
 
+def test_a_rehearsal_has_the_size_that_options_ask_for() -> None:
+    change = {"containers": {"0": {"resources": {"limits": {"memory": "1Gi", "cpu": "1500m"}}}}}
+    made = Provider(**OWN)
+    request = planned(options={"kubernetes": {"items": {"0": {"spec": {"template": {"spec": change}}}}}})
+    (node_spec,) = made.launch_spec(request).nodes
+    assert (node_spec.memory, node_spec.cpus) == (1 << 30, 2)
+
+
 def test_options_reach_the_manifest() -> None:
     """Also further volumes, after ours."""
     extra = {"rdma/ib": "1"}

@@ -1,13 +1,17 @@
 """The parts of a pod that choose its machines: kinds of GPUs, spot nodes, and shares of a GPU by HAMi. Pure.
 
-Sources: the NVIDIA GPU operator's labels, SkyPilot's table of labels (sky/provision/kubernetes/utils.py), the clouds'
-pages on spot nodes, and HAMi's documentation and source of 2026-08. None was run with a real GPU.
+Sources of these and of `gpus.json`: the NVIDIA GPU operator's labels, SkyPilot's table of labels (its file
+sky/provision/kubernetes/utils.py), the clouds' pages on spot nodes, and HAMi's documentation and source of 2026-08.
+None was run with a real GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
@@ -24,38 +28,6 @@ __all__ = [
     "kind_of", "spot_selector", "tolerations", "with_gpu_memory",
 ]  # fmt: skip
 
-GPU_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "nvidia.com/gpu.product": {
-        "H200": ("NVIDIA-H200",),
-        "H100": ("NVIDIA-H100-80GB-HBM3", "NVIDIA-H100-PCIe", "NVIDIA-H100-NVL"),
-        "A100-80GB": ("NVIDIA-A100-SXM4-80GB", "NVIDIA-A100-80GB-PCIe"),
-        "A100-40GB": ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB"),
-        "A10": ("NVIDIA-A10",),
-        "A10G": ("NVIDIA-A10G",),
-        "L40S": ("NVIDIA-L40S",),
-        "L4": ("NVIDIA-L4",),
-        "T4": ("Tesla-T4",),
-        "V100-32GB": ("Tesla-V100-SXM2-32GB", "Tesla-V100-PCIE-32GB"),
-        "V100-16GB": ("Tesla-V100-SXM2-16GB", "Tesla-V100-PCIE-16GB"),
-    },
-    "cloud.google.com/gke-accelerator": {
-        "B200": ("nvidia-b200",),
-        "H200": ("nvidia-h200-141gb",),
-        "H100": ("nvidia-h100-80gb", "nvidia-h100-mega-80gb"),
-        "A100-80GB": ("nvidia-a100-80gb",),
-        "A100-40GB": ("nvidia-tesla-a100",),
-        "L4": ("nvidia-l4",),
-        "T4": ("nvidia-tesla-t4",),
-        "V100-16GB": ("nvidia-tesla-v100",),
-        "P100": ("nvidia-tesla-p100",),
-        "P4": ("nvidia-tesla-p4",),
-    },
-    "karpenter.k8s.aws/instance-gpu-name": {
-        name: (name.lower(),) for name in ("B200", "H200", "H100", "A100", "A10G", "L40S", "L4", "T4", "V100")
-    },
-    "gpu.nvidia.com/class": {name: (name,) for name in ("B200", "H200", "H100", "L40S")},
-}
-"""Values of the nodes' label by the name of a GPU, by the label's key."""
 SPOT: Mapping[str, tuple[Mapping[str, str], Mapping[str, str] | None]] = {
     "gke": ({"cloud.google.com/gke-spot": "true"}, {"key": "cloud.google.com/gke-spot", "value": "true"}),
     "eks": ({"eks.amazonaws.com/capacityType": "SPOT"}, None),
@@ -86,6 +58,13 @@ NVIDIA, MIB = "nvidia.com/gpu", 1 << 20
 """The GPU whose memory the rules share, and the bytes of HAMi's unit."""
 RESOURCES = "resources"
 """The key of a table of further resources by their full names, for the other devices that HAMi shares."""
+
+
+@functools.cache
+def gpu_names() -> Mapping[str, Mapping[str, list[str]]]:
+    """Return the known values of a nodes' label by the name of a GPU, by the label's key."""
+    found: Mapping[str, Mapping[str, list[str]]] = json.loads(Path(__file__).with_name("gpus.json").read_bytes())
+    return found
 
 
 def with_gpu_memory(settings: Settings, job: Job) -> Settings:
@@ -129,7 +108,7 @@ def gpu_selector(settings: Settings, gpu: Gpu | None) -> list[dict[str, Any]]:
         return []
     name = str(gpu).rpartition(":")[0]
     values: list[str] = []
-    for table in (settings.gpu_names, GPU_NAMES.get(settings.gpu_label, {})):  # A100 is also A100-40GB
+    for table in (settings.gpu_names, gpu_names().get(settings.gpu_label, {})):  # A100 is also A100-40GB
         fitting = [item for item in table if name in (item, item.rpartition("-")[0])]
         values = values or [value for item in fitting for value in _values(table[item])]
     if not values:
@@ -229,5 +208,5 @@ def _check_resources(value: Any, field: str, gpu_resource: str) -> None:
 def kind_of(settings: Settings, labels: Mapping[str, str]) -> str:
     """Return the name in a job of the GPU of a node with these labels; the label's own value if none is known."""
     value = labels.get(settings.gpu_label, "")
-    known = {**GPU_NAMES.get(settings.gpu_label, {}), **settings.gpu_names}
+    known = {**gpu_names().get(settings.gpu_label, {}), **settings.gpu_names}
     return next((name for name, values in known.items() if value in _values(values)), value.upper() or "GPU")

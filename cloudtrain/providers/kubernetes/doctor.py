@@ -5,14 +5,14 @@ Nothing is created. ``doctor --job`` looks at the volume from a node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ...errors import AuthError, NotFoundError, SpecError
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried
 from . import NAME
 from .api import HELP
-from .request import JOBSETS, volume_url
+from .request import JOBSETS, marks_of, volume_url
 
 if TYPE_CHECKING:
     from ...provider_api.protocol import Request
@@ -107,30 +107,30 @@ def _volume(account: Account, store: str) -> Check:
         raise SpecError(f"{store} is not on the nodes' volume, {volume_url(own)}", field="store")
     if not own.claim:
         return skipped("shared volume", "kubernetes.claim is not set")
-    try:
-        found = account.get("PersistentVolumeClaim", own.namespace, own.claim)
-    except NotFoundError:
-        hint = f"to list the claims, run: kubectl get pvc -n {own.namespace}"
-        raise SpecError(f"{own.claim!r} is no claim in {own.namespace}", field=f"{NAME}.claim", hint=hint) from None
+    found = _get(account, "PersistentVolumeClaim", own.claim, field="claim", listed="pvc")
     phase, modes = found["status"].get("phase"), found["spec"].get("accessModes") or ()
     if "ReadWriteMany" not in modes:
         fix = "choose a claim with the access mode ReadWriteMany"
-        return failed(
-            "shared volume", f"{own.claim} is {', '.join(modes)}: only one machine can use it", fix=fix, code=2
-        )
+        text = f"{own.claim} is {', '.join(modes)}: only one machine can use it"
+        return failed("shared volume", text, fix=fix, code=2)
     return ok("shared volume", f"{own.claim} is {phase}; doctor --job looks at it from a node")
+
+
+def _get(account: Account, kind: str, name: str, *, field: str, listed: str) -> Mapping[str, Any]:
+    """Return an object of the namespace that a setting names. Raises `SpecError` if it is missing."""
+    namespace = account.settings.namespace
+    try:
+        return account.get(kind, namespace, name)
+    except NotFoundError:
+        hint = f"to list them, run: kubectl get {listed} -n {namespace}"
+        raise SpecError(f"{name!r} is no {kind} in {namespace}", field=f"{NAME}.{field}", hint=hint) from None
 
 
 def _service_account(account: Account) -> Check:
     """Check that the pods' ServiceAccount exists, and say which identity it names. Without it no pod starts."""
     own, what = account.settings, "service account"
-    try:
-        found = account.get("ServiceAccount", own.namespace, own.service_account)
-    except NotFoundError:
-        text, hint = f"{own.service_account!r} is no ServiceAccount in {own.namespace}", "to list them, run: "
-        hint += f"kubectl get serviceaccounts -n {own.namespace}"
-        raise SpecError(text, field=f"{NAME}.service_account", hint=hint) from None
-    given = found["metadata"].get("annotations") or {}
+    found = _get(account, "ServiceAccount", own.service_account, field="service_account", listed="serviceaccounts")
+    given = marks_of(found)
     named = [f"{words} {given[name]}" for name, words in IDENTITIES.items() if name in given]
     if "azure.workload.identity/client-id" in given and own.labels.get(AZURE_LABEL) != "true":
         fix = f'set {NAME}.labels to {{"{AZURE_LABEL}" = "true"}}'
