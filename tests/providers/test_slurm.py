@@ -25,6 +25,7 @@ from cloudtrain.errors import LostContactError
 from cloudtrain.providers.slurm import api
 from cloudtrain.testing.contract import ProviderContract
 from cloudtrain.testing.platform import FakePlatform
+from cloudtrain.testing.running import PLAIN
 
 pytestmark = pytest.mark.slow
 
@@ -99,8 +100,8 @@ def test_a_controller_that_restarts_in_the_middle_changes_nothing(whole: SlurmPl
 
 def test_a_cancelled_job_stays_so(whole: SlurmPlatform) -> None:
     """The nodes stop with the code for another start; the script must not ask for it."""
-    run = send(whole, "cancelled-ddp", steps=10_000)
-    await_text(run, "from step", 2)
+    run = whole.send(whole.plan(PLAIN, {"instance_count": 2, "env": {"PROBE": "hold"}}, run_id="cancelled-probe"))
+    await_text(run, "holding", 2)
     run.cancel()
     assert run.wait(timeout=60, poll=0.3)["state"] == "cancelled"
     job = whole.job(run)
