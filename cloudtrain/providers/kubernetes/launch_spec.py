@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
+from ...provider_api.launch_spec import LaunchSpec, NodeSpec
 from ...provider_api.protocol import Request
-from .node import AGAIN, CLOCK_PATH, FLUSH_PATH, GRACE_PATH, INDEX, LIMIT_PATH
+from .._cloud import shared_mounts, shared_rules
+from .node import AGAIN, CLOCK_PATH, INDEX, LIMIT_PATH
 from .request import job_object, volume_url
 from .validate import quantity_of
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from . import Settings
 
 __all__ = ["launch_spec"]
-
-RESTARTS = 1000
-"""Restarts of a job by Kubernetes: only the time limit of the run ends them."""
 
 
 def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
@@ -30,13 +27,17 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
     limits, words = container["resources"]["limits"], container["args"]
     shm = next(volume["emptyDir"] for volume in spec["volumes"] if volume["name"] == "shm")
 
+    def url(path: str) -> str:
+        below = path.removeprefix(settings.root)
+        return volume_url(settings) + below if below != path else f"file://{path}"
+
     def node(number: int) -> NodeSpec:
         return NodeSpec(
             image=container["image"],
             entrypoint=list(container["command"]),
             command=list(words),
             env={**{item["name"]: item["value"] for item in container["env"]}, INDEX: str(number)},
-            mounts=list(_mounts(settings, words)),
+            mounts=list(shared_mounts(words[1:], url, (LIMIT_PATH, CLOCK_PATH))),
             hostname=f"{name}-{number}.{spec['subdomain']}" if nodes > 1 else None,
             gpus=_whole(limits, settings.gpu_resource) or 0,
             cpus=_whole(limits, "cpu"),
@@ -44,29 +45,11 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
             shm=_whole(shm, "sizeLimit"),
         )
 
-    rules = LaunchRules(
-        time_limit=float(next(word.partition("=")[2] for word in words if word.startswith(f"{LIMIT_PATH}="))),
-        restart_on=(AGAIN,),
-        max_restarts=RESTARTS,
-        preemptions=RESTARTS,
-        losses=RESTARTS,
-        stop_grace=settings.stop_grace,
-    )
+    limit = next(word.partition("=")[2] for word in words if word.startswith(f"{LIMIT_PATH}="))
+    rules = shared_rules(time_limit=float(limit), again=AGAIN, stop_grace=settings.stop_grace)
     return LaunchSpec(nodes=[node(number) for number in range(nodes)], rules=rules)
 
 
 def _whole(quantities: Mapping[str, Any], name: str) -> int | None:
     """Return a quantity as a whole number, at least 1; None if it is not set."""
     return math.ceil(quantity_of(quantities[name], name)) if name in quantities else None
-
-
-def _mounts(settings: Settings, words: list[str]) -> Iterator[Mount]:
-    """Yield each file and folder of the command by itself: all are on the nodes' volume."""
-    context = words[words.index("--context") + 1]
-    paths = {words[1]: "", context: "", f"{context.rpartition('/')[0]}/key": ""}
-    pairs = [word.partition("=") for before, word in itertools.pairwise(words) if before == "--path"]
-    known = (GRACE_PATH, LIMIT_PATH, CLOCK_PATH, FLUSH_PATH)
-    for path, name in [*paths.items(), *((path, name) for name, _, path in pairs if name not in known)]:
-        below = path.removeprefix(settings.root)
-        url = volume_url(settings) + below if below != path else f"file://{path}"
-        yield Mount(url=url, path=path, kind="sync" if name in ("live", "direct") else "mount")

@@ -7,6 +7,7 @@ import json
 import posixpath
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
@@ -15,9 +16,9 @@ from ...job.options import merge_options
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
 from ...validate import choice_of, texts_of, whole_number
-from .._cloud import check_env_secrets, digest_of
-from . import BUCKETS, NAME, STORE, Provider, devices, validate
-from .node import AGAIN, CLOCK_PATH, FLUSH_PATH, GRACE_PATH, HOST, LIMIT_PATH, NODES, SCRATCH, SECRETS
+from .._cloud import GRACE_PATH, bucket_url, check_lines, check_shared, digest_of, shared_arguments
+from . import NAME, STORE, Provider, devices, validate
+from .node import AGAIN, CLOCK_PATH, HOST, LIMIT_PATH, NODES, SCRATCH, SECRETS
 
 if TYPE_CHECKING:
     from ...job.job import Gpu, Job
@@ -56,8 +57,6 @@ LONGEST_NAME = 57
 """Characters of a Job's name: its pods are named ``NAME-INDEX``, with 63 at most, for up to 100,000 nodes."""
 EXTRA_GRACE = 10
 """Seconds between the end of our grace and Kubernetes' kill."""
-FLUSH_SECONDS = 30
-"""Seconds between flushes into a mounted bucket: each is a whole new object, which costs money."""
 JOIN = 3600
 """Seconds beyond its limit after which a pod is stopped in any case: it may wait for its image and its peers."""
 SHM = "/dev/shm"
@@ -73,7 +72,6 @@ _OBJECTS = ("namespace", "claim", "service_account", "priority_class", "runtime_
 _TEXTS = ("kubeconfig", "context", "root", "bucket", "queue", "gpu_resource", "gpu_label", *_OBJECTS)
 _BAD_PATH = re.compile(r"[\x00-\x1f\x7f:]")
 """Characters that a mount's path cannot have."""
-_BUCKET = re.compile(rf"({'|'.join(BUCKETS)})://[^/?#\s]+(/[^/?#\s]+)*/?")
 _ROOTS = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/root", "/sbin", "/sys", "/usr")
 """Folders whose content in an image a volume would hide."""
 
@@ -81,9 +79,7 @@ _ROOTS = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/roo
 def checked(settings: Settings) -> Settings:
     """Return ``settings``, checked. Raises `SpecError`."""
     own = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}
-    for name in _TEXTS:
-        if not isinstance(own[name], str) or re.search(r"[\x00-\x1f\x7f]", own[name]):
-            raise SpecError(f"must be one line of text, not {own[name]!r}", field=f"{NAME}.{name}")
+    check_lines(settings, _TEXTS, NAME)
     if own["kind"] == "trainjob":
         why = "a TrainJob takes the rules of restarts and failures from a runtime object of the cluster"
         raise UnsupportedError(NAME, f"{NAME}.kind", why, hint='set kind = "jobset", which a TrainJob makes in the end')
@@ -92,7 +88,8 @@ def checked(settings: Settings) -> Settings:
     for name, least in _LEAST.items():
         whole_number(own[name], f"{NAME}.{name}", least=least, most=validate.INT32 - EXTRA_GRACE)
     validate.check_fields(own["host_network"], "bool", f"{NAME}.host_network")
-    own |= {"root": _checked_root(settings), "bucket": settings.bucket.rstrip("/")}
+    own["root"] = _checked_root(settings)
+    own["bucket"] = bucket_url(settings.bucket, f"{NAME}.bucket") if settings.bucket else ""
     for name in _OBJECTS:
         if own[name] or name == "namespace":
             validate.check_name(own[name], f"{NAME}.{name}", label=name == "namespace")
@@ -120,9 +117,6 @@ def _checked_root(settings: Settings) -> str:
         raise SpecError("excludes claim", field=f"{NAME}.volume", hint="keep one of them")
     if settings.volume or not isinstance(settings.volume, Mapping):
         validate.check_volume(settings.volume, f"{NAME}.volume")
-    if settings.bucket and not _BUCKET.fullmatch(settings.bucket):
-        hint = "for example s3://my-bucket, or gs://my-bucket/team"
-        raise SpecError(f"{settings.bucket!r} is not the URL of a bucket", field=f"{NAME}.bucket", hint=hint)
     root, taken = settings.root.rstrip("/") or settings.root, (*_ROOTS, SCRATCH, SECRETS, SHM)
     plain = root.startswith("/") and not _BAD_PATH.search(root) and posixpath.normpath(root) == root
     if root and not (plain and root not in taken):
@@ -257,12 +251,7 @@ def _refuse(settings: Settings, job: Job) -> None:
         raise SpecError(f"is more than memory_gb, {wanted.memory_gb}, which holds it", field="resources.shm_gb")
     if wanted.instance_type:
         validate.check_labels({"instance_type": wanted.instance_type}, "resources")
-    for name, item in job.inputs.items():
-        if item.shard:
-            raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole input")
-        if item.mode == "copy":
-            raise UnsupportedError(NAME, f"inputs.{name}.mode", "nodes read inputs where they are, on their volume")
-    check_env_secrets(NAME, job, known="env:NAME only: the value travels in a Secret of the namespace")
+    check_shared(NAME, job, where="on their volume", secrets="the value travels in a Secret of the namespace")
 
 
 def volume_url(settings: Settings) -> str:
@@ -284,22 +273,12 @@ def _path(settings: Settings, url: str, field: str) -> str:
 
 def _words(settings: Settings, job: Job, layout: Layout, attempt: int, gpu_index: int, seconds: int) -> list[str]:
     """Return the runtime's command line, without Python."""
-    paths = {"code": layout.code, "live": layout.live}
-    if not settings.bucket:  # else a script writes by the bucket's own URL: a mount cannot rename
-        paths["direct"] = layout.direct
-    paths = {name: _path(settings, url, "store") for name, url in paths.items()}
-    if layout.resume:
-        paths["resume"] = _path(settings, layout.resume, "resume_from")
-    for name, item in sorted(layout.inputs.items()):
-        path = _path(settings, item.url, f"inputs.{name}")
-        paths[f"file.{name}" if item.file else f"input.{name}"] = path
-    paths[GRACE_PATH], paths[LIMIT_PATH] = str(settings.stop_grace), str(seconds)
-    if settings.bucket:
-        paths[FLUSH_PATH] = str(FLUSH_SECONDS)
-    paths[CLOCK_PATH] = f"{_path(settings, layout.native, 'store')}/{NAME}-{attempt}-{gpu_index}/used"
-    words = [_path(settings, layout.runtime, "store"), "run", "--context", _path(settings, layout.context, "store")]
-    words += ["--attempt", str(attempt)]
-    return words + [word for name, path in paths.items() for word in ("--path", f"{name}={path}")]
+    own = {
+        GRACE_PATH: str(settings.stop_grace),
+        LIMIT_PATH: str(seconds),
+        CLOCK_PATH: f"{_path(settings, layout.native, 'store')}/{NAME}-{attempt}-{gpu_index}/used",
+    }
+    return shared_arguments(layout, attempt, partial(_path, settings), own)
 
 
 # ---------------------------------------------------------------------------------------------------------- the objects
