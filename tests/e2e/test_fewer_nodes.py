@@ -74,9 +74,7 @@ def joins(jobs: Jobs, script: Script, most: int, result: dict[str, Any]) -> None
     assert {step: expected[step] for step in first} == first
     assert min(last) == int(result["attempts"][-1]["resumed_step"]) + 1
     assert max(last) == max(expected)
-    assert list(last.values()) == pytest.approx([expected[step] for step in last], rel=2e-2, abs=2e-3)
-    soon = [step for step in last if step < min(last) + 5]
-    assert [last[step] for step in soon] == pytest.approx([expected[step] for step in soon], rel=1e-5)
+    assert list(last.values()) == pytest.approx([expected[step] for step in last], rel=1e-4)
 
 
 def asked(result: dict[str, Any]) -> list[tuple[str, str | None, int]]:
