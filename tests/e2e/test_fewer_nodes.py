@@ -22,7 +22,7 @@ SLOW = """
 
     def compute_loss(model, batch):
         if os.environ.get("CLOUDTRAIN_ATTEMPT") == "0.0":  # the drill waits for a checkpoint in the store
-            time.sleep(0.1)
+            time.sleep(0.2)
         return quick(model, batch)
 """
 DDP = ("ddp.py", "digits", DIGITS, ("--max-steps", "132", "--save-every", "10"))
