@@ -203,6 +203,8 @@ class Estimator:
         retries: int | None = None,
         stall_timeout: Duration | None = None,
         keep_warm: Duration | None = None,
+        min_gpu_util: str | None = None,
+        node_check: bool | None = None,
         interactive: bool | None = None,
         debug_nccl: bool | None = None,
         resume_from: str | None = None,

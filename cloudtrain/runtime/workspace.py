@@ -11,7 +11,7 @@ import venv
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CloudtrainError, SpecError, StorageError
 from ..provider_api.node import NodeEnvironment
@@ -28,6 +28,9 @@ from .outputs import Outputs
 from .stall import Look
 from .store_checkpoints import find_newest
 from .unpack import unpack
+
+if TYPE_CHECKING:
+    from .node_check import Finding
 
 __all__ = ["Workspace"]
 
@@ -216,26 +219,8 @@ class Workspace:
     def start(self, *, attempt: str, resume: str, emit: Callable[[dict[str, Any]], None]) -> Ranks:
         """Start this node's ranks. Raises `OSError` when the command cannot be run."""
         context, topology = self.context, self._site.topology
-        inputs = self.inputs()
-        values = {
-            "checkpoint_dir": str(self.checkpoints),
-            "artifact_dir": str(self.artifacts),
-            "resume_from": resume,
-            "run_id": context["run_id"],
-            **{f"inputs.{name}": path for name, path in inputs.items()},
-        }
-        environment = launch.environment_of(
-            context,
-            topology,
-            base={name: os.environ[name] for name in os.environ if not name.startswith(tuple(self._site.hidden_env))},
-            export=self._export,
-            own=self._own(values, inputs, attempt),
-            secrets=self._secrets(),
-            values=values,
-            home=str(self._home),
-            dumps=self.recorder.folder,
-            cpus=self._site.cpus or cpu_count(),
-        )
+        values = self._values(resume)
+        environment = self._rank_environment(values, attempt)
         if context["launcher"] == "command" or context["requirements"]:
             # Let a shell script use the python, torchrun and pip that would have run the ranks.
             path = environment.get("PATH", os.defpath)
@@ -255,6 +240,54 @@ class Workspace:
             first_rank=self.node * self.processes,
             emit=emit,
             read=PrintedMetrics(printed, self.metrics, say=self._log.say).read if printed else None,
+        )
+
+    def check(self, attempt: str, wait: gpus.Wait, broken: Callable[[], bool]) -> list[Finding]:
+        """Run `node_check` with the environment of the ranks; see `run_check`. Keep the report among the artifacts."""
+        from .preflight import run_check  # most jobs need none of it
+
+        folder, expected = self.folder / "node-check", self.context["node_check"]["gpus"]
+        folder.mkdir()
+        script = folder / "node_check.py"
+        script.write_bytes(_source_of(script.name))
+        found = run_check(
+            [[self._python, str(script)]] * max(self.processes, expected or 0),
+            self._rank_environment(self._values(""), attempt),
+            self._site.topology,
+            folder=folder,
+            gpus=expected,
+            started=self.note_group,
+            wait=wait,
+            broken=broken,
+        )
+        for report in folder.glob("*.json"):
+            kept = self.artifacts / folder.name
+            kept.mkdir(exist_ok=True)
+            shutil.copyfile(report, kept / f"{attempt}.json")
+        return found
+
+    def _values(self, resume: str) -> dict[str, str]:
+        """Return the values of the placeholders."""
+        return {
+            "checkpoint_dir": str(self.checkpoints),
+            "artifact_dir": str(self.artifacts),
+            "resume_from": resume,
+            "run_id": self.context["run_id"],
+            **{f"inputs.{name}": path for name, path in self.inputs().items()},
+        }
+
+    def _rank_environment(self, values: Mapping[str, str], attempt: str) -> dict[str, str]:
+        return launch.environment_of(
+            self.context,
+            self._site.topology,
+            base={name: os.environ[name] for name in os.environ if not name.startswith(tuple(self._site.hidden_env))},
+            export=self._export,
+            own=self._own(values, attempt),
+            secrets=self._secrets(),
+            values=values,
+            home=str(self._home),
+            dumps=self.recorder.folder,
+            cpus=self._site.cpus or cpu_count(),
         )
 
     @property
@@ -277,12 +310,12 @@ class Workspace:
             if names:
                 self._log.say(f"kept as artifacts in flight-recorder/{attempt}: {', '.join(names)}")
 
-    def _own(self, values: Mapping[str, str], inputs: Mapping[str, str], attempt: str) -> dict[str, str]:
+    def _own(self, values: Mapping[str, str], attempt: str) -> dict[str, str]:
         return {
             "CLOUDTRAIN_RUN_ID": self.context["run_id"],
             "CLOUDTRAIN_ATTEMPT": attempt,
             "CLOUDTRAIN_PROVIDER": self.context["provider"],
-            **{f"CLOUDTRAIN_INPUT_{name.upper().replace('-', '_')}": path for name, path in inputs.items()},
+            **{f"CLOUDTRAIN_INPUT_{name.upper().replace('-', '_')}": path for name, path in self.inputs().items()},
             "CLOUDTRAIN_CHECKPOINT_DIR": values["checkpoint_dir"],
             "CLOUDTRAIN_CHECKPOINT_URL": self.checkpoint_url,
             "CLOUDTRAIN_RESUME_FROM": values["resume_from"],

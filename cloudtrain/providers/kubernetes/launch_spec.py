@@ -35,7 +35,7 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
             image=container["image"],
             entrypoint=list(container["command"]),
             command=list(words),
-            env={**{item["name"]: item["value"] for item in container["env"]}, INDEX: str(number)},
+            env={**{item["name"]: item["value"] for item in container["env"] if "value" in item}, INDEX: str(number)},
             mounts=list(_mounts(settings, words)),
             hostname=f"{name}-{number}.{service}" if nodes > 1 else None,
             gpus=int(gpus) if str(gpus).isdecimal() else 0,

@@ -23,6 +23,8 @@ GRACE_PATH, CLOCK_PATH, LIMIT_PATH, FLUSH_PATH = "grace", "clock", "limit", "flu
 """``--path`` pairs: the grace, the file with the running time of all starts, the limit of it in seconds, and the
 seconds between two writes of one file on a mounted bucket."""
 NODES, HOST = "CLOUDTRAIN_KUBERNETES_NODES", "CLOUDTRAIN_KUBERNETES_HOST"
+MACHINE = "CLOUDTRAIN_KUBERNETES_MACHINE"
+"""Variable with the name of the cluster's node, which Kubernetes fills in."""
 INDEX = "JOB_COMPLETION_INDEX"
 SCRATCH, SECRETS = "/cloudtrain/scratch", "/cloudtrain/secrets"
 WRITTEN = 2.0
@@ -54,6 +56,7 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
         flush_seconds=flush or NodeEnvironment.flush_seconds,
         exit_code=codes,
         secrets=lambda reference: secret(reference.partition(":")[2]),
+        machine=environ.get(MACHINE, ""),
         notices=(clock,) if clock is not None else (),
     )
 

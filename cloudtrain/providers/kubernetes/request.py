@@ -28,7 +28,7 @@ from .devices import (
     tolerations,
     with_gpu_memory,
 )
-from .node import AGAIN, CLOCK_PATH, FLUSH_PATH, GRACE_PATH, HOST, LIMIT_PATH, NODES, SCRATCH, SECRETS
+from .node import AGAIN, CLOCK_PATH, FLUSH_PATH, GRACE_PATH, HOST, LIMIT_PATH, MACHINE, NODES, SCRATCH, SECRETS
 from .validate import (
     INT32,
     check_body,
@@ -58,6 +58,8 @@ ENDED = "cloudtrain.dev/ended"
 POD_INDEX = "batch.kubernetes.io/job-completion-index"
 """Label of a pod with its number in the Job: the node rank."""
 CONTAINER = "node"
+HOSTNAME = "kubernetes.io/hostname"
+"""Label of the cluster's nodes with their name, by which pods keep off some of them."""
 QUEUE, JOBSETS = "kueue.x-k8s.io/queue-name", "jobset.x-k8s.io"
 OF_SET = "-node-0"
 """End of the name of the Job that a JobSet makes. The name of any other Job ends with the digits of its run."""
@@ -127,6 +129,9 @@ def checked(settings: Settings) -> Settings:
     pull_secrets = texts_of(settings.image_pull_secrets, f"{NAME}.image_pull_secrets")
     for number, item in enumerate(pull_secrets):
         check_name(item, f"{NAME}.image_pull_secrets[{number}]")
+    exclude = texts_of(settings.exclude, f"{NAME}.exclude")
+    for name in exclude:
+        check_labels({HOSTNAME: name}, f"{NAME}.exclude")
     for name in ("labels", "annotations", "node_selector"):
         check_labels(getattr(settings, name), f"{NAME}.{name}", values=name != "annotations")
     check_labels({"queue": settings.queue}, NAME)
@@ -144,6 +149,7 @@ def checked(settings: Settings) -> Settings:
         settings,
         root=root,
         bucket=settings.bucket.rstrip("/"),
+        exclude=exclude,
         image_pull_secrets=pull_secrets,
         labels={key: label_text(value) for key, value in settings.labels.items()},
         annotations={key: label_text(value) for key, value in settings.annotations.items()},
@@ -457,6 +463,7 @@ def _pod(
     wanted, s = job.resources, settings
     machine = {"node.kubernetes.io/instance-type": wanted.instance_type} if wanted.instance_type else {}
     expressions = gpu_selector(s, gpu)
+    expressions += [{"key": HOSTNAME, "operator": "NotIn", "values": list(s.exclude)}] if s.exclude else []
     terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
     shm = {"sizeLimit": f"{wanted.shm_gb}G"} if wanted.shm_gb else {}
     disk = {"sizeLimit": f"{wanted.disk_gb}G"} if wanted.disk_gb else {}
@@ -520,7 +527,10 @@ def _container(settings: Settings, job: Job, gpu: Gpu | None, *, host: str, word
         **({"imagePullPolicy": settings.image_pull_policy} if settings.image_pull_policy else {}),
         "command": command[:3],
         "args": command[3:],
-        "env": [{"name": key, "value": value} for key, value in env.items()],
+        "env": [
+            *({"name": key, "value": value} for key, value in env.items()),
+            {"name": MACHINE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        ],
         "resources": {"limits": limits, "requests": dict(limits)},
         **({"securityContext": closed} if settings.security else {}),
         "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in mounts],

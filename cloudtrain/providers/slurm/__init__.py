@@ -6,7 +6,8 @@ Its Request holds a batch script, complete with its ``#SBATCH`` lines, as ``sbat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -72,6 +73,11 @@ class Provider(ClusterProvider):
     max_poll_s: ClassVar[float] = 10.0
     always_interactive: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
+
+    def without_machines(self, names: Sequence[str]) -> Provider:
+        """Return this provider with the nodes ``names`` added to ``slurm.exclude``."""
+        settings = dataclasses.asdict(self.settings)
+        return Provider(**{**settings, "exclude": ",".join(filter(None, [self.settings.exclude, *names]))})
 
 
 DIFFERENCES = (
