@@ -31,6 +31,7 @@ from .commits import Commits
 from .decisions import Notice, conclude, hear, node_outcome, restore_verdict, signal_due, with_reports
 from .history import FIRST, Start, restart_of
 from .host_facts import kill_users, machine_name, oom_kills
+from .idle import IdleGpus
 from .launch import Ranks, reap
 from .link import Link
 from .logs import LogWriter
@@ -336,7 +337,8 @@ class Node:
             uploads=self.uploads,
         )
         mirror.start()
-        self.usage = UsageSampler(space.usage, disk=space.folder)
+        rule = self.context.get("min_gpu_util")
+        self.usage = UsageSampler(space.usage, disk=space.folder, on_gpu=self._on_gpu)
         self.usage.start()
         self.stall = stall.Stall(
             node=self.me,
@@ -346,7 +348,18 @@ class Node:
             peers=self._live_nodes,
             last=lambda: max(self.log.last, mirror.sign()),
             look=lambda: space.look(self.ranks) if self.ranks is not None else None,
+            idle=IdleGpus(rule) if rule else None,
+            has_metrics=space.has_metrics,
         )
+
+    def _on_gpu(self, used: float | None) -> None:
+        """Tell node 0 of a sample, for ``min_gpu_util``."""
+        if not self.context.get("min_gpu_util"):
+            return
+        if used is not None:
+            self._tell({"t": "gpu", "used": used})
+        else:
+            self.log.say("min_gpu_util: nvidia-smi shows no GPU of this node, so nothing is known of its use")
 
     def _commits(self) -> Callable[..., Commits]:
         """Return the maker of the run's commits, on node 0, but for what is the mirror's."""

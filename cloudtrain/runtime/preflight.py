@@ -95,7 +95,7 @@ def _findings(
     mute = sum(node_check.BEGUN.encode() not in _tail(folder / str(local)) for local in range(len(ranks)))
     if mute and not ended() and late(TIMINGS.node_check_begin):
         waited = duration(TIMINGS.node_check_begin)
-        return [Finding(f"node {node}: {mute} of {len(ranks)} processes have not begun in {waited}", node)]
+        return [Finding(f"{mute} of its {len(ranks)} processes have not begun in {waited}", node)]
     wait(lambda: ended() or late(TIMINGS.node_check))
     until = time.monotonic() + TIMINGS.stop_kill  # another node's failure may be the consequence of one that ends here
     while broken() and not ended() and time.monotonic() < until:
@@ -126,7 +126,7 @@ def _death(node: int, code: int, output: bytes) -> Finding:
 
     telling = next((line for line in lines if BROKEN_GPU.search(line)), None)
     after = next(filter(is_consequence, lines), None)
-    text = f"node {node}: a process ended with code {code}: {telling or after or lines[-1]}"
+    text = f"a process ended with code {code}: {telling or after or lines[-1]}"
     return Finding(text, None if after and not telling else node)
 
 

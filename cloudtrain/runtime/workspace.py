@@ -157,6 +157,13 @@ class Workspace:
             last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
             raise SpecError(f"pip install -r {requirements.name} failed: {last.strip()}", field="source.requirements")
 
+    def has_metrics(self) -> bool:
+        """Return whether this attempt has a metrics row here."""
+        try:
+            return self.metrics.stat().st_size > 0
+        except OSError:
+            return False
+
     def watch(self) -> Watch:
         """Return a watch of the checkpoints that the script writes."""
         patterns = tuple(self.context["checkpoint_paths"])
