@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from pathlib import Path
 
 import pytest
 from jobs import Jobs
@@ -13,14 +14,7 @@ from cloudtrain.runs.summary import status_text
 
 pytestmark = pytest.mark.slow
 
-FAULTY = """
-    import os, sys
-    checks = any(word.endswith("node_check.py") for word in sys.orig_argv)
-    if checks and os.environ.get("FAULTY") in (os.environ.get("SLURMD_NODENAME"), f"node {os.environ['GROUP_RANK']}"):
-        sys.stderr.write("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered\\n")
-        os._exit(1)
-"""
-"""A sitecustomize.py: the check's processes of one node end like those with a broken GPU."""
+FAULTY = Path(__file__).parents[1] / "scripts" / "faulty_node"
 SMI = """#!/bin/sh
 echo '3, 10, 40'; echo '1, 10, 40'
 """
@@ -35,9 +29,8 @@ while True:
 
 
 def test_a_machine_that_fails_the_check_twice_is_named(jobs: Jobs) -> None:
-    jobs.write("faulty/sitecustomize.py", FAULTY)
     jobs.write("train.py", "raise SystemExit('no rank may start')")
-    faulty = ("--env", f"PYTHONPATH={jobs.code / 'faulty'}", "--env", "FAULTY=node 1")
+    faulty = ("--env", f"PYTHONPATH={FAULTY}", "--env", "FAULTY=node 1")
     shape = ("--nodes", "2", "--launcher", "python", "--node-check", "--retries", "1")
     done = jobs.submit("train.py", *shape, *faulty, "--run-id", "bad-1")
     machine, ecc = socket.gethostname(), "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"
