@@ -28,12 +28,12 @@ import json, sys
 from torchx.components import dist, utils
 from torchx.specs import named_resources
 from cloudtrain.compat.torchx import job_of
-from cloudtrain.errors import SpecError
+from cloudtrain.errors import CloudtrainError
 
 def said(app, provider="local", **cfg):
     try:
         return job_of(app, cfg, provider).to_dict()
-    except SpecError as exc:
+    except CloudtrainError as exc:
         return [exc.field, str(exc), exc.hint]
 
 two = dist.ddp(script="a.py", j="1x2"); two.roles *= 2
@@ -49,6 +49,7 @@ print(json.dumps({
     "mount": said(dist.ddp(script="a.py", j="1x2", mounts=["type=bind", "src=/a", "dst=/b"])),
     "macro": said(dist.ddp("${replica_id}", script="a.py", j="1x2")),
     "roles": said(two),
+    "no job file": said(dist.ddp(script="a.py", j="1x2"), job="missing.toml"),
 }))
 """
 Call = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -172,6 +173,7 @@ def test_a_role_becomes_a_job(jobs: dict[str, Any]) -> None:
         ("mount", "mounts", "put inputs into a job file: -cfg job=job.toml"),
         ("macro", "args", "read torchrun's own variables, such as GROUP_RANK, in the script"),
         ("roles", "roles", ""),
+        ("no job file", "job", ""),
     ],
 )
 def test_what_a_run_cannot_be_is_refused(name: str, field: str, hint: str, jobs: dict[str, Any]) -> None:
