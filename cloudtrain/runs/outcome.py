@@ -135,7 +135,7 @@ def _failure_of(root: Record | None) -> Verdict | None:
     if root["outcome"] == "succeeded" or (root["outcome"] == "stopped" and not failure):
         return None
     public = {name: failure.get(name) for name in FAILURE_FIELDS} if failure else None
-    if public is not None and failure.get("machine"):
+    if failure and public is not None and failure.get("machine"):
         public["machine"] = failure["machine"]
     default = "preempted" if root["outcome"] == "preempted" else "user_error" if failure else ""
     return Verdict(

@@ -227,7 +227,7 @@ class Workspace:
         """Start this node's ranks. Raises `OSError` when the command cannot be run."""
         context, topology = self.context, self._site.topology
         values = self._values(resume)
-        environment = self._rank_environment(values, attempt)
+        environment = self._rank_environment(values, attempt, self._secrets())
         if context["launcher"] == "command" or context["requirements"]:
             # Let a shell script use the python, torchrun and pip that would have run the ranks.
             path = environment.get("PATH", os.defpath)
@@ -250,7 +250,7 @@ class Workspace:
         )
 
     def check(self, attempt: str, wait: gpus.Wait, broken: Callable[[], bool]) -> list[Finding]:
-        """Run `node_check` with the environment of the ranks; see `run_check`. Keep the report among the artifacts."""
+        """Run `node_check` with the environment of the ranks, but no secret; see `run_check`. Keep the report among the artifacts."""
         from .preflight import run_check  # most jobs need none of it
 
         folder, expected = self.folder / "node-check", self.context["node_check"]["gpus"]
@@ -259,7 +259,7 @@ class Workspace:
         script.write_bytes(_source_of(script.name))
         found = run_check(
             [[self._python, str(script)]] * max(self.processes, expected or 0),
-            self._rank_environment(self._values(""), attempt),
+            self._rank_environment(self._values(""), attempt, {}),
             self._site.topology,
             folder=folder,
             gpus=expected,
@@ -283,14 +283,14 @@ class Workspace:
             **{f"inputs.{name}": path for name, path in self.inputs().items()},
         }
 
-    def _rank_environment(self, values: Mapping[str, str], attempt: str) -> dict[str, str]:
+    def _rank_environment(self, values: Mapping[str, str], attempt: str, secrets: Mapping[str, str]) -> dict[str, str]:
         return launch.environment_of(
             self.context,
             self._site.topology,
             base={name: os.environ[name] for name in os.environ if not name.startswith(tuple(self._site.hidden_env))},
             export=self._export,
             own=self._own(values, attempt),
-            secrets=self._secrets(),
+            secrets=secrets,
             values=values,
             home=str(self._home),
             dumps=self.recorder.folder,
