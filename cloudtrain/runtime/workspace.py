@@ -250,7 +250,10 @@ class Workspace:
         )
 
     def check(self, attempt: str, wait: gpus.Wait, broken: Callable[[], bool]) -> list[Finding]:
-        """Run `node_check` with the environment of the ranks, but no secret; see `run_check`. Keep the report among the artifacts."""
+        """Run `node_check` with the environment of the ranks, but no secret; see `run_check`.
+
+        Keep the report among the artifacts.
+        """
         from .preflight import run_check  # most jobs need none of it
 
         folder, expected = self.folder / "node-check", self.context["node_check"]["gpus"]
