@@ -46,16 +46,16 @@ def machine_name() -> str:
     Sources: the EC2 user guide, "Identify EC2 instances"; cloud-init's data sources of Google and Azure. Two of the
     files are for root only.
     """
-    facts = {}
-    for name in ("board_asset_tag", "product_serial", "chassis_asset_tag", "product_uuid"):
+    known = (
+        ("board_asset_tag", "i-[0-9a-f]+", "board_asset_tag"),
+        ("product_serial", "GoogleCloud-.+", "product_serial"),
+        ("chassis_asset_tag", "7783-7084-3265-9085-8269-3286-77", "product_uuid"),
+    )
+    for mark, text, name in known:
         with contextlib.suppress(OSError):
-            facts[name] = (DMI / name).read_text().strip()
-    if re.fullmatch("i-[0-9a-f]+", facts.get("board_asset_tag", "")):
-        return facts["board_asset_tag"]
-    if facts.get("product_serial", "").startswith("GoogleCloud-"):
-        return facts["product_serial"]
-    azure = facts.get("chassis_asset_tag") == "7783-7084-3265-9085-8269-3286-77"
-    return facts.get("product_uuid", "") if azure and "product_uuid" in facts else socket.gethostname()
+            if re.fullmatch(text, (DMI / mark).read_text().strip()):
+                return (DMI / name).read_text().strip()
+    return socket.gethostname()
 
 
 def handles_sigterm(pid: int) -> bool:

@@ -105,7 +105,6 @@ class Node:
         self.peers: dict[int, Message] = {}
         self.gone: set[int] = set()
         self.released = self.lost = False
-        self.checking = False
         self.go: Message | None = None
         self.start: Start | None = None
         self.oom_before = oom_kills()
@@ -201,8 +200,8 @@ class Node:
                 self._fail(self._setup(exc.with_hint(), "infra"))
             self.peers.clear()
         else:
-            self._pump(lambda: self.checking or self._told())
-            if self.checking:
+            self._pump(lambda: bool(self.peers) or self._told())
+            if self.peers:  # node 0 asks for the check, and for nothing else
                 self._check_this_node()
             self._pump(self._told)
 
@@ -215,7 +214,7 @@ class Node:
         self.log.say(f"checking {self.nodes} nodes before the start (node_check)")
         began = time.monotonic()
         self.peers.clear()
-        self.link.send_all({"t": "check"})
+        self.link.send_all({"t": "check", "failures": []})
         self._check_this_node()
         self._pump(lambda: len(self.peers) == self.nodes or self._over())
         if not self._over():
@@ -225,7 +224,7 @@ class Node:
         from .preflight import check_failure
 
         try:
-            found = self._space.check(self.attempt, self._pump_unless_over, self._broken)
+            found = self._space.check(self.attempt, self._pump_unless_over)
         except (OSError, CloudtrainError) as exc:
             self._fail(self._setup(f"the node check cannot run: {exc}", "infra"))
         else:
@@ -338,7 +337,7 @@ class Node:
         )
         mirror.start()
         rule = self.context.get("min_gpu_util")
-        self.usage = UsageSampler(space.usage, disk=space.folder, on_gpu=self._on_gpu)
+        self.usage = UsageSampler(space.usage, disk=space.folder, on_gpu=self._on_gpu if rule else None)
         self.usage.start()
         self.stall = stall.Stall(
             node=self.me,
@@ -354,8 +353,6 @@ class Node:
 
     def _on_gpu(self, used: float | None) -> None:
         """Tell node 0 of a sample, for ``min_gpu_util``."""
-        if not self.context.get("min_gpu_util"):
-            return
         if used is not None:
             self._tell({"t": "gpu", "used": used})
         else:
@@ -393,6 +390,8 @@ class Node:
 
     def _handle(self, sender: int, message: Message) -> None:
         kind = message["t"]
+        if "machine" in message:
+            self.machines[sender] = message["machine"]
         if kind in KINDS and self.mirror is not None:
             self.mirror.take(sender, message)
         elif kind == "hold?":  # this node has not started its ranks, and may never
@@ -409,8 +408,8 @@ class Node:
         """Return the handler of each kind of message that neither the mirror nor `stall` takes."""
         return {
             "hello": self._on_hello,
-            "attempt": self._on_attempt,
-            "check": self._on_check,
+            "attempt": lambda sender, message: self._begin(message["attempt"]),
+            "check": self._on_answer,
             "ready": self._on_answer,
             "restore": lambda sender, message: self.resume.begin(message, self._space, self._tell),
             "restored": self._on_answer,
@@ -430,15 +429,7 @@ class Node:
         self.link.send(0, message)
 
     def _answer(self, kind: str) -> None:
-        failures = [f.to_dict() for f in self.failures]
-        self._tell({"t": kind, "machine": self.machine, "failures": failures})
-
-    def _on_attempt(self, sender: int, message: Message) -> None:
-        self.machines[sender] = message.get("machine", "")
-        self._begin(message["attempt"])
-
-    def _on_check(self, sender: int, message: Message) -> None:
-        self.checking = True
+        self._tell({"t": kind, "machine": self.machine, "failures": [f.to_dict() for f in self.failures]})
 
     def _on_hello(self, sender: int, message: Message) -> None:
         if self.me == 0:
@@ -451,8 +442,6 @@ class Node:
     def _on_answer(self, sender: int, message: Message) -> None:
         if message["t"] != "restored" or "outcome" not in self.peers.get(sender, {}):  # it has left meanwhile
             self.peers[sender] = message
-        if "machine" in message:
-            self.machines[sender] = message["machine"]
         self._on_failed(sender, message)
 
     def _on_go(self, sender: int, message: Message) -> None:

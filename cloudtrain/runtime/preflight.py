@@ -21,113 +21,77 @@ from .timings import TIMINGS
 
 __all__ = ["check_failure", "run_check"]
 
-TAIL = 8192
-"""Bytes at the end of a process's output in which its error is looked for."""
+Wait = Callable[[Callable[[], bool]], None]
 
 
 def run_check(
-    commands: Sequence[Sequence[str]],
-    env: Mapping[str, str],
-    topology: Topology,
-    *,
-    folder: Path,
-    gpus: int | None,
-    started: Callable[[int], None],
-    wait: Callable[[Callable[[], bool]], None],
-    broken: Callable[[], bool],
-) -> list[Finding]:
-    """Run the command of each of this node's processes. Return their problems; on node 0, also those of all nodes.
+    command: Sequence[str], count: int, env: Mapping[str, str], site: Topology, *, folder: Path, gpus: int | None,
+    started: Callable[[int], None], wait: Wait,
+) -> list[Finding]:  # fmt: skip
+    """Run ``command`` as ``count`` processes. Return this node's problems; on node 0, also those of all nodes.
 
-    ``gpus`` is the number that each node must have. ``started`` gets each pid. ``wait`` returns once its argument is
-    true, or sooner if the attempt is over; ``broken()``: by a failure anywhere. Raises `OSError`.
+    ``folder`` keeps their output and the report. ``gpus`` is the number that each node must have. ``started`` gets each
+    pid. ``wait`` returns once its argument is true, or sooner if the attempt is over. Raises `OSError`.
     """
-    node, count, ranks = topology.node_rank, len(commands), list[subprocess.Popen[bytes]]()
-    words = {
-        "WORLD_SIZE": topology.nodes * count,
-        "LOCAL_WORLD_SIZE": count,
-        "GROUP_RANK": node,
-        "MASTER_ADDR": topology.master_addr,
-        "MASTER_PORT": topology.master_port,
-        "CLOUDTRAIN_ARTIFACT_DIR": folder,
-    }
+    words = {"WORLD_SIZE": site.nodes * count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": site.node_rank}
+    words |= {"MASTER_ADDR": site.master_addr, "MASTER_PORT": site.master_port, "CLOUDTRAIN_ARTIFACT_DIR": folder}
+    outputs = {folder / f"rank-{site.node_rank * count + local}.log": local for local in range(count)}
+    ranks: dict[Path, subprocess.Popen[bytes]] = {}
     try:
-        for local, command in enumerate(commands):
-            own = {**words, "RANK": node * count + local, "LOCAL_RANK": local}
-            with open(folder / str(local), "wb") as output:
-                ranks.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=folder,
-                        env={**env, **{name: str(value) for name, value in own.items()}},
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-            started(ranks[-1].pid)
-        return _findings(ranks, topology, folder, gpus, wait, broken)
+        for path, local in outputs.items():
+            own = {**words, "RANK": site.node_rank * count + local, "LOCAL_RANK": local}
+            given = {**env, **{name: str(value) for name, value in own.items()}}
+            with open(path, "wb") as file:
+                ranks[path] = subprocess.Popen(
+                    command, cwd=folder, env=given, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                    start_new_session=True,
+                )  # fmt: skip
+            started(ranks[path].pid)
+        return _findings(ranks, site, folder, gpus, wait)
     finally:
-        for process in ranks:
+        for process in ranks.values():
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             threading.Thread(target=process.wait, daemon=True).start()  # a stuck driver may hold it for ever
 
 
 def _findings(
-    ranks: Sequence[subprocess.Popen[bytes]],
-    topology: Topology,
-    folder: Path,
-    gpus: int | None,
-    wait: Callable[[Callable[[], bool]], None],
-    broken: Callable[[], bool],
+    ranks: Mapping[Path, subprocess.Popen[bytes]], site: Topology, folder: Path, gpus: int | None, wait: Wait
 ) -> list[Finding]:
-    node, began = topology.node_rank, time.monotonic()
+    began = time.monotonic()
 
     def ended() -> bool:
-        codes = [process.poll() for process in ranks]
+        codes = [process.poll() for process in ranks.values()]
         return None not in codes or any(codes)
 
-    def late(seconds: float) -> bool:
-        return time.monotonic() - began >= seconds
+    def late() -> list[Finding]:
+        waited = time.monotonic() - began
+        mute = [path for path in ranks if node_check.BEGUN not in path.read_text(errors="replace")]
+        if waited >= TIMINGS.node_check_begin and mute:
+            text = f"{len(mute)} of its {len(ranks)} processes have not begun in {duration(waited)}"
+            return [Finding(text, site.node_rank)]
+        return [Finding(f"it has not ended in {duration(waited)}")] if waited >= TIMINGS.node_check else []
 
-    wait(lambda: ended() or late(TIMINGS.node_check_begin))
-    mute = sum(node_check.BEGUN.encode() not in _tail(folder / str(local)) for local in range(len(ranks)))
-    if mute and not ended() and late(TIMINGS.node_check_begin):
-        waited = duration(TIMINGS.node_check_begin)
-        return [Finding(f"{mute} of its {len(ranks)} processes have not begun in {waited}", node)]
-    wait(lambda: ended() or late(TIMINGS.node_check))
+    wait(lambda: ended() or bool(late()))
     until = time.monotonic() + TIMINGS.stop_kill  # another node's failure may be the consequence of one that ends here
-    while broken() and not ended() and time.monotonic() < until:
+    while not ended() and not late() and time.monotonic() < until:
         time.sleep(0.05)
-    if failed := [(local, code) for local, process in enumerate(ranks) if (code := process.poll())]:
-        deaths = [_death(node, code, _tail(folder / str(local))) for local, code in failed]
+    codes = {path: process.poll() for path, process in ranks.items()}
+    if deaths := [_death(site.node_rank, code, path) for path, code in codes.items() if code]:
         return [next((death for death in deaths if death.node is not None), deaths[0])]
-    if not ended():
-        return [Finding(f"it has not ended in {duration(TIMINGS.node_check)}")] if late(TIMINGS.node_check) else []
-    if node:
-        return []
+    if site.node_rank or not ended():
+        return late() if not ended() else []
     report = json.loads((folder / node_check.REPORT).read_bytes())
-    return list(node_check.findings(report, nodes=topology.nodes, gpus=gpus))
+    return list(node_check.findings(report, nodes=site.nodes, gpus=gpus))
 
 
-def _tail(path: Path) -> bytes:
-    with open(path, "rb") as stream:
-        stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL))
-        return stream.read()
-
-
-def _death(node: int, code: int, output: bytes) -> Finding:
+def _death(node: int, code: int, output: Path) -> Finding:
     """Return a process's bad end. It names no node if it is the consequence of another node's."""
-    lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()] or ["no output"]
-
-    def is_consequence(line: str) -> bool:
-        return Failure(kind="check", node=node, time_ns=0, exception=line).consequence
-
-    telling = next((line for line in lines if BROKEN_GPU.search(line)), None)
-    after = next(filter(is_consequence, lines), None)
-    text = f"a process ended with code {code}: {telling or after or lines[-1]}"
-    return Finding(text, None if after and not telling else node)
+    lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()] or ["no output"]
+    broken = next(filter(BROKEN_GPU.search, lines), None)
+    parts = (line for line in lines if Failure(kind="check", node=node, time_ns=0, exception=line).consequence)
+    after = None if broken else next(parts, None)
+    return Finding(f"a process ended with code {code}: {broken or after or lines[-1]}", None if after else node)
 
 
 def check_failure(found: Sequence[Finding], node: int, machines: Mapping[int, str]) -> Failure | None:

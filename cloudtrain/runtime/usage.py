@@ -36,7 +36,7 @@ class UsageSampler:
     fullest GPU). ``on_gpu`` gets the use of the busiest GPU in percent; None once, if no GPU can be sampled.
     """
 
-    def __init__(self, file: Path, *, disk: Path, on_gpu: Callable[[float | None], None] = lambda _: None) -> None:
+    def __init__(self, file: Path, *, disk: Path, on_gpu: Callable[[float | None], None] | None = None) -> None:
         self._file, self._disk, self._on_gpu, self._has_gpus = file, disk, on_gpu, True
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="usage", daemon=True)
@@ -68,7 +68,8 @@ class UsageSampler:
         if self._has_gpus:
             gpus = gpu_rows()
             self._has_gpus = bool(gpus)
-            self._on_gpu(max((used for used, _, _ in gpus), default=None))
+            if self._on_gpu is not None:
+                self._on_gpu(max((used for used, _, _ in gpus), default=None))
             found |= gpu_usage(gpus)
         return found
 

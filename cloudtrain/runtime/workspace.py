@@ -249,32 +249,18 @@ class Workspace:
             read=PrintedMetrics(printed, self.metrics, say=self._log.say).read if printed else None,
         )
 
-    def check(self, attempt: str, wait: gpus.Wait, broken: Callable[[], bool]) -> list[Finding]:
-        """Run `node_check` with the environment of the ranks, but no secret; see `run_check`.
-
-        Keep the report among the artifacts.
-        """
+    def check(self, attempt: str, wait: gpus.Wait) -> list[Finding]:
+        """Run `node_check` with the environment of the ranks, but no secret. Artifacts keep its files; see
+        `run_check`."""
         from .preflight import run_check  # most jobs need none of it
 
-        folder, expected = self.folder / "node-check", self.context["node_check"]["gpus"]
-        folder.mkdir()
-        script = folder / "node_check.py"
+        script, folder = self.folder / "node_check.py", self.artifacts / "node-check" / attempt
+        folder.mkdir(parents=True, exist_ok=True)
         script.write_bytes(_source_of(script.name))
-        found = run_check(
-            [[self._python, str(script)]] * max(self.processes, expected or 0),
-            self._rank_environment(self._values(""), attempt, {}),
-            self._site.topology,
-            folder=folder,
-            gpus=expected,
-            started=self.note_group,
-            wait=wait,
-            broken=broken,
-        )
-        for report in folder.glob("*.json"):
-            kept = self.artifacts / folder.name
-            kept.mkdir(exist_ok=True)
-            shutil.copyfile(report, kept / f"{attempt}.json")
-        return found
+        environ, expected = self._rank_environment(self._values(""), attempt, {}), self.context["node_check"]["gpus"]
+        command, count, site = [self._python, str(script)], max(self.processes, expected or 0), self._site.topology
+        more = {"folder": folder, "gpus": expected, "started": self.note_group, "wait": wait}
+        return run_check(command, count, environ, site, **more)
 
     def _values(self, resume: str) -> dict[str, str]:
         """Return the values of the placeholders."""
