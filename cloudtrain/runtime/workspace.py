@@ -257,10 +257,17 @@ class Workspace:
         script, folder = self.folder / "node_check.py", self.artifacts / "node-check" / attempt
         folder.mkdir(parents=True, exist_ok=True)
         script.write_bytes(_source_of(script.name))
-        environ, expected = self._rank_environment(self._values(""), attempt, {}), self.context["node_check"]["gpus"]
-        command, count, site = [self._python, str(script)], max(self.processes, expected or 0), self._site.topology
-        more = {"folder": folder, "gpus": expected, "started": self.note_group, "wait": wait}
-        return run_check(command, count, environ, site, **more)
+        expected = self.context["node_check"]["gpus"]
+        return run_check(
+            [self._python, str(script)],
+            max(self.processes, expected or 0),
+            self._rank_environment(self._values(""), attempt, {}),
+            self._site.topology,
+            folder=folder,
+            gpus=expected,
+            started=self.note_group,
+            wait=wait,
+        )
 
     def _values(self, resume: str) -> dict[str, str]:
         """Return the values of the placeholders."""
