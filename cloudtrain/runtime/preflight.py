@@ -33,12 +33,9 @@ def run_check(
     ``folder`` keeps their output and the report. ``gpus`` is the number that each node must have. ``started`` gets each
     pid. ``wait`` returns once its argument is true, or sooner if the attempt is over. Raises `OSError`.
     """
-    words: dict[str, object] = {
-        "WORLD_SIZE": site.nodes * count,
-        "LOCAL_WORLD_SIZE": count,
-        "GROUP_RANK": site.node_rank,
-    }
-    words |= {"MASTER_ADDR": site.master_addr, "MASTER_PORT": site.master_port, "CLOUDTRAIN_ARTIFACT_DIR": folder}
+    words: dict[str, object] = {"WORLD_SIZE": site.nodes * count, "LOCAL_WORLD_SIZE": count}
+    words |= {"GROUP_RANK": site.node_rank, "MASTER_ADDR": site.master_addr, "MASTER_PORT": site.master_port}
+    words["CLOUDTRAIN_ARTIFACT_DIR"] = folder
     outputs = {folder / f"rank-{site.node_rank * count + local}.log": local for local in range(count)}
     ranks: dict[Path, subprocess.Popen[bytes]] = {}
     try:
