@@ -2,10 +2,13 @@
 
 Every node sends node 0 the use of its busiest GPU with each sample of `usage`. Node 0 ends the run if no GPU of any
 node has reached the rule's percentage for the rule's whole time. The time begins with the attempt's first metrics row,
-or once `STEADY` samples have reached the percentage: imports, downloads, a restore and a first compile do not count.
+or once `STEADY` samples of one node have reached the percentage. So imports, downloads, a restore and a first compile
+do not count.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 from ..validate import duration, parse_duration
 from .timings import TIMINGS
@@ -27,28 +30,29 @@ class IdleGpus:
         self._percent, self._seconds = float(percent), parse_duration(time, field="min_gpu_util")
         self._last: dict[int, float] = {}
         self._since: float | None = None
-        self._steady = self._count = 0
+        self._steady: Counter[int] = Counter()
+        self._count = 0
         self._sum = self._most = 0.0
 
     def take(self, node: int, used: float, now: float) -> None:
         """Take a sample: the use of a node's busiest GPU in percent."""
         self._last[node] = now
         if used >= self._percent:
-            self._steady += 1
+            self._steady[node] += 1
             self._restart(now)
         else:
             self._count, self._sum, self._most = self._count + 1, self._sum + used, max(self._most, used)
 
     def reason(self, now: float, *, has_metrics: bool) -> str:
         """Return why the run counts as stalled; empty while it does not."""
-        if self._since is None and (has_metrics or self._steady >= STEADY):
+        if self._since is None and (has_metrics or max(self._steady.values(), default=0) >= STEADY):
             self._since = now
             self._restart(now)
         if self._since is None or not self._last:
             return ""
         if now - min(self._last.values()) > MISSED * TIMINGS.usage:
             self._restart(now)
-        if now - self._since < self._seconds or self._count < STEADY:
+        if now - self._since < self._seconds or self._count < STEADY * len(self._last):
             return ""
         average = self._sum / self._count
         return (
