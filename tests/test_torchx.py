@@ -20,8 +20,8 @@ __all__ = ["built"]
 SCRIPT = """
 import os, sys, time
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:], os.environ["COLOUR"], flush=True)
-if "--sleep" in sys.argv:
-    time.sleep(300)
+while "--hold" in sys.argv and not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
+    time.sleep(0.1)
 """
 JOBS = """
 import json, sys
@@ -106,7 +106,7 @@ def test_torchx_sends_follows_and_lists_a_run(torchx: Call, home: tuple[Path, Ma
 
 @pytest.mark.slow
 def test_torchx_cancels_a_run(torchx: Call) -> None:
-    words = ["dist.ddp", "-j", "1x1", "--script", "train.py", "--env", "COLOUR=red", "--", "--sleep"]
+    words = ["dist.ddp", "-j", "1x1", "--script", "train.py", "--env", "COLOUR=red", "--", "--hold"]
     handle = torchx("run", "-s", "cloudtrain", *words).stdout.split()[-1]
     torchx("cancel", handle)
     torchx("cancel", handle)

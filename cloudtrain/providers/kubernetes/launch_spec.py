@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
+from ...provider_api.launch_spec import LaunchSpec, NodeSpec
 from ...provider_api.protocol import Request
-from .node import AGAIN, CLOCK_PATH, FLUSH_PATH, GRACE_PATH, INDEX, LIMIT_PATH
+from .._cloud import shared_mounts, shared_rules
+from .node import AGAIN, CLOCK_PATH, INDEX, LIMIT_PATH
 from .request import job_object, volume_url
 
 if TYPE_CHECKING:
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["launch_spec"]
 
-RESTARTS = 1000
-"""Restarts of a job by Kubernetes: only the time limit of the run ends them."""
 GB = 1000**3
 
 
@@ -30,13 +27,17 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
     limits, words, nodes = container["resources"]["limits"], container["args"], int(spec["completions"])
     cores, memory, gpus = limits.get("cpu"), limits.get("memory"), limits.get(settings.gpu_resource, "0")
 
+    def url(path: str) -> str:
+        below = path.removeprefix(settings.root)
+        return volume_url(settings) + below if below != path else f"file://{path}"
+
     def node(number: int) -> NodeSpec:
         return NodeSpec(
             image=container["image"],
             entrypoint=list(container["command"]),
             command=list(words),
             env={**{item["name"]: item["value"] for item in container["env"] if "value" in item}, INDEX: str(number)},
-            mounts=list(_mounts(settings, words)),
+            mounts=list(shared_mounts(words[1:], url, (LIMIT_PATH, CLOCK_PATH))),
             hostname=f"{name}-{number}.{service}" if nodes > 1 else None,
             gpus=int(gpus) if str(gpus).isdecimal() else 0,
             cpus=int(cores) if str(cores).isdecimal() else None,
@@ -44,14 +45,7 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
             shm=_bytes(_shm(job)),
         )
 
-    rules = LaunchRules(
-        time_limit=float(_words(words, LIMIT_PATH)),
-        restart_on=(AGAIN,),
-        max_restarts=RESTARTS,
-        preemptions=RESTARTS,
-        losses=RESTARTS,
-        stop_grace=settings.stop_grace,
-    )
+    rules = shared_rules(time_limit=float(_words(words, LIMIT_PATH)), again=AGAIN, stop_grace=settings.stop_grace)
     return LaunchSpec(nodes=[node(number) for number in range(nodes)], rules=rules)
 
 
@@ -70,20 +64,3 @@ def _bytes(quantity: Any) -> int | None:
 def _words(words: list[str], name: str) -> str:
     """Return the value of the ``--path`` pair ``name``."""
     return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
-
-
-def _mounts(settings: Settings, words: list[str]) -> Iterator[Mount]:
-    """Yield each file and folder of the command by itself: all are on the nodes' volume."""
-
-    def mount(path: str, kind: str = "mount") -> Mount:
-        below = path.removeprefix(settings.root)
-        return Mount(url=volume_url(settings) + below if below != path else f"file://{path}", path=path, kind=kind)
-
-    yield mount(words[1])
-    context = words[words.index("--context") + 1]
-    yield mount(context)
-    yield mount(f"{context.rpartition('/')[0]}/key")
-    for before, word in itertools.pairwise(words):
-        name, _, path = word.partition("=")
-        if before == "--path" and name not in (GRACE_PATH, LIMIT_PATH, CLOCK_PATH, FLUSH_PATH):
-            yield mount(path, "sync" if name in ("live", "direct") else "mount")

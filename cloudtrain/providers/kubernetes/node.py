@@ -10,7 +10,7 @@ from pathlib import Path
 from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
 from ...runtime.checkpoints import put_whole
-from .._cloud import paths_of
+from .._cloud import FLUSH_PATH, GRACE_PATH, paths_of
 
 __all__ = ["AGAIN", "GRACE", "TIME_UP", "Clock", "node_environment", "secret"]
 
@@ -19,9 +19,8 @@ GRACE = 30
 AGAIN, TIME_UP = 75, 76
 """Exit codes: the Job starts the node again; the job has used up its time limit."""
 PORT = 29500
-GRACE_PATH, CLOCK_PATH, LIMIT_PATH, FLUSH_PATH = "grace", "clock", "limit", "flush"
-"""``--path`` pairs: the grace, the file with the running time of all starts, the limit of it in seconds, and the
-seconds between two writes of one file on a mounted bucket."""
+CLOCK_PATH, LIMIT_PATH = "clock", "limit"
+"""``--path`` pairs: the file with the running time of all starts, and the limit of it in seconds."""
 NODES, HOST = "CLOUDTRAIN_KUBERNETES_NODES", "CLOUDTRAIN_KUBERNETES_HOST"
 MACHINE = "CLOUDTRAIN_KUBERNETES_MACHINE"
 """Variable with the name of the cluster's node, which Kubernetes fills in."""

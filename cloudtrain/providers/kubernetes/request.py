@@ -7,6 +7,7 @@ import json
 import posixpath
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
@@ -15,8 +16,8 @@ from ...job.options import merge_options
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
 from ...validate import choice_of, texts_of, whole_number
-from .._cloud import check_env_secrets, digest_of
-from . import BUCKETS, NAME, STORE, Provider
+from .._cloud import GRACE_PATH, bucket_url, check_lines, check_shared, digest_of, shared_arguments
+from . import NAME, STORE, Provider
 from .devices import (
     SPOT,
     check_gpu_names,
@@ -28,7 +29,7 @@ from .devices import (
     tolerations,
     with_gpu_memory,
 )
-from .node import AGAIN, CLOCK_PATH, FLUSH_PATH, GRACE_PATH, HOST, LIMIT_PATH, MACHINE, NODES, SCRATCH, SECRETS
+from .node import AGAIN, CLOCK_PATH, HOST, LIMIT_PATH, MACHINE, NODES, SCRATCH, SECRETS
 from .validate import (
     INT32,
     check_body,
@@ -88,8 +89,6 @@ LONGEST_NAME = 57
 """Characters of a Job's name: its pods are named ``NAME-INDEX``, with 63 at most, for up to 100,000 nodes."""
 EXTRA_GRACE = 10
 """Seconds between the end of our grace and Kubernetes' kill."""
-FLUSH_SECONDS = 30
-"""Seconds between flushes into a mounted bucket: each is a whole new object, which costs money."""
 JOIN = 3600
 """Seconds beyond its limit after which a pod is stopped in any case: it may wait for its image and its peers."""
 SHM = "/dev/shm"
@@ -101,17 +100,13 @@ _OBJECTS = ("claim", "service_account", "priority_class", "runtime_class", "sche
 """Settings that are names of objects in the cluster."""
 _BAD_PATH = re.compile(r"[\x00-\x1f\x7f:]")
 """Characters that a mount's path cannot have."""
-_BUCKET = re.compile(rf"({'|'.join(BUCKETS)})://[^/?#\s]+(/[^/?#\s]+)*/?")
 _ROOTS = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/root", "/sbin", "/sys", "/usr")
 """Folders whose content in an image a volume would hide."""
 
 
 def checked(settings: Settings) -> Settings:
     """Return ``settings``, checked. Raises `SpecError`."""
-    for name in _TEXTS:
-        value = getattr(settings, name)
-        if not isinstance(value, str) or re.search(r"[\x00-\x1f\x7f]", value):
-            raise SpecError(f"must be one line of text, not {value!r}", field=f"{NAME}.{name}")
+    check_lines(settings, _TEXTS, NAME)
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", settings.namespace):
         raise SpecError(f"{settings.namespace!r} is not a namespace's name", field=f"{NAME}.namespace")
     choice_of(settings.image_pull_policy, POLICIES, f"{NAME}.image_pull_policy")
@@ -148,7 +143,7 @@ def checked(settings: Settings) -> Settings:
     return dataclasses.replace(
         settings,
         root=root,
-        bucket=settings.bucket.rstrip("/"),
+        bucket=bucket_url(settings.bucket, f"{NAME}.bucket") if settings.bucket else "",
         exclude=exclude,
         image_pull_secrets=pull_secrets,
         labels={key: label_text(value) for key, value in settings.labels.items()},
@@ -172,9 +167,6 @@ def _checked_root(settings: Settings) -> str:
         raise SpecError("excludes claim", field=f"{NAME}.volume", hint="keep one of them")
     if settings.volume or not isinstance(settings.volume, Mapping):
         check_volume(settings.volume, f"{NAME}.volume")
-    if settings.bucket and not _BUCKET.fullmatch(settings.bucket):
-        hint = "for example s3://my-bucket, or gs://my-bucket/team"
-        raise SpecError(f"{settings.bucket!r} is not the URL of a bucket", field=f"{NAME}.bucket", hint=hint)
     root = settings.root.rstrip("/") or settings.root
     if root and (
         not root.startswith("/")
@@ -311,12 +303,7 @@ def _refuse(settings: Settings, job: Job) -> None:
         raise SpecError(f"is more than memory_gb, {wanted.memory_gb}, which holds it", field="resources.shm_gb")
     if wanted.instance_type:
         check_labels({"instance_type": wanted.instance_type}, "resources")
-    for name, item in job.inputs.items():
-        if item.shard:
-            raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole input")
-        if item.mode == "copy":
-            raise UnsupportedError(NAME, f"inputs.{name}.mode", "nodes read inputs where they are, on their volume")
-    check_env_secrets(NAME, job, known="env:NAME only: the value travels in a Secret of the namespace")
+    check_shared(NAME, job, where="on their volume", secrets="the value travels in a Secret of the namespace")
 
 
 def volume_url(settings: Settings) -> str:
@@ -338,22 +325,12 @@ def _path(settings: Settings, url: str, field: str) -> str:
 
 def _words(settings: Settings, job: Job, layout: Layout, attempt: int, gpu_index: int, seconds: int) -> list[str]:
     """Return the runtime's command line, without Python."""
-    paths = {"code": layout.code, "live": layout.live}
-    if not settings.bucket:  # else a script writes by the bucket's own URL: a mount cannot rename
-        paths["direct"] = layout.direct
-    paths = {name: _path(settings, url, "store") for name, url in paths.items()}
-    if layout.resume:
-        paths["resume"] = _path(settings, layout.resume, "resume_from")
-    for name, item in sorted(layout.inputs.items()):
-        path = _path(settings, item.url, f"inputs.{name}")
-        paths[f"file.{name}" if item.file else f"input.{name}"] = path
-    paths[GRACE_PATH], paths[LIMIT_PATH] = str(settings.stop_grace), str(seconds)
-    if settings.bucket:
-        paths[FLUSH_PATH] = str(FLUSH_SECONDS)
-    paths[CLOCK_PATH] = f"{_path(settings, layout.native, 'store')}/{NAME}-{attempt}-{gpu_index}/used"
-    words = [_path(settings, layout.runtime, "store"), "run", "--context", _path(settings, layout.context, "store")]
-    words += ["--attempt", str(attempt)]
-    return words + [word for name, path in paths.items() for word in ("--path", f"{name}={path}")]
+    own = {
+        GRACE_PATH: str(settings.stop_grace),
+        LIMIT_PATH: str(seconds),
+        CLOCK_PATH: f"{_path(settings, layout.native, 'store')}/{NAME}-{attempt}-{gpu_index}/used",
+    }
+    return shared_arguments(layout, attempt, partial(_path, settings), own)
 
 
 # ---------------------------------------------------------------------------------------------------------- the objects

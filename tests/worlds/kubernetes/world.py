@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,14 +17,11 @@ from cloudtrain.runs.run import Run
 from cloudtrain.testing.platform import FakePlatform
 from cloudtrain.testing.tables import Fields
 
-from ..vertex.plane import Plane
+from ..bucket import MountedBucket
 from .cluster import Cluster
 from .life import Job
 
 __all__ = ["BucketWorld", "KubernetesWorld", "idle"]
-
-BUCKET = "training"
-FILES = Path(__file__).parents[2] / "bucketfs.py"
 
 
 class KubernetesWorld(FakePlatform):
@@ -120,23 +114,17 @@ def idle(folder: Path, patch: pytest.MonkeyPatch, **settings: Any) -> Iterator[K
 
 
 class BucketWorld(KubernetesWorld):
-    """A cluster whose claim is a bucket, mounted with the rules of `bucketfs`."""
+    """A cluster whose claim is a `MountedBucket`."""
 
     def __init__(self, folder: Path, *, image: str, root: str = "/mnt/bucket") -> None:
-        super().__init__(folder, image=image, bucket=f"gs://{BUCKET}", root=root)
+        self._bucket = MountedBucket(folder)
+        super().__init__(folder, image=image, bucket=self._bucket.url, root=root)
+        self.google = self._bucket.google
         self.plane.environment = self.google.environ()
 
     def volume(self, folder: Path) -> Path:
-        self.google, place = Plane(folder / "google"), folder / "mounted"
-        place.mkdir()
-        command = [sys.executable, FILES, self.google.gcs.make(BUCKET), place]
-        self._mount = subprocess.Popen(command, stdin=subprocess.PIPE)
-        while not os.path.ismount(place):
-            assert self._mount.poll() is None, "it could not be mounted"
-            time.sleep(0.05)
-        return place
+        return self._bucket.place
 
     def close(self) -> None:
         super().close()
-        self._mount.communicate(timeout=60)
-        self.google.close()
+        self._bucket.close()
