@@ -299,7 +299,8 @@ def test_a_tag_cannot_pass_for_a_field() -> None:
     ("said", "kind"),
     [
         ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination", SpecError),
-        ("sbatch: error: invalid partition specified: x", SpecError),
+        ("sbatch: error: invalid partition specified: slow", SpecError),
+        ("sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying", LostContactError),
         ("sbatch: error: Batch job submission failed: Requested node configuration is not available", SpecError),
         ("sbatch: error: Batch submission failed: Job violates accounting/QOS policy (job limit)", QuotaError),
         ("sbatch: error: Batch job submission failed: Protocol authentication error", AuthError),
