@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,14 @@ class KubernetesWorld(FakePlatform):
         yield {**env, "JOB_COMPLETION_INDEX": str(number)}
 
     def job(self, run: Run, attempt: int = 0) -> Job:
+        """Return an attempt's Job, once its JobSet has made it."""
         submitted = run.store.submitted(run.run_id, attempt)
         assert submitted is not None
-        return self.plane.jobs[self.key(str(submitted["native_id"]))]
+        key, until = self.key(str(submitted["native_id"])), time.monotonic() + 60
+        while key not in self.plane.jobs and time.monotonic() < until:
+            self.provider.status(str(submitted["native_id"]))  # its controller acts at any call
+            time.sleep(0.1)
+        return self.plane.jobs[key]
 
     def key(self, native_id: str) -> tuple[str, str]:
         namespace, _, name = native_id.partition("/")
@@ -93,7 +99,7 @@ class KubernetesWorld(FakePlatform):
             yield {}
             plane.quota = False
         elif category == "auth":
-            plane.denied.add("POST jobs")
+            plane.denied |= {"POST jobs", "POST jobsets"}
             yield {}
             plane.denied.clear()
         else:
