@@ -114,8 +114,11 @@ def test_a_shell_enters_a_node_by_ssh(login: Login) -> None:
 
 def test_a_login_node_that_is_gone_is_lost_contact_and_no_second_job(login: Login) -> None:
     world: SlurmPlatform = login.world  # type: ignore[attr-defined]
-    request = world.plan({"launcher": "python", "env": {"PROBE": "hold"}}, run_id="gone").request
-    native = world.provider.submit(request)
+    # It is staged, too: a job that finds no context fails, on a busy machine before it is cancelled.
+    run = world.send(world.plan({"launcher": "python", "env": {"PROBE": "hold"}}, run_id="gone"))
+    request = run.store.attempt_request("gone", 0)
+    assert request is not None
+    native = run.result()["native_id"]
     login.stop()
     with pytest.raises(LostContactError, match="ssh login"):
         world.provider.submit(request)
