@@ -111,11 +111,12 @@ def kubernetes(
     tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]
 ) -> Callable[..., AbstractContextManager[Any]]:
     """``with kubernetes("pip") as world``: a cluster at work, whose pods have that image of tests/images."""
-    from worlds.kubernetes.world import KubernetesWorld
+    from worlds.kubernetes.world import BucketWorld, KubernetesWorld
 
-    def cluster(tag: str, **settings: Any) -> AbstractContextManager[Any]:
+    def cluster(tag: str, *, bucket: bool = False, **settings: Any) -> AbstractContextManager[Any]:
         folder, image = tmp_path_factory.mktemp("world"), images(tag)
-        return at_work(folder, engine, lambda: KubernetesWorld(folder, image=image, **settings))
+        made = BucketWorld if bucket else KubernetesWorld
+        return at_work(folder, engine, lambda: made(folder, image=image, **settings))
 
     return cluster
 

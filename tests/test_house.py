@@ -310,7 +310,7 @@ CLOUD_EXTRAS = {
     "azureml": {"sdk", "urls"},
     "vertex": {"machines", "bootstrap", "prepare"},
     "slurm": {"script"},
-    "kubernetes": {"devices"},
+    "kubernetes": {"devices", "shell"},
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
 from ...runtime.checkpoints import put_whole
-from .._cloud import paths_of
+from .._cloud import FLUSH_PATH, GRACE_PATH, paths_of
 
 __all__ = ["AGAIN", "GRACE", "TIME_UP", "Clock", "node_environment", "secret"]
 
@@ -19,14 +19,13 @@ GRACE = 30
 AGAIN, TIME_UP = 75, 76
 """Exit codes: the Job starts the node again; the job has used up its time limit."""
 PORT = 29500
-GRACE_PATH, CLOCK_PATH, LIMIT_PATH, FLUSH_PATH = "grace", "clock", "limit", "flush"
-"""``--path`` pairs: the grace, the file with the running time of all starts, the limit of it in seconds, and the
-seconds between two writes of one file on a mounted bucket."""
+CLOCK_PATH, LIMIT_PATH = "clock", "limit"
+"""``--path`` pairs: the file with the running time of all starts, and the limit of it in seconds."""
 NODES, HOST = "CLOUDTRAIN_KUBERNETES_NODES", "CLOUDTRAIN_KUBERNETES_HOST"
 INDEX = "JOB_COMPLETION_INDEX"
 SCRATCH, SECRETS = "/cloudtrain/scratch", "/cloudtrain/secrets"
-WRITTEN = 2.0
-"""Seconds between two writes of the running time on a volume of files."""
+WRITTEN, CALLED = 2.0, 1.0
+"""Seconds between two writes of the running time on a volume of files, and between two calls of a notice."""
 
 
 def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
@@ -62,22 +61,23 @@ class Clock:
     """The running time of all starts of a job, on node 0. A Job's own deadline also counts the wait for machines.
 
     At the limit it reports the end as a notice, so that every node saves, and changes the exit code of this node.
-    ``pause`` is the seconds between two writes of ``file``.
+    ``file`` is written every ``pause`` seconds, at most a tenth of the limit. It always holds the time up to the next
+    write, so that a start that ends before then is counted whole.
     """
 
     def __init__(self, file: Path, limit: float, codes: dict[str, int], pause: float = WRITTEN) -> None:
-        self._file, self._limit, self._codes, self._pause = file, limit, codes, pause
-        self._began: float | None = None
-        self._before = self._written = 0.0
+        self._file, self._limit, self._codes, self._pause = file, limit, codes, min(pause, limit / 10)
+        self._began = time.monotonic()
+        self._before: float | None = None
+        self._counted = 0.0
 
     def __call__(self) -> str:
         """Return the reason for the node's end; empty before the limit."""
-        now = time.monotonic()
-        if self._began is None:
-            self._began, self._before = now, self._read()
-        used = self._before + now - self._began
-        if used - self._written >= self._pause or used >= self._limit > self._written:
-            self._write(used)
+        if self._before is None:
+            self._before = self._counted = self._read()
+        used = self._before + time.monotonic() - self._began
+        if self._counted < min(used + CALLED, self._limit):
+            self._write(min(used + self._pause, self._limit))
         if used < self._limit:
             return ""
         self._codes.update(preempted=TIME_UP, lost=TIME_UP)
@@ -89,12 +89,12 @@ class Clock:
         except (OSError, ValueError):
             return 0.0
 
-    def _write(self, used: float) -> None:
-        data = f"{used:.1f}".encode()
+    def _write(self, counted: float) -> None:
+        data = f"{counted:.1f}".encode()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             put_whole(self._file, lambda path: path.write_bytes(data), temporary=".part")
-            self._written = used
+            self._counted = counted
         except OSError:  # the volume does not answer now
             return
 
