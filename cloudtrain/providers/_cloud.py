@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import LostContactError, PlatformError, SpecError, UnsupportedError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ANOTHER_ID",
     "Backoff",
+    "Clock",
     "CloudProvider",
     "ClusterProvider",
     "check_env_secrets",
@@ -136,6 +138,52 @@ class ClusterProvider(CloudProvider):
 
     def storage(self, url: str) -> Mapping[str, Any]:
         return {}
+
+
+# ------------------------------------------------------------------------------------------------------------ on a node
+
+
+class Clock:
+    """The running time of all starts of a job, on node 0, where the platform has no such limit of its own.
+
+    At the limit it reports the end as a notice, so that every node saves, and changes the exit code of this node to
+    ``time_up``. ``pause`` is the seconds between two writes of ``file``.
+    """
+
+    def __init__(self, file: Path, limit: float, codes: dict[str, int], time_up: int, pause: float) -> None:
+        self._file, self._limit, self._codes, self._time_up, self._pause = file, limit, codes, time_up, pause
+        self._began: float | None = None
+        self._before = self._written = 0.0
+
+    def __call__(self) -> str:
+        """Return the reason for the node's end; empty before the limit."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began, self._before = now, self._read()
+        used = self._before + now - self._began
+        if used - self._written >= self._pause or used >= self._limit > self._written:
+            self._write(used)
+        if used < self._limit:
+            return ""
+        self._codes.update(preempted=self._time_up, lost=self._time_up)
+        return "the time limit is used up"
+
+    def _read(self) -> float:
+        try:
+            return float(self._file.read_text())
+        except (OSError, ValueError):
+            return 0.0
+
+    def _write(self, used: float) -> None:
+        from ..runtime.checkpoints import put_whole
+
+        data = f"{used:.1f}".encode()
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            put_whole(self._file, lambda path: path.write_bytes(data), temporary=".part")
+            self._written = used
+        except OSError:  # the volume does not answer now
+            return
 
 
 # ------------------------------------------------------------------------------------------------------ parts of a plan

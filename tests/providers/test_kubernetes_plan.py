@@ -13,6 +13,7 @@ from rows import for_each
 from cloudtrain.errors import SpecError, StorageError, UnsupportedError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout, LayoutInput, Request
+from cloudtrain.providers._cloud import Clock
 from cloudtrain.providers.kubernetes import Provider, node
 from cloudtrain.providers.kubernetes.request import job_object
 
@@ -525,7 +526,7 @@ def test_the_clock_sums_all_starts_and_changes_the_exit_code(tmp_path: Path, mon
 
 def test_a_volume_that_does_not_answer_stops_no_job(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    clock = node.Clock(tmp_path / "file" / "used", 60, {})
+    clock = Clock(tmp_path / "file" / "used", 60, {}, node.TIME_UP, node.WRITTEN)
     assert clock() == ""
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
-from ...runtime.checkpoints import put_whole
-from .._cloud import paths_of
+from .._cloud import Clock, paths_of
 
-__all__ = ["AGAIN", "GRACE", "TIME_UP", "Clock", "node_environment", "secret"]
+__all__ = ["AGAIN", "GRACE", "TIME_UP", "node_environment", "secret"]
 
 GRACE = 30
 """Default seconds from the stop signal to the kill: Kubernetes' own."""
@@ -40,7 +38,7 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
     except (KeyError, ValueError):
         raise SpecError("is not set: this is no pod of an indexed Job", field=INDEX) from None
     codes = {"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": AGAIN}
-    clock = Clock(Path(file), limit, codes, flush or WRITTEN) if file and limit and rank == 0 else None
+    clock = Clock(Path(file), limit, codes, TIME_UP, flush or WRITTEN) if file and limit and rank == 0 else None
     return NodeEnvironment(
         topology=Topology(
             nodes=nodes,
@@ -56,47 +54,6 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
         secrets=lambda reference: secret(reference.partition(":")[2]),
         notices=(clock,) if clock is not None else (),
     )
-
-
-class Clock:
-    """The running time of all starts of a job, on node 0. A Job's own deadline also counts the wait for machines.
-
-    At the limit it reports the end as a notice, so that every node saves, and changes the exit code of this node.
-    ``pause`` is the seconds between two writes of ``file``.
-    """
-
-    def __init__(self, file: Path, limit: float, codes: dict[str, int], pause: float = WRITTEN) -> None:
-        self._file, self._limit, self._codes, self._pause = file, limit, codes, pause
-        self._began: float | None = None
-        self._before = self._written = 0.0
-
-    def __call__(self) -> str:
-        """Return the reason for the node's end; empty before the limit."""
-        now = time.monotonic()
-        if self._began is None:
-            self._began, self._before = now, self._read()
-        used = self._before + now - self._began
-        if used - self._written >= self._pause or used >= self._limit > self._written:
-            self._write(used)
-        if used < self._limit:
-            return ""
-        self._codes.update(preempted=TIME_UP, lost=TIME_UP)
-        return "the time limit is used up"
-
-    def _read(self) -> float:
-        try:
-            return float(self._file.read_text())
-        except (OSError, ValueError):
-            return 0.0
-
-    def _write(self, used: float) -> None:
-        data = f"{used:.1f}".encode()
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            put_whole(self._file, lambda path: path.write_bytes(data), temporary=".part")
-            self._written = used
-        except OSError:  # the volume does not answer now
-            return
 
 
 def secret(name: str) -> str:

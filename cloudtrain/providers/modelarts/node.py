@@ -1,0 +1,92 @@
+"""Node half of provider ``modelarts``: read the environment of a training job's container. Standard library alone.
+
+Sources: Huawei's page on environment variables of training containers, and scripts that ran there. Nothing here was
+tried against the service.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...errors import SpecError, StorageError
+from ...provider_api.node import NodeEnvironment, Topology
+from .._cloud import Clock, paths_of
+
+__all__ = ["AGAIN", "GRACE", "TIME_UP", "node_environment", "secret"]
+
+GRACE = 30
+"""Seconds between SIGTERM and SIGKILL: Kubernetes' own, as nodes are pods of Volcano; unverified."""
+AGAIN, TIME_UP = 75, 76
+"""Exit codes of a node that was taken back or lost its peers, and of a job that has used up its time."""
+MOUNT, NFS = "/mnt/obs", "/mnt/nfs"
+"""Folders of the mounted buckets, and of the file systems."""
+PORT = 6060
+"""torchrun's store, as in Huawei's own examples; the node link has the next port. A node answers on every port."""
+LIMIT_PATH, CLOCK_PATH, DEVICE_PATH, SECRETS_PATH = "limit", "clock", "device", "secrets"
+"""``--path`` pairs: the seconds of running time, the file with the used ones, ``npu`` on Ascend, the secrets' file."""
+JOIN_TIMEOUT = 3600.0
+FLUSH_SECONDS = 30.0
+"""Seconds between two writes into a mounted bucket: each is a whole new object, which costs money."""
+HCCL = {"HCCL_CONNECT_TIMEOUT": "1800"}
+"""Variables of Ascend's collective library, whose default for a peer that starts late is 120 s."""
+BACKEND = {"CLOUDTRAIN_BACKEND_MODULE": "torch_npu"}
+
+
+def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+    """Return the facts that ModelArts gave this container. Raises `SpecError` outside of one."""
+    paths = paths_of(argv)
+    file, limit = paths.pop(CLOCK_PATH, ""), float(paths.pop(LIMIT_PATH, 0))
+    npu, secrets = paths.pop(DEVICE_PATH, "") == "npu", paths.pop(SECRETS_PATH, "")
+    topology = _topology(environ)
+    codes = {"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": AGAIN}
+    clock = Clock(Path(file), limit, codes, TIME_UP, FLUSH_SECONDS) if file and topology.node_rank == 0 else None
+    own = {name: text for name, text in HCCL.items() if name not in environ} if npu else {}
+    return NodeEnvironment(
+        topology=topology,
+        paths=paths,
+        scratch=("/cache", "/tmp"),
+        export_env={**own, **(BACKEND if npu else {})},
+        flush_seconds=FLUSH_SECONDS,
+        stop_grace=GRACE,
+        join_timeout=JOIN_TIMEOUT,
+        exit_code=codes,
+        restart=_starts(environ),
+        restarts_in_place=True,
+        secrets=lambda reference: secret(reference.partition(":")[2], secrets),
+        notices=(clock,) if clock is not None else (),
+    )
+
+
+def _starts(environ: Mapping[str, str]) -> int:
+    """Return the number of starts before this one that ModelArts counts: placements, and starts in one container.
+
+    A new container may count its own starts from 1 again; so this is the least number.
+    """
+    counts = (environ.get(name, "1") for name in ("MA_SCHEDULE_CNT", "MA_PROC_START_CNT"))
+    return sum(max(int(text) - 1, 0) for text in counts if text.isdecimal())
+
+
+def _topology(environ: Mapping[str, str]) -> Topology:
+    try:
+        nodes = int(environ.get("MA_NUM_HOSTS") or environ["VC_WORKER_NUM"])
+        rank = int(environ.get("VC_TASK_INDEX") or environ.get("VK_TASK_INDEX") or ("0" if nodes == 1 else ""))
+    except (KeyError, ValueError):
+        raise SpecError("are not set: this is no container of a training job", field="MA_NUM_HOSTS") from None
+    hosts = [host.strip() for host in environ.get("VC_WORKER_HOSTS", "").split(",") if host.strip()]
+    if nodes > 1 and (len(hosts) != nodes or not 0 <= rank < nodes):
+        why = f"names {len(hosts)} nodes, this is node {rank}, and the job has {nodes}"
+        raise SpecError(why, field="VC_WORKER_HOSTS")
+    first = hosts[0] if nodes > 1 else "127.0.0.1"
+    return Topology(nodes=nodes, node_rank=rank, master_addr=first, master_port=PORT)
+
+
+def secret(name: str, file: str) -> str:
+    """Return the value of the submitter's variable ``name``. Raises `StorageError`, never with a value."""
+    try:
+        return str(json.loads(Path(file).read_bytes())[name])
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        why = os.strerror(exc.errno) if isinstance(exc, OSError) and exc.errno else "it lacks this value"
+        raise StorageError(f"secret env:{name} cannot be read from {file}: {why}") from None
