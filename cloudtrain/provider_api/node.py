@@ -96,7 +96,8 @@ class NodeEnvironment:
     this node's cores, if several nodes share a machine. ``attempt`` is ``k.r``, if the platform itself counts its
     starts; ``restart`` is the least r, if it only counts those that it knows. ``folders`` are those that scripts for
     this platform expect, absolute or below the script's, each a link to ours: ``checkpoints`` or ``artifacts``. Texts
-    of ``export_env`` may hold placeholders. ``agent`` copies ``live`` to the store; None: ``live`` is the store's own, or the engine copies it.
+    of ``export_env`` may hold placeholders. ``agent`` copies ``live`` to the store; None: ``live`` is the store's own,
+    or the engine copies it.
 
     ``hidden_env`` lists prefixes of the node's variables that ranks do not get. ``notes`` are lines for the node's log.
 

@@ -85,7 +85,8 @@ class Provider(CloudProvider):
     def storage(self, url: str) -> Mapping[str, Any]:
         if url_scheme(url) != "obs":
             return {}
-        return {"client_kwargs": {"region_name": self.settings.region or None}, **self.account.storage_keys()}
+        found: Mapping[str, Any] = self.account.storage()
+        return found
 
 
 DIFFERENCES = (

@@ -36,9 +36,10 @@ from ...storage.files import files
 from ...storage.obs import HuaweiKeys, find_keys
 from .._cloud import ANOTHER_ID, Backoff, decoded, one_line
 from . import NAME
-from .node import SECRETS_PATH
+from .node import KEY_PATH, SECRETS, sealed
 from .request import mark_of, unmounted, words_of
 from .signing import query_string, signed_headers
+from .validate import LONGEST_VALUE
 
 if TYPE_CHECKING:
     from . import Settings
@@ -135,10 +136,11 @@ class Account:
         """Return the access key's id; None for a token."""
         return None if self.token else self.keys().ak
 
-    def storage_keys(self) -> Mapping[str, str]:
-        """Return options with temporary keys for OBS if the caller has a token only; {} for the caller's own keys."""
+    def storage(self) -> Mapping[str, Any]:
+        """Return the options of a store in OBS: the region, and temporary keys if the caller has only a token."""
+        region = {"client_kwargs": {"region_name": self.settings.region or None}}
         if not self.token:
-            return {}
+            return region
         with self._lock:
             if self._bought is None or time.monotonic() - self._bought[0] > KEYS_SECONDS / 2:
                 identity = {"methods": ["token"], "token": {"duration_seconds": KEYS_SECONDS}}
@@ -147,7 +149,7 @@ class Account:
                 found = self.rest("POST", url, what=what, body={"auth": {"identity": identity}}).value["credential"]
                 own = {"key": found["access"], "secret": found["secret"], "token": found["securitytoken"]}
                 self._bought = time.monotonic(), own
-            return self._bought[1]
+            return {**region, **self._bought[1]}
 
     def rest(self, method: str, url: str, *, what: str, body: Any = None, **query: Any) -> Answer:
         """Return the answer to one call. ``what`` names it in messages. Raises the errors of `error_of`."""
@@ -256,10 +258,9 @@ class Account:
         name, where = request.body["metadata"]["name"], _place(request)
         if (found := self._found(request)) is not None:
             return found
-        if secrets:
-            self._write_secrets(request, secrets)
+        body = self._with_secrets(request, secrets) if secrets else dict(request.body)
         try:
-            made = self.call("POST", "training-jobs", what="create job", body=dict(request.body), where=where)
+            made = self.call("POST", "training-jobs", what="create job", body=body, where=where)
             ours = "/".join((*where, str((made.get("metadata") or {}).get("id"))))
             job_of(ours)
         except (LostContactError, NotFoundError, PlatformError) as exc:
@@ -295,13 +296,19 @@ class Account:
                 return found
             time.sleep(0.5)
 
-    def _write_secrets(self, request: Request, secrets: Mapping[str, str]) -> None:
-        """Write the values beside the run's context, where nodes read them. `gc` removes them with the run."""
+    def _with_secrets(self, request: Request, secrets: Mapping[str, str]) -> dict[str, Any]:
+        """Return the body with the values of the secrets, sealed with the run's key, in place of nothing."""
         words = [word.partition("=") for word in words_of(request.body)]
-        url = next(unmounted(path) for name, _, path in words if name == SECRETS_PATH)
-        folder, _, name = url.rpartition("/")
-        own = {"client_kwargs": {"region_name": self.settings.region or None}, **self.storage_keys()}
-        files(folder, storage=lambda _: own).write(name, json.dumps(dict(secrets)).encode())
+        folder, _, name = next(unmounted(path) for key, _, path in words if key == KEY_PATH).rpartition("/")
+        text = sealed(secrets, files(folder, storage=lambda _: self.storage()).read(name))
+        if len(text) > LONGEST_VALUE:
+            why = f"the values have {len(text)} characters together, sealed; a job holds {LONGEST_VALUE}"
+            raise SpecError(why, field="secrets", hint="pass fewer or shorter values")
+        algorithm = request.body["algorithm"]
+        return {
+            **request.body,
+            "algorithm": {**algorithm, "environments": {**algorithm["environments"], SECRETS: text}},
+        }
 
     def cancel(self, native_id: str) -> None:
         """Request the stop. A job that has ended stays as it is."""

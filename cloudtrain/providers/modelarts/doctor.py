@@ -77,9 +77,8 @@ def _bucket(account: Account, store: str) -> Check:
         fix = f'add to cloudtrain.toml: store = "obs://BUCKET/PREFIX", a bucket in {account.settings.region}'
         return failed("bucket", f"its nodes see OBS, not {store}", fix=fix, code=SpecError.exit_code)
     name, region = urlsplit(store).netloc, account.settings.region
-    own = {"client_kwargs": {"region_name": region or None}, **account.storage_keys()}
     try:
-        files(f"obs://{name}", storage=lambda _: own).names("")
+        files(f"obs://{name}", storage=lambda _: account.storage()).names("")
     except StorageError as exc:
         fix = f"make it in {region}, or set store to another one: console, Object Storage Service"
         return failed("bucket", str(exc), fix=fix, code=StorageError.exit_code)

@@ -11,7 +11,7 @@ from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
 from .._cloud import size_of
 from . import NAME
-from .node import CLOCK_PATH, DEVICE_PATH, GRACE, LIMIT_PATH, MOUNT, SECRETS_PATH
+from .node import CLOCK_PATH, DEVICE_PATH, GRACE, KEY_PATH, LIMIT_PATH, MOUNT
 from .request import RETRY_NUM, unmounted, words_of
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["launch_spec"]
 
-USER = "1000:100"
-"""uid and gid of ma-user, which every container has."""
-_FACTS = (LIMIT_PATH, CLOCK_PATH, DEVICE_PATH, SECRETS_PATH)
+_FACTS = (LIMIT_PATH, CLOCK_PATH, DEVICE_PATH, KEY_PATH)
 
 
 def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
@@ -30,7 +28,7 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
     words, count = words_of(body), int(body["spec"]["resource"]["node_count"])
     retries = int(body["metadata"].get("annotations", {}).get(RETRY_NUM, 0))
     name = body["metadata"]["name"]
-    hosts = [f"modelarts-job-{name[-26:]}-worker-{number}.modelarts-job" for number in range(count)]
+    hosts = [f"modelarts-job-{name[-8:]}-worker-{number}.modelarts-job" for number in range(count)]
     own = body["algorithm"].get("environments") or {}
     machine = catalog.machine(NAME, str(body["spec"]["resource"].get("flavor_id")))
     size = size_of(machine)
@@ -42,7 +40,6 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
             env={**_environment(hosts, number, size["gpus"]), **own},
             mounts=list(_mounts(body, words)),
             hostname=hosts[number],
-            user=USER,
             **size,
         )
         for number in range(count)

@@ -6,8 +6,12 @@ tried against the service.
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +19,7 @@ from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
 from .._cloud import Clock, paths_of
 
-__all__ = ["AGAIN", "GRACE", "TIME_UP", "node_environment", "secret"]
+__all__ = ["AGAIN", "GRACE", "TIME_UP", "node_environment", "sealed", "secret"]
 
 GRACE = 30
 """Seconds between SIGTERM and SIGKILL: Kubernetes' own, as nodes are pods of Volcano; unverified."""
@@ -25,8 +29,10 @@ MOUNT, NFS = "/mnt/obs", "/mnt/nfs"
 """Folders of the mounted buckets, and of the file systems."""
 PORT = 6060
 """torchrun's store, as in Huawei's own examples; the node link has the next port. A node answers on every port."""
-LIMIT_PATH, CLOCK_PATH, DEVICE_PATH, SECRETS_PATH = "limit", "clock", "device", "secrets"
-"""``--path`` pairs: the seconds of running time, the file with the used ones, ``npu`` on Ascend, the secrets' file."""
+LIMIT_PATH, CLOCK_PATH, DEVICE_PATH, KEY_PATH = "limit", "clock", "device", "key"
+"""``--path`` pairs: the seconds of running time, the file with the used ones, ``npu`` on Ascend, the run's key."""
+SECRETS = "CLOUDTRAIN_SECRETS"
+"""Variable of the job with the values of its secrets, sealed with the run's key, which lies in the bucket."""
 JOIN_TIMEOUT = 3600.0
 FLUSH_SECONDS = 30.0
 """Seconds between two writes into a mounted bucket: each is a whole new object, which costs money."""
@@ -39,7 +45,7 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
     """Return the facts that ModelArts gave this container. Raises `SpecError` outside of one."""
     paths = paths_of(argv)
     file, limit = paths.pop(CLOCK_PATH, ""), float(paths.pop(LIMIT_PATH, 0))
-    npu, secrets = paths.pop(DEVICE_PATH, "") == "npu", paths.pop(SECRETS_PATH, "")
+    npu, key = paths.pop(DEVICE_PATH, "") == "npu", paths.pop(KEY_PATH, "")
     topology = _topology(environ)
     codes = {"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": AGAIN}
     clock = Clock(Path(file), limit, codes, TIME_UP, FLUSH_SECONDS) if file and topology.node_rank == 0 else None
@@ -49,13 +55,14 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
         paths=paths,
         scratch=("/cache", "/tmp"),
         export_env={**own, **(BACKEND if npu else {})},
+        hidden_env=(SECRETS,),
         flush_seconds=FLUSH_SECONDS,
         stop_grace=GRACE,
         join_timeout=JOIN_TIMEOUT,
         exit_code=codes,
         restart=_starts(environ),
         restarts_in_place=True,
-        secrets=lambda reference: secret(reference.partition(":")[2], secrets),
+        secrets=lambda reference: secret(reference.partition(":")[2], environ, key),
         notices=(clock,) if clock is not None else (),
     )
 
@@ -83,10 +90,36 @@ def _topology(environ: Mapping[str, str]) -> Topology:
     return Topology(nodes=nodes, node_rank=rank, master_addr=first, master_port=PORT)
 
 
-def secret(name: str, file: str) -> str:
+# -------------------------------------------------------------------------------------------------------------- secrets
+
+
+def sealed(values: Mapping[str, str], key: bytes) -> str:
+    """Return ``values`` as text that only ``key`` opens: who can read the job, or the bucket, alone sees nothing."""
+    nonce, data = secrets.token_bytes(16), json.dumps(dict(values)).encode()
+    hidden = bytes(a ^ b for a, b in zip(data, _stream(key, nonce, len(data)), strict=True))
+    return base64.b64encode(nonce + hidden + _tag(key, nonce + hidden)).decode()
+
+
+def secret(name: str, environ: Mapping[str, str], key_file: str) -> str:
     """Return the value of the submitter's variable ``name``. Raises `StorageError`, never with a value."""
     try:
-        return str(json.loads(Path(file).read_bytes())[name])
+        key, text = Path(key_file).read_bytes(), base64.b64decode(environ[SECRETS])
+        nonce, hidden, tag = text[:16], text[16:-32], text[-32:]
+        if not hmac.compare_digest(tag, _tag(key, nonce + hidden)):
+            raise ValueError("they are sealed with another key")
+        data = bytes(a ^ b for a, b in zip(hidden, _stream(key, nonce, len(hidden)), strict=True))
+        return str(json.loads(data)[name])
     except (OSError, ValueError, KeyError, TypeError) as exc:
-        why = os.strerror(exc.errno) if isinstance(exc, OSError) and exc.errno else "it lacks this value"
-        raise StorageError(f"secret env:{name} cannot be read from {file}: {why}") from None
+        why = os.strerror(exc.errno) if isinstance(exc, OSError) and exc.errno else "the job does not hold it"
+        raise StorageError(f"secret env:{name} cannot be opened with {key_file}: {why}") from None
+
+
+def _stream(key: bytes, nonce: bytes, size: int) -> bytes:
+    """Return ``size`` bytes of HMAC-SHA256 in counter mode."""
+    own = hmac.new(key, b"seal" + nonce, hashlib.sha256).digest()
+    blocks = (hmac.new(own, at.to_bytes(8, "big"), hashlib.sha256).digest() for at in range(-(-size // 32)))
+    return b"".join(blocks)[:size]
+
+
+def _tag(key: bytes, data: bytes) -> bytes:
+    return hmac.new(key, b"tag" + data, hashlib.sha256).digest()

@@ -17,7 +17,7 @@ from ...provider_api.protocol import Layout, Request, check_inputs, check_needs,
 from ...validate import texts_of, url_scheme, whole_number
 from .._cloud import check_env_secrets, digest_of, pinned_machine, processes_of
 from . import NAME, Provider
-from .node import CLOCK_PATH, DEVICE_PATH, JOIN_TIMEOUT, LIMIT_PATH, MOUNT, NFS, SECRETS_PATH
+from .node import CLOCK_PATH, DEVICE_PATH, JOIN_TIMEOUT, KEY_PATH, LIMIT_PATH, MOUNT, NFS, SECRETS
 from .validate import DESCRIPTION, check_body
 
 if TYPE_CHECKING:
@@ -39,7 +39,14 @@ OWNED = (
     *(f"algorithm.{name}" for name in ("id", "subscription_id", "item_version_id", "code_dir", "boot_file", "command")),
     *(f"algorithm.{name}" for name in ("parameters", "inputs", "outputs", "working_dir", "local_code_dir")),
     *(f"algorithm.engine.{name}" for name in ("engine_id", "engine_name", "engine_version", "image_url")),
-    *("algorithm.engine.image_repo_id", "spec.resource", "spec.volumes", "spec.log_export_path", "spec.auto_stop"),
+    *(
+        "algorithm.engine.image_repo_id",
+        f"algorithm.environments.{SECRETS}",
+        "spec.resource",
+        "spec.volumes",
+        "spec.log_export_path",
+        "spec.auto_stop",
+    ),
     "spec.schedule_policy",
 )
 """Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
@@ -130,6 +137,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
             "engine": _engine(settings, str(job.image)),
             "command": shlex.join(_command(words, npu=npu)),
             **({"inputs": copies} if (copies := list(_copies(layout))) else {}),
+            **({"environments": {SECRETS: ""}} if job.secrets else {}),
         },
         "spec": {
             "resource": _resource(settings, job, machine),
@@ -144,7 +152,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     check_body(body)
     _mark(body, layout, attempt, gpu_index)
     if job.secrets:
-        notes.append("submit also writes the values of the secrets into the bucket, below the run's folder")
+        notes.append(f"submit also puts the values of the secrets into {SECRETS}, sealed with the run's key")
     if npu:
         notes.append("Ascend: the image needs torch_npu, and the script its device (--device npu of the entry points)")
     return Request(
@@ -216,7 +224,7 @@ def _refuse(settings: Settings, job: Job) -> None:
         raise UnsupportedError(NAME, "resources.spot", "its public pool has no spot machines", hint=hint)
     if job.interactive and not settings.ssh_key_pairs:
         hint = "set it to the names of key pairs: console, Elastic Cloud Server, Key Pairs"
-        raise SpecError("is not set, and the job is to let you in", field=f"{NAME}.ssh_key_pairs", hint=hint)
+        raise UnsupportedError(NAME, "interactive", f"{NAME}.ssh_key_pairs is not set", hint=hint)
     for name, item in job.inputs.items():
         if item.shard:
             why, hint = "every node sees a whole input", "leave shard out, and let each rank pick its files"
@@ -352,7 +360,7 @@ def _words(job: Job, layout: Layout, *, attempt: int, gpu_index: int, seconds: i
     if npu:
         paths[DEVICE_PATH] = "npu"
     if job.secrets:
-        paths[SECRETS_PATH] = f"{mounted(layout.context).rpartition('/')[0]}/secrets"
+        paths[KEY_PATH] = mounted(layout.key)
     words = [mounted(layout.runtime), "run", "--context", mounted(layout.context), "--attempt", str(attempt)]
     return [*words, *(word for name, path in paths.items() for word in ("--path", f"{name}={path}")), "--"]
 

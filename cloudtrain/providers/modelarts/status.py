@@ -115,8 +115,8 @@ def _failure(own: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return the state of a failed job: by the first task that failed by itself, else by the last run's end."""
     record: Mapping[str, Any] = (own.get("running_records") or [{}])[-1]
     faults = [str(row.get("fault_scenario") or "") for row in record.get("recover_records") or ()]
-    tasks = [task for task in own.get("task_statuses") or () if task.get("exit_code")]
-    blamed = sorted(tasks, key=lambda task: int(task["exit_code"]) in (AGAIN, 137, 143))
+    tasks = [task for task in own.get("task_statuses") or () if task.get("exit_code") or task.get("message")]
+    blamed = sorted(tasks, key=lambda task: int(task.get("exit_code") or 0) in (0, AGAIN, 137, 143))
     task = blamed[0] if blamed else {}
     code, said = int(task.get("exit_code") or 0), one_line(task.get("message") or record.get("end_reason"))
     category = category_of(code, said, next(iter(faults), ""))

@@ -16,6 +16,7 @@ from typing import Any
 from ...errors import SpecError
 from ...validate import did_you_mean
 from . import NAME
+from .node import SECRETS
 
 __all__ = ["DESCRIPTION", "check_body", "problems"]
 
@@ -47,8 +48,10 @@ def check_body(body: Mapping[str, Any]) -> None:
         hint = "use the job's own env, which has no such limit"
         raise SpecError(f"has {len(variables)} entries, at most {VARIABLES}", field=f"{where}.algorithm", hint=hint)
     for name, value in variables.items():
+        if name.startswith("CLOUDTRAIN_") and name != SECRETS:
+            raise SpecError("cloudtrain itself sets such names", field=f"{where}.algorithm.environments.{name}")
         field = f"{where}.algorithm.environments.{name}"
-        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or name.startswith(("MA_", "VC_", "CLOUDTRAIN_")):
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or name.startswith(("MA_", "VC_")):
             raise SpecError("is not a name that a job may set", field=field)
         if len(value) > LONGEST_VALUE or "$" in value:
             why = f"has more than {LONGEST_VALUE} characters, or a $, which ModelArts refuses"
