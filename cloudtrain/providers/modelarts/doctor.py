@@ -43,7 +43,7 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
     resource = request.body["spec"]["resource"]
     yield from tried("flavor", lambda: _flavor(account, resource), extra=True)
     image = request.body["algorithm"]["engine"]["image_url"]
-    yield unknown("image", f"whether SWR has {image}: docker pull tells")
+    yield unknown("image", f"whether SWR has {image}; to check, run: docker pull")
 
 
 def _caller(account: Account) -> Check:

@@ -1,6 +1,5 @@
 """ModelArts on loopback, for tests: the APIs that Huawei's own clients talk to, and jobs that really run.
 
-* `oracle`: Huawei's SDK, where it is installed: its models read strictly, its clients and signers.
 * `signatures`: an independent check of the three signatures: ModelArts', OBS's own and SigV4.
 * `bucket`: OBS on a folder, which is what a mounted volume is on a node.
 * `plane`: a project: its jobs, quotas and agency, and IAM.

@@ -7,6 +7,7 @@ under a host name.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import re
@@ -40,8 +41,7 @@ class ObsRefusal(Refusal):
 class Obs:
     """Buckets below ``folder``, served by ``wire`` to callers with ``keys``.
 
-    Faults: ``overwrites``: buckets that ignore ``x-obs-forbid-overwrite``, as a bucket might; ``parallel``: buckets that
-    are parallel file systems.
+    Faults: ``overwrites``: buckets that ignore ``x-obs-forbid-overwrite``; ``parallel``: parallel file systems.
     """
 
     def __init__(self, folder: Path, wire: Wire, keys: Keys) -> None:
@@ -53,7 +53,7 @@ class Obs:
         self._uploads: dict[str, dict[int, bytes]] = {}
         self._lock = threading.Lock()
         for method in ("GET", "PUT", "HEAD", "POST", "DELETE"):
-            wire.route(method, r"/(.*)", f"{method} object", self._serve, open=True)
+            wire.route(method, r"(?:http://[^/]+)?/.*", f"{method} object", self._serve, open=True)
 
     def make(self, bucket: str) -> Path:
         """An empty bucket, which every user of this machine may write; its folder."""
@@ -102,11 +102,14 @@ class Obs:
     # ------------------------------------------------------------------------------------------------------- the wire
 
     def _serve(self, call: Call) -> Answer:
+        call = dataclasses.replace(call, path=re.sub("^http://[^/]+", "", call.path))  # of a proxy
         host, path = call.headers.get("host", ""), call.path.lstrip("/")
         if _ADDRESS.fullmatch(host):
             bucket, _, quoted = path.partition("/")
         else:
             bucket, quoted = host.partition(".obs.")[0], path
+        if "apiversion" in call.query:  # Huawei's client asks so which signature it may use
+            return Answer(None, headers={"x-obs-api": "3.0"})
         own = call.headers.get("authorization", "").startswith("OBS ")
         if why := check_obs(call, self.keys, bucket, quoted) if own else check_v4(call, self.keys):
             raise ObsRefusal(403, "SignatureDoesNotMatch", why)

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from huawei import answered, body_errors
+
 from ..base import Platform
 from ..vertex.wire import Answer, Call, Refusal, Wire
 from .bucket import Obs
 from .life import TrainingJob
-from .oracle import answered, body_errors
 from .signatures import check_sdk
 
 __all__ = ["AK", "PROJECT", "REGION", "SK", "Plane", "refusal"]

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from huawei import body_errors
+
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.providers.modelarts import SAMPLE
@@ -16,7 +18,6 @@ from cloudtrain.testing.tables import Fields
 
 from ..base import Fault
 from .life import TrainingJob, differences, reading
-from .oracle import body_errors
 from .plane import PROJECT, REGION, Plane, refusal
 
 __all__ = ["ModelArtsWorld"]
