@@ -105,7 +105,12 @@ def test_every_planned_body_passes_the_models_of_the_sdk(field: str, tmp_path: P
     sample = Sample.of(Provider)
     table = SCRIPT if field in SCRIPT and field not in PLATFORM else platform_rows(Provider)
     for number, own in enumerate((sample.settings, {**sample.settings, "pool_id": "pool-1", "priority": 2})):
-        place = Place(tmp_path / f"{field}-{number}-{len(list(tmp_path.iterdir()))}", store=sample.store, provider="modelarts", secret=sample.secret)
+        place = Place(
+            tmp_path / f"{field}-{number}-{len(list(tmp_path.iterdir()))}",
+            store=sample.store,
+            provider="modelarts",
+            secret=sample.secret,
+        )
         row = table[field]
         try:
             plan = plan_of(Provider(**own), place, sample.job, row.base(place), row.change(place))

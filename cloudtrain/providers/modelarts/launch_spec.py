@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...job.job import Gpu
 from ...provider_api import catalog
 from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
 from .._cloud import size_of
 from . import NAME
 from .node import CLOCK_PATH, DEVICE_PATH, GRACE, KEY_PATH, LIMIT_PATH, MOUNT
-from .request import RETRY_NUM, unmounted, words_of
+from .request import POOL_FLAVORS, RETRY_NUM, unmounted, words_of
 
 if TYPE_CHECKING:
     from . import Settings
@@ -30,8 +31,9 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
     name = body["metadata"]["name"]
     hosts = [f"modelarts-job-{name[-8:]}-worker-{number}.modelarts-job" for number in range(count)]
     own = body["algorithm"].get("environments") or {}
-    machine = catalog.machine(NAME, str(body["spec"]["resource"].get("flavor_id")))
-    size = size_of(machine)
+    flavor = str(body["spec"]["resource"].get("flavor_id"))
+    machine = catalog.machine(NAME, flavor)
+    size = size_of(machine) if machine else {"gpus": _cards(settings, flavor)}
     nodes = [
         NodeSpec(
             image=body["algorithm"]["engine"]["image_url"],
@@ -47,6 +49,12 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
     limit = next(float(word.partition("=")[2]) for word in words if word.startswith(f"{LIMIT_PATH}="))
     rules = LaunchRules(time_limit=limit, preemptions=retries, losses=retries, stop_grace=GRACE)
     return LaunchSpec(nodes=nodes, rules=rules)
+
+
+def _cards(settings: Settings, flavor: str) -> int:
+    """Return the cards of a node whose flavor is in the settings, or a dedicated pool's; 0 for any other."""
+    known = {name: Gpu.parse(gpu).count for gpu, name in settings.flavors.items()}
+    return {name: count for count, name in POOL_FLAVORS.items()}.get(flavor) or known.get(flavor, 0)
 
 
 def _environment(hosts: list[str], number: int, gpus: int) -> dict[str, str]:

@@ -38,7 +38,8 @@ FLUSH_SECONDS = 30.0
 """Seconds between two writes into a mounted bucket: each is a whole new object, which costs money."""
 HCCL = {"HCCL_CONNECT_TIMEOUT": "1800"}
 """Variables of Ascend's collective library, whose default for a peer that starts late is 120 s."""
-BACKEND = {"CLOUDTRAIN_BACKEND_MODULE": "torch_npu"}
+BACKEND = {"CLOUDTRAIN_BACKEND_MODULES": "torch_npu torch_npu.contrib.transfer_to_npu"}
+"""Modules that a rank imports before its script: Ascend's devices, and their use where a script names CUDA and NCCL."""
 
 
 def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:

@@ -41,7 +41,7 @@ OWNED = (
     *(f"algorithm.engine.{name}" for name in ("engine_id", "engine_name", "engine_version", "image_url")),
     *(
         "algorithm.engine.image_repo_id",
-        f"algorithm.environments.{SECRETS}",
+       
         "spec.resource",
         "spec.volumes",
         "spec.log_export_path",
@@ -67,7 +67,7 @@ NPU = re.compile(r"ASCEND|NPU|SNT", re.IGNORECASE)
 TOOLKIT = "/usr/local/Ascend/ascend-toolkit/set_env.sh"
 """Script of an image for Ascend that sets the paths of its libraries; Huawei's own images have run it already."""
 _HOST = re.compile(r"swr\.(?P<region>[a-z0-9-]+)\.myhuaweicloud\.(com|cn)/")
-_IMAGE = re.compile(r"[a-z0-9][a-z0-9_.-]*/[a-z0-9][a-z0-9_./-]*(:[\w.-]+|@sha256:[0-9a-f]{64})?")
+_IMAGE = re.compile(r"[a-z0-9][a-z0-9_-]*/[a-z0-9][a-z0-9_./-]*(:[\w.-]+|@sha256:[0-9a-f]{64})?")
 _AMISS = re.compile(r"[\x00-\x1f\x7f?#*\[\]$]")
 """Characters that a mounted bucket's path cannot hold, or that ModelArts refuses."""
 _BUCKET = re.compile(r"obs://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", re.DOTALL)

@@ -48,7 +48,7 @@ def check_body(body: Mapping[str, Any]) -> None:
         hint = "use the job's own env, which has no such limit"
         raise SpecError(f"has {len(variables)} entries, at most {VARIABLES}", field=f"{where}.algorithm", hint=hint)
     for name, value in variables.items():
-        if name.startswith("CLOUDTRAIN_") and name != SECRETS:
+        if name.startswith("CLOUDTRAIN_") and (name != SECRETS or value):
             raise SpecError("cloudtrain itself sets such names", field=f"{where}.algorithm.environments.{name}")
         field = f"{where}.algorithm.environments.{name}"
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) or name.startswith(("MA_", "VC_")):
