@@ -86,7 +86,7 @@ def _bucket(account: Account, store: str) -> Check:
 
 
 def _quota(account: Account) -> Check:
-    rows: Any = account.call("GET", "training-quotas", what="list quotas").get("resources") or ()
+    rows: Any = account.call("GET", "training-quotas", what="list quotas").get("quotas") or ()
     row = next((row for row in rows if row.get("resource") == "job-num"), None)
     if row is None:
         return unknown("quota", "ModelArts names no quota of jobs")

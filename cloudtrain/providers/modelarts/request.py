@@ -26,7 +26,18 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import LayoutInput
     from . import Settings
 
-__all__ = ["OWNED", "RETRIES", "RETRY_NUM", "checked", "mark_of", "mounted", "plan", "unmounted", "words_of"]
+__all__ = [
+    "OWNED",
+    "RETRIES",
+    "RETRY_NUM",
+    "auto_stop_hours",
+    "checked",
+    "mark_of",
+    "mounted",
+    "plan",
+    "unmounted",
+    "words_of",
+]
 
 NAME_LENGTH = 64
 RETRY_NUM, RETRIES = "fault-tolerance/job-retry-num", 128
@@ -41,7 +52,6 @@ OWNED = (
     *(f"algorithm.engine.{name}" for name in ("engine_id", "engine_name", "engine_version", "image_url")),
     *(
         "algorithm.engine.image_repo_id",
-       
         "spec.resource",
         "spec.volumes",
         "spec.log_export_path",
@@ -143,7 +153,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
             "resource": _resource(settings, job, machine),
             "volumes": [*_volumes(settings, layout)],
             "log_export_path": {"obs_url": f"{layout.native}/"},
-            "auto_stop": {"time_unit": "HOURS", "duration": -(-(seconds + int(JOIN_TIMEOUT)) // 3600)},
+            "auto_stop": {"time_unit": "HOURS", "duration": auto_stop_hours(seconds)},
             **_policy(settings, job),
         },
         **({"endpoints": {"ssh": {"key_pair_names": [*settings.ssh_key_pairs]}}} if job.interactive else {}),
@@ -176,6 +186,11 @@ def _mark(body: dict[str, Any], layout: Layout, attempt: int, gpu_index: int) ->
     tail = f"-{run_tag(layout.run)}-{attempt}-{gpu_index}-{digest[:8]}"
     full = job_name(layout.run, attempt, gpu_index).partition(f"-{run_tag(layout.run)}")[0]
     meta["name"] = full[: NAME_LENGTH - len(tail)].rstrip("-") + tail
+
+
+def auto_stop_hours(seconds: float) -> int:
+    """Return the hours after which ModelArts ends a job: behind the run's own limit, and its wait for all nodes."""
+    return int(-(-(seconds + JOIN_TIMEOUT) // 3600))
 
 
 def mark_of(name: str) -> str:

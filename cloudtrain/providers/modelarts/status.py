@@ -14,7 +14,7 @@ from ...provider_api.protocol import AttemptInfo, Status
 from .._cloud import first_match, hinted, one_line, patterns
 from .api import HELP, job_of
 from .node import AGAIN, LIMIT_PATH, TIME_UP
-from .request import words_of
+from .request import auto_stop_hours, words_of
 
 if TYPE_CHECKING:
     from .api import Account
@@ -98,8 +98,9 @@ def _state(phase: str, own: Mapping[str, Any], job: Mapping[str, Any], *, lost: 
     if phase == "Completed":
         return "succeeded", "", ""
     if phase == "Terminated":
-        hours = ((job.get("spec") or {}).get("auto_stop") or {}).get("duration")
-        if hours and int(own.get("duration") or 0) / 1000 >= int(hours) * 3600:  # no word tells it from a cancel
+        limit = _limit(job)
+        hours = auto_stop_hours(limit) if limit else 0
+        if hours and int(own.get("duration") or 0) / 1000 >= hours * 3600:  # no word tells it from a cancel
             return "failed", "timeout", f"auto_stop ended it after {hours} hours"
         return "cancelled", "cancelled", "it was stopped"
     if phase == "Failed":

@@ -187,7 +187,7 @@ class Plane(Platform):
     def _quotas(self, call: Call) -> Answer:
         used = sum(not job.over for job in self.jobs.values())
         row = {"resource": "job-num", "quota": self.quota, "used": used}
-        return Answer(answered({"resources": [row]}, "ShowTrainingQuotasResponse"))
+        return Answer(answered({"quotas": [row]}, "ShowTrainingQuotasResponse"))
 
     def _flavors(self, call: Call) -> Answer:
         rows = [
