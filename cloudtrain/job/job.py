@@ -66,7 +66,7 @@ _GPU = re.compile(
     r"(ASCEND-[0-9]{3}[A-Z]?[0-9]?|[A-Z][A-Z0-9]*(?:-[A-Z]+[A-Z0-9]*)*)(?:-([0-9]{1,4})GB)?(?::([0-9]{1,4}))?"
 )
 _URLS = {
-    **dict.fromkeys(("s3", "gs"), "SCHEME://BUCKET/PATH"),
+    **dict.fromkeys(("s3", "gs", "obs"), "SCHEME://BUCKET/PATH"),
     **dict.fromkeys(("abfs", "abfss", "az"), "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH"),
     **dict.fromkeys(("http", "https", "ftp", "sftp"), "SCHEME://HOST/PATH"),
 }
