@@ -220,8 +220,8 @@ class Account:
         body["workspace_id"] = self.settings.workspace_id
         seen, page = 0, 0
         while True:
-            more = {"body": {**body, "offset": page}, "where": where}
-            answer = self.call("POST", "training-job-searches", what="list jobs", **more)
+            own = {**body, "offset": page}
+            answer = self.call("POST", "training-job-searches", what="list jobs", where=where, body=own)
             items = answer.get("items") or []
             yield from items
             seen, page = seen + len(items), page + 1

@@ -90,11 +90,11 @@ def checked(settings: Settings) -> Settings:
     """Return ``settings``, checked. Raises `SpecError`."""
     forms = {"region": r"[a-z]+-[a-z]+-\d+", "project_id": r"[0-9a-f]{32}", "workspace_id": r"0|[\w-]{1,64}"}
     forms |= {"pool_id": r"[\w-]*", "image_repo_id": r"[\w-]*"}
+    hints = {"region": "write one region, such as cn-north-4", "project_id": "write its 32 hex digits"}
     for name, form in forms.items():
         value = getattr(settings, name)
         if not isinstance(value, str) or (value and not re.fullmatch(form, value)):
-            hint = {"region": "write one region, such as cn-north-4", "project_id": "write its 32 hex digits"}
-            raise SpecError(f"{value!r} is not in the right form", field=f"{NAME}.{name}", hint=hint.get(name, ""))
+            raise SpecError(f"{value!r} is not in the right form", field=f"{NAME}.{name}", hint=hints.get(name, ""))
     whole_number(settings.priority, f"{NAME}.priority", least=0, most=3)
     whole_number(settings.job_retry_num, f"{NAME}.job_retry_num", least=0, most=RETRIES)
     whole_number(settings.log_drain, f"{NAME}.log_drain", least=0, most=3600)
