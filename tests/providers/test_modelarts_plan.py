@@ -151,7 +151,9 @@ def test_tags_and_origin_stand_in_the_description(place: Place) -> None:
         plan.layout, origin={"revision": "0123456789abcdef-dirty", "ci": "github", "ci_run": "7"}
     )
     said = provider.plan(plan.job, layout).body["metadata"]["description"]
-    assert " name=contract revision=0123456789abcdef-di ci=github-7 a=b team=vision request=" in said
+    assert (
+        " name=contract cloudtrain-revision=0123456789abcdef-di cloudtrain-ci=github-7 a=b team=vision request=" in said
+    )
     for tags, words in (({"run": "x"}, "uses this name"), ({"a": "x" * 250}, "256 characters")):
         with pytest.raises(SpecError) as caught:
             planned(place, tags=tags)

@@ -183,7 +183,7 @@ def _mark(body: dict[str, Any], layout: Layout, attempt: int, gpu_index: int) ->
     digest = digest_of(body)
     meta = body["metadata"]
     meta["description"] += f" request={digest}"
-    tail = f"-{run_tag(layout.run)}-{attempt}-{gpu_index}-{digest[:8]}"
+    tail = f"-{run_tag(layout.run)}-{attempt}-{gpu_index}-{digest}"
     full = job_name(layout.run, attempt, gpu_index).partition(f"-{run_tag(layout.run)}")[0]
     meta["name"] = full[: NAME_LENGTH - len(tail)].rstrip("-") + tail
 
@@ -201,8 +201,8 @@ def mark_of(name: str) -> str:
 def _description(job: Job, layout: Layout) -> str:
     """Return the description less its digest: the one place for tags, because a creation takes none."""
     origin = layout.origin
-    own = {"run": run_tag(layout.run), "name": job.name, "revision": origin.get("revision", "")[:19]}
-    own |= {"ci": "-".join(filter(None, (origin.get("ci"), origin.get("ci_run"))))[:40]}
+    own = {"run": run_tag(layout.run), "name": job.name, "cloudtrain-revision": origin.get("revision", "")[:19]}
+    own |= {"cloudtrain-ci": "-".join(filter(None, (origin.get("ci"), origin.get("ci_run"))))[:40]}
     for key in job.tags:
         if key in own or key == "request":
             raise SpecError("cloudtrain itself uses this name", field=f"tags.{key}", hint="choose another name")
