@@ -83,7 +83,7 @@ check: lint test
 
 # Property-based tests get a few examples each.
 test-fast: install
-	CLOUDTRAIN_TEST_PROFILE=fast $(PYTEST) -n 2 -m 'not slow and not remote and not docker and $(ELSEWHERE)' $(TEST_FLAGS)
+	CLOUDTRAIN_TEST_PROFILE=fast $(PYTEST) -n 2 --dist loadgroup -m 'not slow and not remote and not docker and $(ELSEWHERE)' $(TEST_FLAGS)
 
 # The clouds that the suite fakes, themselves; after a change below tests/worlds.
 test-worlds: install $(HUAWEI)/.installed
@@ -158,7 +158,7 @@ mutants: install $(MUTANTS)/.installed
 	$(MUTANTS)/bin/python tools/mutants.py $(MUTANTS_FLAGS)
 
 proof: install
-	$(BIN)/python tests/proof.py $(PROOF)
+	$(BIN)/python proof/proof.py $(PROOF)
 
 clean:
 	rm -rf $(VENV) $(S3FS) $(HUAWEI) $(SAGEMAKER) $(RSLEX) $(AUDIT) $(DOCS) $(MUTANTS) mutants out build .pytest_cache .mypy_cache .ruff_cache .hypothesis

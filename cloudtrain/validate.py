@@ -9,15 +9,16 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import SpecError, scrubbed
+from .errors import NotFoundError, SpecError, StorageError, scrubbed
 
 __all__ = [
     "BRIEF", "DEEPEST", "TEST_TIMINGS", "brief", "choice_of", "did_you_mean", "duration", "is_price", "json_loads",
-    "json_or_text", "json_value", "parse_duration", "parse_since", "parse_size", "respelt", "sequence_of", "similar",
-    "table_of", "text_of", "texts_of", "timings_of", "toml_loads", "unix_seconds", "url_scheme", "whole_number",
-    "without_secrets",
+    "json_or_text", "json_value", "parse_duration", "parse_since", "parse_size", "read_table", "respelt", "sequence_of",
+    "similar", "table_of", "text_of", "texts_of", "timings_of", "toml_loads", "unix_seconds", "url_scheme",
+    "whole_number", "without_secrets",
 ]  # fmt: skip
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?!\\)")
@@ -205,6 +206,30 @@ def json_loads(data: str | bytes) -> Any:
         return json.loads(data)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def read_table(path: Path, *, shown: str, field: str) -> dict[str, Any]:
+    """Return the table in a TOML file, or in a JSON file of another suffix; errors show the path as ``shown``.
+
+    Raises `NotFoundError` with ``field``, `StorageError` if the file cannot be read, `SpecError` for its content.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise NotFoundError(f"no such file: {shown}", field=field) from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{shown} is not UTF-8 text", field=field) from None
+    except OSError as exc:
+        raise StorageError(f"cannot read {shown}: {exc.strerror or exc}") from None
+    if path.suffix == ".toml":
+        return toml_loads(text, where=shown)
+    try:
+        data = json_loads(text)
+    except ValueError as exc:
+        raise SpecError(f"not JSON: {exc}", field=shown) from None
+    if not isinstance(data, dict):
+        raise SpecError("must be a table of a job's fields", field=shown)
+    return data
 
 
 def json_or_text(text: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,8 @@ EPOCHS = 8
 STEPS = EPOCHS * ((1797 - 360) // 64)
 TRAIN = ("--input", f"train={DIGITS}", "--hp", f"epochs={EPOCHS}")
 SHAPE = ("--nodes", "2", "--nproc-per-node", "2")
+PLAIN = ("--nodes", "2", "--launcher", "python")
+"""For a script that needs no torch: each torchrun imports it, for seconds."""
 PATIENCE = 240
 """Seconds for whatever a run does next, on a machine that is at work on something else."""
 SHARD = """
@@ -63,14 +65,14 @@ class Client:
     def __init__(self, world: FakePlatform, jobs: Jobs, *flags: str) -> None:
         self.world, self.jobs, self.store = world, jobs, world.store
         self.flags = ["--provider", world.provider.name, *flags]
-        self.flags += ["--store", self.store, *SHAPE, "--json", "--max-runtime", "20m"]
+        self.flags += ["--store", self.store, "--json", "--max-runtime", "20m"]
 
-    def words(self, script: str, run_id: str, *flags: str) -> list[str]:
+    def words(self, script: str, run_id: str, *flags: str, shape: Sequence[str] = SHAPE) -> list[str]:
         shutil.copytree(Path(script).parent, self.jobs.code, dirs_exist_ok=True)  # an entry point's tasks, too
-        return ["submit", Path(script).name, *self.flags, "--run-id", run_id, *flags]
+        return ["submit", Path(script).name, *self.flags, *shape, "--run-id", run_id, *flags]
 
-    def submit(self, script: str, run_id: str, *flags: str) -> Done:
-        return self.jobs.cli(*self.words(script, run_id, *flags), timeout=PATIENCE)
+    def submit(self, script: str, run_id: str, *flags: str, shape: Sequence[str] = SHAPE) -> Done:
+        return self.jobs.here(*self.words(script, run_id, *flags, shape=shape))
 
     def run(self, run_id: str) -> Run:
         return open_run(run_id, store_url=self.store)
@@ -83,7 +85,7 @@ class Client:
 
     def pulled(self, run_id: str) -> Path:
         folder = self.jobs.tmp / f"pulled-{run_id}"
-        done = self.jobs.cli("pull", run_id, str(folder), "--store", self.store, "--json")
+        done = self.jobs.here("pull", run_id, str(folder), "--store", self.store, "--json")
         assert done.code == 0, done.err
         return folder
 
@@ -109,11 +111,12 @@ def kubernetes(
     tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]
 ) -> Callable[..., AbstractContextManager[Any]]:
     """``with kubernetes("pip") as world``: a cluster at work, whose pods have that image of tests/images."""
-    from worlds.kubernetes.world import KubernetesWorld
+    from worlds.kubernetes.world import BucketWorld, KubernetesWorld
 
-    def cluster(tag: str, **settings: Any) -> AbstractContextManager[Any]:
+    def cluster(tag: str, *, bucket: bool = False, **settings: Any) -> AbstractContextManager[Any]:
         folder, image = tmp_path_factory.mktemp("world"), images(tag)
-        return at_work(folder, engine, lambda: KubernetesWorld(folder, image=image, **settings))
+        made = BucketWorld if bucket else KubernetesWorld
+        return at_work(folder, engine, lambda: made(folder, image=image, **settings))
 
     return cluster
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import functools
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import botocore.loaders
+import cyclopts
 import pytest
 from hypothesis import HealthCheck, settings
 from profiles import EXAMPLES, FEW, PROFILE, PROOF_EXAMPLES
@@ -34,6 +36,25 @@ os.fsync = lambda descriptor: None
 _load_file = botocore.loaders.JSONFileLoader.load_file
 _model = functools.cache(lambda path: _load_file(botocore.loaders.JSONFileLoader(), path))
 botocore.loaders.JSONFileLoader.load_file = lambda self, file_path: _model(file_path)
+
+# cyclopts makes some hundred objects for the flags of a verb, for each command line. They are made once a process: a
+# command line gets copies, which hold its own words.
+_assemble = cyclopts.App.assemble_argument_collection
+_flags: dict[Any, cyclopts.ArgumentCollection] = {}
+
+
+def _copied_flags(app: cyclopts.App, **more: Any) -> cyclopts.ArgumentCollection:
+    key = (app.default_command, app.help_flags, *sorted(more.items()))
+    if key not in _flags:
+        _flags[key] = _assemble(app, **more)
+    copies = {id(item): copy.copy(item) for item in _flags[key]}
+    for item in copies.values():
+        item.tokens = []
+        item.children = cyclopts.ArgumentCollection(copies[id(child)] for child in item.children)
+    return cyclopts.ArgumentCollection(copies.values())
+
+
+cyclopts.App.assemble_argument_collection = _copied_flags
 
 settings.register_profile("fast", max_examples=FEW, deadline=None, derandomize=True)
 settings.register_profile("default", max_examples=EXAMPLES, deadline=None, derandomize=True)

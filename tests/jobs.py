@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import textwrap
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cloudtrain import schemas
+from cloudtrain import cli, schemas
 from cloudtrain.runs.run import Run, open_run
 from cloudtrain.runtime.timings import Timings
 from cloudtrain.storage.timings import ClientTimings
@@ -83,6 +84,18 @@ class Jobs:
         process = self.start(*argv, **environ)
         out, err = process.communicate(timeout=timeout)
         return Done(process.returncode, out, err, verb=argv[0])
+
+    def here(self, *argv: str) -> Done:
+        """``cli`` in this process: for a client that no signal reaches, as an SDK takes seconds to import."""
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.chdir(self.code)
+            for name in os.environ.keys() - self.environ.keys():
+                patch.delenv(name)
+            for name, value in self.environ.items():
+                patch.setenv(name, value)
+            code = cli.main(list(argv))
+        return Done(code, out.getvalue(), err.getvalue(), verb=argv[0])
 
     def submit(self, script: str, *flags: str, timeout: float = 120, **environ: str) -> Done:
         """Submit and wait; script arguments after ``--`` among the flags."""

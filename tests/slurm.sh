@@ -10,6 +10,7 @@
 #   NODES=4 CPUS=8 MEMORY=64000     what each node claims to have
 #   PORT=17800                      the first of NODES + 4 ports
 #   ACCOUNTING=1                    slurmdbd over a MariaDB of its own: sacct, and preemption by QOS
+#   LIMITS=poll|cgroup              jobs are killed for their memory, by slurmstepd's own look or by cgroups of v1
 set -eu
 usage="usage: tests/slurm.sh install, or start|stop|kill DIR [NODE]"
 verb=${1:?$usage}
@@ -20,6 +21,7 @@ if [ "$verb" != install ]; then
     export SLURM_CONF=$D/slurm.conf
 fi
 NODES=${NODES:-4} CPUS=${CPUS:-8} MEMORY=${MEMORY:-64000} PORT=${PORT:-17800} ACCOUNTING=${ACCOUNTING:-0}
+LIMITS=${LIMITS:-none}
 PATH=$PATH:/usr/sbin:/sbin
 for name in $(compgen -v | grep -E '^(SLURM|SBATCH|SQUEUE|SACCT)_'); do
     [ "$name" = SLURM_CONF ] || unset "$name"
@@ -57,6 +59,7 @@ configure() {
     chmod 755 munge
     (umask 077; head -c 128 /dev/urandom >munge/key)
     [ "$ACCOUNTING" = 0 ] || storage=slurmdbd
+    # A job's ports follow from its number, and clusters of one machine share its ports: each has its own numbers.
     # Slurm's own values are: SlurmdTimeout 300, KillWait 30, GraceTime 0, and cred_expire 120, for which a requeued job
     # is held back. Without cgroups, linuxproc finds a job's processes by their parents.
     cat >slurm.conf.new <<CONF
@@ -77,8 +80,8 @@ SlurmdLogFile=$D/log/slurmd-%n
 SlurmdParameters=config_overrides
 MailProg=/bin/true
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
+TaskPlugin=task/$([ "$LIMITS" = cgroup ] && echo cgroup || echo none)
+JobAcctGatherType=jobacct_gather/$([ "$LIMITS" = poll ] && echo linux || echo none)
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
@@ -87,6 +90,7 @@ GresTypes=gpu
 SlurmdTimeout=10
 KillWait=5
 MinJobAge=${MIN_JOB_AGE:-300}
+FirstJobId=$((PORT % 1000 * 50 + 1))
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0,sched_min_interval=0
 ReturnToService=2
 JobRequeue=1
@@ -123,6 +127,9 @@ StorageLoc=slurm
 CONF
         )
     fi
+    [ "$LIMITS" != poll ] || printf 'JobAcctGather%s\n' Frequency=task=1 Params=OverMemoryKill >>slurm.conf.new
+    [ "$LIMITS" != cgroup ] || printf 'Cgroup%s\n' Plugin=cgroup/v1 Mountpoint=/sys/fs/cgroup Automount=no >cgroup.conf
+    [ "$LIMITS" != cgroup ] || echo ConstrainRAMSpace=yes >>cgroup.conf
     # Any character device stands for a GPU. Without a File, a node has none.
     echo "NodeName=n[1-$NODES] Name=gpu Type=h100 File=/dev/null,/dev/zero" >gres.conf
     mv slurm.conf.new slurm.conf
@@ -182,6 +189,7 @@ stop() {
     for _ in $(seq 40); do kill -0 $pids 2>/dev/null || break; sleep 0.1; done
     kill -9 $pids 2>/dev/null || true
     for name in $names; do rm -f "pid/$name"; done
+    [ ! -e cgroup.conf ] || find /sys/fs/cgroup/*/slurm_n[0-9]* -depth -type d -exec rmdir {} + 2>/dev/null || true
 }
 
 kill_node() {

@@ -114,13 +114,13 @@ def _free_ports(count: int) -> int:
 class SlurmPlatform(FakePlatform):
     """The cluster as the contract suite's platform."""
 
-    def __init__(self, folder: Path, cluster: Cluster, **settings: object) -> None:
+    def __init__(self, folder: Path, cluster: Cluster, /, *, store: str = "", **settings: object) -> None:
         self.cluster = cluster
         given = {"partition": "low", "python": sys.executable, "stop_grace": GRACE, "prices": {"low": 2.0}}
         super().__init__(
             folder,
             provider=Provider(**{**given, **settings}),
-            store=(folder / "store").as_uri(),
+            store=store or (folder / "store").as_uri(),
             nowhere="999999999:/nowhere/slurm-0-0",
         )
 
@@ -193,9 +193,9 @@ def running(folder: Path, **options: str) -> Iterator[Cluster]:
 # --------------------------------------------------------------------------------------------------- whole runs of DDP
 
 
-def ddp_world(folder: Path, cluster: Cluster, **settings: object) -> SlurmPlatform:
+def ddp_world(folder: Path, cluster: Cluster, /, *, store: str = "", **settings: object) -> SlurmPlatform:
     """Return the platform of ``cluster`` with the script `DDP` in its code."""
-    world = SlurmPlatform(folder, cluster, **settings)
+    world = SlurmPlatform(folder, cluster, store=store, **settings)
     shutil.copy(DDP, world.place.code / "ddp.py")
     return world
 

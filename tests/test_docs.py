@@ -146,11 +146,23 @@ def test_every_block_says_what_it_is_and_is_right(name: str, tmp_path: Path) -> 
             pytest.fail(f"{block.where}: {exc}")
 
 
+IN_CI = {
+    *(f"docs/{name}.md" for name in ("docker", "rehearse", "runtime", "serving", "survival", "sweeps")),
+    *(f"docs/recipes/{name}.md" for name in ("mlflow", "streaming", "tensorboard", "wandb")),
+}
+"""Pages whose jobs import torch on several ranks, or start containers: CI runs them, in its slice of the proof."""
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    docker = [pytest.mark.docker] if any("docker" in block.words for block in blocks(name)) else []
+    return [*docker, pytest.mark.proof] if name in IN_CI else docker
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.docker] if any("docker" in block.words for block in blocks(name)) else [])
+        pytest.param(name, marks=marks_of(name))
         for name in PAGES
         if name != "README.md" and any(block.run for block in blocks(name))  # that one: test_first_time_user.py
     ],

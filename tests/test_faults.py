@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from profiles import PROFILE, examples
 from proxy import PLANNED, Proxy
 from servers import AZURITE_ACCOUNT
 from trials import SEED, TRIALS
@@ -45,7 +46,11 @@ plans = st.lists(st.sampled_from([*PLANNED, None, None]), max_size=8)
 sizes = st.sampled_from([0, 1, 1000, SMALL, SMALL + 1, PIECE, PIECE + 1, 3 * PIECE + 7])
 sent = sizes | st.just((5 << 20) + 1)
 """gcsfs sends more than 5 MiB in parts."""
-trial = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+trial = settings(
+    max_examples=settings().max_examples if PROFILE == "proof" else examples(15),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+"""Each is some round trips through a proxy that breaks them: few in the suite, all in the proof."""
 
 
 @dataclass

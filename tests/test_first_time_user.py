@@ -24,7 +24,7 @@ def same(wanted: str, made: str) -> None:
     one, other = stranger.normal(wanted).splitlines(), stranger.normal(made).splitlines()
     if one != other:
         lines = "\n".join(difflib.unified_diff(one, other, stranger.PAGE, "now", lineterm=""))
-        pytest.fail(f"make it anew: python tests/first_time_user.py FOLDER\n{lines}", pytrace=False)
+        pytest.fail(f"make it anew: python proof/first_time_user.py FOLDER\n{lines}", pytrace=False)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def said(home: Path) -> tuple[str, str]:
     return stranger.short(home / "first")
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_from_a_script_to_pulled_checkpoints(said: tuple[str, str], home: Path) -> None:
     import torch
 
@@ -47,7 +47,7 @@ def test_from_a_script_to_pulled_checkpoints(said: tuple[str, str], home: Path) 
     assert weights["weight"].item() == pytest.approx(3, abs=0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_failure_is_understood_from_the_output_alone(said: tuple[str, str], home: Path) -> None:
     """Rank, cause, place in one's own code, and where to look next; nothing of the ranks that merely waited."""
     same(stranger.on_page()["failure"], said[1])

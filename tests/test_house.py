@@ -93,6 +93,11 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parsed(path)))
+
+
 def home(path: Path) -> str:
     """Return the room that a file belongs to: its folder, or the module itself; empty for the package's __init__."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -259,11 +264,11 @@ def test_all_of_it_can_be_imported_where_nothing_is_installed() -> None:
 def literals(path: Path) -> Iterator[tuple[int, str]]:
     """Every text constant and identifier of the code with its line, but docstrings."""
     docs = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         for statement in getattr(node, "body", []) if isinstance(getattr(node, "body", []), list) else []:
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 docs.add(id(statement.value))
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
             yield node.lineno, node.value
         elif isinstance(node, ast.Name):
@@ -306,7 +311,7 @@ CLOUD_EXTRAS = {
     "azureml": {"sdk", "urls"},
     "vertex": {"machines", "bootstrap", "prepare"},
     "slurm": {"script"},
-    "kubernetes": {"devices"},
+    "kubernetes": {"devices", "shell"},
 }
 
 
@@ -333,11 +338,11 @@ def _names(target: ast.expr) -> list[ast.Name]:
 # --------------------------------------------------------------------------------------------------- nothing unfinished
 
 
-def comments(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def comments(path: Path) -> tuple[tuple[int, str], ...]:
     with tokenize.open(path) as stream:
-        for token in tokenize.generate_tokens(stream.readline):
-            if token.type == tokenize.COMMENT:
-                yield token.start[0], token.string
+        tokens = tokenize.generate_tokens(stream.readline)
+        return tuple((token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT)
 
 
 def shipped(*folders: str) -> list[Path]:
@@ -352,7 +357,7 @@ def test_nothing_is_left_for_later() -> None:
     marks = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
     found = [f"{name_of(p)}:{line}: {text}" for p in shipped() for line, text in comments(p) if marks.search(text)]
     for path in shipped():
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Name) and node.id == "NotImplementedError":
                 found.append(f"{name_of(path)}:{node.lineno}: NotImplementedError")
     assert not found, "\n".join(found)
@@ -364,7 +369,7 @@ def test_no_function_is_a_stub() -> None:
     for path in shipped():
         protocols = {
             id(method)
-            for kind in ast.walk(parsed(path))
+            for kind in nodes(path)
             if isinstance(kind, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in kind.bases)
             for method in kind.body
         }
@@ -384,7 +389,7 @@ def test_a_broad_except_says_why() -> None:
     wrong = []
     for path in shipped():
         said = dict(comments(path))
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ExceptHandler) and _broad(node) and not _reraises(node):
                 reason = re.sub(r"#\s*(noqa(: *[A-Z0-9, ]+)?)?", "", said.get(node.lineno, "")).strip(" -")
                 if len(reason.split()) < 3:
@@ -408,7 +413,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def functions(path: Path) -> list[Function]:
-    return [node for node in ast.walk(parsed(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return [node for node in nodes(path) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
 def test_functions_are_short() -> None:
@@ -472,12 +477,12 @@ BANNED = re.compile(
 def messages(path: Path) -> Iterator[tuple[int, str]]:
     """Yield every text of three words or more with its line, `…` for what is filled in, but no docstring or program."""
     docs, inner = set[int](), set[int]()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             docs.add(id(node.value))
         if isinstance(node, ast.JoinedStr):
             inner |= {id(part) for part in node.values}
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if id(node) in docs | inner:
             continue
         if isinstance(node, ast.JoinedStr):

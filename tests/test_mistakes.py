@@ -98,6 +98,7 @@ FLAGS = [
     M("submit train.py --node 2", 2, "--node\\b", "--nodes"),
     M("submit train.py --gpus 2", 2, "total_gpus: needs the kind of GPU", "--gpu NAME"),
     M("submit train.py --epochs 3", 2, "--epochs", "after '?--"),
+    M("submit train.py --region us-east-1", 2, "--region", "--set region=VALUE"),
     M("submit train.py --dry-run", 2, "--dry-run", "cloudtrain plan"),
     M("submit train.py extra", 2, "'extra'", "after '?--"),
     M("submit train.py --nodes", 2, "--nodes", ""),

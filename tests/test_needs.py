@@ -110,6 +110,19 @@ def test_only_what_is_missing_is_named(capsys: Capture) -> None:
     assert "ecr.eu-west-1." in told["request"]["body"]["AlgorithmSpecification"]["TrainingImage"]
 
 
+@pytest.mark.parametrize("provider", WANTED)
+def test_a_store_that_stands_for_none_is_refused(provider: str, capsys: Capture) -> None:
+    """No node would see the folder, and no account has the bucket."""
+    need = needs_of(find_provider(provider))["store"]
+    for store in (need.stand_in, f"{need.stand_in}/more", f"file://{need.stand_in}"):
+        if "://" in need.stand_in and store.startswith("file:"):
+            continue
+        assert cli.main(["plan", "train.py", "--provider", provider, "--store", store]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0] == f"error: store: {store!r} is what a plan shows if no store is set"
+        assert lines[1].startswith(f'hint: for example store = "{need.example}"')
+
+
 def test_an_image_does_for_an_environment(capsys: Capture) -> None:
     assert cli.main(["plan", "train.py", "--provider", "azureml", "--image", "team/i:1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["missing"] == WANTED["azureml"][:-1]

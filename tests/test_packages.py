@@ -103,13 +103,14 @@ def test_a_package_comes_with_the_smallest_extra() -> None:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that has a clone without extras; its folder has a script."""
+    """The Python of an environment that has a clone without extras; a script is in the folder ``code``."""
     folder = tmp_path_factory.mktemp("bare")
     clone = folder / "my clone"
     shutil.copytree(ROOT / "cloudtrain", clone / "cloudtrain", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
-    (folder / "train.py").write_text("print('hello')\n")
+    (folder / "code").mkdir()  # apart from the environment, whose files a plan would digest
+    (folder / "code/train.py").write_text("print('hello')\n")
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
     done = subprocess.run([python, "-m", "pip", "install", "-q", clone], capture_output=True, text=True, check=False)
@@ -127,7 +128,7 @@ def cloudtrain(python: Path, line: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        cwd=folder,
+        cwd=folder / "code",
         env=environ,
     )
     return done.stdout + done.stderr

@@ -18,11 +18,11 @@ from cloudtrain.provider_api.registry import provider_names
 
 def test_the_page_is_made_of_its_record() -> None:
     made = portability.page(portability.read())
-    assert made == portability.PAGE.read_text(encoding="utf-8"), "run: python tests/portability.py --page"
+    assert made == portability.PAGE.read_text(encoding="utf-8"), "run: python proof/portability.py --page"
 
 
 def test_the_record_is_of_the_cells_as_they_are() -> None:
-    assert portability.stale(portability.read()) == [], "run: python tests/portability.py --new"
+    assert portability.stale(portability.read()) == [], "run: python proof/portability.py --new"
 
 
 def test_every_provider_of_ours_is_a_column() -> None:

@@ -78,6 +78,7 @@ def test_plain_torchrun(theirs: Theirs) -> None:
     assert "node-0/model.pt" in theirs.kept("live/artifacts")
 
 
+@pytest.mark.proof
 def test_sagemaker_s_script_mode(theirs: Theirs) -> None:
     """One process a host, as that estimator starts it; every path and flag is SageMaker's."""
     words = ("--launcher", "python", "--hp", "epochs=3", "--hp", "lr=0.02", "--hp", "backend=gloo")

@@ -120,6 +120,7 @@ def test_what_lies_outside_is_shown_as_it_is(site: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_the_notebook_prints_what_it_holds(tmp_path: Path) -> None:
     """Floats aside, which another machine may round otherwise. A kernel itself is `make notebook`'s."""
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]

@@ -20,20 +20,20 @@ __all__ = ["built"]
 SCRIPT = """
 import os, sys, time
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *sys.argv[1:], os.environ["COLOUR"], flush=True)
-if "--sleep" in sys.argv:
-    time.sleep(300)
+while "--hold" in sys.argv and not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
+    time.sleep(0.1)
 """
 JOBS = """
 import json, sys
 from torchx.components import dist, utils
 from torchx.specs import named_resources
 from cloudtrain.compat.torchx import job_of
-from cloudtrain.errors import SpecError
+from cloudtrain.errors import CloudtrainError
 
 def said(app, provider="local", **cfg):
     try:
         return job_of(app, cfg, provider).to_dict()
-    except SpecError as exc:
+    except CloudtrainError as exc:
         return [exc.field, str(exc), exc.hint]
 
 two = dist.ddp(script="a.py", j="1x2"); two.roles *= 2
@@ -49,6 +49,7 @@ print(json.dumps({
     "mount": said(dist.ddp(script="a.py", j="1x2", mounts=["type=bind", "src=/a", "dst=/b"])),
     "macro": said(dist.ddp("${replica_id}", script="a.py", j="1x2")),
     "roles": said(two),
+    "no job file": said(dist.ddp(script="a.py", j="1x2"), job="missing.toml"),
 }))
 """
 Call = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -105,7 +106,7 @@ def test_torchx_sends_follows_and_lists_a_run(torchx: Call, home: tuple[Path, Ma
 
 @pytest.mark.slow
 def test_torchx_cancels_a_run(torchx: Call) -> None:
-    words = ["dist.ddp", "-j", "1x1", "--script", "train.py", "--env", "COLOUR=red", "--", "--sleep"]
+    words = ["dist.ddp", "-j", "1x1", "--script", "train.py", "--env", "COLOUR=red", "--", "--hold"]
     handle = torchx("run", "-s", "cloudtrain", *words).stdout.split()[-1]
     torchx("cancel", handle)
     torchx("cancel", handle)
@@ -172,6 +173,7 @@ def test_a_role_becomes_a_job(jobs: dict[str, Any]) -> None:
         ("mount", "mounts", "put inputs into a job file: -cfg job=job.toml"),
         ("macro", "args", "read torchrun's own variables, such as GROUP_RANK, in the script"),
         ("roles", "roles", ""),
+        ("no job file", "job", ""),
     ],
 )
 def test_what_a_run_cannot_be_is_refused(name: str, field: str, hint: str, jobs: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -55,21 +56,25 @@ class Place:
             process.communicate()
 
     def done(self, *words: str) -> tuple[int, dict[str, object], str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "cloudtrain", *words, "--json"],
-            cwd=self.code, env=self.environ, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        return done.returncode, json.loads(done.stdout), done.stderr
+        """The same command line in this process, for a client that no signal reaches."""
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            code = cli.main([*words, "--json"])
+        return code, json.loads(out.getvalue()), err.getvalue()
 
     def logs(self, run: str) -> str:
-        words = [sys.executable, "-m", "cloudtrain", "logs", "-f", run]
-        done = subprocess.run(words, cwd=self.code, env=self.environ, capture_output=True, text=True, timeout=30)
-        return done.stdout
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()):
+            cli.main(["logs", "-f", run])
+        return out.getvalue()
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    place = Place(tmp_path)
+    monkeypatch.syspath_prepend(place.environ["PYTHONPATH"])
+    monkeypatch.setenv(f"CLOUDTRAIN_{NAME.upper()}_FOLDER", str(tmp_path / "jobs"))
+    monkeypatch.chdir(place.code)
+    return place
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, dict[str, object], str]:
@@ -164,19 +169,16 @@ def test_a_signal_while_the_platform_is_taking_the_job(place: Place, word: str) 
     ],
 )
 def test_ctrl_c_while_it_submits_says_whether_there_is_a_run(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, error: str, hint: str
+    place: Place, monkeypatch: pytest.MonkeyPatch, where: str, error: str, hint: str
 ) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(where.replace(":", "."), interrupted)
     monkeypatch.setattr(CLIENT_TIMINGS, "arrival", 0.1)
-    monkeypatch.syspath_prepend(place.environ["PYTHONPATH"])
-    monkeypatch.setenv(f"CLOUDTRAIN_{NAME.upper()}_FOLDER", str(place.code.parent / "jobs"))
-    monkeypatch.chdir(place.code)
-    assert cli.main([*SUBMIT, "--json"]) == 7
-    said = json.loads(capsys.readouterr().out)
-    assert (said["error"], said["hint"][: len(hint)], said["exit_code"]) == (error, hint, 7)
+    code, said, _ = place.done(*SUBMIT)
+    assert code == 7
+    assert (said["error"], str(said["hint"])[: len(hint)], said["exit_code"]) == (error, hint, 7)
     assert place.platform.jobs() == []
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from first_time_user import commands
+from jobs import Once
 from test_docs import ROOT, blocks
 
 from cloudtrain import cli
@@ -40,9 +41,13 @@ def build(kind: str, source: Path, target: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The source archive of this tree, and the wheel that is built from the archive alone."""
-    folder = tmp_path_factory.mktemp("wheel")
+def built(once: Once, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source archive of this tree, and the wheel that is built from the archive alone; once for all workers."""
+    archive, wheel = once("wheel", lambda: [str(path) for path in build_both(tmp_path_factory.mktemp("wheel"))])
+    return Path(archive), Path(wheel)
+
+
+def build_both(folder: Path) -> tuple[Path, Path]:
     tree, dist = folder / "tree", folder / "dist"
     for name in FOLDERS:
         shutil.copytree(ROOT / name, tree / name, ignore=NO_SOURCE)
@@ -68,12 +73,14 @@ def metadata_of(wheel: Path) -> Message:
         return email.message_from_string(file.read(name).decode())
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_package_and_the_examples_and_nothing_else(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[1]) as file:
         names = [re.sub(r"^cloudtrain-[^/]*\.data/data/share/cloudtrain/", "", name) for name in file.namelist()]
     assert {name for name in names if ".dist-info/" not in name} == files_of(*FOLDERS)
 
 
+@pytest.mark.slow
 def test_the_archive_has_no_half_of_the_tests(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as file:
         names = {name.partition("/")[2].partition("/")[0] for name in file.getnames()} - {""}
@@ -83,6 +90,7 @@ def test_the_archive_has_no_half_of_the_tests(built: tuple[Path, Path]) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_metadata_says_what_the_project_says(built: tuple[Path, Path]) -> None:
     found, project = metadata_of(built[1]), toml_loads((ROOT / "pyproject.toml").read_text(), where="")["project"]
     assert (found["Name"], found["License-Expression"], found["License-File"]) == (
@@ -118,6 +126,7 @@ def environment(folder: Path, wheel: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_the_readme_works_from_the_wheel_alone(built: tuple[Path, Path], tmp_path: Path) -> None:
     """`init --examples`, a plan of its job, and the README's first job, of entry point and data that init wrote."""
     environ, home = environment(tmp_path / "venv", built[1]), tmp_path / "home"

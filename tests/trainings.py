@@ -6,6 +6,7 @@ torchrun would set is set, warnings are errors, and there is no second between a
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -20,6 +21,21 @@ from typing import IO, Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
+
+
+class Late:
+    """A module that is imported at its first use: a worker that only collects its tests does not pay for torch."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest asks every global of a module for such names
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self._name), name)
+
+
+torch, _dcp = Late("torch"), Late("torch.distributed.checkpoint.format_utils")
 DIGITS, TEXT = ROOT / "examples/data/digits.csv.gz", ROOT / "examples/data/persuasion.txt.gz"
 ODD = ("--task", str(Path(__file__).with_name("entrypoints") / "odd.py"), "--epochs", "3", "--global-batch", "16")
 """The flags of the tests' own task: 6 steps an epoch."""
@@ -109,6 +125,12 @@ class Training:
     def notes(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.checkpoint(name) / "train.json").read_text())
         return found
+
+    def adam(self, name: str) -> dict[str, Any]:
+        """What AdamW holds of each parameter in a checkpoint."""
+        _dcp.dcp_to_torch_save(self.checkpoint(name), self.folder / "state.pt")
+        state: dict[str, Any] = torch.load(self.folder / "state.pt", weights_only=True)["optimizer"]["state"]
+        return state
 
     def checkpoint(self, name: str) -> Path:
         return self.folder / "checkpoints" / name

@@ -6,6 +6,8 @@ import difflib
 import shlex
 from collections.abc import Iterable, Sequence
 
+from ..settings.settings import is_setting
+
 __all__ = ["about_flag", "about_verb"]
 
 SCRIPT_VERBS = ("submit", "plan", "rehearse")
@@ -60,8 +62,10 @@ def about_flag(flag: str, verb: str, names: Iterable[str], given: Sequence[str],
     if flag in ("--dry-run", "--dryrun") and verb == "submit":
         words = [word for word in given if word.partition("=")[0] != flag]
         return f"to see the plan, run: {shlex.join(['cloudtrain', 'plan', *words])}"
-    near = similar(flag, names)
+    near, setting = similar(flag, names := tuple(names)), flag.lstrip("-").replace("-", "_")
     parts = [f"use {near}"] if near else []
+    if "--set" in names and is_setting(setting):
+        parts = [f"set the setting of this name: --set {setting}=VALUE"]
     if verb in SCRIPT_VERBS and not has_args and (not near or _ratio(flag, near) < SURE):
         at = next((i for i, word in enumerate(given) if word.partition("=")[0] == flag), len(given))
         words = ["cloudtrain", verb, *given[:at], "--", *given[at:]]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from ..errors import NotFoundError, SpecError, StorageError
+from ..errors import SpecError
 from ..job.job import FIELDS, FLAT_FIELDS, Job, anchored
-from ..validate import json_loads, toml_loads
+from ..validate import read_table
 from .key_value import SPELLINGS, merge, pairs, tree
 
 __all__ = ["JobFlags", "flag_names", "job_of"]
@@ -164,23 +164,6 @@ def _refuse_settings(data: Mapping[str, Any], script: str) -> None:
 
 
 def _read_job_file(script: str, cwd: Path) -> dict[str, Any]:
-    path = cwd / script
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise NotFoundError(f"no such job file: {script}", field="job") from None
-    except UnicodeDecodeError:
-        raise SpecError(f"{script} is not UTF-8 text", field="job") from None
-    except OSError as exc:
-        raise StorageError(f"cannot read {script}: {exc.strerror or exc}") from None
-    if script.endswith(".toml"):
-        data: Any = toml_loads(text, where=script)
-    else:
-        try:
-            data = json_loads(text)
-        except ValueError as exc:
-            raise SpecError(f"not JSON: {exc}", field=script) from None
-    if not isinstance(data, dict):
-        raise SpecError("must be a table of a job's fields", field=script)
+    data = read_table(cwd / script, shown=script, field="job")
     _refuse_settings(data, script)
     return anchored(data, Path(script).parent)

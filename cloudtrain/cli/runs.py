@@ -6,7 +6,7 @@ import dataclasses
 import json as json_
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..estimator import log_line, ranks
 from ..provider_api.protocol import FINAL, NativeObject, ProviderExtras, extras_of, extras_of_type
 from ..provider_api.registry import find_provider
 from ..runs.outcome import CANCELLING
-from ..settings.settings import Settings
+from ..settings.settings import AUTO, Settings
 from ..validate import choice_of, parse_duration, url_scheme
 from . import NEWEST, format
 from .common_flags import HERE, At, OnEnd, OnSignal, Where, many, run_on_end, stoppable, switch, undisturbed
@@ -503,7 +503,6 @@ def gc(
     if target is not None and at.store is not None:
         raise SpecError(f"two stores: {at.store!r} and {target!r}", field="store", hint="name one of them")
     settings = at.settings()
-    objects, remove = _objects(settings, screen)
     found = collect_at(
         target or settings.store,
         older_than=seconds,
@@ -511,8 +510,7 @@ def gc(
         settings=settings,
         cwd=Path.cwd(),
         say=screen.talk,
-        objects=objects,
-        remove=remove,
+        objects=partial(_objects, settings, screen, own=target is None and at.store is None),
     )
     if json:
         screen.emit(format.collected(found))
@@ -526,18 +524,30 @@ def gc(
     return 0
 
 
-def _objects(settings: Settings, screen: Screen) -> tuple[Sequence[NativeObject], Callable[[NativeObject], None]]:
-    """Return the objects on the platform of the settings, and the function that removes one.
+def _objects(
+    settings: Settings, screen: Screen, records: Iterable[Mapping[str, Any]], *, own: bool
+) -> dict[NativeObject, ProviderExtras]:
+    """Return the objects on the platforms of ``records``, which are run.json files, each object with its provider.
 
-    Where they cannot be listed, this says so, and returns none.
+    ``own``: also those on the platform of the settings. Where objects cannot be listed, this says so.
     """
-    try:
-        made = extras_of(settings.make_provider())
-        return made.objects(), made.remove
-    except CloudtrainError as exc:
-        if extras_of_type(find_provider(settings.provider)).objects is not ProviderExtras.objects:
-            screen.talk(f"note: objects on {settings.provider} are left out: {exc}")
-        return (), ProviderExtras().remove
+    found: dict[NativeObject, ProviderExtras] = {}
+    asked: set[tuple[str, ...]] = set()
+    chosen = [{"provider": settings.provider}] if own and settings.provider != AUTO else []
+    for record in (*chosen, *records):
+        name = str(record.get("provider") or Settings.provider)
+        try:
+            if extras_of_type(find_provider(name)).objects is ProviderExtras.objects:
+                continue
+            made = settings.provider_of(record) if "settings" in record else settings.make_provider(name)
+            places = [item.name for item in dataclasses.fields(made.settings) if item.metadata.get("place")]
+            place = (name, *(str(getattr(made.settings, item)) for item in places))
+            if place not in asked:
+                asked.add(place)
+                found |= dict.fromkeys(extras_of(made).objects(), extras_of(made))
+        except CloudtrainError as exc:
+            screen.talk(f"note: objects on {name} are left out: {exc}")
+    return found
 
 
 def pull_into(

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from ..errors import EXIT_CODES, AuthError, LostContactError, NotFoundError, SpecError, StorageError
+from ..errors import EXIT_CODES, AuthError, LostContactError, SpecError
 from ..job.job import Job, anchored
 from ..runs.submit import Plan, make_plan
 from ..runs.summary import columns, plan_text
@@ -24,7 +24,7 @@ from ..runs.sweeps.state import State
 from ..runs.sweeps.sweep import CAPS, Sweep, make_sweep, open_sweep, plan_of_sweep
 from ..runs.sweeps.view import change_lines, limits_text, value_text
 from ..settings.settings import Settings
-from ..validate import near_or_all, table_of, toml_loads, url_scheme
+from ..validate import near_or_all, read_table, table_of, url_scheme
 from .common_flags import HERE, At, OnSignal, Where, stoppable, switch, undisturbed
 from .flags import job_of
 from .output import Screen
@@ -120,12 +120,7 @@ def _made(
 
 def _read(path: Path) -> tuple[Job, dict[str, Any]]:
     """Return the job of tune.toml, with the caps of ``[trial]``, and the tables of the sweep. Raises `SpecError`."""
-    try:
-        tables = toml_loads(path.read_text(encoding="utf-8"), where=str(path))
-    except FileNotFoundError:
-        raise NotFoundError(f"no such file: {path}", field="sweep") from None
-    except (OSError, UnicodeDecodeError) as exc:
-        raise StorageError(f"cannot read {path}: {exc}") from None
+    tables = read_table(path, shown=str(path), field="sweep")
     given, trial = tables.pop("job", None), table_of(tables.pop("trial", {}), "trial")
     for key in trial:
         if key not in CAPS:

@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 from ..errors import CloudtrainError, NotFoundError, SpecError
 from ..job.fields import slug
 from ..job.job import Job, anchored
-from ..validate import toml_loads
+from ..validate import read_table
 
 if TYPE_CHECKING:
     from ..runs.run import Run
@@ -64,8 +64,8 @@ def job_of(app: Any, cfg: Mapping[str, Any], provider: str) -> Job:
         raise SpecError("the number of nodes is fixed for a run", field="min_replicas", hint=how)
     if role.mounts:
         raise SpecError("no counterpart", field="mounts", hint="put inputs into a job file: -cfg job=job.toml")
-    path = Path(str(cfg.get("job") or ""))
-    base = anchored(toml_loads(path.read_text("utf-8"), where=str(path)), path.parent) if cfg.get("job") else {}
+    file = cfg.get("job")
+    base = anchored(read_table(Path(file), shown=file, field="job"), Path(file).parent) if file else {}
     fields = {
         "name": slug(app.name),
         "instance_count": role.num_replicas,

@@ -86,7 +86,8 @@ class SyncAgent:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeEnvironment:
-    """A node's environment on its platform. ``paths`` maps ``live`` and ``input.<channel>`` to folders.
+    """A node's environment on its platform. ``paths`` maps ``live`` and ``input.<channel>`` to folders. ``direct`` is
+    the folder of checkpoints that a script writes to the store itself, or ``mounted``, if it writes them by a URL.
 
     ``scratch`` lists folders to try, best first. ``stop_grace`` is seconds between the platform's stop signal and its
     kill. ``exit_code`` maps an outcome (succeeded, failed, preempted, lost) to the process exit code that makes the

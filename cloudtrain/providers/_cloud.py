@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import json
 import posixpath
 import re
@@ -17,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import LostContactError, PlatformError, SpecError, UnsupportedError
-from ..provider_api.launch_spec import LaunchSpec
+from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount
 from ..provider_api.node import NodeEnvironment
-from ..provider_api.protocol import Layout, LogPage, ProviderExtras, Request, Shell, Status
-from ..validate import unix_seconds
+from ..provider_api.protocol import Layout, LogPage, NativeObject, ProviderExtras, Request, Shell, Status
+from ..validate import unix_seconds, url_scheme
 
 if TYPE_CHECKING:
     from ..job.job import Job
@@ -29,11 +30,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ANOTHER_ID",
+    "BUCKETS",
+    "FLUSH_PATH",
+    "GRACE_PATH",
     "Backoff",
     "Clock",
     "CloudProvider",
     "ClusterProvider",
-    "check_env_secrets",
+    "bucket_url",
+    "check_lines",
+    "check_shared",
     "check_size",
     "check_tags",
     "decoded",
@@ -46,14 +52,28 @@ __all__ = [
     "pinned_machine",
     "processes_of",
     "secret_references",
+    "shared_arguments",
+    "shared_mounts",
+    "shared_rules",
     "short_key",
     "size_of",
     "time_of",
 ]  # fmt: skip
 
+BUCKETS = ("s3", "gs", "abfs", "abfss", "az")
+"""Schemes of buckets that nodes of a cluster can mount."""
 GIB = 1 << 30
 ANOTHER_ID = "choose another run id (--run-id)"
 """The hint if the platform has a job of the run id already."""
+GRACE_PATH, FLUSH_PATH = "grace", "flush"
+"""The ``--path`` with the grace, and the one with the seconds between two writes of a file on a mounted bucket."""
+FLUSH_SECONDS = 30
+"""Seconds between flushes into a mounted bucket: each is a whole new object, which costs money."""
+_SYNCED = ("live", "direct", "mounted")
+RESTARTS = 1000
+"""Restarts of a job by a cluster: only the time limit of the run ends them."""
+CALLED = 1.0
+"""Seconds between two calls of a notice."""
 LONGEST_HOLD = 300.0
 """Longest pause in seconds that a service can ask for."""
 REASON = 1024
@@ -123,7 +143,16 @@ class CloudProvider(ProviderExtras):
 
 
 class ClusterProvider(CloudProvider):
-    """Methods of a provider of the user's own cluster: it knows its machines, and takes the values of secrets."""
+    """Methods of a provider of the user's own cluster: it knows its machines, and takes the values of secrets.
+
+    Its nodes see folders and mounted buckets as files. Clients start further attempts, and let users into every job.
+    """
+
+    schemes: ClassVar[frozenset[str]] = frozenset({"file", *BUCKETS})
+    retried_by: ClassVar[str] = "client"
+    max_wait_by: ClassVar[str] = "client"
+    min_poll_s: ClassVar[float] = 0.5
+    always_interactive: ClassVar[bool] = True
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         return str(self.account.create(request, secrets))
@@ -131,6 +160,13 @@ class ClusterProvider(CloudProvider):
     def machines(self) -> Sequence[Machine]:
         found: list[Machine] = self.account.machines()
         return found
+
+    def objects(self) -> Sequence[NativeObject]:
+        found: list[NativeObject] = self.account.objects()
+        return found
+
+    def remove(self, found: NativeObject) -> None:
+        self.account.remove(found)
 
     def principal(self) -> str | None:
         """Return the user as the cluster knows it."""
@@ -146,23 +182,25 @@ class ClusterProvider(CloudProvider):
 class Clock:
     """The running time of all starts of a job, on node 0, where the platform has no such limit of its own.
 
-    At the limit it reports the end as a notice, so that every node saves, and changes the exit code of this node to
-    ``time_up``. ``pause`` is the seconds between two writes of ``file``.
+    At the limit it reports the end as a notice, so that every node saves, and changes this node's exit code to
+    ``time_up``. ``file`` is written every ``pause`` seconds, at most a tenth of the limit. It always holds the time up
+    to the next write, so that a start that ends before then is counted whole.
     """
 
     def __init__(self, file: Path, limit: float, codes: dict[str, int], time_up: int, pause: float) -> None:
-        self._file, self._limit, self._codes, self._time_up, self._pause = file, limit, codes, time_up, pause
-        self._began: float | None = None
-        self._before = self._written = 0.0
+        self._file, self._limit, self._codes, self._time_up = file, limit, codes, time_up
+        self._pause = min(pause, limit / 10)
+        self._began = time.monotonic()
+        self._before: float | None = None
+        self._counted = 0.0
 
     def __call__(self) -> str:
         """Return the reason for the node's end; empty before the limit."""
-        now = time.monotonic()
-        if self._began is None:
-            self._began, self._before = now, self._read()
-        used = self._before + now - self._began
-        if used - self._written >= self._pause or used >= self._limit > self._written:
-            self._write(used)
+        if self._before is None:
+            self._before = self._counted = self._read()
+        used = self._before + time.monotonic() - self._began
+        if self._counted < min(used + CALLED, self._limit):
+            self._write(min(used + self._pause, self._limit))
         if used < self._limit:
             return ""
         self._codes.update(preempted=self._time_up, lost=self._time_up)
@@ -174,14 +212,14 @@ class Clock:
         except (OSError, ValueError):
             return 0.0
 
-    def _write(self, used: float) -> None:
+    def _write(self, counted: float) -> None:
         from ..runtime.checkpoints import put_whole
 
-        data = f"{used:.1f}".encode()
+        data = f"{counted:.1f}".encode()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             put_whole(self._file, lambda path: path.write_bytes(data), temporary=".part")
-            self._written = used
+            self._counted = counted
         except OSError:  # the volume does not answer now
             return
 
@@ -207,11 +245,35 @@ def secret_references(
         yield field, rest
 
 
-def check_env_secrets(provider: str, job: Job, *, known: str) -> None:
-    """Raise `UnsupportedError` for a secret that is not ``env:NAME``. ``known`` describes that reference."""
+def check_shared(provider: str, job: Job, *, where: str, secrets: str) -> None:
+    """Raise `UnsupportedError` for parts of a job that a cluster cannot honour, whose nodes see inputs as files.
+
+    ``where`` is the inputs' place, and ``secrets`` says how the value of an ``env:NAME`` reaches a node.
+    """
+    for name, item in job.inputs.items():
+        if item.shard:
+            raise UnsupportedError(provider, f"inputs.{name}.shard", "every node sees a whole input")
+        if item.mode == "copy":
+            raise UnsupportedError(provider, f"inputs.{name}.mode", f"nodes read inputs where they are, {where}")
     for name, reference in job.secrets.items():
         if not reference.startswith("env:"):
-            raise UnsupportedError(provider, f"secrets.{name}", f"its nodes fetch {known}")
+            raise UnsupportedError(provider, f"secrets.{name}", f"its nodes fetch env:NAME only: {secrets}")
+
+
+def check_lines(settings: Any, names: Iterable[str], provider: str) -> None:
+    """Raise `SpecError` for the first of the settings ``names`` that is not one line of text."""
+    for name in names:
+        value = getattr(settings, name)
+        if not isinstance(value, str) or re.search(r"[\x00-\x1f\x7f]", value):
+            raise SpecError(f"must be one line of text, not {value!r}", field=f"{provider}.{name}")
+
+
+def bucket_url(url: str, field: str) -> str:
+    """Return the URL of a bucket, or of a folder in it, without a slash at its end. Raises `SpecError`."""
+    if not re.fullmatch(rf"({'|'.join(BUCKETS)})://[^/?#\s]+(/[^/?#\s]+)*/?", url):
+        hint = "for example s3://my-bucket, or gs://my-bucket/team"
+        raise SpecError(f"{url!r} is not the URL of a bucket", field=field, hint=hint)
+    return url.rstrip("/")
 
 
 def pinned_machine(
@@ -291,6 +353,56 @@ def paths_of(argv: Mapping[str, str]) -> dict[str, str]:
             path = posixpath.dirname(path)
         paths[f"input.{channel}" if kind in ("file", "copy", "copyfile") else name] = path
     return paths
+
+
+# ------------------------------------------------------------------------- nodes that see the store and inputs as files
+
+
+def shared_arguments(
+    layout: Layout, attempt: int, path: Callable[[str, str], str], own: Mapping[str, str]
+) -> list[str]:
+    """Return the runtime's command line, without Python, with the ``--path`` pairs ``own``.
+
+    ``path(url, field)`` returns the nodes' path. If the store is a bucket, a script writes its own checkpoints by their
+    URL: a mount cannot rename.
+    """
+    in_folder = url_scheme(layout.store) == "file"
+    urls = {"code": layout.code, "live": layout.live, "direct" if in_folder else "mounted": layout.direct}
+    paths = {name: path(url, "store") for name, url in urls.items()}
+    if layout.resume:
+        paths["resume"] = path(layout.resume, "resume_from")
+    for name, item in sorted(layout.inputs.items()):
+        paths[f"file.{name}" if item.file else f"input.{name}"] = path(item.url, f"inputs.{name}")
+    paths |= own if in_folder else {**own, FLUSH_PATH: str(FLUSH_SECONDS)}
+    words = [path(layout.runtime, "store"), "run", "--context", path(layout.context, "store")]
+    words += ["--attempt", str(attempt)]
+    return words + [word for name, path in paths.items() for word in ("--path", f"{name}={path}")]
+
+
+def shared_mounts(words: Sequence[str], url: Callable[[str], str], own: Iterable[str]) -> Iterator[Mount]:
+    """Yield each file and folder of `shared_arguments` by itself. ``own`` are names of pairs that are neither.
+
+    ``url(path)`` returns the URL that nodes see at a path.
+    """
+    context = words[words.index("--context") + 1]
+    for path in (words[0], context, f"{context.rpartition('/')[0]}/key"):
+        yield Mount(url=url(path), path=path, kind="mount")
+    for before, word in itertools.pairwise(words):
+        name, _, path = word.partition("=")
+        if before == "--path" and name not in (GRACE_PATH, FLUSH_PATH, *own):
+            yield Mount(url=url(path), path=path, kind="sync" if name in _SYNCED else "mount")
+
+
+def shared_rules(*, time_limit: float, again: int, stop_grace: float) -> LaunchRules:
+    """Return the rules of a cluster that starts a job again after exit code ``again`` and after each loss of a node."""
+    return LaunchRules(
+        time_limit=time_limit,
+        restart_on=(again,),
+        max_restarts=RESTARTS,
+        preemptions=RESTARTS,
+        losses=RESTARTS,
+        stop_grace=stop_grace,
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- of answers

@@ -90,6 +90,8 @@ def verdict_of(status: Status, records: Sequence[Record]) -> Verdict:
         # Its peers only know that it is lost; the platform may know why.
         same = platform.reason.split()[:2] == nodes.reason.split()[:2]
         reason = platform.reason if same else f"{nodes.reason}; the platform: {platform.reason}"
+    elif status.category == nodes.category == "oom" and platform.reason != reason:  # the platform knows the limit
+        reason = f"{nodes.reason}; {platform.reason}"
     return replace(nodes, category=status.category or nodes.category if vague else nodes.category, reason=reason)
 
 

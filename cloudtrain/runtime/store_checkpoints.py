@@ -99,17 +99,20 @@ class RefusedError(StorageError):
     same."""
 
 
-def find_newest(url: str, *, python: str, environ: Mapping[str, str], say: Callable[[str], None]) -> Checkpoint | None:
+def find_newest(
+    url: str, *, python: str, environ: Mapping[str, str], say: Callable[[str], None], mounted: str = ""
+) -> Checkpoint | None:
     """Return the newest complete checkpoint below ``url``; None if there is none.
 
-    Raises `RefusedError` without the right to list it, `StorageError` when the store does not answer.
+    ``mounted`` is the folder that shows it, if there is one: that needs no library and no credentials. Raises
+    `RefusedError` without the right to list it, `StorageError` when the store does not answer.
 
     Calls ``say`` for each entry that was being written over, and if ``python`` has no library to list such a store. In
     that case the script could not have written there either. Any other fault of a library is a `StorageError`.
     """
     entries: dict[str, dict[str, tuple[int, float]]] = {}
     try:
-        for entry, path, changed in _listed(url, python, environ):
+        for entry, path, changed in _listed(url, python, environ, mounted):
             entries.setdefault(entry, {})[path] = (0, changed)  # sizes are not needed here
     except ImportError as exc:
         say(f"{url} is not looked at for checkpoints: {exc}")
@@ -124,12 +127,11 @@ def find_newest(url: str, *, python: str, environ: Mapping[str, str], say: Calla
     return max(whole, key=lambda item: item.order, default=None)
 
 
-def _listed(url: str, python: str, environ: Mapping[str, str]) -> list[_File]:
+def _listed(url: str, python: str, environ: Mapping[str, str], mounted: str) -> list[_File]:
+    folder = mounted or (url.startswith("file://") and url[len("file://") :])  # as fsspec reads it: the path as it is
     for pause in (*TIMINGS.store_pauses, None):
         try:
-            if url.startswith("file://"):  # as fsspec reads it: the path as it is
-                return list(_local(Path(url[len("file://") :])))
-            return _asked(url, python, environ)
+            return list(_local(Path(folder))) if folder else _asked(url, python, environ)
         except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError) as exc:
             if pause is None:
                 kind = RefusedError if isinstance(exc, PermissionError) else StorageError

@@ -168,7 +168,8 @@ class Workspace:
     def direct(self) -> Checkpoint | None:
         """Return the newest complete checkpoint below `checkpoint_url`. Raises `CloudtrainError`."""
         environ = {**self._environ(), **self._secrets()}
-        return find_newest(self.checkpoint_url, python=self._python, environ=environ, say=self._log.say)
+        mounted, say = self._site.paths.get("mounted", ""), self._log.say
+        return find_newest(self.checkpoint_url, python=self._python, environ=environ, say=say, mounted=mounted)
 
     def readable(self, text: str) -> str:
         """Return ``text`` without this node's own folders: the same on every attempt, and as the user knows it."""

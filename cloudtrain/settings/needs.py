@@ -24,10 +24,18 @@ _IMAGE, _STORE = "image", "store"
 
 
 def find_missing(settings: Settings, provider: Provider, job: Job) -> tuple[str, ...]:
-    """Return the names of the values that ``provider``, made of ``settings``, lacks to send ``job``."""
-    kind = type(provider)
-    store = (_STORE,) if _STORE in needs_of(kind) and settings.store == Settings.store else ()
-    return store + lacking(kind, provider.settings, job)
+    """Return the names of the values that ``provider``, made of ``settings``, lacks to send ``job``.
+
+    Raises `SpecError` for a store at the place that stands for a missing one.
+    """
+    kind, need = type(provider), needs_of(type(provider)).get(_STORE)
+    missing = lacking(kind, provider.settings, job)
+    if need is None or settings.store == Settings.store:
+        return (_STORE, *missing) if need else missing
+    if f"{settings.store.removeprefix('file://')}/".startswith(f"{_stand_in(_STORE, need)}/"):
+        hint = f"for example {assignment(_STORE, need)}"
+        raise SpecError(f"{settings.store!r} is what a plan shows if no store is set", field=_STORE, hint=hint)
+    return missing
 
 
 def refusal(provider: str, names: Sequence[str], *, file: str = "", profile: str = "") -> SpecError:

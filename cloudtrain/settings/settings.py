@@ -38,7 +38,9 @@ from ..validate import (
 )
 from .coerce import Found, is_table, over, resolve_below, typed
 
-__all__ = ["AUTO", "FILE", "NO_SETTINGS", "PROJECT", "Found", "Settings", "StoreCredentials", "setting_hint"]
+__all__ = [
+    "AUTO", "FILE", "NO_SETTINGS", "PROJECT", "Found", "Settings", "StoreCredentials", "is_setting", "setting_hint",
+]  # fmt: skip
 
 FILE = "cloudtrain.toml"
 PROJECT = "pyproject.toml"
@@ -536,6 +538,11 @@ def _owners() -> dict[str, list[str]]:
             for item in dataclasses.fields(find_provider(name).Settings):
                 found.setdefault(item.name, []).append(name)
     return found
+
+
+def is_setting(key: str) -> bool:
+    """Return whether ``key`` is a setting, of any provider or of all."""
+    return key in _GENERAL or key in _owners()
 
 
 def _owner_hint(key: str) -> str:

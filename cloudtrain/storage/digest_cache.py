@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from typing import Any
 
 from ..errors import DigestError, SpecError, StorageError
 from .files import parallel
-from .local_disk import cache_home, disk_errors, scan, sha256_file, walk
+from .local_disk import cache_home, disk_errors, put, scan, sha256_file, walk
 from .timings import CLIENT_TIMINGS
 
 __all__ = [
@@ -110,16 +109,9 @@ class DigestCache:
         if len(self._known) > 2 * len(self._used) + 1000:  # drop deleted files
             self._known = {key: self._known[key] for key in self._used if key in self._known}
         text = json.dumps({"version": _VERSION, "root": self._root, "files": dict(self._known)}, separators=(",", ":"))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, StorageError):
             self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor, temp = tempfile.mkstemp(dir=self._file.parent)
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-                    out.write(text)
-                os.replace(temp, self._file)
-            except BaseException:
-                os.unlink(temp)
-                raise
+            put(self._file, text.encode(), name=False)
             self._changed = False
             self._make_room()
 

@@ -8,17 +8,18 @@ run.json stops all deletion, and without file times nothing is old enough.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import NotFoundError, StorageError
 from ..job.job import is_run_id
-from ..provider_api.protocol import NativeObject
+from ..provider_api.protocol import NativeObject, ProviderExtras
 from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.files import Entry, parallel
 from ..storage.lease import DELETES, FOLDER, MARK, Lease
@@ -42,6 +43,12 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _WORD = re.compile(r"[A-Za-z0-9._-]+")
 
 Say = Callable[[str], None]
+Listed = Callable[[Iterable[Mapping[str, Any]]], Mapping[NativeObject, ProviderExtras]]
+"""Function that returns the platforms' objects, each with its provider, by one run.json of each place."""
+
+
+def _none(records: Iterable[Mapping[str, Any]]) -> Mapping[NativeObject, ProviderExtras]:
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +98,7 @@ def collect_at(
     settings: Settings = NO_SETTINGS,
     cwd: Path | None = None,
     say: Say | None = None,
-    objects: Sequence[NativeObject] = (),
-    remove: Callable[[NativeObject], None] | None = None,
+    objects: Listed = _none,
 ) -> Collected:
     """Run `collect` on the store at ``url``, opened with ``settings``. Raises `NotFoundError` for a missing folder."""
     url = normalize(settings.resolved(url), cwd=cwd or Path.cwd())
@@ -100,7 +106,7 @@ def collect_at(
     if path is not None and not path.is_dir():
         raise NotFoundError(f"there is no store at {path}", field="store")
     store, _ = in_store(url, settings, lambda store: (store, store.files.names("runs")))
-    return collect(store, older_than=older_than, delete=delete, say=say, objects=objects, remove=remove)
+    return collect(store, older_than=older_than, delete=delete, say=say, objects=objects)
 
 
 def collect(
@@ -110,8 +116,7 @@ def collect(
     delete: bool = False,
     lease: float = CLIENT_TIMINGS.lease,
     say: Say | None = None,
-    objects: Sequence[NativeObject] = (),
-    remove: Callable[[NativeObject], None] | None = None,
+    objects: Listed = _none,
 ) -> Collected:
     """Return the things that no run refers to, largest first; ``delete`` removes those older than ``older_than`` s.
 
@@ -119,27 +124,30 @@ def collect(
     at most ``lease`` seconds longer than it lives. If a run.json cannot be read, raises `StorageError` and removes
     nothing.
 
-    ``objects`` are the platform's, and ``remove`` removes one. A run's record is older than its objects, so they are
-    listed before this call. They count if their run was in this store, and it has another one: else the store may be
-    the empty folder of a volume that is not mounted.
+    ``objects`` lists those of the platforms. A run's record is older than its objects, so the records are read again
+    afterwards. An object counts if its run was in this store, and the store has another one: else it may be the empty
+    folder of a volume that is not mounted.
     """
     named = _Named(store)
     named.read(time.time())
+    natives = objects(named.places.values())
     if not delete:
-        return _collected(store, named, older_than, time.time(), objects, deleted=False)
+        if natives:
+            named.read(time.time())
+        return _collected(store, named, older_than, time.time(), natives, deleted=False)
     _refuse_unreadable(named)
     with Lease(store.files, MARK, seconds=lease, say=say, waits=DELETES) as deleting:
         mark = store.files.load(MARK)
         now = mark.modified if mark is not None else 0.0  # by the store's clock
         named.read(now)  # includes clients that began to stage before the mark was set
         _refuse_unreadable(named)
-        done = _collected(store, named, older_than, now, objects, deleted=True)
+        done = _collected(store, named, older_than, now, natives, deleted=True)
         for item in done.found:
             deleting.check()
             if item.native is None:
                 _remove(store, item, deleting)
-            elif remove is not None:
-                remove(item.native)
+            else:
+                natives[item.native].remove(item.native)
             if say:
                 say(f"removed {item.key}")
         for name in named.without:
@@ -164,7 +172,7 @@ def _remove(store: Store, item: Leftover, deleting: Lease) -> None:
 
 
 def _collected(
-    store: Store, named: _Named, older_than: int, now: float, objects: Sequence[NativeObject], *, deleted: bool
+    store: Store, named: _Named, older_than: int, now: float, objects: Iterable[NativeObject], *, deleted: bool
 ) -> Collected:
     found: list[Leftover] = []
     younger: list[Leftover] = []
@@ -202,6 +210,8 @@ class _Named:
         self._store = store
         self._words: set[str] = set()
         self.runs: set[str] = set()
+        self.places: dict[str, Mapping[str, Any]] = {}
+        """One run.json of each provider and settings."""
         self._sweeps: set[str] = set()
         self.unreadable: set[str] = set()
         self.without: set[str] = set()
@@ -223,7 +233,9 @@ class _Named:
             self.unreadable.discard(name)
             (self.without.add if data is None else self.without.discard)(name)
             if data is not None:
-                (self.runs if _is_record(data) else self.unreadable).add(name)
+                record = _record(data)
+                (self.runs if record else self.unreadable).add(name)
+                self.places.setdefault(json.dumps([record.get("provider"), record.get("settings")]), record)
 
     def _take(self, read: Callable[[str], bytes], key: str) -> bytes | None:
         try:
@@ -242,13 +254,14 @@ class _Named:
         return word in self._words
 
 
-def _is_record(data: bytes) -> bool:
-    """Return whether this is a run.json whose references are all known."""
+def _record(data: bytes) -> Mapping[str, Any]:
+    """Return a run.json whose references are all known, else an empty one."""
     try:
-        record: Any = json_loads(data)
-        return bool(record["protocol"] == 1 and record["layout"]["code_digest"])
+        record: Mapping[str, Any] = json_loads(data)
+        known = record["protocol"] == 1 and record["layout"]["code_digest"]
     except (ValueError, KeyError, TypeError):
-        return False
+        return {}
+    return record if known else {}
 
 
 def _leftovers(store: Store, named: _Named) -> Iterator[Leftover]:
@@ -280,7 +293,7 @@ def _leftovers(store: Store, named: _Named) -> Iterator[Leftover]:
         yield _leftover("upload", key, {key: entry}, (key,))
 
 
-def _abandoned(store: Store, named: _Named, objects: Sequence[NativeObject]) -> Iterator[Leftover]:
+def _abandoned(store: Store, named: _Named, objects: Iterable[NativeObject]) -> Iterator[Leftover]:
     """Yield the objects of runs that were in this store and have no run.json any more."""
     for item in objects if named.runs else ():
         folder, _, run_id = item.run.rpartition("/")

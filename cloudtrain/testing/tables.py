@@ -339,7 +339,8 @@ SCRIPT: dict[str, Row] = {
 """Fields that the script sees. ``resume_from`` is in both tables: a folder to mount, and a checkpoint to find."""
 
 JOBS: dict[str, Fields] = {
-    "torchrun": {"instance_count": 2, "env": {"PROBE": "gloo,checkpoint,metrics"}},
+    "torchrun": {"instance_count": 2, "env": {"PROBE": "checkpoint,metrics"}},
+    "together": {"instance_count": 2, "nproc_per_node": 2, "env": {"PROBE": "gloo"}},
     "python": {"entry_point": "-m contract_package.module", "instance_count": 2, "env": {"PROBE": "metrics,outputs"}},
     "command": {"entry_point": "start.sh", "launcher": "command", "env": {"PROBE": "own-checkpoint,outputs"}},
     "stalled": {"env": {"PROBE": "silent"}},
@@ -389,11 +390,10 @@ class Case:
 
 
 _TWO_NODES = {"instance_count": 2, "launcher": "python"}
-_FOUR_RANKS = {"instance_count": 2, "nproc_per_node": 2, "launcher": "torchrun"}
 CASES: dict[str, Case] = {
     "succeeded": Case("all ranks ended with 0", "succeeded", None, 0),
     "user_error": Case(
-        "a rank raised, or ended with another code", "failed", "user_error", 1, probe="fail-last", job=_FOUR_RANKS
+        "a rank raised, or ended with another code", "failed", "user_error", 1, probe="fail-last", job=_TWO_NODES
     ),
     "oom": Case("a rank ran out of memory", "failed", "oom", 1, probe="memory"),
     "timeout": Case("max_runtime is used up", "failed", "timeout", 6, probe="hold", job={"max_runtime": 2}),

@@ -268,6 +268,7 @@ def test_what_is_damaged_everywhere_is_a_fresh_start_that_says_so(jobs: Jobs) ->
     assert "attempt 1.0: a fresh start" in done.err
 
 
+@pytest.mark.proof
 def test_a_rank_killed_while_it_saves_leaves_no_checkpoint(jobs: Jobs) -> None:
     """The other rank holds out until it is killed, 3 s later: time enough for half a file to lie still."""
     jobs.write(

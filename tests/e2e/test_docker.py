@@ -256,6 +256,7 @@ def test_a_store_elsewhere(small: Containers, s3_url: str, tmp_path: Path) -> No
     assert [path.read_text() for path in found] == ["some data"] * 2
 
 
+@pytest.mark.proof
 def test_a_checkpoint_that_a_script_writes_to_the_store_itself(small: Containers) -> None:
     """A store on this machine is a mount of the container, and its URL there a path of the container."""
     small.jobs.write(

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from jobs import Jobs
 from test_docs import blocks
-from trainings import Trainings
+from trainings import Trainings, torch
 
 from cloudtrain.runs.run import Run
 

@@ -41,13 +41,15 @@ def failed(done: Done, category: str = "user_error") -> dict[str, Any]:
 # --------------------------------------------------------------------------------------- one rank fails: 2 x 2 torchrun
 
 GROUP = "import os, signal, sys, time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nr = dist.get_rank()\ndist.barrier()\nprint('together', flush=True)\n"  # noqa: E501
+BARE = "import os, time\nr = int(os.environ['RANK'])\nprint('together', flush=True)\n"
 ROOT = GROUP + "if r == 3: raise ValueError('THE ROOT CAUSE')\n"
 
 
 @pytest.mark.parametrize(
     ("name", "rest"),
     [
-        ("waiting", "dist.barrier()\n"),
+        ("without torch", "time.sleep(60)\n"),
+        pytest.param("waiting", "dist.barrier()\n", marks=pytest.mark.proof),
         pytest.param(
             "consequence",
             "time.sleep(0.02); raise RuntimeError('Connection closed by peer (a consequence)')\n",
@@ -64,7 +66,8 @@ ROOT = GROUP + "if r == 3: raise ValueError('THE ROOT CAUSE')\n"
     ],
 )
 def test_a_rank_that_raises_is_the_cause_whatever_the_others_do(jobs: Jobs, name: str, rest: str) -> None:
-    script = ROOT if name != "hang" else GROUP + "signal.signal(signal.SIGTERM, lambda *a: None)\n" + ROOT[len(GROUP) :]
+    deaf = GROUP + "signal.signal(signal.SIGTERM, lambda *a: None)\n"
+    script = ROOT.replace(GROUP, {"without torch": BARE, "hang": deaf}.get(name, GROUP))
     jobs.write("train.py", script + rest)
     run = jobs.detach("train.py", *TORCH)
     jobs.printed(run, "together")

@@ -7,59 +7,59 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from trainings import DIGITS, ODD, Launched, Quick, Trainings
+from trainings import DIGITS, ODD, Launched, Quick, Trainings, torch
 
 pytestmark = pytest.mark.slow
 
 PER_EPOCH = (1797 - 360) // 64
+EPOCHS = 4
 DIGITS_FLAGS = ("--train", str(DIGITS))
+SHORT = (*DIGITS_FLAGS, "--epochs", str(EPOCHS))
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """A whole run on two processes, by torchrun."""
-    return Launched(tmp_path_factory.mktemp("two"), "ddp.py", *DIGITS_FLAGS, processes=2).finish()
+    return Launched(tmp_path_factory.mktemp("two"), "ddp.py", *SHORT, processes=2).finish()
 
 
 def test_trains_under_bare_torchrun(two: Launched) -> None:
     assert (two.code, two.err) == (0, "")
     lines = two.out.splitlines()
-    assert len(lines) == 13
+    assert len(lines) == EPOCHS + 1
     assert lines[0].startswith(f"step {PER_EPOCH} epoch 1 loss ")
     *_, accuracy, on, number, held, out = lines[-1].split()
     assert (on, number, held, out) == ("on", "180", "held", "out")
-    assert float(accuracy) >= 0.97
+    assert float(accuracy) >= 0.9
     weights = torch.load(two.folder / "artifacts/model.pt", weights_only=True)
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
 def test_metrics_are_one_flat_line_a_step(two: Launched) -> None:
     lines = two.metrics()
-    assert [line["step"] for line in lines] == list(range(1, 12 * PER_EPOCH + 1))
+    assert [line["step"] for line in lines] == list(range(1, EPOCHS * PER_EPOCH + 1))
     assert all({"step", "epoch", "time", "loss", "lr", "grad_norm", "samples_per_s"} <= line.keys() for line in lines)
     assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
     epochs = [line for line in lines if "val_accuracy" in line]
-    assert [line["epoch"] for line in epochs] == list(range(1, 13))
-    assert [line["step"] for line in epochs] == [PER_EPOCH * epoch for epoch in range(1, 13)]
+    assert [line["epoch"] for line in epochs] == list(range(1, EPOCHS + 1))
+    assert [line["step"] for line in epochs] == [PER_EPOCH * epoch for epoch in range(1, EPOCHS + 1)]
 
 
 def test_a_checkpoint_each_epoch_and_nothing_half_written(two: Launched) -> None:
     names = {path.name for path in (two.folder / "checkpoints").iterdir()}
-    assert names == {f"step-{PER_EPOCH * epoch}" for epoch in range(1, 13)}
+    assert names == {f"step-{PER_EPOCH * epoch}" for epoch in range(1, EPOCHS + 1)}
     for name in names:
         assert {path.name for path in two.checkpoint(name).iterdir()} == {
             ".metadata", "train.json", "__0_0.distcp", "__1_0.distcp"
         }  # fmt: skip
-    contract = {"seed": 0, "global_batch": 64, "steps": 12 * PER_EPOCH, "lr": 4e-3}
+    contract = {"seed": 0, "global_batch": 64, "steps": EPOCHS * PER_EPOCH, "lr": 4e-3}
     assert two.notes("step-44") == {"step": 44, "contract": contract, "scaler": {}}
 
 
 @pytest.mark.proof
 def test_one_plain_process_sees_the_same_losses(two: Launched, tmp_path: Path) -> None:
     """The global batch decides: only the order of float sums differs, and one epoch lets that grow little."""
-    one = Launched(tmp_path, "ddp.py", "--train", str(DIGITS.parent))
+    one = Launched(tmp_path, "ddp.py", "--train", str(DIGITS.parent), "--epochs", str(EPOCHS))
     one.until(PER_EPOCH)
     one.preempt_file.touch()
     one.finish()
@@ -131,11 +131,9 @@ def test_a_parameter_that_is_not_used_is_refused_by_ddp_before_step_1(trainings:
 # ----------------------------------------------------------------------------------------------------- the global batch
 
 
-def gradients(run: Quick, name: str, folder: Path) -> dict[str, torch.Tensor]:
+def gradients(run: Quick) -> dict[str, Any]:
     """Those of the first step: AdamW then holds a tenth of them."""
-    dcp_to_torch_save(run.checkpoint(name), folder / "state.pt")
-    state: dict[str, Any] = torch.load(folder / "state.pt", weights_only=True)["optimizer"]["state"]
-    return {name: 10 * values["exp_avg"] for name, values in state.items()}
+    return {name: 10 * values["exp_avg"] for name, values in run.adam("step-1").items()}
 
 
 @pytest.mark.parametrize("script", [pytest.param("ddp.py", marks=pytest.mark.proof), "fsdp.py"])
@@ -143,16 +141,17 @@ def test_accumulation_is_the_same_batch(script: str, trainings: Trainings, tmp_p
     """4 passes of 8 samples with unequal numbers of tokens, or 2 on each of 2 processes, are one pass of 32."""
     flags = (*ODD, "--global-batch", "32", "--max-steps", "1", "--clip", "1e9")
     one = trainings.run(tmp_path / "one", script, *flags)
-    wanted = gradients(one, "step-1", tmp_path)
+    wanted = gradients(one)
     for processes in (1, 2):
         split = trainings.run(tmp_path / f"{processes}", script, *flags, "--micro-batch", "8", processes=processes)
         assert split.losses()[1] == pytest.approx(one.losses()[1], rel=1e-6)
-        found = gradients(split, "step-1", tmp_path)
+        found = gradients(split)
         assert found.keys() == wanted.keys()
         for name, gradient in found.items():
             assert (gradient - wanted[name]).norm() <= 1e-6 * max(wanted[name].norm(), 1e-3), name
 
 
+@pytest.mark.proof
 def test_means_are_over_all_tokens(trainings: Trainings, tmp_path: Path) -> None:
     """Validation, too, whatever the number of processes: 21 samples split evenly over neither 2 nor 4."""
     rows = [
@@ -175,7 +174,8 @@ def skipped(run: Quick, processes: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("script", [pytest.param("ddp.py", marks=pytest.mark.proof), "fsdp.py"])
+@pytest.mark.proof
+@pytest.mark.parametrize("script", ["ddp.py", "fsdp.py"])
 def test_an_overflow_of_one_rank_skips_the_step_of_all(script: str, trainings: Trainings, tmp_path: Path) -> None:
     """One sample's gradient is infinite in float16; with fsdp.py it is so in the shard of a single rank."""
     flags = (*ODD, "--precision", "fp16", "--overflow", "7")
@@ -198,7 +198,8 @@ def judged(run: Any) -> dict[int, float]:
     return {line["step"]: line["val_loss"] for line in run.metrics() if "val_loss" in line}
 
 
-@pytest.mark.parametrize("script", ["ddp.py", pytest.param("fsdp.py", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("script", ["ddp.py", "fsdp.py"])
 def test_batch_norm_is_judged_and_saved_as_one_model(script: str, trainings: Trainings, tmp_path: Path) -> None:
     """Each process has seen other samples; training itself does not look at what they made of them. A save copies
     while the next passes change them."""
@@ -246,7 +247,7 @@ def test_refuses_in_one_line(case: str, trainings: Trainings, tmp_path: Path) ->
 
 
 def test_refuses_the_checkpoint_of_another_run(two: Launched, trainings: Trainings, tmp_path: Path) -> None:
-    flags = (*DIGITS_FLAGS, "--resume", str(two.checkpoint("step-22")), "--lr", "1")
+    flags = (*SHORT, "--resume", str(two.checkpoint("step-22")), "--lr", "1")
     refused = trainings.start(tmp_path, "ddp.py", *flags).finish()
     assert refused.code == 1
     assert refused.err.startswith("ddp.py: --resume: it was saved with {'seed': 0,")

@@ -13,9 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from test_docs import blocks, section, table
-from trainings import DIGITS, ROOT, TEXT, Launched, Trainings
+from trainings import DIGITS, ROOT, TEXT, Launched, Trainings, torch
 
 pytestmark = pytest.mark.slow
 

@@ -447,6 +447,7 @@ def preempted(client: AzureClient) -> Run:
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_two_clients_that_reconcile_at_once_start_one_attempt(client: AzureClient) -> None:
     run = preempted(client)
     assert run.status().category == "preempted"
@@ -457,7 +458,7 @@ def test_two_clients_that_reconcile_at_once_start_one_attempt(client: AzureClien
         assert process.returncode == 0, (out, err)
     assert run.store.attempts("spot") == [0, 1]
     assert len(client.world.plane.jobs) == 2
-    again = client.jobs.cli(*words)
+    again = client.jobs.here(*words)
     assert again.code == 0, again.err
     assert len(client.world.plane.jobs) == 2
     assert client.run("spot").status().state == "pending"

@@ -98,7 +98,7 @@ def test_one_who_dies_reconciling_leaves_one_job_an_attempt(
     deadline = time.monotonic() + PATIENCE
     while run.store.result("waits") is None:
         assert time.monotonic() < deadline, run.result()
-        done = jobs.cli("reconcile", run.store.url, "--json")
+        done = jobs.here("reconcile", run.store.url, "--json")
         assert done.code == 0, done.err
     assert run.result()["category"] == "capacity"
     assert len(idle.plane.jobs) == len(run.store.attempts("waits")) == 2

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
 import shutil
+import struct
+import subprocess
+import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import clients
 import pytest
-from clients import DDP, DEATHS, DIGITS, EPOCHS, PATIENCE, check_death
-from jobs import Done, Jobs
+from clients import DDP, DEATHS, DIGITS, EPOCHS, PATIENCE, PLAIN, check_death
+from entering import check_shell
+from jobs import CLI, Done, Jobs
 from worlds.kubernetes.life import Job
 from worlds.kubernetes.world import KubernetesWorld
 
@@ -40,6 +47,8 @@ class TestKubernetes(ProviderContract):
 @pytest.mark.proof
 class TestJobSet(ProviderContract):
     """The same, in JobSets."""
+
+    xfails = {"test_options_arrive_verbatim": "options name the fields of the Job, which the JobSet holds"}  # noqa: RUF012
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -94,6 +103,7 @@ HOLD = """
     while not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
         time.sleep(0.05)
 """
+SIZES = 'while ! read -t 0.1 word; do stty size; sleep 0.1; done; echo "got $word"; exit 7'
 MANY = 1250
 LINES = """
     import os, time
@@ -105,45 +115,39 @@ LINES = """
 """
 
 
+PLACES: Sequence[Mapping[str, Any]] = ({}, {"kind": "jobset"}, {"bucket": True})
+"""What is created, on a shared volume or a mounted bucket."""
+
+
 @pytest.mark.timeout(4 * PATIENCE)
 class TestWholeRuns:
     @pytest.mark.proof
-    @pytest.mark.parametrize("what", ["evict", "lose", ""])
+    @pytest.mark.parametrize("what", ["", "evict", "lose"])
+    @pytest.mark.parametrize("settings", PLACES, ids=["job", "jobset", "bucket"])
     def test_a_pod_that_is_taken_or_lost_changes_no_bit(
-        self, client: Client, whole: dict[int, float], what: str
+        self, kubernetes: Any, whole: dict[int, float], tmp_path: Path, settings: Mapping[str, Any], what: str
     ) -> None:
         """The losses of each step are those of provider local, on 2 nodes x 2 processes."""
-        name = f"bits-{what or 'clean'}"
-        process = client.jobs.start(*client.words(DDP, name, *client.train, "--keep-checkpoints", "2"))
-        if what:
-            getattr(client.until(name, "step 66 epoch 3 "), what)(1)
-        out, err = process.communicate(timeout=PATIENCE)
-        done = Done(process.returncode, out, err)
-        assert (done.code, done.json["state"]) == (0, "succeeded"), err
-        assert [row["number"] for row in done.json["attempts"]] == (["0.0", "0.1"] if what else ["0.0"])
-        assert client.losses(name) == whole
-
-    @pytest.mark.proof
-    def test_a_jobset_s_pod_that_is_evicted_changes_no_bit(
-        self, kubernetes: Any, whole: dict[int, float], tmp_path: Path
-    ) -> None:
-        with kubernetes("torch", kind="jobset") as world:
+        if settings.get("bucket") and (not Path("/dev/fuse").exists() or os.geteuid() != 0):
+            pytest.skip("needs root and FUSE")
+        with kubernetes("torch", **settings) as world:
             client = Client(world, jobs := Jobs(tmp_path))
             process = jobs.start(*client.words(DDP, "bits", *client.train, "--keep-checkpoints", "2"))
-            client.until("bits", "step 66 epoch 3 ").evict(1)
+            if what:
+                getattr(client.until("bits", "step 66 epoch 3 "), what)(1)
             out, err = process.communicate(timeout=PATIENCE)
             done = Done(process.returncode, out, err)
             assert (done.code, done.json["state"]) == (0, "succeeded"), err
-            assert [row["number"] for row in done.json["attempts"]] == ["0.0", "0.1"]
+            assert [row["number"] for row in done.json["attempts"]] == (["0.0", "0.1"] if what else ["0.0"])
             assert client.losses("bits") == whole
-            assert {kind for kind, _, _ in world.plane.objects} >= {"jobsets"}
+            assert ("jobsets" in {kind for kind, _, _ in world.plane.objects}) == (settings.get("kind") == "jobset")
             jobs.close()
 
     @pytest.mark.proof
     def test_max_runtime_counts_running_time_over_all_starts(self, client: Client) -> None:
         """The first start runs for some seconds; the second gets what is left of the limit."""
         script = client.jobs.write("hold/hold.py", HOLD)
-        words = client.words(str(script), "timed")
+        words = client.words(str(script), "timed", shape=PLAIN)
         words[words.index("20m")] = "14s"
         process = client.jobs.start(*words)
         job = client.until("timed", "the script begins")
@@ -158,35 +162,54 @@ class TestWholeRuns:
 
     def test_a_cancelled_job_keeps_its_pods_and_their_log(self, client: Client) -> None:
         script = client.jobs.write("hold/hold.py", HOLD)
-        process = client.jobs.start(*client.words(str(script), "stopped"))
+        process = client.jobs.start(*client.words(str(script), "stopped", shape=PLAIN))
         job = client.until("stopped", "the script begins")
-        assert client.jobs.cli("cancel", "stopped", "--store", client.store).code == 0
+        assert client.jobs.here("cancel", "stopped", "--store", client.store).code == 0
         out, err = process.communicate(timeout=PATIENCE)
         assert json.loads(out)["state"] == "cancelled", err
         job.wait()
         assert [pod.object["status"]["reason"] for pod in job.pods] == ["DeadlineExceeded"] * 2
         assert "the script begins" in job.printed()
 
+    def test_a_shell_reaches_the_pods(self, client: Client) -> None:
+        """With pipes; and at a terminal, whose size it passes on."""
+        check_shell(client.world)
+        script = client.jobs.write("hold/hold.py", HOLD)
+        process = client.jobs.start(*client.words(str(script), "terminal"))
+        client.until("terminal", "the script begins")
+        ours, theirs = pty.openpty()
+        words = ["shell", "terminal", "--store", client.store, "--node", "1", "--", "bash", "-c", SIZES]
+        entered = subprocess.Popen([*CLI, *words], env=client.jobs.environ, stdin=theirs, stdout=theirs)
+        said = b""
+        for size in ((33, 101), (44, 122)):
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", *size, 0, 0))
+            while b"%d %d" % size not in said:
+                said += os.read(ours, 4096)
+        os.write(ours, b"end\r")
+        assert entered.wait(60) == 7
+        assert b"got end" in said + os.read(ours, 4096)
+        client.run("terminal").cancel()
+        process.communicate(timeout=PATIENCE)
+
     def test_each_line_comes_once_while_pods_are_evicted(self, client: Client) -> None:
         script = client.jobs.write("lines/lines.py", LINES)
-        process = client.jobs.start(*client.words(str(script), "lines"))
-        client.until("lines", "line 100 of rank 2").evict(1)
+        process = client.jobs.start(*client.words(str(script), "lines", shape=PLAIN))
+        client.until("lines", "line 100 of rank 1").evict(1)
         _, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, err
-        printed = client.jobs.cli("logs", "lines", "--store", client.store).out.splitlines()
+        printed = client.jobs.here("logs", "lines", "--store", client.store).out.splitlines()
         found = sorted(line.partition("line ")[2] for line in printed if "line " in line)
         assert len(set(found)) == len(found)
-        second = {f"{number} of rank {rank} in 0.1" for number in range(400) for rank in range(4)}
+        second = {f"{number} of rank {rank} in 0.1" for number in range(400) for rank in range(2)}
         assert second <= set(found)
-        assert {f"0 of rank {rank} in 0.0" for rank in range(4)} <= set(found)
+        assert {f"0 of rank {rank} in 0.0" for rank in range(2)} <= set(found)
 
     @pytest.mark.proof
     def test_ten_thousand_lines_of_eight_pods_come_once(self, client: Client, record_property: Any) -> None:
         """The API loses the log of a pod that is evicted, and meanwhile all but the newest lines of every pod."""
         script = client.jobs.write("lines/lines.py", LINES.replace("400", str(MANY)))
-        words = client.words(str(script), "many")
-        words[words.index("--nodes") + 1], words[words.index("--nproc-per-node") + 1] = "8", "1"
-        assert client.jobs.cli(*words, "--detach").code == 0
+        words = client.words(str(script), "many", shape=("--nodes", "8", "--launcher", "python"))
+        assert client.jobs.here(*words, "--detach").code == 0
         job = client.until("many", "line 100 of rank 2")
         follower = client.jobs.start("logs", "many", "--store", client.store, "--follow")
         job.evict(1)
@@ -201,7 +224,7 @@ class TestWholeRuns:
             time.sleep(0.5)
         assert client.run("many").status().state == "succeeded"
         wanted = {f"{number} of rank {rank} in 0.1" for number in range(MANY) for rank in range(8)}
-        for text in (*told, client.jobs.cli("logs", "many", "--store", client.store).out):
+        for text in (*told, client.jobs.here("logs", "many", "--store", client.store).out):
             found = [line.partition("line ")[2] for line in text.splitlines() if "line " in line]
             assert len(set(found)) == len(found)
             assert wanted <= set(found)

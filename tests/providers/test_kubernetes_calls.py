@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import time
@@ -29,6 +28,7 @@ from cloudtrain.errors import (
 )
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.provider_api.registry import find_provider
+from cloudtrain.providers.kubernetes import shell
 from cloudtrain.providers.kubernetes.api import ExistsError, error_of
 
 pytestmark = [pytest.mark.remote]
@@ -60,34 +60,25 @@ def again(world: KubernetesWorld, **settings: Any) -> Any:
     return find_provider("kubernetes")(**{**dataclasses.asdict(world.provider.settings), **settings})
 
 
-def test_the_shell_is_kubectl_s_exec_in_the_node_s_running_pod(
-    world: KubernetesWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_shell_without_a_running_pod(world: KubernetesWorld) -> None:
     request = two(world)
     native = world.provider.submit(request, VALUES)
     with pytest.raises(SpecError, match="no running pod now"):
         world.provider.shell(request, native, 1, [], tty=True)
-    deadline = time.monotonic() + 30
-    while len(found := world.provider.account.pods(native)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    (name,) = [pod["metadata"]["name"] for pod in found if pod["metadata"]["name"].rsplit("-", 2)[1] == "1"]
-    served = world.plane.handle
 
-    def running(method: str, path: str, *more: Any) -> Any:
-        """Let the pods, which wait for a machine, be described as running."""
-        answer = copy.deepcopy(served(method, path, *more))
-        for pod in answer["items"] if path.endswith("/pods") else ():
-            pod["status"]["phase"] = "Running"
-        return answer
 
-    monkeypatch.setattr(world.plane, "handle", running)
-    context = json.loads(Path(world.provider.settings.kubeconfig).read_bytes())["contexts"][0]["name"]
-    way = again(world, context=context).shell(request, native, 1, ["nvidia-smi"], tty=True)
-    file = f"--kubeconfig={world.provider.settings.kubeconfig}"
-    where = ["kubectl", file, f"--context={context}", "--namespace=team", "exec"]
-    assert way.argv[:11] == [*where, "-i", "-t", "--container=node", name, "--", "/bin/sh"]
-    assert way.argv[-8:] == ["--run-id", "contract", "--node", "1", "--scratch", "", "--", "nvidia-smi"]
+@pytest.mark.parametrize(
+    ("denied", "said", "code"),
+    [(False, "error: open a shell: Handshake status 404", 2), (True, "error: open a shell: Handshake status 403", 3)],
+)
+def test_a_shell_that_is_refused_is_one_line(
+    world: KubernetesWorld, capsys: pytest.CaptureFixture[str], denied: bool, said: str, code: int
+) -> None:
+    if denied:
+        world.plane.wire.faults.append(Fault("GET pods/exec", error=Refusal(403, "Forbidden", "you may not exec")))
+    own = {name: getattr(world.provider.settings, name) for name in ("kubeconfig", "context", "namespace")}
+    assert shell.main(json.dumps({"settings": own, "pod": "gone", "tty": False}), "true") == code
+    assert capsys.readouterr().err.startswith(said)
 
 
 def kinds(world: KubernetesWorld) -> list[str]:

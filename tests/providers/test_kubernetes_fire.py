@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.remote, pytest.mark.slow]
 
 VALUES = {"TOKEN": "geheim"}
 KINDS = {"job": ["jobs", "secrets", "services"], "jobset": ["jobsets", "secrets"]}
+"""The objects of a run: a client looks for the first one, and creates each."""
 CALLS = range(1, 7)
 """A client makes 4 calls to submit, and at most 6 to complete what another one has begun."""
 WAYS = (("kill", "before"), ("kill", "after"), ("lose", "before"), ("lose", "after"), ("cut", "after"))
@@ -161,12 +162,12 @@ def left(world: KubernetesWorld, request: Request) -> list[str]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("kind", ["job"])
 @pytest.mark.parametrize(
-    ("number", "how", "when"),
+    ("kind", "number", "how", "when"),
     [
-        pytest.param(number, *way, marks=[pytest.mark.proof] if way[0] == "kill" and number != 2 else [])
-        for number in (1, 2, 3, 4)
+        pytest.param(kind, number, *way, marks=[pytest.mark.proof] if way[0] == "kill" and number != 2 else [])
+        for kind, kinds in KINDS.items()
+        for number in range(1, len(kinds) + 2)
         for way in WAYS
     ],
 )

@@ -39,8 +39,7 @@ def world(
         for run_id in ("kept", "dropped"):
             plan = found.plan(FIELDS, run_id=run_id)
             store = Store(found.store)
-            record = {"protocol": 1, "layout": {"code_digest": "c" * 64, "runtime_digest": "d" * 64}}
-            store.create_run(plan.layout, record)
+            store.create_run(plan.layout, {"protocol": 1, **plan.document()})
             native = found.provider.submit(plan.request, VALUES)
             while found.key(native) not in found.plane.jobs:
                 found.provider.status(native)
@@ -111,11 +110,23 @@ def test_a_caller_who_may_not_list_jobsets_finds_jobs(world: KubernetesWorld, gc
     assert ("left out" in err) is (world.settings.get("kind") == "jobset")
 
 
-def test_a_job_of_another_store_stays(world: KubernetesWorld, gc: Any, tmp_path: Path) -> None:
-    other = Store(tmp_path.as_uri())
-    other.files.write("runs/one/run.json", (folder(world) / "runs/kept/run.json").read_bytes())
-    assert gc(other.url, "--delete")[1]["found"] == []
-    assert len(names(world, "jobs")) == 2
+@pytest.mark.parametrize("flags", [[], ["--store"]], ids=["named", "flag"])
+def test_another_store_asks_the_clusters_of_its_own_runs(
+    world: KubernetesWorld, gc: Any, examiner: Examiner, tmp_path: Path, flags: list[str]
+) -> None:
+    """Neither the settings' cluster counts there, nor the settings' namespace."""
+    other, calls = Store((tmp_path / "other").as_uri()), world.plane.wire.calls
+    record = json.loads((folder(world) / "runs/kept/run.json").read_text())
+    other.files.write("runs/one/run.json", json.dumps({**record, "provider": "local", "settings": {}}).encode())
+    del calls[:]
+    assert gc(*flags, other.url, "--delete")[1]["found"] == []
+    assert (calls, len(names(world, "jobs"))) == ([], 2)
+    other.files.write("runs/two/run.json", json.dumps(record).encode())
+    assert gc(*flags, other.url, "--delete")[1]["found"] == []
+    assert calls.count("GET jobs") == 1
+    examiner.settings("kubernetes", world.store, {**world.settings, "namespace": "elsewhere"})
+    assert ["dropped" in item["key"] for item in gc(*flags, world.store, "--delete")[1]["found"]] == [True]
+    assert len(names(world, "jobs")) == 1
 
 
 def test_the_empty_folder_of_a_volume_that_is_not_mounted_removes_nothing(world: KubernetesWorld, gc: Any) -> None:

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 from doctoring import Examiner
+from jobs import Jobs
 from worlds.kubernetes.cluster import Refusal
 from worlds.kubernetes.strict import check_jobset
 from worlds.kubernetes.world import KubernetesWorld, idle
 
-from cloudtrain.errors import ConflictError, LostContactError, NotFoundError, SpecError
+from cloudtrain.errors import ConflictError, NotFoundError, SpecError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout, Request
-from cloudtrain.providers.kubernetes import Provider, api
+from cloudtrain.providers.kubernetes import Provider
 from cloudtrain.providers.kubernetes.request import QUEUE, job_object
 
 pytestmark = [pytest.mark.remote]
@@ -121,21 +122,50 @@ def test_a_jobset_that_has_no_job_yet_waits(world: KubernetesWorld) -> None:
 
 def test_a_jobset_is_cancelled_by_its_job(world: KubernetesWorld) -> None:
     native = world.provider.submit(two(world))
+    time.sleep(0.4)
+    assert world.provider.status(native).reason != "stopping"
     world.provider.cancel(native)
     world.plane.jobs["team", native.partition("/")[2]].wait()
     assert world.provider.status(native).state == "cancelled"
     assert world.provider.find(two(world)) == native
 
 
-def test_a_jobset_without_its_controller_is_not_cancelled(
+@pytest.mark.parametrize("controller", [None, True], ids=["that does nothing", "that is slow"])
+def test_a_jobset_that_has_no_job_is_cancelled(world: KubernetesWorld, controller: bool | None) -> None:
+    """Its Job comes suspended then, or, if it came meanwhile, is suspended. Neither has pods."""
+    world.plane.jobset, world.plane.no_capacity = controller, False
+    native = world.provider.submit(two(world))
+    for _ in range(2):
+        world.provider.cancel(native)
+        assert (world.provider.status(native).state, world.provider.find(two(world))) == ("cancelled", native)
+    world.plane.jobset = True
+    time.sleep(0.4)
+    for _ in range(2):
+        assert world.provider.status(native).state == "cancelled"
+        world.provider.cancel(native)
+    (job,) = world.plane.jobs.values()
+    assert (job.pods, job.made["spec"]["suspend"]) == ([], True)
+    assert [(item.kind, item.run) for item in world.provider.objects()] == [("jobset", two(world).run)]
+
+
+def test_a_job_that_is_made_while_its_jobset_is_cancelled_loses_its_pods(
     world: KubernetesWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "TIMEOUT", 0.5)
-    world.plane.jobset = None
     native = world.provider.submit(two(world))
-    with pytest.raises(LostContactError) as told:
-        world.provider.cancel(native)
-    assert f"kubectl delete jobset -n team {native[5:].removesuffix('-node-0')}" in told.value.with_hint()
+    call = world.provider.account.call
+
+    def late(method: str, path: str, **more: Any) -> Any:
+        if method == "PATCH":
+            time.sleep(0.4)
+            world.plane.handle("GET", "/version", {}, None)  # its controller acts at any call
+            Jobs.wait_for(lambda: [pod for job in world.plane.jobs.values() for pod in job.pods])
+        return call(method, path, **more)
+
+    monkeypatch.setattr(world.provider.account, "call", late)
+    world.provider.cancel(native)
+    (job,) = world.plane.jobs.values()
+    Jobs.wait_for(lambda: not job.pods)
+    assert world.provider.status(native).state == "cancelled"
 
 
 def test_a_jobset_of_another_request_is_not_adopted(world: KubernetesWorld) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,9 @@ from cloudtrain.provider_api.protocol import Layout, LayoutInput, Request
 from cloudtrain.providers._cloud import Clock
 from cloudtrain.providers.kubernetes import Provider, node
 from cloudtrain.providers.kubernetes.request import job_object
+from cloudtrain.providers.kubernetes.validate import known_fields
 
+ANSWERS = json.loads((Path(__file__).parents[1] / "data" / "kubernetes-answers.json").read_bytes())
 OWN: Mapping[str, Any] = {"namespace": "team", "claim": "training", "root": "/srv"}
 
 
@@ -308,10 +313,12 @@ def test_a_node_writes_less_often_to_a_mounted_bucket(tmp_path: Path, monkeypatc
     found = node.node_environment(environ, paths)
     assert (found.flush_seconds, found.paths) == (30.0, {"live": "/l"})
     (clock,) = found.notices
-    for _ in range(31):
+    written = set()
+    for _ in range(90):
         assert clock() == ""
+        written.add(file.read_text())
         now[0] += 1
-    assert file.read_text() == "30.0"
+    assert written == {"30.0", "60.0", "90.0"}, "each is the time up to the next write, less one call"
 
 
 POD = ("items", "0", "spec", "template", "spec")
@@ -330,7 +337,11 @@ NODE = (*POD, "containers", "0")
         ((*POD, "containers", "0", "resources", "limits", "cpu"), "-1", "cpu"),
         ((*POD, "containers", "0", "resources", "limits", "cpu"), "two", "cpu"),
         ((*POD, "containers", "0", "volumeMounts", "3"), {"name": "none", "mountPath": "/x"}, "volumeMounts"),
-        ((*POD, "containers", "0", "env", "2"), {"name": "A", "value": 1}, "env"),
+        ((*POD, "containers", "0", "env", "2"), {"name": "A", "value": 1}, "env.2.value"),
+        ((*NODE, "lifecycle"), {"preStop": {"exec": {"comand": []}}}, "lifecycle.preStop.exec.comand"),
+        ((*NODE, "livenessProbe"), {"periodSeconds": "5"}, "livenessProbe.periodSeconds"),
+        ((*POD, "affinity"), {"podAntiAffinity": {"preferred": []}}, "podAntiAffinity.preferred"),
+        ((*POD, "hostAliases"), [{"ip": "10.0.0.1", "hostnames": "a"}], "hostAliases.0.hostnames"),
         ((*POD, "containers", "0", "volumeMounts", "0", "mountPath"), "/x", "volumeMounts"),
         ((*POD, "volumes", "1", "emptyDir"), "x", "volumes.1.emptyDir"),
         ((*POD, "volumes"), [], "volumeMounts"),
@@ -375,6 +386,24 @@ def test_a_wrong_manifest_is_refused(path: tuple[str, ...], value: Any, field: s
         planned(options={"kubernetes": options}, instance_count=1)
     assert caught.value.field.endswith(field)
     assert caught.value.field.startswith("options.kubernetes.items.")
+
+
+def test_the_table_of_fields_is_the_installed_client_s() -> None:
+    done = [sys.executable, "-c", "import json, kubernetes_tables as t; print(json.dumps(t.fields()))"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "tools")}
+    assert json.loads(subprocess.run(done, env=env, stdout=subprocess.PIPE, check=True).stdout) == known_fields()
+
+
+@for_each("case", [name for name, row in ANSWERS["cases"].items() if row["code"] != 201])
+def test_what_a_real_server_refused_is_refused_before_it_is_sent(case: str) -> None:
+    options: dict[str, Any] = {}
+    for path, value in ANSWERS["cases"][case]["set"]:
+        at = options
+        for key in ("items", "0", *path[:-1]):
+            at = at.setdefault(str(key), {})
+        at[str(path[-1])] = {"x": "a" * 262144} if value == {"x": "a*262144"} else value
+    with pytest.raises(SpecError, match=r"options\.kubernetes\."):
+        planned(options={"kubernetes": options}, instance_count=2)
 
 
 @pytest.mark.parametrize("path", [("sepc",), ("spec", "typo"), ("metadata", "typo")])
@@ -423,6 +452,14 @@ def test_a_long_limit_fits_into_a_pod_s_deadline() -> None:
 )
 def test_a_setting_that_keeps_pods_from_a_start_is_noted(settings: Mapping[str, Any], word: str) -> None:
     assert any(word in note for note in planned(settings, gpu=("A100:1",)).notes)
+
+
+def test_a_rehearsal_has_the_size_that_options_ask_for() -> None:
+    change = {"containers": {"0": {"resources": {"limits": {"memory": "1Gi", "cpu": "1500m"}}}}}
+    made = Provider(**OWN)
+    request = planned(options={"kubernetes": {"items": {"0": {"spec": {"template": {"spec": change}}}}}})
+    (node_spec,) = made.launch_spec(request).nodes
+    assert (node_spec.memory, node_spec.cpus) == (1 << 30, 2)
 
 
 def test_options_reach_the_manifest() -> None:
@@ -509,7 +546,7 @@ def test_the_clock_sums_all_starts_and_changes_the_exit_code(tmp_path: Path, mon
     paths = {"live": "/l", "limit": "60", "clock": str(file)}
     (first,) = (one := node.node_environment(environ, paths)).notices
     assert first() == ""
-    now[0] += 40
+    now[0] += 38
     assert first() == ""
     assert float(file.read_text()) == 40
     assert one.exit_code["preempted"] == node.AGAIN
@@ -522,6 +559,18 @@ def test_the_clock_sums_all_starts_and_changes_the_exit_code(tmp_path: Path, mon
     assert second() == "the time limit is used up"
     assert other.exit_code == {"succeeded": 0, "failed": 1, "preempted": node.TIME_UP, "lost": node.TIME_UP}
     assert float(file.read_text()) == 60
+
+
+def test_starts_that_are_cut_off_at_once_use_up_the_limit(tmp_path: Path) -> None:
+    """A write to a mounted bucket is an object, so there is none while such a start lasts."""
+    environ = {node.NODES: "1", node.INDEX: "0"}
+    paths = {"live": "/l", "limit": "600", "clock": str(tmp_path / "used"), "flush": "30"}
+    for start in range(20):
+        (clock,) = node.node_environment(environ, paths).notices
+        assert clock() == "", start
+    (clock,) = (last := node.node_environment(environ, paths)).notices
+    assert clock() == "the time limit is used up"
+    assert last.exit_code["preempted"] == node.TIME_UP
 
 
 def test_a_volume_that_does_not_answer_stops_no_job(tmp_path: Path) -> None:

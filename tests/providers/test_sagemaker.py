@@ -15,7 +15,7 @@ from typing import Any
 import boto3
 import clients
 import pytest
-from clients import CALLS, DDP, DEATHS, DIGITS, PATIENCE, TRAIN, at_work, check_cancelled, check_death
+from clients import CALLS, DDP, DEATHS, DIGITS, PATIENCE, SHAPE, TRAIN, at_work, check_cancelled, check_death
 from jobs import Done, Jobs, dying
 from servers import Web
 from worlds.sagemaker.life import LOG_GROUP
@@ -141,7 +141,7 @@ while step < 100:
 def test_a_restart_downloads_what_it_needs(client: Client) -> None:
     """A spot run of two nodes that is interrupted twice: the bytes that come down, against those of one checkpoint."""
     client.jobs.write("shards.py", SHARDS)
-    words = ["submit", "shards.py", *client.flags, "--run-id", "shards", "--spot"]
+    words = ["submit", "shards.py", *client.flags, *SHAPE, "--run-id", "shards", "--spot"]
     process = client.jobs.start(*words)
     for step, start in ((5, 1), (10, 2)):
         client.until("shards", f"saved {step}")
@@ -375,11 +375,11 @@ def test_two_who_reconcile_at_once_start_one_attempt(idle: SageMakerWorld, tmp_p
     assert run.store.attempts("again") == [0, 1]
     *_, second = idle.plane.jobs.values()
     Jobs.wait_for(lambda: second.over, PATIENCE)
-    done = jobs.cli("reconcile", run.store.url, "--json")
+    done = jobs.here("reconcile", run.store.url, "--json")
     (row,) = done.json["runs"]
     assert (row["state"], row["category"], done.code) == ("failed", "capacity", 0), row
     assert run.store.result("again") is not None
-    assert jobs.cli("reconcile", run.store.url, "--json").json["runs"] == []
+    assert jobs.here("reconcile", run.store.url, "--json").json["runs"] == []
     jobs.close()
 
 
@@ -399,7 +399,7 @@ def test_one_who_dies_reconciling_leaves_no_second_job(
     out, err = client.communicate(timeout=PATIENCE)
     assert client.returncode == 99, out + err
     for _ in range(2):
-        done = jobs.cli("reconcile", run.url, "--json")
+        done = jobs.here("reconcile", run.url, "--json")
         assert done.code == 0, done.err
     assert len(idle.plane.jobs) == 2
     assert run.store.submitted("again", 1) is not None

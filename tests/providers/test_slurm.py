@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +23,15 @@ from slurmcluster import (
     running,
     send,
 )
+from worlds.bucket import MountedBucket
 
 from cloudtrain.errors import LostContactError
 from cloudtrain.providers.slurm import api
+from cloudtrain.store.gc import collect_at
+from cloudtrain.store.store import Store
 from cloudtrain.testing.contract import ProviderContract
-from cloudtrain.testing.platform import FakePlatform
+from cloudtrain.testing.platform import FakePlatform, numbered
+from cloudtrain.testing.running import PLAIN
 
 pytestmark = pytest.mark.slow
 
@@ -99,8 +106,8 @@ def test_a_controller_that_restarts_in_the_middle_changes_nothing(whole: SlurmPl
 
 def test_a_cancelled_job_stays_so(whole: SlurmPlatform) -> None:
     """The nodes stop with the code for another start; the script must not ask for it."""
-    run = send(whole, "cancelled-ddp", steps=10_000)
-    await_text(run, "from step", 2)
+    run = whole.send(whole.plan(PLAIN, {"instance_count": 2, "env": {"PROBE": "hold"}}, run_id="cancelled-probe"))
+    await_text(run, "holding", 2)
     run.cancel()
     assert run.wait(timeout=60, poll=0.3)["state"] == "cancelled"
     job = whole.job(run)
@@ -137,6 +144,88 @@ def test_all_runs_share_one_squeue(whole: SlurmPlatform, monkeypatch: pytest.Mon
     for _ in range(20):
         whole.provider.status(str(native["native_id"]))
     assert sum("squeue -h --me" in script and '-o "%A|%T' in script for script in calls) <= 1
+
+
+EAT = """
+import os, time
+print("eats", flush=True)
+held = []
+while os.environ["RANK"] == "1" and len(held) < 80:
+    held.append(bytearray(b"x" * 10_000_000))
+    time.sleep(0.05)
+time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize("limits", ["poll", pytest.param("cgroup", marks=pytest.mark.proof)])
+def test_a_job_that_slurm_kills_for_its_memory_says_so(tmp_path: Path, limits: str) -> None:
+    """slurmstepd kills the whole step, and the nodes write no record; or the kernel kills one process."""
+    if limits == "cgroup" and not os.access("/sys/fs/cgroup/memory/tasks", os.W_OK):
+        pytest.skip("needs root and cgroups of version 1")
+    with running(tmp_path / "slurm", NODES="2", LIMITS=limits) as cluster:
+        world = ddp_world(tmp_path / "world", cluster, mem="300M")
+        (world.place.code / "eat.py").write_text(EAT)
+        run = send(world, f"oom-{limits}", entry_point="eat.py", launcher="python")
+        result = run.wait(timeout=90, poll=0.3)
+    assert (result["state"], result["category"], result["exit_code"]) == ("failed", "oom", 1), result
+    assert "it used more memory than its limit, 300M a node; ask for more with --memory-gb" in result["reason"]
+    assert ("rank 1 on node 1" in result["reason"]) == (limits == "cgroup"), "a node that lives knows the rank"
+
+
+# ------------------------------------------------------------------------------------------- a store in a bucket
+
+
+@pytest.fixture(scope="module")
+def bucket(whole: SlurmPlatform, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmPlatform]:
+    """The cluster with a store in a bucket that its nodes have mounted, with the rules of Mountpoint for S3."""
+    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
+        pytest.skip("needs root and FUSE")
+    made, folder = MountedBucket(tmp_path_factory.mktemp("bucket")), tmp_path_factory.mktemp("files")
+    with contextlib.closing(made), pytest.MonkeyPatch.context() as patch:
+        for name, value in made.google.environ().items():
+            patch.setenv(name, value)
+        own = {"mounts": {made.url: str(made.place)}, "folder": str(folder)}
+        yield ddp_world(tmp_path_factory.mktemp("world"), whole.cluster, store=f"{made.url}/store", **own)
+
+
+def test_a_preempted_job_whose_store_is_a_bucket_comes_to_the_same_bits(
+    whole: SlurmPlatform, bucket: SlurmPlatform, clean: str, tmp_path: Path
+) -> None:
+    """Its local input is uploaded, and its logs are in a folder of the nodes."""
+    run = send(bucket, "in-bucket", inputs={"data": str(bucket.place.data)})
+    await_text(run, "from step", 2)
+    whole.cluster.preempt(bucket.job(run), 1)
+    assert loss_of(run) == clean
+    assert [row["number"] for row in run.result()["attempts"]] == ["0.0", "0.1"]
+    check_nothing_lost(run)
+    lines = numbered(bucket.provider, str(run.result()["native_id"]))
+    assert len(lines) == len(set(lines)) > 0
+    run.pull(tmp_path / "pulled")
+    assert list(tmp_path.glob("pulled/checkpoints/step-60/state.pt"))
+
+
+@pytest.mark.proof
+def test_a_job_whose_store_is_a_bucket_comes_to_the_same_bits(bucket: SlurmPlatform, clean: str) -> None:
+    assert loss_of(send(bucket, "clean-bucket")) == clean
+
+
+def test_gc_removes_the_files_of_a_job_whose_run_is_gone(whole: SlurmPlatform, tmp_path: Path) -> None:
+    own = {"folder": str(tmp_path / "files"), "extra": {"begin": "now+1hour"}}
+    world = SlurmPlatform(tmp_path, whole.cluster, **own)
+    plan, kept = world.plan(run_id="dropped"), world.plan(run_id="kept")
+    world.place.clear_earlier()
+    record = {"protocol": 1, "layout": {"code_digest": "c" * 64, "runtime_digest": "d" * 64}}
+    Store(world.store).create_run(kept.layout, record)
+    native = world.provider.submit(plan.request)
+    assert world.provider.objects() == [], "the job is not over"
+    world.provider.cancel(native)
+    while not world.provider.status(native).final:
+        time.sleep(0.1)
+    (found,) = world.provider.objects()
+    assert (found.kind, found.run) == ("folder", plan.request.run)
+    collected = collect_at(world.store, older_than=0, delete=True, objects=[found], remove=world.provider.remove)
+    assert found.key in {item.key for item in collected.found}
+    assert list((tmp_path / "files").iterdir()) == []
 
 
 @pytest.mark.docker

@@ -11,11 +11,11 @@ import pytest
 from rows import for_each
 
 from cloudtrain.errors import AuthError, LostContactError, NotFoundError, PlatformError, QuotaError, SpecError
-from cloudtrain.job.job import Job
+from cloudtrain.job.job import Job, run_tag
 from cloudtrain.provider_api.protocol import Layout, LayoutInput, Request
 from cloudtrain.providers.slurm import Provider
 from cloudtrain.providers.slurm.api import Job as Known
-from cloudtrain.providers.slurm.api import Line, error_of, job_of, parsed
+from cloudtrain.providers.slurm.api import error_of, job_of, parsed
 from cloudtrain.providers.slurm.node import node_environment, secret
 from cloudtrain.providers.slurm.status import status_of
 
@@ -110,6 +110,16 @@ def test_another_request_has_another_name() -> None:
         ({"container": "pyxis"}, {}, {}, "image"),
         ({"container": "singularity"}, {}, {}, "slurm.container"),
         ({}, {}, {"store": "s3://bucket/x"}, "store"),
+        ({}, {}, {"store": "sftp://host/x"}, "store"),
+        ({"mounts": {"s3://other": "/m"}}, {}, {"store": "s3://bucket/x"}, "store"),
+        ({"mounts": {"s3://bucket/team": "/m"}}, {}, {"store": "s3://bucket/teams"}, "store"),
+        ({"mounts": {"s3://bucket": "/m"}}, {}, {}, "store"),
+        ({"mounts": {"s3://bucket": "/m"}}, {}, {"store": "s3://bucket/x"}, "slurm.folder"),
+        ({"mounts": {"s3://bucket": "m"}}, {}, {}, "slurm.mounts.s3://bucket"),
+        ({"mounts": {"s3://bucket": 1}}, {}, {}, "slurm.mounts.s3://bucket"),
+        ({"mounts": {"https://host": "/m"}}, {}, {}, "slurm.mounts.https://host"),
+        ({"mounts": {"data": "/m"}}, {}, {}, "slurm.mounts.data"),
+        ({"folder": "logs"}, {}, {}, "slurm.folder"),
         ({}, {}, {"store": "file:///a%20b"}, "store"),
         ({}, {}, {"store": 'file:///a"b'}, "store"),
         ({}, {"inputs": {"d": {"url": "/d", "mode": "copy"}}}, {}, "inputs.d.mode"),
@@ -139,10 +149,54 @@ def test_what_the_cluster_cannot_honour_is_refused(
     assert caught.value.field == field
 
 
+@for_each(
+    ("bucket", "mount"),
+    [
+        ("s3://data", "/mnt/bucket"),
+        ("gs://data/team/", "/mnt/team/"),
+        ("abfs://data@account.dfs.core.windows.net", "/mnt"),
+    ],
+)
+def test_nodes_see_a_bucket_where_it_is_mounted(bucket: str, mount: str) -> None:
+    """Slurm's own files are in a folder of the nodes, as a mount can neither rename nor append."""
+    given = {"mounts": {bucket: mount, "/scratch": "/nodes/scratch"}, "folder": "/home/me/runs/"}
+    url, there = bucket.rstrip("/"), mount.rstrip("/")
+    inputs = {"a": LayoutInput(url=f"{url}/set"), "b": LayoutInput(url="file:///scratch/x.csv", file="x.csv")}
+    request = planned(given, layout(store=f"{url}/s", inputs=inputs, resume=f"{url}/old"), secrets={"A": "env:A"})
+    run, words = f"{url}/s/runs/r", request.body["command"]
+    base = f"/home/me/runs/r-{run_tag(run)}/slurm-0-0"
+    assert words[:5] == ["python3", f"{there}/s/runtime/d/cloudtrain.pyz", "run", "--context",
+                         f"{there}/s/runs/r/container/context.json"]  # fmt: skip
+    assert words[8::2] == [
+        f"code={there}/s/code/c/code.tar.gz", f"live={there}/s/runs/r/live", f"mounted={there}/s/runs/r/checkpoints",
+        f"resume={there}/old", f"input.a={there}/set", "file.b=/nodes/scratch/x.csv", "grace=30",
+        f"secrets={base}/secrets", "flush=30",
+    ]  # fmt: skip
+    assert options(request)["output"] == f"{base}/batch.log"
+    assert f"\nbase={base} live={there}/s/runs/r/live " in request.body["script"]
+    assert request.context["checkpoint_url"] == f"{run}/checkpoints"
+    made = Provider(**given)
+    assert made.schemes == {url.partition(":")[0], "file"}
+    urls = {mount.url for mount in made.launch_spec(request).nodes[0].mounts}
+    assert {f"{run}/live", f"{url}/set", f"{url}/old", "file:///scratch/x.csv"} < urls
+    assert not any("secrets" in url for url in urls)
+
+
+def test_a_refused_bucket_says_what_to_set() -> None:
+    with pytest.raises(SpecError, match="its nodes do not see s3://bucket/x") as caught:
+        planned(None, layout(store="s3://bucket/x"))
+    assert caught.value.hint.endswith('[slurm.mounts] "s3://bucket" = "/mnt/bucket"')
+    assert Provider(mounts={"s3://bucket": "/mnt/bucket"}).schemes == {"s3"}, "local inputs are uploaded"
+    assert Provider().schemes == {"file"}
+
+
 def test_a_container_sees_the_store_and_the_inputs() -> None:
     at = layout(inputs={"d": LayoutInput(url="file:///data/d")})
     pyxis = planned({"container": "pyxis"}, at, image="nvcr.io#nvidia/pytorch:1").body["script"]
     assert "'--container-image=nvcr.io#nvidia/pytorch:1' --container-mounts=/data/d:/data/d,/store:/store" in pyxis
+    mounts = {"mounts": {"s3://b": "/m"}, "folder": "/home/me"}
+    bucket = planned({"container": "pyxis", **mounts}, layout(store="s3://b/s"), image="a").body["script"]
+    assert "--container-mounts=/home/me:/home/me,/m/s:/m/s " in bucket
     apptainer = planned({"container": "apptainer"}, at, image="/images/a.sif", gpu=("H100:1",)).body["script"]
     assert "apptainer exec --nv --bind /data/d:/data/d,/store:/store /images/a.sif python3 /store/runtime" in apptainer
 
@@ -184,7 +238,6 @@ def known(rows: tuple[tuple[str, ...], ...] = (), marks: Mapping[str, str] | Non
         ({"JobState": "FAILED", "ExitCode": "230:0"}, "failed", "infra"),
         ({"JobState": "FAILED", "ExitCode": "0:53"}, "failed", "infra"),
         ({"JobState": "FAILED", "ExitCode": "1:0"}, "failed", "user_error"),
-        ({"JobState": "FAILED", "ExitCode": "1:0", "DerivedExitCode": "0:125"}, "failed", "oom"),
         ({"JobState": "OUT_OF_MEMORY"}, "failed", "oom"),
         ({"JobState": "NODE_FAIL"}, "failed", "infra"),
         ({"JobState": "PREEMPTED"}, "failed", "preempted"),
@@ -192,9 +245,20 @@ def known(rows: tuple[tuple[str, ...], ...] = (), marks: Mapping[str, str] | Non
     ],
 )
 def test_a_state_of_slurm_is_one_of_ours(fields: dict[str, str], state: str, category: str) -> None:
-    found = status_of(NATIVE, None, known(**fields))
+    found = status_of(NATIVE, known(**fields))
     assert (found.state, found.category) == (state, category)
     assert bool(found.reason) == (state not in ("succeeded", "running")) or fields["JobState"] == "COMPLETING"
+
+
+def test_a_kill_for_memory_names_the_memory_that_the_job_asked_for() -> None:
+    """slurmstepd writes of it into the job's log; the job itself has failed, or lost its batch script."""
+    for fields, said in (({"MinMemoryNode": "4G"}, ", 4G a node"), ({"MinMemoryCPU": "500M"}, ", 500M a core")):
+        for ended in ({"JobState": "FAILED", "ExitCode": "137:0"}, {"JobState": "OUT_OF_MEMORY", "ExitCode": "0:125"}):
+            found = status_of(NATIVE, known(marks={"oom": "", "end": "137"}, **ended, **fields))
+            assert (found.state, found.category) == ("failed", "oom")
+            assert found.reason == f"it used more memory than its limit{said}; ask for more with --memory-gb"
+    assert status_of(NATIVE, known(marks={"oom": "", "end": "1"})).category == "oom"
+    assert status_of(NATIVE, known(marks={"oom": ""}, JobState="FAILED", ExitCode="124:0")).category == "oom"
 
 
 def test_starts_are_attempts_with_their_own_ends() -> None:
@@ -203,26 +267,24 @@ def test_starts_are_attempts_with_their_own_ends() -> None:
         ("PREEMPTED", "0:0", "None", "190"),
         ("RUNNING", "0:0", "200", "Unknown"),
     )
-    found = status_of(
-        NATIVE, Line("RUNNING", "None", "200"), known(rows, JobState="RUNNING", Restarts="2", StartTime="200")
-    )
+    found = status_of(NATIVE, known(rows, JobState="RUNNING", Restarts="2", StartTime="200"))
     assert [(row.number, row.category, row.started, row.ended) for row in found.attempts] == [
         ("2.0", "infra", 100.0, 150.0), ("2.1", "preempted", None, 190.0), ("2.2", "", 200.0, None),
     ]  # fmt: skip
     assert found.started == 100.0
-    without = status_of(NATIVE, None, known(JobState="PENDING", Restarts="2", Reason="BeginTime", StartTime="300"))
+    without = status_of(NATIVE, known(JobState="PENDING", Restarts="2", Reason="BeginTime", StartTime="300"))
     assert [(row.number, row.started) for row in without.attempts] == [("2.0", None), ("2.1", None), ("2.2", None)]
 
 
 def test_a_forgotten_job_has_the_end_that_its_script_wrote() -> None:
-    ends = {code: status_of(NATIVE, None, known(marks={"end": code})) for code in ("0", "1", "124")}
+    ends = {code: status_of(NATIVE, known(marks={"end": code})) for code in ("0", "1", "124")}
     assert [(end.state, end.category) for end in ends.values()] == [
         ("succeeded", ""), ("failed", "user_error"), ("failed", "timeout"),
     ]  # fmt: skip
-    assert status_of(NATIVE, None, known(marks={"cancelled": ""})).state == "cancelled"
-    assert status_of(NATIVE, None, known(marks={"cancelled": "", "end": "0"})).state == "succeeded"
+    assert status_of(NATIVE, known(marks={"cancelled": ""})).state == "cancelled"
+    assert status_of(NATIVE, known(marks={"cancelled": "", "end": "0"})).state == "succeeded"
     with pytest.raises(NotFoundError, match="no longer knows job 7"):
-        status_of(NATIVE, None, known())
+        status_of(NATIVE, known())
 
 
 def test_a_tag_cannot_pass_for_a_field() -> None:
@@ -264,13 +326,13 @@ def test_a_node_knows_its_place_and_its_shield() -> None:
         "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7", "SLURM_CPUS_ON_NODE": "16",
         "CLOUDTRAIN_SLURM_PORT": "20002", "CLOUDTRAIN_SLURM_ATTEMPT": "1.3", "SLURM_TMPDIR": "/local",
     }  # fmt: skip
-    found = node_environment(environ, {"live": "/live", "file.d": "/data/d.csv", "grace": "40"})
+    found = node_environment(environ, {"live": "/live", "file.d": "/data/d.csv", "grace": "40", "flush": "30"})
     place = found.topology
     assert (place.nodes, place.node_rank, place.master_addr, place.master_port) == (2, 1, "10.0.0.7", 20002)
     assert found.paths == {"live": "/live", "input.d": "/data"}
     assert (found.attempt, found.cpus, found.stop_grace, found.signals_ranks) == ("1.3", 16, 40.0, True)
     assert found.scratch[0] == "/local"
-    assert found.export_env == {}
+    assert (found.export_env, found.flush_seconds) == ({}, 30.0)
     with pytest.raises(SpecError, match="no task of srun"):
         node_environment({}, {})
 

@@ -113,20 +113,20 @@ def test_a_shell_enters_a_node_by_ssh(login: Login) -> None:
 
 
 def test_a_login_node_that_is_gone_is_lost_contact_and_no_second_job(login: Login) -> None:
+    """The run's own files must be in the store: without them the job fails by itself, before a slow client cancels."""
     world: SlurmPlatform = login.world  # type: ignore[attr-defined]
-    request = world.plan({"launcher": "python", "env": {"PROBE": "hold"}}, run_id="gone").request
-    native = world.provider.submit(request)
+    plan = world.plan({"launcher": "python", "env": {"PROBE": "hold"}}, run_id="gone")
+    run, request = world.send(plan), plan.request
+    native = world.provider.find(request)
+    assert native is not None
     login.stop()
     with pytest.raises(LostContactError, match="ssh login"):
         world.provider.submit(request)
     login.start()
     assert world.provider.submit(request) == native
-    world.provider.cancel(native)
-    deadline = time.monotonic() + 30
-    while not world.provider.status(native).final:
-        assert time.monotonic() < deadline
-        time.sleep(0.3)
-    assert world.provider.status(native).state == "cancelled", world.provider.status(native)
+    run.cancel()
+    assert run.wait(timeout=60, poll=0.3)["state"] == "cancelled"
+    assert world.provider.status(native).state == "cancelled"
 
 
 def test_a_key_that_is_refused_is_a_lack_of_credentials(login: Login) -> None:

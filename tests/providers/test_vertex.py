@@ -12,7 +12,7 @@ from typing import Any
 
 import clients
 import pytest
-from clients import DDP, PATIENCE, TRAIN, at_work, check_cancelled
+from clients import DDP, PATIENCE, PLAIN, SHAPE, TRAIN, at_work, check_cancelled
 from jobs import Done, Jobs
 from worlds.vertex.life import CustomJob
 from worlds.vertex.wire import Fault, Refusal
@@ -94,7 +94,7 @@ EARLY = f"""
 
 PORTS = """
     import os, socket
-    if os.environ["RANK"] == "2":
+    if os.environ["RANK"] == "1":
         name, found = os.environ["MASTER_ADDR"], {}
         for port in (2222, 2223, 3333, 6000, 29500):
             try:
@@ -111,7 +111,7 @@ STEPS_FAIL = """
     if rank == "0":
         print("the script begins", flush=True)
     for step in range(1, 9):
-        if step == 5 and rank == "3":
+        if step == 5 and rank == "1":
             raise RuntimeError("my bug in step 5")
 """
 
@@ -120,7 +120,7 @@ STEPS_FAIL = """
 class TestWholeRuns:
     def test_two_nodes_meet_at_the_ports_that_the_chief_s_name_forwards(self, client: Client) -> None:
         script = client.jobs.write("ports/ports.py", PORTS)
-        done = client.submit(str(script), "ports")
+        done = client.submit(str(script), "ports", shape=PLAIN)
         assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
         found = {2222: "open", 2223: "refused", 3333: "open", 6000: "open", 29500: "refused"}
         assert f"by name: {found}" in client.job("ports").printed()
@@ -128,12 +128,12 @@ class TestWholeRuns:
     def test_a_script_that_fails_runs_once_though_its_container_is_started_again(self, client: Client) -> None:
         """Vertex AI starts a container again that fails, at once and in place, until it has ended the job."""
         script = client.jobs.write("bug/bug.py", STEPS_FAIL)
-        done = client.submit(str(script), "bug")
+        done = client.submit(str(script), "bug", shape=PLAIN)
         result, printed = done.json, client.job("bug").printed()
         assert (done.code, result["category"]) == (1, "user_error"), done.err
         failure = result["failure"]
         assert (failure["node"], failure["rank"], failure["exception"], failure["line"]) == (
-            1, 3, "RuntimeError: my bug in step 5", 9,
+            1, 1, "RuntimeError: my bug in step 5", 9,
         )  # fmt: skip
         assert [row["number"] for row in result["attempts"]] == ["0.0"]
         assert printed.count("the script begins") == 1
@@ -155,14 +155,15 @@ class TestWholeRuns:
         assert int(second["resumed_from"].removeprefix("step-")) >= 22 * epoch
         assert client.losses("spot") == whole
 
-    @pytest.mark.parametrize("grace", [6.0, pytest.param(None, marks=pytest.mark.proof)])
+    @pytest.mark.proof
+    @pytest.mark.parametrize("grace", [6.0, None], ids=["killed early", "kept"])
     def test_the_doctor_looks_at_ports_folders_and_grace(self, client: Client, grace: float | None) -> None:
         """Two small machines. A service that kills early is told of; one that keeps its word is not."""
         plane = client.world.plane
         kept, plane.grace = plane.grace, plane.grace if grace is None else grace
         try:
-            words = [word for word in client.flags if word != "--provider"][1:]
-            done = client.jobs.cli("doctor", "vertex", "--job", "--measure-grace", *words, timeout=PATIENCE)
+            words = [*[word for word in client.flags if word != "--provider"][1:], *SHAPE]
+            done = client.jobs.here("doctor", "vertex", "--job", "--measure-grace", *words)
         finally:
             plane.grace = kept
         told = done.json
@@ -196,7 +197,7 @@ class TestWholeRuns:
         shards = {path.name: path.read_text() for path in (pulled / "checkpoints/last").iterdir()}
         assert shards == {f"shard-{rank}": f"of {rank}" for rank in range(4)}
         assert {path.name for path in (pulled / "artifacts").rglob("of-*")} == {f"of-{rank}" for rank in range(4)}
-        followed = client.jobs.cli("logs", "early", "--store", client.store).out
+        followed = client.jobs.here("logs", "early", "--store", client.store).out
         assert [followed.count(f"the last of {rank}") for rank in range(4)] == [1, 1, 1, 1]
         assert [(record["node"], record["outcome"]) for record in client.run("early").store.exits("early")] == [
             (0, "succeeded"), (1, "succeeded"),

@@ -274,10 +274,10 @@ def test_on_object_stores(request: pytest.FixtureRequest, store: str) -> None:
 # ----------------------------------------------------------------------------------------------------- of a workspace
 
 
-def workspace(tmp_path: Path, **site: Any) -> Workspace:
+def workspace(tmp_path: Path, *, url: str = "", shown: str = "direct", **site: Any) -> Workspace:
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
-    context = {"run_id": "r", "env": {}, "secrets": {"TOKEN": "env:TOKEN"}, "checkpoint_url": "", "provider": "p"}
-    paths = {"direct": str(tmp_path / "store")}
+    context = {"run_id": "r", "env": {}, "secrets": {"TOKEN": "env:TOKEN"}, "checkpoint_url": url, "provider": "p"}
+    paths = {shown: str(tmp_path / "store")}
     place = NodeEnvironment(topology=topology, paths=paths, scratch=[str(tmp_path)], **site)
     return Workspace(context=context, site=place, log=LogWriter(node=0))
 
@@ -288,6 +288,15 @@ def test_a_workspace_looks_where_its_store_is_mounted(tmp_path: Path) -> None:
     checkpoint(tmp_path / "store/step-1", 1000.0, a=998.0)
     assert (found := space.direct()) is not None
     assert (found.key, found.saved) == (f"file://{tmp_path.resolve()}/store/step-1", 1000.0)
+
+
+def test_a_workspace_looks_at_the_mount_of_its_bucket(tmp_path: Path) -> None:
+    """The script writes to the bucket by its URL, and resumes from there. To look needs no credentials."""
+    space = workspace(tmp_path, url="s3://no-such-bucket/x", shown="mounted", secrets=lambda reference: "secret")
+    assert space.direct() is None
+    checkpoint(tmp_path / "store/step-1", 1000.0, a=998.0)
+    assert (found := space.direct()) is not None
+    assert (found.key, found.saved) == ("s3://no-such-bucket/x/step-1", 1000.0)
 
 
 @pytest.mark.parametrize("trouble", [KeyError("TOKEN"), OSError(5, "no answer"), RuntimeError("client")])

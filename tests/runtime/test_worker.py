@@ -287,7 +287,7 @@ def test_dataloader_workers(stage: Stage, method: str) -> None:
         """
     )
     done = stage.run("a.py", env={"OMP_NUM_THREADS": "1"})
-    assert done.out.splitlines()[-1] == "[[0, 1, 4, 9], [16, 25, 36, 49]]", done.out
+    assert "[[0, 1, 4, 9], [16, 25, 36, 49]]" in done.out.splitlines(), done.out  # the resource tracker may warn last
     assert done.kinds == ["start", "end"]
 
 

@@ -7,16 +7,16 @@ the node half.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from tempfile import gettempdir
 from typing import Any, ClassVar
 
-from ...provider_api.protocol import NativeObject, Need
+from ...provider_api.protocol import Need
 from ...validate import url_scheme
 from .._cloud import ClusterProvider
 
-__all__ = ["BUCKETS", "DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
+__all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
 NAME = "kubernetes"
 STORE = Need(
@@ -34,8 +34,6 @@ ROOT = Need(
 IMAGE = Need(
     example="docker.io/pytorch/pytorch:latest", find="an image with Python and torch that the cluster can pull"
 )
-BUCKETS = ("s3", "gs", "abfs", "abfss", "az")
-"""Schemes of buckets that a cluster can mount."""
 ALIASES = ("k8s", "kubectl", "kueue", "hami", "eks", "gke", "aks", "openshift", "volcano")
 """Other words for the platform, for the hint of an unknown provider."""
 
@@ -101,12 +99,7 @@ class Provider(ClusterProvider):
 
     name: ClassVar[str] = NAME
     Settings: ClassVar[type[Any]] = Settings
-    schemes: ClassVar[frozenset[str]] = frozenset({"file", *BUCKETS})
-    retried_by: ClassVar[str] = "client"
-    max_wait_by: ClassVar[str] = "client"
-    min_poll_s: ClassVar[float] = 0.5
     max_poll_s: ClassVar[float] = 5.0
-    always_interactive: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE, "image": IMAGE}
     shares_gpus: ClassVar[bool] = True
     probe_ports: ClassVar[tuple[int, ...]] = (29500, 29501)
@@ -115,13 +108,6 @@ class Provider(ClusterProvider):
         super().__init__(**settings)
         scheme = url_scheme(self.settings.bucket) or "file"  # its nodes have one volume
         self.schemes = frozenset({scheme})  # type: ignore[misc]
-
-    def objects(self) -> Sequence[NativeObject]:
-        found: list[NativeObject] = self.account.objects()
-        return found
-
-    def remove(self, found: NativeObject) -> None:
-        self.account.remove(found)
 
 
 DIFFERENCES = (

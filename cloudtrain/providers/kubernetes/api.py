@@ -10,6 +10,7 @@ import base64
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 import urllib.parse
@@ -27,8 +28,8 @@ from ...errors import (
     PlatformError,
     QuotaError,
     SpecError,
-)
-from ...provider_api.protocol import Shell, python_command, shell_arguments
+)  # fmt: skip
+from ...provider_api.protocol import NativeObject, Shell, python_command, shell_arguments
 from ...storage.extras import not_installed
 from .._cloud import ANOTHER_ID, one_line, time_of
 from . import NAME
@@ -45,15 +46,17 @@ from .request import (
     RUN_URL,
     job_object,
     job_of_set,
+    marks_of,
     native_id_of,
-)
+)  # fmt: skip
+from .validate import quantity_of
 
 if TYPE_CHECKING:
     from ...provider_api.catalog import Machine
-    from ...provider_api.protocol import NativeObject, Request
+    from ...provider_api.protocol import Request
     from . import Settings
 
-__all__ = ["FINAL", "HELP", "Account", "ExistsError", "error_of", "is_ending", "job_of"]
+__all__ = ["FINAL", "HELP", "Account", "ExistsError", "error_of", "is_ending", "job_of", "path_of"]
 
 TIMEOUT = 30.0
 """Seconds for one call."""
@@ -101,6 +104,11 @@ def is_ending(job: Mapping[str, Any]) -> bool:
     """Return whether the end of a Job is decided."""
     conditions = job.get("status", {}).get("conditions") or ()
     return any(item["type"] in _DECIDED and item["status"] == "True" for item in conditions)
+
+
+def _is_over(job: Mapping[str, Any]) -> bool:
+    """Return whether a Job or JobSet starts no pod any more. One that is cancelled while it is held back has no end."""
+    return is_ending(job) or (CANCELLED in marks_of(job) and bool(job["spec"].get("suspend")))
 
 
 class Account:
@@ -151,11 +159,8 @@ class Account:
         found, pool = self._connection()
         from urllib3.exceptions import HTTPError
 
-        headers = {"Accept": "application/json, */*", "Content-Type": kind}
         try:
-            for item in found.auth_settings().values():  # asked for each call: this renews a token
-                if item["in"] == "header" and item["value"]:
-                    headers[item["key"]] = item["value"]
+            headers = {"Accept": "application/json, */*", "Content-Type": kind, **_identity(found)}
             url = found.host + path + (f"?{urllib.parse.urlencode(query)}" if query else "")
             data = None if body is None else json.dumps(body).encode()
             answer = pool.request(method, url, headers=headers, body=data, retries=False, timeout=TIMEOUT)
@@ -181,100 +186,75 @@ class Account:
         The Job comes first: only one client can create its name. Its pods wait for the rest.
         """
         wanted, native = request.body["items"][0], native_id_of(job_object(request))
-        path = self._jobs(kind=wanted["kind"])
+        kind, name = wanted["kind"], wanted["metadata"]["name"]
         try:
-            job = self.call("POST", path, what=f"create the {wanted['kind']}", body=wanted, fieldValidation="Strict")
+            job = self._post(wanted)
         except ExistsError:
-            job = self.owner(wanted)
+            job = self.get(kind, wanted["metadata"]["namespace"], name)
             if not _is_same(job, wanted):
-                text = f"{wanted['kind']} {native_id_of(wanted)} is of another request"
+                text = f"{kind} {native_id_of(wanted)} is of another request"
                 raise ConflictError(text, field="run_id", hint=ANOTHER_ID) from None
             if is_ending(job):
                 return native
         except NotFoundError as exc:
-            if wanted["kind"] == "Job" or "requested resource" not in str(exc):
+            if kind == "Job" or "requested resource" not in str(exc):
                 raise
             raise SpecError("the cluster has no JobSet", field=f"{NAME}.kind", hint=HELP["jobset"]) from None
-        owner = {
-            "apiVersion": wanted["apiVersion"],
-            "kind": wanted["kind"],
-            "name": job["metadata"]["name"],
-            "uid": job["metadata"]["uid"],
-        }
-        for item in request.body["items"][1:]:
-            self._create_owned(item, owner)
-        if _has_secrets(job_object(request)):
-            data = {name: base64.b64encode(value.encode()).decode() for name, value in (secrets or {}).items()}
-            meta = {**wanted["metadata"], "name": native.partition("/")[2]}
-            meta = {key: meta[key] for key in ("name", "namespace", "labels")}
-            self._create_owned(
-                {"apiVersion": "v1", "kind": "Secret", "immutable": True, "metadata": meta, "data": data}, owner
-            )
+        owner = {"apiVersion": wanted["apiVersion"], "kind": kind, "name": name, "uid": job["metadata"]["uid"]}
+        for item in _owned(request, secrets or {}):
+            with contextlib.suppress(ExistsError):
+                self._post({**item, "metadata": {**item["metadata"], "ownerReferences": [owner]}})
         return native
+
+    def _post(self, item: Mapping[str, Any], *, what: str = "create", **query: str) -> Any:
+        where = path_of(item["kind"], item["metadata"]["namespace"])
+        return self.call("POST", where, what=f"{what} the {item['kind']}", body=item, fieldValidation="Strict", **query)
 
     def test(self, request: Request) -> None:
         """Let the API server judge the Job or JobSet of a request without creating it. Raises `SpecError`."""
-        wanted = request.body["items"][0]
-        path = self._jobs(wanted["metadata"]["namespace"], kind=wanted["kind"])
-        self.call("POST", path, what="test the request", body=wanted, dryRun="All", fieldValidation="Strict")
-
-    def _create_owned(self, item: Mapping[str, Any], owner: Mapping[str, Any]) -> None:
-        made = {**item, "metadata": {**item["metadata"], "ownerReferences": [owner]}}
-        what = f"create the {item['kind']}"
-        path = f"/api/v1/namespaces/{self.settings.namespace}/{item['kind'].lower()}s"
-        try:
-            self.call("POST", path, what=what, body=made, fieldValidation="Strict")
-        except ExistsError:
-            return
-
-    def _jobs(self, namespace: str = "", *, kind: str = "Job") -> str:
-        group = "batch/v1" if kind == "Job" else f"{JOBSETS}/v1alpha2"
-        return f"/apis/{group}/namespaces/{namespace or self.settings.namespace}/{kind.lower()}s"
+        self._post(request.body["items"][0], what="test", dryRun="All")
 
     def find(self, request: Request) -> str | None:
-        """Return the native id if the cluster has the request's Job with all of its objects."""
+        """Return the native id if the cluster has the request's Job with all that it owns.
+
+        A client may have died after it created the Job.
+        """
         wanted = request.body["items"][0]
         try:
-            job = self.owner(wanted)
+            job = self.get(wanted["kind"], wanted["metadata"]["namespace"], wanted["metadata"]["name"])
+            if not _is_same(job, wanted):
+                return None
+            for item in () if is_ending(job) else _owned(request, {}):
+                with contextlib.suppress(AuthError):  # a role may create secrets, and not read them
+                    self.get(item["kind"], item["metadata"]["namespace"], item["metadata"]["name"])
         except NotFoundError:
             return None
-        whole = _is_same(job, wanted) and (is_ending(job) or self._is_whole(request))
-        return native_id_of(job_object(request)) if whole else None
+        return native_id_of(job_object(request))
 
-    def _is_whole(self, request: Request) -> bool:
-        """Return whether the Service and the Secret are there: a client may have died after it created the Job."""
-        wanted = job_object(request)
-        names = [(item["kind"], item["metadata"]["name"]) for item in request.body["items"][1:]]
-        if _has_secrets(wanted):
-            names.append(("Secret", wanted["metadata"]["name"]))
-        for kind, name in names:
-            path = f"/api/v1/namespaces/{wanted['metadata']['namespace']}/{kind.lower()}s/{name}"
-            try:
-                self.call("GET", path, what=f"look for the {kind}")
-            except NotFoundError:
-                return False
-            except AuthError:  # a role may create secrets, and not read them
-                continue
-        return True
-
-    def owner(self, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the Job or JobSet of the namespace and name of ``wanted``. Raises `NotFoundError`."""
-        kind, meta = wanted["kind"], wanted["metadata"]
-        path = f"{self._jobs(meta['namespace'], kind=kind)}/{meta['name']}"
-        found: Mapping[str, Any] = self.call("GET", path, what=f"ask for the {kind}")
+    def get(self, kind: str, namespace: str, name: str) -> Mapping[str, Any]:
+        """Return an object. Raises `NotFoundError`."""
+        found: Mapping[str, Any] = self.call("GET", path_of(kind, namespace, name), what=f"ask for the {kind}")
         return found
 
     def job(self, native_id: str) -> Mapping[str, Any]:
-        """Return a Job. One that a JobSet has still to make has no uid. Raises `NotFoundError`."""
+        """Return a Job. Raises `NotFoundError`.
+
+        One that its JobSet holds back also has the JobSet's annotations: a user may cancel it before it is made. One
+        that its JobSet has still to make has no uid.
+        """
         namespace, name = job_of(native_id)
-        wanted = {"kind": "Job", "metadata": {"namespace": namespace, "name": name}}
+        job = None
         try:
-            return self.owner(wanted)
+            job = self.get("Job", namespace, name)
         except NotFoundError:
             if not name.endswith(OF_SET):
                 raise
-        wanted = {"kind": "JobSet", "metadata": {"namespace": namespace, "name": name.removesuffix(OF_SET)}}
-        return {**job_of_set({**self.owner(wanted), "kind": "JobSet"}), "status": {}}
+        if job is not None and not (name.endswith(OF_SET) and job["spec"].get("suspend")):
+            return job
+        made = {**self.get("JobSet", namespace, name.removesuffix(OF_SET)), "kind": "JobSet"}
+        job = job or {**job_of_set(made), "status": {}}
+        meta = {**job["metadata"], "annotations": {**marks_of(job), **marks_of(made)}}
+        return {**job, "metadata": meta, "spec": {**job["spec"], "suspend": made["spec"].get("suspend", False)}}
 
     def describe(self, native_id: str) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
         """Return a Job and its pods, the oldest first."""
@@ -284,30 +264,46 @@ class Account:
         """Return the pods of a Job, the oldest first."""
         namespace, name = job_of(native_id)
         query = {"labelSelector": f"batch.kubernetes.io/job-name={name}"}
-        found = self.call("GET", f"/api/v1/namespaces/{namespace}/pods", what="ask for the pods", **query)
+        found = self.call("GET", path_of("Pod", namespace), what="ask for the pods", **query)
         return sorted(found["items"], key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"]))
 
     def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
-        """Return kubectl's command that runs ``command`` in a node's pod. Raises `SpecError` if it has none now."""
+        """Return the program that runs ``command`` in a node's pod. Raises `SpecError` if it has none now."""
         for pod in reversed(self.pods(native_id)):
-            meta = pod["metadata"]
-            if meta["annotations"].get(POD_INDEX) == str(node) and pod["status"].get("phase") == "Running":
+            if marks_of(pod).get(POD_INDEX) == str(node) and pod["status"].get("phase") == "Running":
                 break
         else:
             raise SpecError("the node has no running pod now", field="node", hint="try again")
         pyz = job_object(request)["spec"]["template"]["spec"]["containers"][0]["args"][1]
-        own = {"kubeconfig": self.settings.kubeconfig, "context": self.settings.context, "namespace": meta["namespace"]}
-        where = [f"--{name}={value}" for name, value in own.items() if value]
-        into = ["-i", *(["-t"] if tty else []), f"--container={CONTAINER}", meta["name"]]
+        own = {name: getattr(self.settings, name) for name in ("kubeconfig", "context", "namespace")}
+        facts = json.dumps({"settings": own, "pod": pod["metadata"]["name"], "tty": tty})
         words = python_command(shell_arguments(pyz, request, node, command))
-        install = "install kubectl: https://kubernetes.io/docs/tasks/tools"
-        return Shell(argv=["kubectl", *where, "exec", *into, "--", *words], install=install)
+        return Shell(argv=[sys.executable, "-m", f"{__package__}.shell", facts, *words])
+
+    def exec(self, pod: str, command: Sequence[str], *, tty: bool) -> Any:
+        """Return the official client's websocket of a command that it starts in a pod's container."""
+        found, _ = self._connection()
+        from kubernetes.stream.ws_client import WSClient
+        from websocket import WebSocketBadStatusException, WebSocketException
+
+        words = [("container", CONTAINER), ("stdin", True), ("stdout", True), ("stderr", not tty), ("tty", tty)]
+        query = urllib.parse.urlencode(
+            [*((name, str(on).lower()) for name, on in words), *(("command", word) for word in command)]
+        )
+        url = f"{found.host}{path_of('Pod', self.settings.namespace, pod)}/exec?{query}"
+        headers = {name.lower(): value for name, value in _identity(found).items()}
+        try:
+            return WSClient(found, url.replace("http", "ws", 1), headers, capture_all=False, binary=True)
+        except WebSocketBadStatusException as exc:
+            raise error_of(exc.status_code, "", str(exc), what="open a shell") from None
+        except (WebSocketException, OSError) as exc:
+            raise LostContactError(f"open a shell: {one_line(exc)}", hint=HELP["none"]) from None
 
     def creations(self, job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Return the events of a Job about pods that it created or could not create, the oldest first."""
         meta = job["metadata"]
         query = {"fieldSelector": f"involvedObject.kind=Job,involvedObject.name={meta['name']}"}
-        found = self.call("GET", f"/api/v1/namespaces/{meta['namespace']}/events", what="ask for the events", **query)
+        found = self.call("GET", path_of("Event", meta["namespace"]), what="ask for the events", **query)
         own = [
             event
             for event in found["items"]
@@ -318,7 +314,7 @@ class Account:
 
     def log(self, namespace: str, pod: str, **query: Any) -> bytes:
         """Return the log of a pod's container."""
-        return self.raw("GET", f"/api/v1/namespaces/{namespace}/pods/{pod}/log", what="read the log", **query)
+        return self.raw("GET", f"{path_of('Pod', namespace, pod)}/log", what="read the log", **query)
 
     def cancel(self, native_id: str, *, why: str = "") -> None:
         """Stop the pods by their own deadline, so that their logs stay, and then the Job before it starts others.
@@ -326,62 +322,48 @@ class Account:
         ``why`` is the annotation `ENDED` of a Job that cloudtrain itself ends; empty: a user cancels it.
         """
         namespace, name = job_of(native_id)
-        job = self._made(native_id)
-        if is_ending(job) or {CANCELLED, ENDED} & set(job["metadata"].get("annotations") or {}):
+        job = self.job(native_id)
+        if is_ending(job) or {CANCELLED, ENDED} & set(marks_of(job)):
+            return
+        mark: dict[str, Any] = {"metadata": {"annotations": {ENDED: why} if why else {CANCELLED: "true"}}}
+        if "uid" not in job["metadata"]:  # its JobSet's controller makes it suspended then, so it has no pod
+            path = path_of("JobSet", namespace, name.removesuffix(OF_SET))
+            self.call("PATCH", path, what="cancel the JobSet", body={**mark, "spec": {"suspend": True}})
             return
         stopped = False
         for pod in self.pods(native_id):
             if pod["status"].get("phase") in ("Pending", "Running") and pod["spec"].get("nodeName"):
-                path = f"/api/v1/namespaces/{namespace}/pods/{pod['metadata']['name']}"
-                try:
+                path = path_of("Pod", namespace, pod["metadata"]["name"])
+                with contextlib.suppress(NotFoundError):
                     self.call("PATCH", path, what="stop the pod", body={"spec": {"activeDeadlineSeconds": 1}})
-                except NotFoundError:
-                    continue
-                stopped = True
+                    stopped = True
         began = time_of(job["status"].get("startTime"))
         deadline = max(0, int(time.time() + self._ahead - began)) + LINGER if began and stopped else 0
-        mark = {ENDED: why} if why else {CANCELLED: "true"}
-        change = {"metadata": {"annotations": mark}, "spec": {"activeDeadlineSeconds": deadline}}
-        self.call("PATCH", f"{self._jobs(namespace)}/{name}", what="cancel the Job", body=change)
-
-    def _made(self, native_id: str) -> Mapping[str, Any]:
-        """Return a Job, once its JobSet's controller has made it. Raises `LostContactError` if that takes too long."""
-        until = time.monotonic() + TIMEOUT
-        while "uid" not in (job := self.job(native_id))["metadata"]:
-            if time.monotonic() > until:
-                name = job["metadata"]["name"].removesuffix(OF_SET)
-                hint = f"run the command again, or: kubectl delete jobset -n {job['metadata']['namespace']} {name}"
-                raise LostContactError(f"the controller of JobSet {name} has not made its Job yet", hint=hint)
-            time.sleep(1)
-        return job
+        change = {**mark, "spec": {"activeDeadlineSeconds": deadline}}
+        self.call("PATCH", path_of("Job", namespace, name), what="cancel the Job", body=change)
 
     def objects(self) -> list[NativeObject]:
         """Return the namespace's objects of runs, without those that another one owns and jobs that are not over.
 
         Another store may have the same path on another volume, so a job that may still run is left out.
         """
-        from ...provider_api.protocol import NativeObject
-
-        own, query = self.settings.namespace, {"labelSelector": f"{MANAGED_BY}=cloudtrain"}
-        core = f"/api/v1/namespaces/{own}"
-        paths = [self._jobs(), self._jobs(kind="JobSet"), f"{core}/services", f"{core}/secrets"]
-        found = []
-        for path in paths:
-            kind = path.rpartition("/")[2]
+        found, query = [], {"labelSelector": f"{MANAGED_BY}=cloudtrain"}
+        for kind in ("Job", "JobSet", "Service", "Secret"):
+            path = path_of(kind, self.settings.namespace)
             try:
-                items = self.call("GET", path, what=f"list {kind}", **query)["items"]
+                items = self.call("GET", path, what=f"list {kind.lower()}s", **query)["items"]
             except NotFoundError:  # a cluster without JobSet
                 continue
             except AuthError:  # so does one whose Roles name no JobSets
-                if kind != "jobsets" or self.settings.kind == "jobset":
+                if kind != "JobSet" or self.settings.kind == "jobset":
                     raise
                 continue
-            over = [item for item in items if "job" not in kind or is_ending(item)]
-            for meta in (item["metadata"] for item in over):
-                run, at = (meta.get("annotations") or {}).get(RUN_URL), time_of(meta.get("creationTimestamp"))
-                if run and at and not meta.get("ownerReferences"):
+            for item in items:
+                meta = item["metadata"]
+                run, at = marks_of(item).get(RUN_URL), time_of(meta.get("creationTimestamp"))
+                if run and at and not meta.get("ownerReferences") and ("Job" not in kind or _is_over(item)):
                     key = f"{path}/{meta['name']}"
-                    found.append(NativeObject(kind=kind.removesuffix("s"), key=key, run=run, created=at))
+                    found.append(NativeObject(kind=kind.lower(), key=key, run=run, created=at))
         return found
 
     def remove(self, found: NativeObject) -> None:
@@ -405,8 +387,8 @@ class Account:
                 instance_type=kind,
                 gpu=gpu,
                 gpu_count=count,
-                vcpus=_cores(size.get("cpu")),
-                memory_gib=_gib(size.get("memory")),
+                vcpus=int(quantity_of(size.get("cpu", 0), "cpu")) or None,
+                memory_gib=round(float(quantity_of(size.get("memory", 0), "memory")) / (1 << 30), 1) or None,
                 arch="arm64" if labels.get("kubernetes.io/arch") == "arm64" else "x86_64",
             )
         return [found[key] for key in sorted(found)]
@@ -428,14 +410,32 @@ class Account:
         return bool(self.call("POST", path, what="ask for the rights", body=body)["status"].get("allowed"))
 
 
+def _identity(found: Any) -> dict[str, str]:
+    """Return the headers of who calls. Asked for each call: this renews a token."""
+    return {a["key"]: a["value"] for a in found.auth_settings().values() if a["in"] == "header" and a["value"]}
+
+
 def _moment(event: Mapping[str, Any]) -> str:
     """Return when an event was last seen, in whole seconds of UTC as text."""
     found = event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp") or ""
     return str(found)[:19]
 
 
-def _has_secrets(job: Mapping[str, Any]) -> bool:
-    return any(volume["name"] == "secrets" for volume in job["spec"]["template"]["spec"]["volumes"])
+def path_of(kind: str, namespace: str, name: str = "") -> str:
+    """Return the API's path of an object, or of all objects of a kind."""
+    group = {"Job": "apis/batch/v1", "JobSet": f"apis/{JOBSETS}/v1alpha2"}.get(kind, "api/v1")
+    return f"/{group}/namespaces/{namespace}/{kind.lower()}s" + (f"/{name}" if name else "")
+
+
+def _owned(request: Request, secrets: Mapping[str, str]) -> list[Mapping[str, Any]]:
+    """Return what belongs to the Job or JobSet of a request: a Service, and a Secret with the values ``secrets``."""
+    found, (first, *rest) = job_object(request), request.body["items"]
+    others: list[Mapping[str, Any]] = [*rest]
+    if any(volume["name"] == "secrets" for volume in found["spec"]["template"]["spec"]["volumes"]):
+        meta = {key: first["metadata"][key] for key in ("namespace", "labels")} | {"name": found["metadata"]["name"]}
+        data = {name: base64.b64encode(value.encode()).decode() for name, value in secrets.items()}
+        others.append({"apiVersion": "v1", "kind": "Secret", "immutable": True, "metadata": meta, "data": data})
+    return others
 
 
 def _is_same(job: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
@@ -448,16 +448,3 @@ def job_of(native_id: str) -> tuple[str, str]:
     if not (namespace and slash and name) or "/" in name:
         raise NotFoundError(f"{native_id!r} is not an id of {NAME}, NAMESPACE/JOB")
     return namespace, name
-
-
-def _cores(quantity: Any) -> int | None:
-    text = str(quantity or "")
-    return int(text[:-1]) // 1000 if text.endswith("m") else int(text) if text.isdecimal() else None
-
-
-def _gib(quantity: Any) -> float | None:
-    text = str(quantity or "")
-    unit = {"Ki": 20, "Mi": 10, "Gi": 0}.get(text[-2:])
-    if unit is not None and text[:-2].isdecimal():
-        return round(int(text[:-2]) / (1 << unit), 1)
-    return round(int(text) / (1 << 30), 1) if text.isdecimal() else None

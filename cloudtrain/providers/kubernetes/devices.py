@@ -1,61 +1,33 @@
 """The parts of a pod that choose its machines: kinds of GPUs, spot nodes, and shares of a GPU by HAMi. Pure.
 
-Sources: the NVIDIA GPU operator's labels, SkyPilot's table of labels (sky/provision/kubernetes/utils.py), the clouds'
-pages on spot nodes, and HAMi's documentation and source of 2026-08. None was run with a real GPU.
+Sources of these and of `gpus.json`: the NVIDIA GPU operator's labels, SkyPilot's table of labels (its file
+sky/provision/kubernetes/utils.py), the clouds' pages on spot nodes, and HAMi's documentation and source of 2026-08.
+None was run with a real GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
-from ...validate import choice_of, near_or_all
+from ...validate import choice_of, near_or_all, whole_number
 from . import NAME
-from .validate import check_key, check_labels
+from .validate import check_fields, check_key, check_labels
 
 if TYPE_CHECKING:
     from ...job.job import Gpu, Job
     from . import Settings
 
 __all__ = [
-    "SPOT", "check_gpu_names", "check_hami", "gpu_limits", "gpu_selector", "hami_annotations", "kind_of",
-    "spot_selector", "tolerations", "with_gpu_memory",
+    "SPOT", "check_gpu_names", "check_hami", "gpu_limits", "gpu_selector", "hami_annotations", "is_shared",
+    "kind_of", "spot_selector", "tolerations", "with_gpu_memory",
 ]  # fmt: skip
 
-GPU_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "nvidia.com/gpu.product": {
-        "H200": ("NVIDIA-H200",),
-        "H100": ("NVIDIA-H100-80GB-HBM3", "NVIDIA-H100-PCIe", "NVIDIA-H100-NVL"),
-        "A100-80GB": ("NVIDIA-A100-SXM4-80GB", "NVIDIA-A100-80GB-PCIe"),
-        "A100-40GB": ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB"),
-        "A10": ("NVIDIA-A10",),
-        "A10G": ("NVIDIA-A10G",),
-        "L40S": ("NVIDIA-L40S",),
-        "L4": ("NVIDIA-L4",),
-        "T4": ("Tesla-T4",),
-        "V100-32GB": ("Tesla-V100-SXM2-32GB", "Tesla-V100-PCIE-32GB"),
-        "V100-16GB": ("Tesla-V100-SXM2-16GB", "Tesla-V100-PCIE-16GB"),
-    },
-    "cloud.google.com/gke-accelerator": {
-        "B200": ("nvidia-b200",),
-        "H200": ("nvidia-h200-141gb",),
-        "H100": ("nvidia-h100-80gb", "nvidia-h100-mega-80gb"),
-        "A100-80GB": ("nvidia-a100-80gb",),
-        "A100-40GB": ("nvidia-tesla-a100",),
-        "L4": ("nvidia-l4",),
-        "T4": ("nvidia-tesla-t4",),
-        "V100-16GB": ("nvidia-tesla-v100",),
-        "P100": ("nvidia-tesla-p100",),
-        "P4": ("nvidia-tesla-p4",),
-    },
-    "karpenter.k8s.aws/instance-gpu-name": {
-        name: (name.lower(),) for name in ("B200", "H200", "H100", "A100", "A10G", "L40S", "L4", "T4", "V100")
-    },
-    "gpu.nvidia.com/class": {name: (name,) for name in ("B200", "H200", "H100", "L40S")},
-}
-"""Values of the nodes' label by the name of a GPU, by the label's key."""
 SPOT: Mapping[str, tuple[Mapping[str, str], Mapping[str, str] | None]] = {
     "gke": ({"cloud.google.com/gke-spot": "true"}, {"key": "cloud.google.com/gke-spot", "value": "true"}),
     "eks": ({"eks.amazonaws.com/capacityType": "SPOT"}, None),
@@ -66,33 +38,33 @@ SPOT: Mapping[str, tuple[Mapping[str, str], Mapping[str, str] | None]] = {
     ),
 }
 """The nodes' label and the taint of spot machines, by the kind of the cluster."""
-_ANNOTATIONS = {
-    "use_gputype": "nvidia.com/use-gputype",
-    "nouse_gputype": "nvidia.com/nouse-gputype",
-    "use_gpuuuid": "nvidia.com/use-gpuuuid",
-    "nouse_gpuuuid": "nvidia.com/nouse-gpuuuid",
-    "vgpu_mode": "nvidia.com/vgpu-mode",
-    "numa_bind": "nvidia.com/numa-bind",
-    "node_scheduler_policy": "hami.io/node-scheduler-policy",
-    "gpu_scheduler_policy": "hami.io/gpu-scheduler-policy",
+_HAMI: Mapping[str, tuple[str, range | tuple[str, ...] | str]] = {
+    "gpumem": ("nvidia.com/gpumem", range(1, 2**31)),
+    "gpumem_percentage": ("nvidia.com/gpumem-percentage", range(1, 101)),
+    "gpucores": ("nvidia.com/gpucores", range(101)),
+    "priority": ("nvidia.com/priority", range(2)),
+    "use_gputype": ("nvidia.com/use-gputype", "*string"),
+    "nouse_gputype": ("nvidia.com/nouse-gputype", "*string"),
+    "use_gpuuuid": ("nvidia.com/use-gpuuuid", "*string"),
+    "nouse_gpuuuid": ("nvidia.com/nouse-gpuuuid", "*string"),
+    "vgpu_mode": ("nvidia.com/vgpu-mode", ("hami-core", "mig", "mps")),
+    "numa_bind": ("nvidia.com/numa-bind", "bool"),
+    "node_scheduler_policy": ("hami.io/node-scheduler-policy", ("binpack", "spread")),
+    "gpu_scheduler_policy": ("hami.io/gpu-scheduler-policy", ("spread", "binpack", "topology-aware", "mutex", "numa")),
 }
-"""HAMi's annotation by our name of it."""
-_WORDS = {
-    "vgpu_mode": ("hami-core", "mig", "mps"),
-    "node_scheduler_policy": ("binpack", "spread"),
-    "gpu_scheduler_policy": ("spread", "binpack", "topology-aware", "mutex", "numa"),
-}
-_NUMBERS = {
-    "gpumem": ("nvidia.com/gpumem", 1, 2**31 - 1),
-    "gpumem_percentage": ("nvidia.com/gpumem-percentage", 1, 100),
-    "gpucores": ("nvidia.com/gpucores", 0, 100),
-    "priority": ("nvidia.com/priority", 0, 1),
-}
-"""HAMi's resource by our name of it, with its least and largest value. ``gpumem`` is MiB of each card."""
+"""HAMi's word for each rule, and its values. Numbers are resources of a container, ``gpumem`` in MiB of each card. All
+others are annotations of the pods, and words may be several, joined by commas."""
 NVIDIA, MIB = "nvidia.com/gpu", 1 << 20
 """The GPU whose memory the rules share, and the bytes of HAMi's unit."""
 RESOURCES = "resources"
 """The key of a table of further resources by their full names, for the other devices that HAMi shares."""
+
+
+@functools.cache
+def gpu_names() -> Mapping[str, Mapping[str, list[str]]]:
+    """Return the known values of a nodes' label by the name of a GPU, by the label's key."""
+    found: Mapping[str, Mapping[str, list[str]]] = json.loads(Path(__file__).with_name("gpus.json").read_bytes())
+    return found
 
 
 def with_gpu_memory(settings: Settings, job: Job) -> Settings:
@@ -119,10 +91,15 @@ def gpu_limits(settings: Settings, gpu: Gpu | None) -> dict[str, str]:
     if gpu is None:
         return {}
     limits = {settings.gpu_resource: str(gpu.count)}
-    for name, (resource, _, _) in _NUMBERS.items():
-        if name in settings.hami:
-            limits[resource] = str(settings.hami[name])
+    numbers = {name: word for name, (word, rule) in _HAMI.items() if isinstance(rule, range)}
+    limits |= {word: str(settings.hami[name]) for name, word in numbers.items() if name in settings.hami}
     return {**limits, **{name: str(value) for name, value in settings.hami.get(RESOURCES, {}).items()}}
+
+
+def is_shared(settings: Settings) -> bool:
+    """Return whether HAMi may give the rest of a GPU to other pods."""
+    hami = settings.hami
+    return "gpumem" in hami or hami.get("gpumem_percentage", 100) < 100 or hami.get("gpucores", 100) < 100
 
 
 def gpu_selector(settings: Settings, gpu: Gpu | None) -> list[dict[str, Any]]:
@@ -131,7 +108,7 @@ def gpu_selector(settings: Settings, gpu: Gpu | None) -> list[dict[str, Any]]:
         return []
     name = str(gpu).rpartition(":")[0]
     values: list[str] = []
-    for table in (settings.gpu_names, GPU_NAMES.get(settings.gpu_label, {})):  # A100 is also A100-40GB
+    for table in (settings.gpu_names, gpu_names().get(settings.gpu_label, {})):  # A100 is also A100-40GB
         fitting = [item for item in table if name in (item, item.rpartition("-")[0])]
         values = values or [value for item in fitting for value in _values(table[item])]
     if not values:
@@ -143,7 +120,7 @@ def gpu_selector(settings: Settings, gpu: Gpu | None) -> list[dict[str, Any]]:
 
 
 def _values(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def spot_selector(settings: Settings, spot: bool) -> dict[str, str]:
@@ -172,63 +149,56 @@ def tolerations(settings: Settings, gpu: Gpu | None, spot: bool) -> list[dict[st
 
 def hami_annotations(settings: Settings) -> dict[str, str]:
     """Return HAMi's annotations of the pods."""
-    found = {}
-    for name, key in _ANNOTATIONS.items():
-        if name in settings.hami:
-            value = settings.hami[name]
-            found[key] = str(value).lower() if isinstance(value, bool) else ",".join(_values(value))
-    return found
+    words = {name: word for name, (word, rule) in _HAMI.items() if not isinstance(rule, range)}
+    found = {word: settings.hami[name] for name, word in words.items() if name in settings.hami}
+    return {
+        word: str(value).lower() if isinstance(value, bool) else ",".join(_values(value))
+        for word, value in found.items()
+    }
 
 
 def check_gpu_names(names: Any) -> None:
     """Raise `SpecError` for names of GPUs whose values no node's label can have."""
     where = f"{NAME}.gpu_names"
-    hint = 'for example { H100 = ["NVIDIA-H100-NVL"] }'
-    if not isinstance(names, Mapping):
-        raise SpecError("must be a table", field=where, hint=hint)
+    check_fields(names, "%any", where)
     for name, values in names.items():
-        listed = [values] if isinstance(values, str) else values
-        if not isinstance(listed, (list, tuple)) or not listed or not all(isinstance(item, str) for item in listed):
-            raise SpecError("must be text or a list of texts", field=f"{where}.{name}", hint=hint)
-        for value in listed:
+        _check_texts(values, f"{where}.{name}")
+        for value in _values(values):
             check_labels({name: value}, where)
+
+
+def _check_texts(value: Any, where: str) -> None:
+    if not value or not all(isinstance(item, str) and item for item in _values(value)):
+        raise SpecError(f"must be text or a list of texts, not {value!r}", field=where)
 
 
 def check_hami(hami: Any, gpu_resource: str) -> None:
     """Raise `SpecError` for a rule of HAMi that its scheduler would refuse, cut or silently ignore."""
     where = f"{NAME}.hami"
-    if not isinstance(hami, Mapping):
-        raise SpecError("must be a table", field=where)
+    check_fields(hami, "%any", where)
     for name, value in hami.items():
-        field = f"{where}.{name}"
-        if name in _NUMBERS:
-            _, least, most = _NUMBERS[name]
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise SpecError(f"must be a whole number from {least} to {most}, not {value!r}", field=field)
-        elif name in _WORDS:
+        field, (_, rule) = f"{where}.{name}", _HAMI.get(name, ("", ""))
+        if isinstance(rule, range):
+            whole_number(value, field, least=rule[0], most=rule[-1])
+        elif isinstance(rule, tuple):
             for word in str(value).split(","):
-                choice_of(word, _WORDS[name], field)
-        elif name == "numa_bind":
-            if not isinstance(value, bool):
-                raise SpecError("must be true or false", field=field)
-        elif name in _ANNOTATIONS:
-            if not value or not all(isinstance(item, str) and item for item in _values(value)):
-                raise SpecError("must be text or a list of texts", field=field)
+                choice_of(word, rule, field)
+        elif rule == "bool":
+            check_fields(value, rule, field)
+        elif rule:
+            _check_texts(value, field)
         elif name == RESOURCES:
             _check_resources(value, field, gpu_resource)
         else:
-            raise SpecError(
-                "is no rule of HAMi", field=field, hint=near_or_all(name, [*_NUMBERS, *_ANNOTATIONS, RESOURCES])
-            )
+            raise SpecError("is no rule of HAMi", field=field, hint=near_or_all(name, [*_HAMI, RESOURCES]))
     if "gpumem" in hami and "gpumem_percentage" in hami:
         raise SpecError("excludes gpumem_percentage", field=f"{where}.gpumem", hint="keep one of them")
 
 
 def _check_resources(value: Any, field: str, gpu_resource: str) -> None:
-    if not isinstance(value, Mapping):
-        raise SpecError('must be a table like { "huawei.com/Ascend910B3" = 1 }', field=field)
+    check_fields(value, "%int", field)
     for name, number in value.items():
-        if "/" not in name or isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        if "/" not in name or number < 0:
             raise SpecError("must be a resource's full name and a whole number", field=f"{field}.{name}")
         check_key(name, f"{field}.{name}")
         if name == gpu_resource:
@@ -238,5 +208,5 @@ def _check_resources(value: Any, field: str, gpu_resource: str) -> None:
 def kind_of(settings: Settings, labels: Mapping[str, str]) -> str:
     """Return the name in a job of the GPU of a node with these labels; the label's own value if none is known."""
     value = labels.get(settings.gpu_label, "")
-    known = {**GPU_NAMES.get(settings.gpu_label, {}), **settings.gpu_names}
+    known = {**gpu_names().get(settings.gpu_label, {}), **settings.gpu_names}
     return next((name for name, values in known.items() if value in _values(values)), value.upper() or "GPU")

@@ -5,14 +5,14 @@ Nothing is created. ``doctor --job`` looks at the volume from a node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ...errors import AuthError, NotFoundError, SpecError
-from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
+from ...provider_api.checks import Check, failed, installed, ok, skipped, tried
 from . import NAME
 from .api import HELP
-from .request import JOBSETS, volume_url
+from .request import JOBSETS, marks_of, volume_url
 
 if TYPE_CHECKING:
     from ...provider_api.protocol import Request
@@ -31,7 +31,7 @@ RIGHTS = (
 """The (group, resource, verb) that a run needs: the smallest Role with which one ran."""
 _OWN = {
     "job": (("batch", "jobs", "create"),),
-    "jobset": tuple((JOBSETS, "jobsets", verb) for verb in ("create", "get")),
+    "jobset": tuple((JOBSETS, "jobsets", verb) for verb in ("create", "get", "patch")),
 }
 """The further ones, by `Settings.kind`."""
 IDENTITIES = {
@@ -61,9 +61,9 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
         if found.status != "ok":
             return
     yield from tried("rights", lambda: _rights(account))
-    yield from tried("shared volume", lambda: _volume(account, store))
+    yield from tried("shared volume", lambda: _volume(account, store), extra=True)
     if account.settings.service_account:
-        yield from tried("service account", lambda: _service_account(account))
+        yield from tried("service account", lambda: _service_account(account), extra=True)
     yield from tried("gpus", lambda: _gpus(account), extra=True)
     yield from tried("queue", lambda: _queue(account), extra=True)
     yield from tried("request", lambda: _request(account, request))
@@ -107,36 +107,30 @@ def _volume(account: Account, store: str) -> Check:
         raise SpecError(f"{store} is not on the nodes' volume, {volume_url(own)}", field="store")
     if not own.claim:
         return skipped("shared volume", "kubernetes.claim is not set")
-    try:
-        where = f"/api/v1/namespaces/{own.namespace}/persistentvolumeclaims/{own.claim}"
-        found = account.call("GET", where, what="look for the claim")
-    except NotFoundError:
-        hint = f"to list the claims, run: kubectl get pvc -n {own.namespace}"
-        raise SpecError(f"{own.claim!r} is no claim in {own.namespace}", field=f"{NAME}.claim", hint=hint) from None
-    except AuthError:
-        return unknown("shared volume", "you may not look at claims")
+    found = _get(account, "PersistentVolumeClaim", own.claim, field="claim", listed="pvc")
     phase, modes = found["status"].get("phase"), found["spec"].get("accessModes") or ()
     if "ReadWriteMany" not in modes:
         fix = "choose a claim with the access mode ReadWriteMany"
-        return failed(
-            "shared volume", f"{own.claim} is {', '.join(modes)}: only one machine can use it", fix=fix, code=2
-        )
+        text = f"{own.claim} is {', '.join(modes)}: only one machine can use it"
+        return failed("shared volume", text, fix=fix, code=2)
     return ok("shared volume", f"{own.claim} is {phase}; doctor --job looks at it from a node")
+
+
+def _get(account: Account, kind: str, name: str, *, field: str, listed: str) -> Mapping[str, Any]:
+    """Return an object of the namespace that a setting names. Raises `SpecError` if it is missing."""
+    namespace = account.settings.namespace
+    try:
+        return account.get(kind, namespace, name)
+    except NotFoundError:
+        hint = f"to list them, run: kubectl get {listed} -n {namespace}"
+        raise SpecError(f"{name!r} is no {kind} in {namespace}", field=f"{NAME}.{field}", hint=hint) from None
 
 
 def _service_account(account: Account) -> Check:
     """Check that the pods' ServiceAccount exists, and say which identity it names. Without it no pod starts."""
     own, what = account.settings, "service account"
-    try:
-        where = f"/api/v1/namespaces/{own.namespace}/serviceaccounts/{own.service_account}"
-        found = account.call("GET", where, what="look for the ServiceAccount")
-    except NotFoundError:
-        text, hint = f"{own.service_account!r} is no ServiceAccount in {own.namespace}", "to list them, run: "
-        hint += f"kubectl get serviceaccounts -n {own.namespace}"
-        raise SpecError(text, field=f"{NAME}.service_account", hint=hint) from None
-    except AuthError:
-        return unknown(what, "you may not look at ServiceAccounts")
-    given = found["metadata"].get("annotations") or {}
+    found = _get(account, "ServiceAccount", own.service_account, field="service_account", listed="serviceaccounts")
+    given = marks_of(found)
     named = [f"{words} {given[name]}" for name, words in IDENTITIES.items() if name in given]
     if "azure.workload.identity/client-id" in given and own.labels.get(AZURE_LABEL) != "true":
         fix = f'set {NAME}.labels to {{"{AZURE_LABEL}" = "true"}}'

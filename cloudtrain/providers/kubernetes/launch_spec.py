@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
+from ...provider_api.launch_spec import LaunchSpec, NodeSpec
 from ...provider_api.protocol import Request
-from .node import AGAIN, CLOCK_PATH, FLUSH_PATH, GRACE_PATH, INDEX, LIMIT_PATH
+from .._cloud import shared_mounts, shared_rules
+from .node import AGAIN, CLOCK_PATH, INDEX, LIMIT_PATH
 from .request import job_object, volume_url
+from .validate import quantity_of
 
 if TYPE_CHECKING:
     from . import Settings
 
 __all__ = ["launch_spec"]
 
-RESTARTS = 1000
-"""Restarts of a job by Kubernetes: only the time limit of the run ends them."""
-GB = 1000**3
-
 
 def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
     """Return one node a pod."""
     job = job_object(request)
-    name, spec = str(job["metadata"]["name"]), job["spec"]
-    service = spec["template"]["spec"]["subdomain"]
-    container = spec["template"]["spec"]["containers"][0]
-    limits, words, nodes = container["resources"]["limits"], container["args"], int(spec["completions"])
-    cores, memory, gpus = limits.get("cpu"), limits.get("memory"), limits.get(settings.gpu_resource, "0")
+    name, spec = str(job["metadata"]["name"]), job["spec"]["template"]["spec"]
+    container, nodes = spec["containers"][0], int(job["spec"]["completions"])
+    limits, words = container["resources"]["limits"], container["args"]
+    shm = next(volume["emptyDir"] for volume in spec["volumes"] if volume["name"] == "shm")
+
+    def url(path: str) -> str:
+        below = path.removeprefix(settings.root)
+        return volume_url(settings) + below if below != path else f"file://{path}"
 
     def node(number: int) -> NodeSpec:
         return NodeSpec(
@@ -36,54 +37,19 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
             entrypoint=list(container["command"]),
             command=list(words),
             env={**{item["name"]: item["value"] for item in container["env"]}, INDEX: str(number)},
-            mounts=list(_mounts(settings, words)),
-            hostname=f"{name}-{number}.{service}" if nodes > 1 else None,
-            gpus=int(gpus) if str(gpus).isdecimal() else 0,
-            cpus=int(cores) if str(cores).isdecimal() else None,
-            memory=_bytes(memory),
-            shm=_bytes(_shm(job)),
+            mounts=list(shared_mounts(words[1:], url, (LIMIT_PATH, CLOCK_PATH))),
+            hostname=f"{name}-{number}.{spec['subdomain']}" if nodes > 1 else None,
+            gpus=_whole(limits, settings.gpu_resource) or 0,
+            cpus=_whole(limits, "cpu"),
+            memory=_whole(limits, "memory"),
+            shm=_whole(shm, "sizeLimit"),
         )
 
-    rules = LaunchRules(
-        time_limit=float(_words(words, LIMIT_PATH)),
-        restart_on=(AGAIN,),
-        max_restarts=RESTARTS,
-        preemptions=RESTARTS,
-        losses=RESTARTS,
-        stop_grace=settings.stop_grace,
-    )
+    limit = next(word.partition("=")[2] for word in words if word.startswith(f"{LIMIT_PATH}="))
+    rules = shared_rules(time_limit=float(limit), again=AGAIN, stop_grace=settings.stop_grace)
     return LaunchSpec(nodes=[node(number) for number in range(nodes)], rules=rules)
 
 
-def _shm(job: Any) -> str | None:
-    volumes = {volume["name"]: volume for volume in job["spec"]["template"]["spec"]["volumes"]}
-    found: str | None = volumes["shm"]["emptyDir"].get("sizeLimit")
-    return found
-
-
-def _bytes(quantity: Any) -> int | None:
-    """Return the bytes of a quantity that `request` made, ``16G``; None for any other."""
-    text = str(quantity or "")
-    return int(text[:-1]) * GB if text.endswith("G") and text[:-1].isdecimal() else None
-
-
-def _words(words: list[str], name: str) -> str:
-    """Return the value of the ``--path`` pair ``name``."""
-    return next(word.partition("=")[2] for word in words if word.startswith(f"{name}="))
-
-
-def _mounts(settings: Settings, words: list[str]) -> Iterator[Mount]:
-    """Yield each file and folder of the command by itself: all are on the nodes' volume."""
-
-    def mount(path: str, kind: str = "mount") -> Mount:
-        below = path.removeprefix(settings.root)
-        return Mount(url=volume_url(settings) + below if below != path else f"file://{path}", path=path, kind=kind)
-
-    yield mount(words[1])
-    context = words[words.index("--context") + 1]
-    yield mount(context)
-    yield mount(f"{context.rpartition('/')[0]}/key")
-    for before, word in itertools.pairwise(words):
-        name, _, path = word.partition("=")
-        if before == "--path" and name not in (GRACE_PATH, LIMIT_PATH, CLOCK_PATH, FLUSH_PATH):
-            yield mount(path, "sync" if name in ("live", "direct") else "mount")
+def _whole(quantities: Mapping[str, Any], name: str) -> int | None:
+    """Return a quantity as a whole number, at least 1; None if it is not set."""
+    return math.ceil(quantity_of(quantities[name], name)) if name in quantities else None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
-from .._cloud import Clock, paths_of
+from .._cloud import FLUSH_PATH, GRACE_PATH, Clock, paths_of
 
 __all__ = ["AGAIN", "GRACE", "TIME_UP", "node_environment", "secret"]
 
@@ -17,9 +17,8 @@ GRACE = 30
 AGAIN, TIME_UP = 75, 76
 """Exit codes: the Job starts the node again; the job has used up its time limit."""
 PORT = 29500
-GRACE_PATH, CLOCK_PATH, LIMIT_PATH, FLUSH_PATH = "grace", "clock", "limit", "flush"
-"""``--path`` pairs: the grace, the file with the running time of all starts, the limit of it in seconds, and the
-seconds between two writes of one file on a mounted bucket."""
+CLOCK_PATH, LIMIT_PATH = "clock", "limit"
+"""``--path`` pairs: the file with the running time of all starts, and the limit of it in seconds."""
 NODES, HOST = "CLOUDTRAIN_KUBERNETES_NODES", "CLOUDTRAIN_KUBERNETES_HOST"
 INDEX = "JOB_COMPLETION_INDEX"
 SCRATCH, SECRETS = "/cloudtrain/scratch", "/cloudtrain/secrets"

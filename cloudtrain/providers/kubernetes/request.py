@@ -7,6 +7,7 @@ import json
 import posixpath
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
@@ -15,30 +16,9 @@ from ...job.options import merge_options
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
 from ...validate import choice_of, texts_of, whole_number
-from .._cloud import check_env_secrets, digest_of
-from . import BUCKETS, NAME, STORE, Provider
-from .devices import (
-    SPOT,
-    check_gpu_names,
-    check_hami,
-    gpu_limits,
-    gpu_selector,
-    hami_annotations,
-    spot_selector,
-    tolerations,
-    with_gpu_memory,
-)
-from .node import AGAIN, CLOCK_PATH, FLUSH_PATH, GRACE_PATH, HOST, LIMIT_PATH, NODES, SCRATCH, SECRETS
-from .validate import (
-    INT32,
-    check_body,
-    check_key,
-    check_labels,
-    check_name,
-    check_tolerations,
-    check_volume,
-    label_text,
-)  # fmt: skip
+from .._cloud import GRACE_PATH, bucket_url, check_lines, check_shared, digest_of, shared_arguments
+from . import NAME, STORE, Provider, devices, validate
+from .node import AGAIN, CLOCK_PATH, HOST, LIMIT_PATH, NODES, SCRATCH, SECRETS
 
 if TYPE_CHECKING:
     from ...job.job import Gpu, Job
@@ -46,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CANCELLED", "CONTAINER", "ENDED", "JOBSETS", "LABEL_REQUEST", "LABEL_RUN", "MANAGED_BY", "OF_SET", "OWNED",
-    "POD_INDEX", "RUN_URL", "checked", "job_object", "job_of_set", "native_id_of", "plan", "volume_url",
+    "POD_INDEX", "RUN_URL", "checked", "job_object", "job_of_set", "marks_of", "native_id_of", "plan", "volume_url",
 ]  # fmt: skip
 
 LABEL_RUN, LABEL_REQUEST = "cloudtrain.dev/run", "cloudtrain.dev/request"
@@ -61,103 +41,74 @@ CONTAINER = "node"
 QUEUE, JOBSETS = "kueue.x-k8s.io/queue-name", "jobset.x-k8s.io"
 OF_SET = "-node-0"
 """End of the name of the Job that a JobSet makes. The name of any other Job ends with the digits of its run."""
-_SPEC = (
-    *("completionMode", "completions", "parallelism", "activeDeadlineSeconds", "podFailurePolicy", "suspend"),
-    *("backoffLimitPerIndex", "maxFailedIndexes", "manualSelector", "selector", "podReplacementPolicy", "managedBy"),
-    "successPolicy",
-)
-_POD = (
-    *("restartPolicy", "subdomain", "hostname", "activeDeadlineSeconds", "terminationGracePeriodSeconds"),
-    "hostNetwork",
-)
-_NODE = ("name", "image", "command", "args")
-_JOB = "items.*"
-_POD_SPEC = f"{_JOB}.spec.template.spec"
-OWNED = (
-    *("apiVersion", "kind", "metadata"),
-    *(f"{_JOB}.{name}" for name in ("apiVersion", "kind", "status", "metadata.name", "metadata.namespace")),
-    *(f"{_JOB}.metadata.labels", f"{_JOB}.spec.clusterIP", f"{_JOB}.spec.publishNotReadyAddresses"),
-    *(f"{_JOB}.spec.{name}" for name in _SPEC),
-    *(f"{_POD_SPEC}.{name}" for name in _POD),
-    *(f"{_POD_SPEC}.containers.*.{name}" for name in _NODE),
-)
+_POD_SPEC = "items.*.spec.template.spec."
+_OWNED = {
+    "": "apiVersion kind metadata",
+    "items.*.": "apiVersion kind status metadata.name metadata.namespace metadata.labels",
+    "items.*.spec.": "clusterIP publishNotReadyAddresses completionMode completions parallelism activeDeadlineSeconds"
+    " podFailurePolicy suspend backoffLimitPerIndex maxFailedIndexes manualSelector selector podReplacementPolicy"
+    " managedBy successPolicy",
+    _POD_SPEC: "restartPolicy subdomain hostname activeDeadlineSeconds terminationGracePeriodSeconds hostNetwork",
+    f"{_POD_SPEC}containers.*.": "name image command args",
+}
+OWNED = tuple(place + name for place, names in _OWNED.items() for name in names.split())
 """Fields of the manifest that `options` cannot change: a field or setting sets them, or the run relies on them."""
 LONGEST_NAME = 57
 """Characters of a Job's name: its pods are named ``NAME-INDEX``, with 63 at most, for up to 100,000 nodes."""
 EXTRA_GRACE = 10
 """Seconds between the end of our grace and Kubernetes' kill."""
-FLUSH_SECONDS = 30
-"""Seconds between flushes into a mounted bucket: each is a whole new object, which costs money."""
 JOIN = 3600
 """Seconds beyond its limit after which a pod is stopped in any case: it may wait for its image and its peers."""
 SHM = "/dev/shm"
-KINDS = ("job", "jobset")
-POLICIES = ("", "Always", "IfNotPresent", "Never")
-_TEXTS = ("kubeconfig", "context", "namespace", "claim", "root", "bucket", "service_account", "priority_class",
-          "runtime_class", "scheduler_name", "queue", "gpu_resource", "gpu_label", "spot")  # fmt: skip
-_OBJECTS = ("claim", "service_account", "priority_class", "runtime_class", "scheduler_name")
+_CHOICES = {
+    "kind": ("job", "jobset"),
+    "image_pull_policy": ("", "Always", "IfNotPresent", "Never"),
+    "spot": ("", *devices.SPOT),
+    "security": ("", "restricted"),
+}
+_LEAST = {"ttl": 3600, "pending": 60, "stop_grace": 5, "user": 0}
+_OBJECTS = ("namespace", "claim", "service_account", "priority_class", "runtime_class", "scheduler_name")
 """Settings that are names of objects in the cluster."""
+_TEXTS = ("kubeconfig", "context", "root", "bucket", "queue", "gpu_resource", "gpu_label", *_OBJECTS)
 _BAD_PATH = re.compile(r"[\x00-\x1f\x7f:]")
 """Characters that a mount's path cannot have."""
-_BUCKET = re.compile(rf"({'|'.join(BUCKETS)})://[^/?#\s]+(/[^/?#\s]+)*/?")
 _ROOTS = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/root", "/sbin", "/sys", "/usr")
 """Folders whose content in an image a volume would hide."""
 
 
 def checked(settings: Settings) -> Settings:
     """Return ``settings``, checked. Raises `SpecError`."""
-    for name in _TEXTS:
-        value = getattr(settings, name)
-        if not isinstance(value, str) or re.search(r"[\x00-\x1f\x7f]", value):
-            raise SpecError(f"must be one line of text, not {value!r}", field=f"{NAME}.{name}")
-    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", settings.namespace):
-        raise SpecError(f"{settings.namespace!r} is not a namespace's name", field=f"{NAME}.namespace")
-    choice_of(settings.image_pull_policy, POLICIES, f"{NAME}.image_pull_policy")
-    _check_kind(settings.kind)
-    choice_of(settings.spot, ("", *SPOT), f"{NAME}.spot")
-    choice_of(settings.security, ("", "restricted"), f"{NAME}.security")
-    for name, least in (("ttl", 3600), ("pending", 60), ("stop_grace", 5), ("user", 0)):
-        whole_number(getattr(settings, name), f"{NAME}.{name}", least=least, most=INT32 - EXTRA_GRACE)
-    if not isinstance(settings.host_network, bool):
-        raise SpecError("must be true or false", field=f"{NAME}.host_network")
-    root = _checked_root(settings)
-    for name in _OBJECTS:
-        if getattr(settings, name):
-            check_name(getattr(settings, name), f"{NAME}.{name}")
-    pull_secrets = texts_of(settings.image_pull_secrets, f"{NAME}.image_pull_secrets")
-    for number, item in enumerate(pull_secrets):
-        check_name(item, f"{NAME}.image_pull_secrets[{number}]")
-    for name in ("labels", "annotations", "node_selector"):
-        check_labels(getattr(settings, name), f"{NAME}.{name}", values=name != "annotations")
-    check_labels({"queue": settings.queue}, NAME)
-    if isinstance(settings.tolerations, (str, Mapping)):
-        raise SpecError("must be a list of tables", field=f"{NAME}.tolerations")
-    check_tolerations(list(settings.tolerations), f"{NAME}.tolerations")
-    if "/" not in settings.gpu_resource:
-        raise SpecError("must be a resource with a domain, like nvidia.com/gpu", field=f"{NAME}.gpu_resource")
-    for name in ("gpu_resource", "gpu_label"):
-        if getattr(settings, name):
-            check_key(getattr(settings, name), f"{NAME}.{name}")
-    check_gpu_names(settings.gpu_names)
-    check_hami(settings.hami, settings.gpu_resource)
-    return dataclasses.replace(
-        settings,
-        root=root,
-        bucket=settings.bucket.rstrip("/"),
-        image_pull_secrets=pull_secrets,
-        labels={key: label_text(value) for key, value in settings.labels.items()},
-        annotations={key: label_text(value) for key, value in settings.annotations.items()},
-        node_selector={key: label_text(value) for key, value in settings.node_selector.items()},
-        tolerations=tuple(dict(item) for item in settings.tolerations),
-        prices=checked_prices(settings.prices, NAME),
-    )
-
-
-def _check_kind(kind: Any) -> None:
-    if kind == "trainjob":
+    own = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}
+    check_lines(settings, _TEXTS, NAME)
+    if own["kind"] == "trainjob":
         why = "a TrainJob takes the rules of restarts and failures from a runtime object of the cluster"
         raise UnsupportedError(NAME, f"{NAME}.kind", why, hint='set kind = "jobset", which a TrainJob makes in the end')
-    choice_of(kind, KINDS, f"{NAME}.kind")
+    for name, choices in _CHOICES.items():
+        choice_of(own[name], choices, f"{NAME}.{name}")
+    for name, least in _LEAST.items():
+        whole_number(own[name], f"{NAME}.{name}", least=least, most=validate.INT32 - EXTRA_GRACE)
+    validate.check_fields(own["host_network"], "bool", f"{NAME}.host_network")
+    own["root"] = _checked_root(settings)
+    own["bucket"] = bucket_url(settings.bucket, f"{NAME}.bucket") if settings.bucket else ""
+    for name in _OBJECTS:
+        if own[name] or name == "namespace":
+            validate.check_name(own[name], f"{NAME}.{name}", label=name == "namespace")
+    own["image_pull_secrets"] = texts_of(settings.image_pull_secrets, f"{NAME}.image_pull_secrets")
+    for number, item in enumerate(own["image_pull_secrets"]):
+        validate.check_name(item, f"{NAME}.image_pull_secrets[{number}]")
+    for name in ("labels", "annotations", "node_selector"):
+        validate.check_labels(own[name], f"{NAME}.{name}", values=name != "annotations")
+        own[name] = {key: validate.label_text(value) for key, value in own[name].items()}
+    validate.check_labels({"queue": settings.queue}, NAME)
+    validate.check_tolerations(settings.tolerations, f"{NAME}.tolerations")
+    if "/" not in settings.gpu_resource:
+        raise SpecError("must be a resource with a domain, like nvidia.com/gpu", field=f"{NAME}.gpu_resource")
+    for name in filter(own.get, ("gpu_resource", "gpu_label")):
+        validate.check_key(own[name], f"{NAME}.{name}")
+    devices.check_gpu_names(settings.gpu_names)
+    devices.check_hami(settings.hami, settings.gpu_resource)
+    own["tolerations"] = tuple(dict(item) for item in settings.tolerations)
+    return dataclasses.replace(settings, **{**own, "prices": checked_prices(settings.prices, NAME)})
 
 
 def _checked_root(settings: Settings) -> str:
@@ -165,17 +116,10 @@ def _checked_root(settings: Settings) -> str:
     if settings.claim and settings.volume:
         raise SpecError("excludes claim", field=f"{NAME}.volume", hint="keep one of them")
     if settings.volume or not isinstance(settings.volume, Mapping):
-        check_volume(settings.volume, f"{NAME}.volume")
-    if settings.bucket and not _BUCKET.fullmatch(settings.bucket):
-        hint = "for example s3://my-bucket, or gs://my-bucket/team"
-        raise SpecError(f"{settings.bucket!r} is not the URL of a bucket", field=f"{NAME}.bucket", hint=hint)
-    root = settings.root.rstrip("/") or settings.root
-    if root and (
-        not root.startswith("/")
-        or root in (*_ROOTS, SCRATCH, SECRETS, SHM)
-        or _BAD_PATH.search(root)
-        or posixpath.normpath(root) != root
-    ):
+        validate.check_volume(settings.volume, f"{NAME}.volume")
+    root, taken = settings.root.rstrip("/") or settings.root, (*_ROOTS, SCRATCH, SECRETS, SHM)
+    plain = root.startswith("/") and not _BAD_PATH.search(root) and posixpath.normpath(root) == root
+    if root and not (plain and root not in taken):
         hint = "use the folder where the volume is mounted here, like /mnt/training"
         raise SpecError(f"{root!r} cannot be a volume's folder on the nodes", field=f"{NAME}.root", hint=hint)
     return root
@@ -195,6 +139,11 @@ def job_of_set(found: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": own, "spec": made["spec"]}
 
 
+def marks_of(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the annotations of an object."""
+    return item["metadata"].get("annotations") or {}
+
+
 def native_id_of(job: Mapping[str, Any]) -> str:
     """Return ``namespace/name`` of a Job."""
     return f"{job['metadata']['namespace']}/{job['metadata']['name']}"
@@ -208,7 +157,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     check_needs(Provider, settings, job)
     check_inputs(Provider, layout.inputs)
     _refuse(settings, job)
-    settings = with_gpu_memory(settings, job)
+    settings = devices.with_gpu_memory(settings, job)
     gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
     machine = job.resources.instance_type or "node"
     seconds, notes = hard_limit(job, NAME, lambda _: [machine], gpu_index=gpu_index, own=settings.prices)
@@ -216,12 +165,11 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     words = _words(settings, job, layout, attempt, gpu_index, seconds)
     pod = _pod(settings, job, gpu, name=name, service=service, seconds=seconds, words=words)
     made = _job(settings, job, layout, name=name, attempt=attempt, seconds=seconds, pod=pod)
-    if gpu is not None:
-        made["spec"]["template"]["metadata"]["annotations"] |= hami_annotations(settings)
+    made["spec"]["template"]["metadata"]["annotations"] = _pod_annotations(settings, gpu)
     items = [made, *([_service(made, service)] if job.resources.instance_count > 1 and settings.kind == "job" else [])]
     body: dict[str, Any] = {"apiVersion": "v1", "kind": "List", "items": items}
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
-    check_body(body)
+    validate.check_body(body)
     _check_kept(body["items"][0], items[0], settings.gpu_resource)
     if settings.kind == "jobset":
         body["items"][0] = _jobset(body["items"][0])
@@ -231,9 +179,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
         item["metadata"]["labels"][LABEL_REQUEST] = unique
     if job.secrets:
         notes.append(f"submit also creates the Secret {name} from this machine's variables; it goes with the Job")
-    notes += _warnings(settings, gpu)
-    if gpu is not None and settings.hami and job.resources.instance_count > 1 and _is_shared(settings):
-        notes.append("two nodes of this run may get shares of one GPU by HAMi, which NCCL refuses")
+    notes += _warnings(settings, gpu, job.resources.instance_count)
     return Request(
         provider=NAME,
         operation=f"kubectl create -n {settings.namespace} -f -",
@@ -247,21 +193,21 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     )
 
 
-def _warnings(settings: Settings, gpu: Gpu | None) -> list[str]:
+def _warnings(settings: Settings, gpu: Gpu | None, nodes: int) -> list[str]:
     """Return notes on settings that the cluster takes, and that keep the pods from a start all the same."""
-    found = []
-    if "gcsfuse" in str(settings.volume) and "implicit-dirs" not in str(settings.volume):
-        found.append("the volume's mountOptions lack implicit-dirs: without it, nodes do not see the store's folders")
-    if settings.security and (settings.host_network or {"nfs", "hostPath"} & {*settings.volume}):
-        found.append("Pod Security's restricted level forbids host_network, and volumes of kind nfs and hostPath")
-    if gpu is not None and settings.hami and settings.scheduler_name:
-        found.append(f"HAMi leaves pods alone whose scheduler_name, {settings.scheduler_name}, is not its own")
-    return found
-
-
-def _is_shared(settings: Settings) -> bool:
-    hami = settings.hami
-    return "gpumem" in hami or hami.get("gpumem_percentage", 100) < 100 or hami.get("gpucores", 100) < 100
+    volume, shared = str(settings.volume), gpu is not None and bool(settings.hami)
+    lacks, restricted = "gcsfuse" in volume and "implicit-dirs" not in volume, settings.security == "restricted"
+    found = {
+        "the volume's mountOptions lack implicit-dirs: without it, nodes do not see the store's folders": lacks,
+        "Pod Security's restricted level forbids host_network, and volumes of kind nfs and hostPath": restricted
+        and (settings.host_network or bool({"nfs", "hostPath"} & {*settings.volume})),
+        f"HAMi leaves pods alone whose scheduler_name, {settings.scheduler_name}, is not its own": shared
+        and settings.scheduler_name,
+        "two nodes of this run may get shares of one GPU by HAMi, which NCCL refuses": shared
+        and nodes > 1
+        and devices.is_shared(settings),
+    }
+    return [note for note, holds in found.items() if holds]
 
 
 def _check_kept(job: Mapping[str, Any], ours: Mapping[str, Any], gpu: str) -> None:
@@ -269,18 +215,18 @@ def _check_kept(job: Mapping[str, Any], ours: Mapping[str, Any], gpu: str) -> No
 
     `options` may add others of the former.
     """
-    pod, own = job["spec"]["template"]["spec"], ours["spec"]["template"]["spec"]
-    lists = {"volumes": (pod["volumes"], own["volumes"])}
-    node, known = pod["containers"][0], own["containers"][0]
-    lists |= {f"containers.0.{name}": (node[name], known[name]) for name in ("env", "volumeMounts")}
-    limits = node["resources"]["limits"]
-    if limits.get(gpu) != known["resources"]["limits"].get(gpu):
-        where = f"options.{NAME}.items.0.spec.template.spec.containers.0.resources.limits.{gpu}"
-        raise SpecError("is not the number of GPUs of the job", field=where, hint="set resources.gpu")
-    for name, (found, kept) in lists.items():
+    where = f"options.{NAME}.items.0.spec.template.spec"
+    pods = [item["spec"]["template"]["spec"] for item in (job, ours)]
+    nodes = [pod["containers"][0] for pod in pods]
+    found, kept = [node["resources"]["limits"].get(gpu) for node in nodes]
+    if found != kept:
+        field = f"{where}.containers.0.resources.limits.{gpu}"
+        raise SpecError("is not the number of GPUs of the job", field=field, hint="set resources.gpu")
+    lists = {f"containers.0.{name}": [node[name] for node in nodes] for name in ("env", "volumeMounts")}
+    for name, (found, kept) in {"volumes": [pod["volumes"] for pod in pods], **lists}.items():
         if found[: len(kept)] != kept:
-            where = f"options.{NAME}.items.0.spec.template.spec.{name}"
-            raise SpecError("cloudtrain itself sets this part of the request", field=where, hint="add items after ours")
+            why, hint = "cloudtrain itself sets this part of the request", "add items after ours"
+            raise SpecError(why, field=f"{where}.{name}", hint=hint)
 
 
 def _names(settings: Settings, layout: Layout, attempt: int, gpu_index: int) -> tuple[str, str]:
@@ -304,13 +250,8 @@ def _refuse(settings: Settings, job: Job) -> None:
     if wanted.shm_gb and wanted.memory_gb and wanted.shm_gb > wanted.memory_gb:
         raise SpecError(f"is more than memory_gb, {wanted.memory_gb}, which holds it", field="resources.shm_gb")
     if wanted.instance_type:
-        check_labels({"instance_type": wanted.instance_type}, "resources")
-    for name, item in job.inputs.items():
-        if item.shard:
-            raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole input")
-        if item.mode == "copy":
-            raise UnsupportedError(NAME, f"inputs.{name}.mode", "nodes read inputs where they are, on their volume")
-    check_env_secrets(NAME, job, known="env:NAME only: the value travels in a Secret of the namespace")
+        validate.check_labels({"instance_type": wanted.instance_type}, "resources")
+    check_shared(NAME, job, where="on their volume", secrets="the value travels in a Secret of the namespace")
 
 
 def volume_url(settings: Settings) -> str:
@@ -332,55 +273,37 @@ def _path(settings: Settings, url: str, field: str) -> str:
 
 def _words(settings: Settings, job: Job, layout: Layout, attempt: int, gpu_index: int, seconds: int) -> list[str]:
     """Return the runtime's command line, without Python."""
-    paths = {"code": layout.code, "live": layout.live}
-    if not settings.bucket:  # else a script writes by the bucket's own URL: a mount cannot rename
-        paths["direct"] = layout.direct
-    paths = {name: _path(settings, url, "store") for name, url in paths.items()}
-    if layout.resume:
-        paths["resume"] = _path(settings, layout.resume, "resume_from")
-    for name, item in sorted(layout.inputs.items()):
-        path = _path(settings, item.url, f"inputs.{name}")
-        paths[f"file.{name}" if item.file else f"input.{name}"] = path
-    paths[GRACE_PATH], paths[LIMIT_PATH] = str(settings.stop_grace), str(seconds)
-    if settings.bucket:
-        paths[FLUSH_PATH] = str(FLUSH_SECONDS)
-    paths[CLOCK_PATH] = f"{_path(settings, layout.native, 'store')}/{NAME}-{attempt}-{gpu_index}/used"
-    words = [_path(settings, layout.runtime, "store"), "run", "--context", _path(settings, layout.context, "store")]
-    words += ["--attempt", str(attempt)]
-    return words + [word for name, path in paths.items() for word in ("--path", f"{name}={path}")]
+    own = {
+        GRACE_PATH: str(settings.stop_grace),
+        LIMIT_PATH: str(seconds),
+        CLOCK_PATH: f"{_path(settings, layout.native, 'store')}/{NAME}-{attempt}-{gpu_index}/used",
+    }
+    return shared_arguments(layout, attempt, partial(_path, settings), own)
 
 
 # ---------------------------------------------------------------------------------------------------------- the objects
 
 
-def _labels(settings: Settings, layout: Layout, attempt: int) -> dict[str, str]:
-    queue = {QUEUE: settings.queue} if settings.queue else {}
-    return {
+def _job(
+    settings: Settings, job: Job, layout: Layout, *, name: str, attempt: int, seconds: int, pod: Mapping[str, Any]
+) -> dict[str, Any]:
+    nodes = job.resources.instance_count
+    for key in job.tags:
+        if key.startswith("cloudtrain."):
+            raise SpecError("tags that begin with cloudtrain. are not yours to set", field=f"tags.{key}")
+    labels = {
         **settings.labels,
         MANAGED_BY: "cloudtrain",
         LABEL_RUN: run_tag(layout.run),
         "cloudtrain.dev/run-id": layout.run_id,
         "cloudtrain.dev/attempt": str(attempt),
-        **queue,
-    }
-
-
-def _job(
-    settings: Settings, job: Job, layout: Layout, *, name: str, attempt: int, seconds: int, pod: Mapping[str, Any]
-) -> dict[str, Any]:
-    labels, nodes = _labels(settings, layout, attempt), job.resources.instance_count
-    for key in job.tags:
-        if key.startswith("cloudtrain."):
-            raise SpecError("tags that begin with cloudtrain. are not yours to set", field=f"tags.{key}")
-    facts: dict[str, Any] = {
-        "run-url": layout.run,
-        "name": job.name,
-        "tags": dict(sorted(job.tags.items())),
-        "origin": layout.origin,
+        **({QUEUE: settings.queue} if settings.queue else {}),
     }
     annotations = {
-        f"cloudtrain.dev/{key}": value if isinstance(value, str) else json.dumps(dict(value))
-        for key, value in facts.items()
+        RUN_URL: layout.run,
+        "cloudtrain.dev/name": job.name,
+        "cloudtrain.dev/tags": json.dumps(dict(sorted(job.tags.items()))),
+        "cloudtrain.dev/origin": json.dumps(dict(layout.origin)),
     }
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -407,7 +330,7 @@ def _job(
             "ttlSecondsAfterFinished": settings.ttl,
             "podFailurePolicy": {"rules": rules},
             "template": {
-                "metadata": {"labels": dict(labels), "annotations": _pod_annotations(settings)},
+                "metadata": {"labels": dict(labels), "annotations": {}},
                 "spec": pod,
             },
         },
@@ -440,7 +363,7 @@ def _jobset(job: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _pod_annotations(settings: Settings) -> dict[str, str]:
+def _pod_annotations(settings: Settings, gpu: Gpu | None) -> dict[str, str]:
     """Return the annotations that keep other programs from taking or changing a training node, and the user's."""
     return {
         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
@@ -448,6 +371,7 @@ def _pod_annotations(settings: Settings) -> dict[str, str]:
         "sidecar.istio.io/inject": "false",
         **({"gke-gcsfuse/volumes": "true"} if settings.bucket.startswith("gs:") else {}),
         **settings.annotations,
+        **(devices.hami_annotations(settings) if gpu is not None else {}),
     }
 
 
@@ -456,7 +380,7 @@ def _pod(
 ) -> dict[str, Any]:
     wanted, s = job.resources, settings
     machine = {"node.kubernetes.io/instance-type": wanted.instance_type} if wanted.instance_type else {}
-    expressions = gpu_selector(s, gpu)
+    expressions = devices.gpu_selector(s, gpu)
     terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
     shm = {"sizeLimit": f"{wanted.shm_gb}G"} if wanted.shm_gb else {}
     disk = {"sizeLimit": f"{wanted.disk_gb}G"} if wanted.disk_gb else {}
@@ -468,18 +392,21 @@ def _pod(
         "enableServiceLinks": False,
         "automountServiceAccountToken": bool(s.service_account),
         "terminationGracePeriodSeconds": s.stop_grace + EXTRA_GRACE,
-        "activeDeadlineSeconds": min(seconds + JOIN, INT32),
+        "activeDeadlineSeconds": min(seconds + JOIN, validate.INT32),
         "serviceAccountName": s.service_account,
         "imagePullSecrets": [{"name": item} for item in s.image_pull_secrets],
-        "nodeSelector": {**s.node_selector, **spot_selector(s, wanted.spot), **machine},
+        "nodeSelector": {**s.node_selector, **devices.spot_selector(s, wanted.spot), **machine},
         "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}} if expressions else {},
-        "tolerations": tolerations(s, gpu, wanted.spot),
+        "tolerations": devices.tolerations(s, gpu, wanted.spot),
         "priorityClassName": s.priority_class,
         "runtimeClassName": s.runtime_class,
         "schedulerName": s.scheduler_name,
         "hostNetwork": s.host_network,
         "dnsPolicy": "ClusterFirstWithHostNet" if s.host_network else "",
-        "securityContext": _pod_security(s),
+        "securityContext": {
+            **({"runAsUser": s.user, "fsGroup": s.user} if s.user else {}),
+            **({"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}} if s.security else {}),
+        },
         "volumes": [
             {"name": "shared", **volume},
             {"name": "scratch", "emptyDir": disk},
@@ -492,20 +419,13 @@ def _pod(
     return {key: value for key, value in fields.items() if key in kept or value not in ("", [], {}, False)}
 
 
-def _pod_security(settings: Settings) -> dict[str, Any]:
-    found: dict[str, Any] = {"runAsUser": settings.user, "fsGroup": settings.user} if settings.user else {}
-    if settings.security:
-        found |= {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
-    return found
-
-
 def _container(settings: Settings, job: Job, gpu: Gpu | None, *, host: str, words: list[str]) -> dict[str, Any]:
     wanted = job.resources
     limits = {
         **({"cpu": str(wanted.cpus)} if wanted.cpus else {}),
         **({"memory": f"{wanted.memory_gb}G"} if wanted.memory_gb else {}),
         **({"ephemeral-storage": f"{wanted.disk_gb}G"} if wanted.disk_gb else {}),
-        **gpu_limits(settings, gpu),
+        **devices.gpu_limits(settings, gpu),
     }
     env = {NODES: str(wanted.instance_count), HOST: host if wanted.instance_count > 1 else "127.0.0.1"}
     if gpu is None:

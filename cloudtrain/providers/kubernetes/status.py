@@ -16,7 +16,7 @@ from ...provider_api.protocol import AttemptInfo, Status
 from .._cloud import hinted, one_line, time_of
 from .api import is_ending
 from .node import AGAIN, TIME_UP
-from .request import CANCELLED, ENDED, POD_INDEX
+from .request import CANCELLED, ENDED, POD_INDEX, marks_of
 
 if TYPE_CHECKING:
     from .api import Account
@@ -94,7 +94,7 @@ def status_of(job: Object, pods: Sequence[Object]) -> Status:
     conditions = {
         item["type"]: item for item in job.get("status", {}).get("conditions") or () if item["status"] == "True"
     }
-    marks = job["metadata"].get("annotations") or {}
+    marks = marks_of(job)
     cancelled = CANCELLED in marks
     attempts = _attempts(job, pods)
     began = min((row.started for row in attempts if row.started is not None), default=None)
@@ -270,7 +270,7 @@ def _start(pod: Object, before: int) -> int:
 
     ``before`` is the number of older pods of its node, for a server that does not write it.
     """
-    marks = pod["metadata"].get("annotations") or {}
+    marks = marks_of(pod)
     counts = [int(marks[key]) for key in _COUNTS if key in marks]
     return sum(counts) if counts else before
 

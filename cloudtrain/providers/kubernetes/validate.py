@@ -1,14 +1,18 @@
 """Check a Job before it is sent, by the rules of a real API server. Pure.
 
-Sources: the answers of Kubernetes 1.36.2 to 67 manifests, and its API reference. A field that is missing in the tables
-here is a word that the server refuses too: requests are sent with ``fieldValidation=Strict``.
+`fields.json` holds the fields and types of every object (``tools/kubernetes_tables.py``). A field that is missing there
+is a word that the server refuses too: requests are sent with ``fieldValidation=Strict``. Source of the other rules: the
+answers of Kubernetes 1.36.2 to 67 manifests.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from ...errors import SpecError
@@ -16,15 +20,9 @@ from ...validate import choice_of, near_or_all, whole_number
 from . import NAME
 
 __all__ = [
-    "INT32",
-    "check_body",
-    "check_key",
-    "check_labels",
-    "check_name",
-    "check_tolerations",
-    "check_volume",
-    "label_text",
-]
+    "INT32", "check_body", "check_fields", "check_key", "check_labels", "check_name", "check_tolerations",
+    "check_volume", "known_fields", "label_text", "quantity_of",
+]  # fmt: skip
 
 LONGEST = 63
 """Characters of a label's value, and of the name part of a key."""
@@ -34,111 +32,88 @@ LONGEST_NAME, ANNOTATIONS = 253, 262_144
 """Characters of an object's name, and bytes of all annotations of one object."""
 _VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?")
 _KEY = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-_QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))([eE][+-]?\d+|k|Ki|[MGTPE]i?|[num])?")
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
-_LABEL_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_QUANTITY = re.compile(r"(\+?(?:\d+\.?\d*|\.\d+))([eE][+-]?\d+|k|Ki|[MGTPE]i?|[num])?")
+_LABEL_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+_NAME = re.compile(rf"{_LABEL_NAME.pattern}(\.{_LABEL_NAME.pattern})*")
 _VARIABLE = re.compile(r"[ -<>-~]+")
 """Name of an environment variable: printable ASCII without ``=``."""
 _UNITS = {"n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"), "k": Decimal(1000)}
 _UNITS |= {unit: Decimal(1000) ** (power + 2) for power, unit in enumerate("MGTPE")}
 _UNITS |= {f"{unit}i": Decimal(1024) ** (power + 1) for power, unit in enumerate("KMGTPE")}
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_JOB = _words(
-    """
-    activeDeadlineSeconds backoffLimit backoffLimitPerIndex completionMode completions managedBy manualSelector
-    maxFailedIndexes parallelism podFailurePolicy podReplacementPolicy selector successPolicy suspend template
-    ttlSecondsAfterFinished scheduling
-    """
-)
-_POD = _words(
-    """
-    activeDeadlineSeconds affinity automountServiceAccountToken containers dnsConfig dnsPolicy enableServiceLinks
-    ephemeralContainers hostAliases hostIPC hostNetwork hostPID hostUsers hostname hostnameOverride imagePullSecrets
-    initContainers nodeName nodeSelector os overhead preemptionPolicy priority priorityClassName readinessGates
-    resourceClaims resources restartPolicy runtimeClassName schedulerName schedulingGates securityContext
-    serviceAccount serviceAccountName setHostnameAsFQDN shareProcessNamespace subdomain
-    terminationGracePeriodSeconds tolerations topologySpreadConstraints volumes workloadRef schedulingGroup
-    """
-)
-_CONTAINER = _words(
-    """
-    args command env envFrom image imagePullPolicy lifecycle livenessProbe name ports readinessProbe resizePolicy
-    resources restartPolicy restartPolicyRules securityContext startupProbe stdin stdinOnce terminationMessagePath
-    terminationMessagePolicy tty volumeDevices volumeMounts workingDir
-    """
-)
-
-_SERVICE = _words(
-    """
-    allocateLoadBalancerNodePorts clusterIP clusterIPs externalIPs externalName externalTrafficPolicy
-    healthCheckNodePort internalTrafficPolicy ipFamilies ipFamilyPolicy loadBalancerClass loadBalancerIP
-    loadBalancerSourceRanges ports publishNotReadyAddresses selector sessionAffinity sessionAffinityConfig
-    trafficDistribution type
-    """
-)
-_SOURCES: Mapping[str, str] = {
-    **dict.fromkeys(
-        _words(
-            """
-            awsElasticBlockStore azureDisk azureFile cephfs cinder configMap downwardAPI emptyDir ephemeral fc
-            flexVolume flocker gcePersistentDisk gitRepo glusterfs image iscsi photonPersistentDisk portworxVolume
-            projected quobyte rbd scaleIO secret storageos vsphereVolume
-            """
-        ),
-        "",
-    ),
-    "csi": "driver / readOnly fsType volumeAttributes nodePublishSecretRef",
-    "hostPath": "path / type",
-    "nfs": "server path / readOnly",
-    "persistentVolumeClaim": "claimName / readOnly",
+_SCALARS: Mapping[str, tuple[type, str]] = {
+    "string": (str, "text"),
+    "bool": (bool, "true or false"),
+    "int": (int, "a whole number"),
 }
-"""Kinds of a pod's volume: the texts that each needs, and behind the slash its other fields."""
-_TYPES: Mapping[str, tuple[type, str]] = {
-    **dict.fromkeys(
-        _words(
-            """
-            dnsPolicy hostname image imagePullPolicy nodeName preemptionPolicy priorityClassName runtimeClassName
-            schedulerName serviceAccountName terminationMessagePath terminationMessagePolicy workingDir
-            """
-        ),
-        (str, "text"),
-    ),
-    **dict.fromkeys(
-        _words(
-            """
-            automountServiceAccountToken enableServiceLinks hostIPC hostNetwork hostPID hostUsers setHostnameAsFQDN
-            shareProcessNamespace stdin stdinOnce tty
-            """
-        ),
-        (bool, "true or false"),
-    ),
-    "priority": (int, "a whole number"),
+_NEEDED = {
+    "csi": ("driver",),
+    "hostPath": ("path",),
+    "nfs": ("server", "path"),
+    "persistentVolumeClaim": ("claimName",),
 }
-"""The types of a pod's and a container's plain fields."""
-_META = _words("name namespace labels annotations finalizers ownerReferences")
-_TOLERATION = _words("key operator value effect tolerationSeconds")
+"""Fields that a kind of volume cannot be without."""
 _EFFECTS = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")
 _OPERATORS = ("", "Equal", "Exists", "Lt", "Gt")
+
+
+# ----------------------------------------------------------------------------------------------------- fields and types
+
+
+@functools.cache
+def known_fields() -> Mapping[str, Mapping[str, str]]:
+    """Return the types of each object's fields, by the names of the official client's models."""
+    found: Mapping[str, Mapping[str, str]] = json.loads(Path(__file__).with_name("fields.json").read_bytes())["fields"]
+    return found
+
+
+def check_fields(value: Any, kind: str, where: str) -> None:
+    """Raise `SpecError` for a field of ``value`` that its ``kind`` has not, or with a wrong type."""
+    if kind[0] == "*":
+        if not isinstance(value, (list, tuple)):
+            raise SpecError(f"must be a list, not {value!r}", field=where)
+        for number, item in enumerate(value):
+            check_fields(item, kind[1:], f"{where}.{number}")
+    elif kind == "quantity":
+        quantity_of(value, where)
+    elif kind in _SCALARS:
+        wanted, words = _SCALARS[kind]
+        if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+            hint = "put it in quotes" if wanted is str else ""
+            raise SpecError(f"must be {words}, not {value!r}", field=where, hint=hint)
+    elif kind != "any":
+        if not isinstance(value, Mapping):
+            raise SpecError(f"must be a table, not {value!r}", field=where)
+        table = known_fields().get(kind, {})
+        for name, item in value.items():
+            if kind[0] != "%" and name not in table:
+                hint = near_or_all(name, table)
+                raise SpecError("is no field of Kubernetes here", field=f"{where}.{name}", hint=hint)
+            check_fields(item, table.get(name, kind[1:]), f"{where}.{name}")
+
+
+def quantity_of(value: Any, where: str) -> Decimal:
+    """Return the number of a quantity, ``100Gi``. Raises `SpecError` for text that is none."""
+    match = None if isinstance(value, bool) else _QUANTITY.fullmatch(str(value))
+    if match is None:
+        raise SpecError(f"{value!r} is not a quantity, like 16 or 100Gi", field=where)
+    number, unit = Decimal(match[1]), match[2] or ""
+    return number * (_UNITS[unit] if unit in _UNITS else Decimal(f"1{unit}"))
 
 
 # ----------------------------------------------------------------------------------------------------- names and values
 
 
+def check_name(name: Any, where: str, *, label: bool = False) -> None:
+    """Raise `SpecError` for text that no object can be called. ``label``: it has no dot, and fewer characters."""
+    form, longest = (_LABEL_NAME, LONGEST) if label else (_NAME, LONGEST_NAME)
+    if not isinstance(name, str) or not form.fullmatch(name) or len(name) > longest:
+        hint = f"use at most {longest} small letters, digits and dashes"
+        raise SpecError(f"{name!r} is not a name that Kubernetes takes", field=where, hint=hint)
+
+
 def label_text(value: Any) -> str:
     """Return the text that a setting's value has as a label: ``true``, not ``True``."""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def check_name(name: Any, where: str) -> None:
-    """Raise `SpecError` for text that no object of Kubernetes can be called."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > LONGEST_NAME:
-        hint = "use small letters, digits, dashes and dots"
-        raise SpecError(f"{name!r} is not the name of an object", field=where, hint=hint)
 
 
 def check_key(key: Any, where: str) -> None:
@@ -166,43 +141,33 @@ def check_labels(table: Any, where: str, *, values: bool = True) -> None:
 
 def check_volume(volume: Any, where: str) -> None:
     """Raise `SpecError` for a pod's volume, without its name, that Kubernetes refuses."""
-    hint = 'for example { nfs = { server = "nas.example", path = "/training" } }'
-    if not isinstance(volume, Mapping) or len(volume) != 1:
+    check_fields(volume, "V1Volume", where)
+    if len(volume) != 1:
+        hint = 'for example { nfs = { server = "nas.example", path = "/training" } }'
         raise SpecError("must be a table with one kind of volume", field=where, hint=hint)
     for kind, source in volume.items():
-        if kind not in _SOURCES:
-            raise SpecError("is no kind of volume", field=f"{where}.{kind}", hint=near_or_all(kind, _SOURCES))
-        if not isinstance(source, Mapping):
-            raise SpecError("must be a table", field=f"{where}.{kind}", hint=hint)
-        needed, slash, others = _SOURCES[kind].partition("/")
-        if slash:
-            _known(source, _words(needed + others), f"{where}.{kind}")
-        for name in needed.split():
-            if not isinstance(source.get(name), str) or not source[name]:
-                raise SpecError("must be text", field=f"{where}.{kind}.{name}")
-        if kind == "nfs" and not source["path"].startswith("/"):
-            raise SpecError(f"{source['path']!r} does not begin with /", field=f"{where}.nfs.path")
+        for name in _NEEDED.get(kind, ()):
+            if not source.get(name) or (name == "path" and not source[name].startswith("/")):
+                what = "a path that begins with /" if name == "path" else "text"
+                raise SpecError(f"must be {what}, not {source.get(name)!r}", field=f"{where}.{kind}.{name}")
 
 
-def check_tolerations(found: Any, where: str) -> None:
+def check_tolerations(found: Sequence[Any], where: str) -> None:
     """Raise `SpecError` for a list of tolerations that Kubernetes refuses."""
-    for number, item in enumerate(_tables(found, where)):
-        place = f"{where}.{number}"
-        _known(item, _TOLERATION, place)
+    check_fields(found, "*V1Toleration", where)
+    for number, item in enumerate(found):
+        place, any_value = f"{where}.{number}", item.get("operator") == "Exists"
         choice_of(item.get("operator", ""), _OPERATORS, f"{place}.operator")
         choice_of(item.get("effect", ""), _EFFECTS, f"{place}.effect")
         if item.get("key"):
             check_key(item["key"], f"{place}.key")
-        elif item.get("operator") != "Exists":
+        elif not any_value:
             raise SpecError("is empty, which only operator Exists may have", field=f"{place}.key")
-        _texts({"value": item.get("value", "")}, place)
-        if item.get("operator") == "Exists" and item.get("value"):
+        if any_value and item.get("value"):
             raise SpecError("must be empty with operator Exists", field=f"{place}.value")
         check_labels({"value": item.get("value", "")}, place)
-        if "tolerationSeconds" in item:
-            whole_number(item["tolerationSeconds"], f"{place}.tolerationSeconds", least=-INT32)
-            if item.get("effect") != "NoExecute":
-                raise SpecError("needs effect NoExecute", field=f"{place}.tolerationSeconds")
+        if "tolerationSeconds" in item and item.get("effect") != "NoExecute":
+            raise SpecError("needs effect NoExecute", field=f"{place}.tolerationSeconds")
 
 
 # ------------------------------------------------------------------------------------------------------------- the body
@@ -212,55 +177,33 @@ def check_body(body: Mapping[str, Any]) -> None:
     """Raise `SpecError` for what the API server would refuse, named by its place in a job's ``options``."""
     where = f"options.{NAME}.items"
     for number, item in enumerate(body["items"]):
-        _known(item, frozenset(("apiVersion", "kind", "metadata", "spec")), f"{where}.{number}")
-        _check_meta(item["metadata"], _META, f"{where}.{number}.metadata")
-    job, *services = body["items"]
-    for number, service in enumerate(services, 1):
-        _known(service["spec"], _SERVICE, f"{where}.{number}.spec")
-    where = f"{where}.0.spec"
-    spec = _known(job["spec"], _JOB, where)
+        check_fields(item, f"V1{item['kind']}", f"{where}.{number}")
+        _check_meta(item["metadata"], f"{where}.{number}.metadata")
+    spec, where = body["items"][0]["spec"], f"{where}.0.spec"
     if "backoffLimit" in spec:
         raise SpecError("backoffLimitPerIndex is set", field=f"{where}.backoffLimit", hint="leave it out")
     whole_number(spec["ttlSecondsAfterFinished"], f"{where}.ttlSecondsAfterFinished", least=0, most=INT32)
-    _known(spec["template"], frozenset(("metadata", "spec")), f"{where}.template")
-    _check_meta(spec["template"]["metadata"], frozenset(("labels", "annotations")), f"{where}.template.metadata")
-    _check_pod(_known(spec["template"]["spec"], _POD, f"{where}.template.spec"), f"{where}.template.spec")
+    _check_meta(spec["template"]["metadata"], f"{where}.template.metadata")
+    _check_pod(spec["template"]["spec"], f"{where}.template.spec")
 
 
-def _check_meta(meta: Any, names: frozenset[str], where: str) -> None:
-    _known(meta, names, where)
+def _check_meta(meta: Mapping[str, Any], where: str) -> None:
     for kind in ("labels", "annotations"):
         check_labels(meta.get(kind, {}), f"{where}.{kind}", values=kind == "labels")
-        _texts(meta.get(kind, {}), f"{where}.{kind}")
-
-
-def _check_types(table: Mapping[str, Any], where: str) -> None:
-    for name, value in table.items():
-        kind, words = _TYPES.get(name, (object, ""))
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise SpecError(f"must be {words}, not {value!r}", field=f"{where}.{name}")
 
 
 def _check_pod(pod: Mapping[str, Any], where: str) -> None:
-    _check_types(pod, where)
-    _check_amounts(pod.get("overhead", {}), f"{where}.overhead")
     check_labels(pod.get("nodeSelector", {}), f"{where}.nodeSelector")
-    _texts(pod.get("nodeSelector", {}), f"{where}.nodeSelector")
     check_tolerations(pod.get("tolerations", []), f"{where}.tolerations")
-    volumes = _tables(pod["volumes"], f"{where}.volumes")
-    for number, volume in enumerate(volumes):
+    for number, volume in enumerate(pod["volumes"]):
         place = f"{where}.volumes.{number}"
-        _check_label_name(volume.get("name"), place)
+        check_name(volume.get("name"), f"{place}.name", label=True)
         check_volume({key: value for key, value in volume.items() if key != "name"}, place)
-    named = {
-        "volumes": [volume["name"] for volume in volumes],
-        "resourceClaims": [item.get("name") for item in _tables(pod.get("resourceClaims", []), where)],
-        "containers": [],
-    }
+    named = {kind: [item.get("name") for item in pod.get(kind, [])] for kind in ("volumes", "resourceClaims")}
+    named["containers"] = []
     for kind in ("containers", "initContainers"):
-        place = f"{where}.{kind}"
-        for number, container in enumerate(_tables(pod.get(kind, []), place)):
-            _check_container(container, named, f"{place}.{number}")
+        for number, container in enumerate(pod.get(kind, [])):
+            _check_container(container, named, f"{where}.{kind}.{number}")
             named["containers"].append(container["name"])
     for kind, names in named.items():
         if len(set(names)) < len(names):
@@ -268,93 +211,46 @@ def _check_pod(pod: Mapping[str, Any], where: str) -> None:
 
 
 def _check_container(container: Mapping[str, Any], named: Mapping[str, list[Any]], where: str) -> None:
-    _known(container, _CONTAINER, where)
-    _check_label_name(container.get("name"), where)
-    _check_types({"image": None, **container}, where)
+    check_name(container.get("name"), f"{where}.name", label=True)
+    check_fields(container.get("image"), "string", f"{where}.image")
     _check_resources(container.get("resources", {}), named["resourceClaims"], f"{where}.resources")
     paths = set()
-    for mount in _tables(container.get("volumeMounts", []), f"{where}.volumeMounts"):
+    for mount in container.get("volumeMounts", []):
         if mount.get("name") not in named["volumes"]:
             raise SpecError(f"{mount.get('name')!r} is no volume of the pod", field=f"{where}.volumeMounts")
         path = mount.get("mountPath")
         if not path or path in paths:
             raise SpecError(f"must have a mountPath of its own, not {path!r}", field=f"{where}.volumeMounts")
         paths.add(path)
-    for item in _tables(container.get("env", []), f"{where}.env"):
-        if not isinstance(item.get("name"), str) or not _VARIABLE.fullmatch(item["name"]):
+    for item in container.get("env", []):
+        if not _VARIABLE.fullmatch(item.get("name") or ""):
             raise SpecError(f"{item.get('name')!r} is not the name of a variable", field=f"{where}.env")
-        if not isinstance(item.get("value", ""), str):
-            raise SpecError(f"must be text, not {item['value']!r}", field=f"{where}.env", hint="put it in quotes")
 
 
-def _check_label_name(name: Any, where: str) -> None:
-    if not isinstance(name, str) or not _LABEL_NAME.fullmatch(name):
-        hint = "use at most 63 small letters, digits and dashes"
-        raise SpecError(f"{name!r} is not the name of a container or volume", field=f"{where}.name", hint=hint)
-
-
-def _texts(table: Mapping[str, Any], where: str) -> None:
-    for name, value in table.items():
-        if not isinstance(value, str):
-            raise SpecError(f"must be text, not {value!r}", field=f"{where}.{name}", hint="put it in quotes")
-
-
-def _tables(value: Any, where: str) -> list[Mapping[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-        raise SpecError("must be a list of tables", field=where)
-    return value
-
-
-def _known(table: Any, names: frozenset[str], where: str) -> Mapping[str, Any]:
-    if not isinstance(table, Mapping):
-        raise SpecError("must be a table", field=where)
-    for name in table:
-        if name not in names:
-            raise SpecError("is no field of Kubernetes here", field=f"{where}.{name}", hint=near_or_all(name, [*names]))
-    return table
-
-
-def _check_resources(resources: Any, claims: list[Any], where: str) -> None:
-    _known(resources, frozenset(("limits", "requests", "claims")), where)
-    for claim in _tables(resources.get("claims", []), f"{where}.claims"):
+def _check_resources(resources: Mapping[str, Any], claims: list[Any], where: str) -> None:
+    for claim in resources.get("claims", []):
         if claim.get("name") not in claims:
             raise SpecError(f"{claim.get('name')!r} is no resource claim of the pod", field=f"{where}.claims")
     limits, requests = resources.get("limits", {}), resources.get("requests", {})
     for kind, found in (("limits", limits), ("requests", requests)):
-        _check_amounts(found, f"{where}.{kind}")
+        for name, value in found.items():
+            _check_resource(name, value, f"{where}.{kind}.{name}")
     for name, value in requests.items():
-        field = f"{where}.requests.{name}"
-        if "/" in name or name.startswith("hugepages-"):  # these cannot be shared out twice
-            if name not in limits or _number(limits[name]) != _number(value):
-                raise SpecError("must be equal to the limit", field=field)
-        elif name in limits and _number(value) > _number(limits[name]):
+        field, amount = f"{where}.requests.{name}", quantity_of(value, where)
+        limit = quantity_of(limits[name], where) if name in limits else None
+        if ("/" in name or name.startswith("hugepages-")) and limit != amount:  # these cannot be shared out twice
+            raise SpecError("must be equal to the limit", field=field)
+        if limit is not None and amount > limit:
             raise SpecError(f"{value!r} is more than the limit, {limits[name]!r}", field=field)
     pages = next((name for name in (*limits, *requests) if name.startswith("hugepages-")), "")
     if pages and not {"cpu", "memory"} & {*limits, *requests}:
         raise SpecError("needs a limit of cpu or memory too", field=f"{where}.limits.{pages}")
 
 
-def _check_amounts(found: Any, where: str) -> None:
-    if not isinstance(found, Mapping):
-        raise SpecError("must be a table", field=where)
-    for name, value in found.items():
-        _check_quantity(name, value, f"{where}.{name}")
-
-
-def _check_quantity(name: str, value: Any, field: str) -> None:
+def _check_resource(name: str, value: Any, field: str) -> None:
     if "/" not in name and name not in ("cpu", "memory", "ephemeral-storage") and not name.startswith("hugepages-"):
         hint = "resources of a device have a domain, like nvidia.com/gpu"
         raise SpecError("is no resource of Kubernetes", field=field, hint=hint)
     check_key(name, field)
-    if isinstance(value, bool) or not _QUANTITY.fullmatch(str(value)) or str(value).startswith("-"):
-        raise SpecError(f"{value!r} is not a quantity, like 16 or 100Gi", field=field)
     if "/" in name and not str(value).isdecimal():
         raise SpecError(f"must be a whole number, not {value!r}", field=field)
-
-
-def _number(quantity: Any) -> Decimal:
-    """Return the number of a quantity that `_check_quantity` accepts."""
-    match = _QUANTITY.fullmatch(str(quantity))
-    assert match
-    number, unit = Decimal(match[1]), match[2] or ""
-    return number * (_UNITS[unit] if unit in _UNITS else Decimal(f"1{unit}"))

@@ -15,7 +15,7 @@ from ...provider_api import catalog
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
 from ...validate import texts_of, url_scheme, whole_number
-from .._cloud import check_env_secrets, digest_of, pinned_machine, processes_of
+from .._cloud import digest_of, pinned_machine, processes_of
 from . import NAME, Provider
 from .node import CLOCK_PATH, DEVICE_PATH, JOIN_TIMEOUT, KEY_PATH, LIMIT_PATH, MOUNT, NFS, SECRETS
 from .validate import DESCRIPTION, check_body
@@ -244,7 +244,10 @@ def _refuse(settings: Settings, job: Job) -> None:
         if item.shard:
             why, hint = "every node sees a whole input", "leave shard out, and let each rank pick its files"
             raise UnsupportedError(NAME, f"inputs.{name}.shard", why, hint=hint)
-    check_env_secrets(NAME, job, known="env:NAME only: nodes have no key for Huawei's own store of secrets")
+    for name, reference in job.secrets.items():
+        if not reference.startswith("env:"):
+            why = "its nodes fetch env:NAME only: they have no key for Huawei's own store of secrets"
+            raise UnsupportedError(NAME, f"secrets.{name}", why)
 
 
 # ------------------------------------------------------------------------------------------------------ parts of a body

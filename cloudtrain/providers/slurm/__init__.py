@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...provider_api.protocol import Need
+from ...validate import url_scheme
 from .._cloud import ClusterProvider
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
@@ -30,17 +31,21 @@ ALIASES = ("sbatch", "srun", "hpc", "submitit", "hyperpod")
 class Settings:
     """The cluster's settings, in Slurm's own words.
 
-    ``host`` is a login node for ``ssh``; empty: the tools of this machine. ``partition``, ``account``, ``qos``,
-    ``constraint``, ``reservation``, ``nodelist`` and ``exclude`` are options of sbatch. ``gres_type`` is the cluster's
-    type of a GPU by the name in a job, ``{"H100": "nvidia_h100_80gb_hbm3"}``; an empty text asks for no type.
-    ``mem`` (per node) and ``cpus_per_task`` are for jobs that ask for no memory or cores. ``extra`` are further options
-    of sbatch by their long names. ``setup`` are lines of bash before the start, and ``python`` is Python on the nodes.
-    ``container`` is none, pyxis or apptainer. ``max_time`` is the partition's time limit in seconds: a longer job runs
-    in parts. ``stop_grace`` is seconds from the stop signal to the kill. ``prices`` are US dollars an hour of a node by
-    partition, for ``max_cost``.
+    ``host`` is a login node for ``ssh``; empty: the tools of this machine. ``mounts`` are folders of the nodes by the
+    URL of the bucket, or the folder of this machine, that they show; empty: nodes see this machine's paths. ``folder``
+    is a folder of the nodes for Slurm's own files of a run, logs and secrets; empty: the run's, if that is no bucket.
+    ``partition``, ``account``, ``qos``, ``constraint``, ``reservation``, ``nodelist`` and ``exclude`` are options of
+    sbatch. ``gres_type`` is the cluster's type of a GPU by the name in a job, ``{"H100": "nvidia_h100_80gb_hbm3"}``; an
+    empty text asks for no type. ``mem`` (per node) and ``cpus_per_task`` are for jobs that ask for no memory or cores.
+    ``extra`` are further options of sbatch by their long names. ``setup`` are lines of bash before the start, and
+    ``python`` is Python on the nodes. ``container`` is none, pyxis or apptainer. ``max_time`` is the partition's time
+    limit in seconds: a longer job runs in parts. ``stop_grace`` is seconds from the stop signal to the kill. ``prices``
+    are US dollars an hour of a node by partition, for ``max_cost``.
     """
 
     host: str = ""
+    mounts: dict[str, Any] = field(default_factory=dict)
+    folder: str = ""
     partition: str = ""
     account: str = ""
     qos: str = ""
@@ -65,13 +70,12 @@ class Provider(ClusterProvider):
 
     name: ClassVar[str] = NAME
     Settings: ClassVar[type[Any]] = Settings
-    schemes: ClassVar[frozenset[str]] = frozenset({"file"})
-    retried_by: ClassVar[str] = "client"
-    max_wait_by: ClassVar[str] = "client"
-    min_poll_s: ClassVar[float] = 0.5
     max_poll_s: ClassVar[float] = 10.0
-    always_interactive: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.schemes = frozenset(map(url_scheme, self.settings.mounts)) or frozenset({"file"})  # type: ignore[misc]
 
 
 DIFFERENCES = (

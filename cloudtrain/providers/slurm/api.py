@@ -19,13 +19,12 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ... import errors
+from ...provider_api.protocol import NativeObject, Request, Shell, shell_arguments
 from .._cloud import one_line
 from . import NAME
-from .script import shell_of
 
 if TYPE_CHECKING:
     from ...provider_api.catalog import Machine
-    from ...provider_api.protocol import Request, Shell
     from . import Settings
 
 __all__ = ["FINAL", "HELP", "Account", "Job", "cluster_of", "error_of", "job_of"]
@@ -49,12 +48,14 @@ LOST = 255
 _REFUSALS: Sequence[tuple[str, type[errors.CloudtrainError], str]] = (
     (r"Protocol authentication error|munge|Invalid user id|Access/permission denied", errors.AuthError, "auth"),
     (r"AssocMax|AssocGrp|QOSMax|QOSGrp|accounting/QOS policy|MaxSubmit", errors.QuotaError, "quota"),
-    (r"Unable to contact|Socket timed out|Connection (refused|reset|timed)|Zero Bytes", errors.LostContactError, ""),
-    (r"temporarily unable|try again|Resource temporarily unavailable|slow down", errors.LostContactError, ""),
+    (r"Unable to contact|Socket timed out|Connection (refused|reset|timed)|Zero Bytes|temporarily un|try again|slow",
+     errors.LostContactError, ""),
     (r"not available|Memory specification|Invalid|Requested (partition|reservation|time)|too (long|large)|unrecognized",
      errors.SpecError, ""),
 )  # fmt: skip
 """Rows of (words of sbatch, error, key of `HELP`); the first match counts. Seen with Slurm 22.05."""
+OOM = "StepId=[^ ]* exceeded memory limit|Detected [0-9]+ oom.kill event|Exceeded (job|step) memory limit"
+"""Words of slurmstepd about a kill for memory, by JobAcctGather and by cgroups. Seen with Slurm 22.05."""
 _PROLOGUE = r"""
 command -v squeue >/dev/null || . /etc/profile >/dev/null 2>&1
 for name in $(compgen -v | grep -E '^(S?BATCH|SLURM|SQUEUE|SACCT|SALLOC|SCANCEL|SRUN)_'); do
@@ -82,6 +83,7 @@ held() {  # whether job $1 waits for its release: "yes", or nothing
 _SUBMIT = r"""
 umask 077
 mkdir -p "$base" || exit 73
+[ -z "$run" ] || echo "$run" >"${base%/*}/run" || exit 73
 found=$(lowest) || exit 75
 if [ -z "$found" ]; then
     mine=$(printf %s "$batch" | sbatch --parsable --hold) || exit 65
@@ -104,6 +106,15 @@ if [ "$is" ]; then
 fi
 echo "$found"
 """
+_OBJECTS = r"""
+names=$(squeue -h --me -o %j) || exit 75
+for mark in "$folder"/*/run; do
+    [ -f "$mark" ] || continue
+    base=${mark%/run}
+    case $names in *"-${base##*-}-"*) continue ;; esac
+    printf '%s\t%s\t%s\n' "$(stat -c %Y "$mark")" "$base" "$(cat "$mark")"
+done
+"""
 _FIND = r"""
 [ -d "$base" ] || exit 0
 found=$(lowest) || exit 75
@@ -121,6 +132,9 @@ if shown=$(scontrol -o show job "$job" 2>&1); then
 else
     case $shown in *"Invalid job id"*) ;; *) echo "$shown" >&2; exit 75 ;; esac
 fi
+case $shown in *JobState=FAILED*|*"Invalid job id"*)  # its steps' kills for memory are in its log alone
+    tail -qc 9999 "$base"/*.log 2>/dev/null | grep -aqE "^slurmstepd.*($oom)" && echo "mark oom=" ;;
+esac
 sacct -n -D -P -X -j "$job" -o state,exitcode,start,end 2>/dev/null | sed 's/^/row /'
 exit 0
 """
@@ -141,14 +155,6 @@ class Job(NamedTuple):
     fields: Mapping[str, str]
     rows: Sequence[Sequence[str]]
     marks: Mapping[str, str]
-
-
-class Line(NamedTuple):
-    """A job's line of squeue."""
-
-    state: str
-    reason: str
-    start: str
 
 
 def job_of(native_id: str) -> tuple[str, str]:
@@ -178,11 +184,11 @@ class Cluster:
     def __init__(self, host: str) -> None:
         self.host = host
         self._lock, self._at = threading.Lock(), float("-inf")
-        self._lines: dict[str, Line] = {}
-        self.details: dict[str, tuple[Line | None, Job]] = {}
+        self._lines: dict[str, str] = {}
+        self.details: dict[str, tuple[str, Job]] = {}
 
-    def run(self, script: str, *, what: str, **values: str) -> subprocess.CompletedProcess[bytes]:
-        """Run ``script`` with these variables. Raises `LostContactError` if ssh has no connection, or time is up."""
+    def run(self, script: str, *, what: str, **values: str) -> bytes:
+        """Return the output of ``script``, run with these variables. Raises the error of its exit code and words."""
         given = "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
         # A connection that is cut leaves half of a script: a function that is not complete does nothing.
         text = f"main() {{\n{_PROLOGUE}{given}{script}\n}}\nmain </dev/null\nexit $?\n"
@@ -196,52 +202,42 @@ class Cluster:
             raise errors.PlatformError(f"{what}: there is no {words[0]} on this machine") from None
         except subprocess.TimeoutExpired:
             raise errors.LostContactError(f"{what}: no answer within {TIMEOUT:.0f} s") from None
-        said = done.stderr.decode("utf-8", "replace")
-        if self.host and done.returncode == LOST:
+        if done.returncode:
+            raise self._error(done.returncode, one_line(done.stderr.decode("utf-8", "replace")), what)
+        return done.stdout
+
+    def ask(self, script: str, *, what: str, **values: str) -> str:
+        """Return the output of `run` as text."""
+        return self.run(script, what=what, **values).decode("utf-8", "replace")
+
+    def _error(self, code: int, said: str, what: str) -> errors.CloudtrainError:
+        where = self.host or "this machine"
+        if self.host and code == LOST:
             refused = "denied" in said or "verification failed" in said
             kind = errors.AuthError if refused else errors.LostContactError
             hint = HELP["ssh"].replace("HOST", self.host)
-            raise kind(f"{what}: ssh {self.host}: {one_line(said) or 'the connection was cut'}", hint=hint)
-        if done.returncode == 127 and "command not found" in said:
-            where = self.host or "this machine"
-            raise errors.PlatformError(f"{what}: there are no tools of Slurm on {where}", hint=HELP["none"])
-        return done
+            return kind(f"{what}: ssh {self.host}: {said or 'the connection was cut'}", hint=hint)
+        if code == 127 and "command not found" in said:
+            return errors.PlatformError(f"{what}: there are no tools of Slurm on {where}", hint=HELP["none"])
+        if code == 66:
+            return errors.NotFoundError(f"{what}: no job has ever used this folder on {where}")
+        if code == 73:
+            return errors.StorageError(f"{what}: {said}")
+        error = error_of(said, what=what, code=code)
+        # 75: a look-up or a release failed, not the request.
+        lost = code == 75 and not isinstance(error, (errors.AuthError, errors.LostContactError))
+        return errors.LostContactError(str(error)) if lost else error
 
-    def line(self, job: str) -> Line | None:
-        """Return the job's line of squeue, at most `SQUEUE_S` old; None for a job that squeue does not list.
+    def line(self, job: str) -> str:
+        """Return the job's line of squeue, at most `SQUEUE_S` old; empty for a job that squeue does not list.
 
         All runs share the answer: a busy slurmctld is asked once, whatever their number.
         """
         with self._lock:
             if time.monotonic() - self._at >= SQUEUE_S:
-                text = self.checked('squeue -h --me -t all -o "%A|%T|%r|%S"', what="ask squeue")
-                rows = [line.split("|") for line in text.splitlines()]
-                self._lines = {row[0]: Line(*row[1:4]) for row in rows if len(row) == 4}
-                self._at = time.monotonic()
-            return self._lines.get(job)
-
-    def raw(self, script: str, *, what: str, **values: str) -> bytes:
-        """Return the output of ``script``. Raises the error of its exit code and its words."""
-        done = self.run(script, what=what, **values)
-        if done.returncode:
-            raise self._error(done, what)
-        return done.stdout
-
-    def checked(self, script: str, *, what: str, **values: str) -> str:
-        """Return the output of ``script`` as text; see `raw`."""
-        return self.raw(script, what=what, **values).decode("utf-8", "replace")
-
-    def _error(self, done: subprocess.CompletedProcess[bytes], what: str) -> errors.CloudtrainError:
-        said = done.stderr.decode("utf-8", "replace")
-        error = error_of(said, what=what, code=done.returncode)
-        if done.returncode == 66:
-            return errors.NotFoundError(f"{what}: no job has ever used this folder on {self.host or 'this machine'}")
-        if done.returncode == 73:
-            return errors.StorageError(f"{what}: {one_line(said)}")
-        # 75: a look-up or a release failed, not the request.
-        if done.returncode == 75 and not isinstance(error, (errors.AuthError, errors.LostContactError)):
-            return errors.LostContactError(str(error))
-        return error
+                lines = self.ask('squeue -h --me -t all -o "%A|%T|%r|%S"', what="ask squeue").splitlines()
+                self._lines, self._at = {line.partition("|")[0]: line for line in lines}, time.monotonic()
+            return self._lines.get(job, "")
 
 
 @cache
@@ -259,47 +255,54 @@ class Account:
 
     def create(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         """Submit the request, unless it has a job already; return the native id."""
-        name, base = _name(request), _base(request)
-        values = {"name": name, "base": base, "batch": str(request.body["script"])}
-        values["secrets"] = json.dumps(dict(secrets)) if secrets else ""
-        found = self.cluster.checked(_SUBMIT, what="submit", **values).split()
-        if not found or not found[-1].isdecimal():
-            raise errors.LostContactError(f"submit: Slurm's answer has no id: {one_line(' '.join(found))!r}")
-        return f"{found[-1]}:{base}"
+        known = _names(request)
+        own = self.settings.folder and known["base"].startswith(f"{self.settings.folder}/")
+        values = {"run": request.run if own else "", "secrets": json.dumps(dict(secrets)) if secrets else ""}
+        said = self.cluster.ask(_SUBMIT, what="submit", batch=str(request.body["script"]), **known, **values)
+        if (native := _native(said, known["base"])) is None:
+            raise errors.LostContactError(f"submit: Slurm's answer has no id: {one_line(said)!r}")
+        return native
 
     def find(self, request: Request) -> str | None:
         """Return the native id of the request's job; None also for a held one, which its next submission releases."""
-        base = _base(request)
-        found = self.cluster.checked(_FIND, what="find the job", name=_name(request), base=base).split()
-        return f"{found[-1]}:{base}" if found and found[-1].isdecimal() else None
+        known = _names(request)
+        return _native(self.cluster.ask(_FIND, what="find the job", **known), known["base"])
 
-    def describe(self, native_id: str) -> tuple[Line | None, Job]:
-        """Return the job's line of squeue, and its details as they were when that line was new."""
+    def describe(self, native_id: str) -> Job:
+        """Return the job's details as they were when its line of squeue was new."""
         job, base = job_of(native_id)
         line = self.cluster.line(job)
         known = self.cluster.details.get(native_id)
-        if known is None or known[0] != line or line is None or line.state == "COMPLETING":
-            text = self.cluster.checked(_DESCRIBE, what="ask for the job", job=job, base=base)
-            known = line, parsed(text)
-            self.cluster.details[native_id] = known
-        return known
+        if known is None or known[0] != line or not line or "|COMPLETING|" in line:
+            text = self.cluster.ask(_DESCRIBE, what="ask for the job", job=job, base=base, oom=OOM)
+            known = self.cluster.details[native_id] = line, parsed(text)
+        return known[1]
 
     def cancel(self, native_id: str) -> None:
         """Cancel the job, so that no requeue can start it again."""
         job, base = job_of(native_id)
-        self.cluster.checked(_CANCEL, what="cancel", job=job, base=base)
+        self.cluster.ask(_CANCEL, what="cancel", job=job, base=base)
 
     def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
-        """Return the command of a further step on a node of the job."""
-        job, _ = job_of(native_id)
-        return shell_of(self.settings, request, job, node, command, tty=tty)
+        """Return the command of a further step on a node of the job (``--overlap``), in a container of its own."""
+        python, pyz = request.body["command"][:2]
+        srun, front = request.body["container"]
+        words = [*front, python, *shell_arguments(pyz, request, node, command)]
+        if setup := self.settings.setup:
+            words = ["/bin/bash", "-c", "\n".join([*setup, 'exec "$@"']), "cloudtrain", *words]
+        step = ["srun", f"--jobid={job_of(native_id)[0]}", "--overlap", "--nodes=1", "--ntasks=1"]
+        step += [f"--relative={node}", "--mpi=none", *srun, *(["--pty"] if tty else []), *words]
+        if not (host := self.settings.host):
+            return Shell(argv=step, install=HELP["none"])
+        find = "command -v srun >/dev/null || . /etc/profile >/dev/null 2>&1"
+        return Shell(argv=["ssh", "-t" if tty else "-T", "--", host, f"{find}; exec {shlex.join(step)}"])
 
     def machines(self) -> list[Machine]:
         """Return the kinds of nodes of each partition, which is their ``instance_type``."""
         from ...provider_api.catalog import Machine
 
         found = {}
-        for line in self.cluster.checked("sinfo -h -o '%R|%c|%m|%G'", what="ask for the nodes").splitlines():
+        for line in self.cluster.ask("sinfo -h -o '%R|%c|%m|%G'", what="ask for the nodes").splitlines():
             partition, cores, memory, gres = line.split("|", 3)
             vcpus, size = int(cores.rstrip("+")), int(memory.rstrip("+")) / 1024
             for kind, count in re.findall(r"gpu:(?:([^:,()]+):)?(\d+)", gres) or [("", "0")]:
@@ -309,27 +312,39 @@ class Account:
                 )
         return list(found.values())
 
+    def objects(self) -> list[NativeObject]:
+        """Return the folders of runs in the setting ``folder``, without those of jobs that are not over."""
+        if not (folder := self.settings.folder):
+            return []
+        lines = self.cluster.ask(_OBJECTS, what="list the runs' folders", folder=folder).splitlines()
+        rows = [line.split("\t") for line in lines]
+        return [NativeObject(kind="folder", key=key, run=run, created=float(at)) for at, key, run in rows]
+
+    def remove(self, found: NativeObject) -> None:
+        """Remove one of `objects`."""
+        self.cluster.ask('rm -rf -- "$key"', what="remove the folder", key=found.key)
+
     def principal(self) -> str:
         """Return ``user@host`` of the machine whose tools submit."""
-        return self.cluster.checked('echo "$(id -un)@$(hostname)"', what="ask for the user").split()[-1]
+        return self.cluster.ask('echo "$(id -un)@$(hostname)"', what="ask for the user").split()[-1]
 
 
 def parsed(text: str) -> Job:
     """Return the job of `_DESCRIBE`'s answer."""
-    lines: dict[str, list[str]] = {"mark": [], "job": [], "row": []}
-    for line in text.splitlines():
-        kind, _, rest = line.partition(" ")
-        lines.get(kind, []).append(rest)
     fields: dict[str, str] = {}
-    for key, value in re.findall(r"(?:^| )([\w:]+)=(\S*)", "".join(lines["job"][:1])):
+    for key, value in re.findall(r" ([\w:]+)=(\S*)", "".join(re.findall("^job( .*)", text, re.MULTILINE)[:1])):
         fields.setdefault(key, value)  # a tag's text comes after the fields that count
-    rows = [line.split("|") for line in lines["row"] if line.count("|") == 3]
-    return Job(fields=fields, rows=rows, marks=dict(line.partition("=")[::2] for line in lines["mark"]))
+    rows = [row.split("|") for row in re.findall(r"^row (.*)", text, re.MULTILINE)]
+    marks = dict(re.findall("^mark ([a-z]+)=(.*)", text, re.MULTILINE))
+    return Job(fields=fields, rows=[row for row in rows if len(row) == 4], marks=marks)
 
 
-def _name(request: Request) -> str:
-    return str(request.body["sbatch"]["job-name"])
+def _names(request: Request) -> dict[str, str]:
+    options = request.body["sbatch"]
+    return {"name": str(options["job-name"]), "base": str(options["output"]).rpartition("/")[0]}
 
 
-def _base(request: Request) -> str:
-    return str(request.body["sbatch"]["output"]).rpartition("/")[0]
+def _native(said: str, base: str) -> str | None:
+    """Return the native id of the job whose number is the last word of an answer; None if that is no number."""
+    last = "".join(said.split()[-1:])
+    return f"{last}:{base}" if last.isdecimal() else None

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from ...errors import SpecError
 from ...provider_api.checks import Check, ok, skipped, tried
-from ...storage.local_disk import local_path
 from . import NAME
-from .api import error_of
+from .request import files_folder
 
 if TYPE_CHECKING:
     from ...provider_api.protocol import Request
@@ -23,8 +22,14 @@ __all__ = ["checks"]
 
 _SHOWN = ("KillWait", "MinJobAge", "PreemptMode", "PreemptType", "JobRequeue", "EnforcePartLimits", "SlurmdTimeout")
 """Values of ``scontrol show config`` that decide what a preempted or lost job has."""
-_FOLDER = 'while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done; [ -w "$folder" ] && stat -f -c %T "$folder"'
-_RUNTIMES = {"pyxis": "srun --help | grep -- --container-image", "apptainer": "apptainer --version"}
+_TOOLS = (
+    "sbatch --version; sacct -X -S now >/dev/null 2>&1 && echo sacct answers || echo no sacct; scontrol show config"
+)
+_FOLDER = (
+    'while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done; [ ! -w "$folder" ] || stat -f -c %T "$folder"'
+)
+_TEST = 'out=$(printf %s "$batch" | sbatch --test-only 2>&1) || { echo "$out" >&2; exit 65; }; echo "$out"'
+_RUNTIMES = {"pyxis": "srun --help | grep -e --container-image || true", "apptainer": "apptainer --version || true"}
 
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
@@ -40,11 +45,11 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
 
 
 def _tools(account: Account) -> Check:
-    text = account.cluster.checked("sbatch --version; scontrol show config", what="ask for Slurm's configuration")
+    text = account.cluster.ask(_TOOLS, what="ask for Slurm's configuration")
+    version, sacct, *_ = text.splitlines()
     known = dict(re.findall(r"^(\w+)\s*= (.*)$", text, re.MULTILINE))
     has = ", ".join(f"{name}={known[name].strip()}" for name in _SHOWN if name in known)
-    sacct = "sacct answers" if not account.cluster.run("sacct -X -S now", what="ask sacct").returncode else "no sacct"
-    return ok("slurm", f"{text.splitlines()[0]} on {_where(account)}, as {account.principal()}; {sacct}; {has}")
+    return ok("slurm", f"{version} on {_where(account)}, as {account.principal()}; {sacct}; {has}")
 
 
 def _where(account: Account) -> str:
@@ -53,7 +58,7 @@ def _where(account: Account) -> str:
 
 def _partition(account: Account) -> Check:
     """Check that the partition exists; without one, that the cluster has a default."""
-    text = account.cluster.checked("sinfo -h -o '%P|%a|%l|%D'", what="ask for the partitions")
+    text = account.cluster.ask("sinfo -h -o '%P|%a|%l|%D'", what="ask for the partitions")
     given = [line.split("|") for line in text.splitlines()]
     rows = {row[0].rstrip("*"): row for row in given}
     default = next((row[0].rstrip("*") for row in given if row[0].endswith("*")), "")
@@ -71,19 +76,21 @@ def _gpus(account: Account) -> Check:
 
 
 def _folder(account: Account, store: str) -> Check:
-    """Check that the store's folder can be made, where Slurm's tools run."""
-    if (path := local_path(store) if store else None) is None:
-        return skipped("shared folder", "there is no store in a folder")
-    done = account.cluster.run(_FOLDER, what="look at the store", folder=str(path))
-    if done.returncode:
-        raise SpecError(f"{path} cannot be written on {_where(account)}", field="store", hint="choose another folder")
-    return ok("shared folder", f"{path} ({done.stdout.decode().strip()}); doctor --job looks at it from a node")
+    """Check that the folder for Slurm's files of a run can be made, where Slurm's tools run."""
+    if not store:
+        return skipped("shared folder", "there is no store")
+    path = account.settings.folder or files_folder(account.settings, store, store)
+    found = account.cluster.ask(_FOLDER, what="look at the folder", folder=path).strip()
+    if not found:
+        field = f"{NAME}.folder" if account.settings.folder else "store"
+        raise SpecError(f"{path} cannot be written on {_where(account)}", field=field, hint="choose another folder")
+    return ok("shared folder", f"{path} ({found}); doctor --job looks at the store from a node")
 
 
 def _container(account: Account) -> Check:
     if (kind := account.settings.container) == "none":
         return skipped("container", "nodes run their own Python")
-    if account.cluster.run(_RUNTIMES[kind], what="look for the container runtime").returncode:
+    if not account.cluster.ask(_RUNTIMES[kind], what="look for the container runtime"):
         raise SpecError(f"{_where(account)} has no {kind}", field=f"{NAME}.container", hint="ask your administrator")
     return ok("container", f"{_where(account)} has {kind}")
 
@@ -92,9 +99,5 @@ def _request(account: Account, request: Request | None) -> Check:
     """Let Slurm judge the request. It starts nothing, but uses up a job's number."""
     if request is None:
         return skipped("request", "there is no plan")
-    script = 'printf %s "$batch" | sbatch --test-only 2>&1'
-    done = account.cluster.run(script, what="test the request", batch=str(request.body["script"]))
-    said = " ".join(done.stdout.decode("utf-8", "replace").split())
-    if done.returncode:
-        raise error_of(said, what="test the request")
-    return ok("request", said.removeprefix("sbatch: "))
+    said = account.cluster.ask(_TEST, what="test the request", batch=str(request.body["script"]))
+    return ok("request", " ".join(said.split()).removeprefix("sbatch: "))

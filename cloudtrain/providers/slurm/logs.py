@@ -40,7 +40,7 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
     _, base = job_of(native_id)
     offsets: dict[str, int] = dict(cursor or {})
     known = " ".join(f"{name}={at}" for name, at in offsets.items())
-    data = account.cluster.raw(_READ, what="read the log", base=base, cursor=known, most=str(PAGE_BYTES))
+    data = account.cluster.run(_READ, what="read the log", base=base, cursor=known, most=str(PAGE_BYTES))
     lines: list[LogLine] = []
     more = False
     while data:
@@ -49,6 +49,7 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
         if match is None:
             raise PlatformError("read the log: an answer without its documented form")
         name, length = match[1].decode(), int(match[2])
+        node = name[len("node-") : -len(".log")] if name.startswith("node-") else ""  # else the batch script's
         text, data = data[:length], data[length + 1 :]
         more |= length == PAGE_BYTES
         start = offsets.get(name, 0)
@@ -57,13 +58,7 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
             whole = text  # a line longer than a page comes in parts
         for line in whole.splitlines(keepends=True):
             shown = line.decode("utf-8", "replace").rstrip("\r\n")
-            lines.append(LogLine(node=_node(name), text=shown, id=f"{name}:{start}"))
+            lines.append(LogLine(node=node, text=shown, id=f"{name}:{start}"))
             start += len(line)
         offsets[name] = start
     return LogPage(lines=tuple(lines), cursor=offsets, more=more)
-
-
-def _node(name: str) -> str:
-    """Return the node's rank by its file's name; empty for the batch script."""
-    match = re.fullmatch(r"node-(\d+)\.log", name)
-    return match[1] if match else ""

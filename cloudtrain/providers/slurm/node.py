@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
-from .._cloud import paths_of
+from .._cloud import FLUSH_PATH, GRACE_PATH, paths_of
 
 __all__ = ["node_environment", "secret"]
 
@@ -19,8 +19,8 @@ GRACE = 30
 AGAIN, LOST, TIME_UP = 231, 230, 124
 """Exit codes: a node that stopped at a notice, a node whose peer is lost, and a job that used up its time limit. srun
 returns the highest of its tasks, and 137 is that of a killed one."""
-GRACE_PATH, SECRETS_PATH = "grace", "secrets"
-"""The ``--path`` with the grace, and the one with the file of the secrets' values."""
+SECRETS_PATH = "secrets"
+"""The ``--path`` with the file of the secrets' values."""
 ATTEMPT, PORT = "CLOUDTRAIN_SLURM_ATTEMPT", "CLOUDTRAIN_SLURM_PORT"
 """Variables that the batch script sets: the number ``k.r``, and the first of two ports that are free on node 0."""
 DEFAULT_PORT = 29500
@@ -36,6 +36,7 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
     """Return the facts that Slurm gave this node. Raises `SpecError` outside of a step."""
     paths = paths_of(argv)
     grace, secrets = float(paths.pop(GRACE_PATH, GRACE)), paths.pop(SECRETS_PATH, "")
+    flush = float(paths.pop(FLUSH_PATH, NodeEnvironment.flush_seconds))
     try:
         nodes, rank = int(environ["SLURM_NNODES"]), int(environ["SLURM_NODEID"])
     except (KeyError, ValueError):
@@ -54,6 +55,7 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
         export_env=_interface(environ, address),
         hidden_env=HIDDEN,
         stop_grace=grace,
+        flush_seconds=flush,
         exit_code={"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": LOST},
         secrets=lambda reference: secret(reference.partition(":")[2], secrets),
         cpus=int(cores) if cores.isdecimal() else None,

@@ -5,37 +5,45 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
-from ...job.job import job_name
+from ...job.job import job_name, run_tag
 from ...job.options import merge_options
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
-from ...validate import choice_of, url_scheme
-from .._cloud import check_env_secrets, digest_of
-from . import NAME, Provider
-from .node import GRACE_PATH, SECRETS_PATH
-from .script import Batch, script_of
+from ...validate import choice_of, table_of, text_of, texts_of, url_scheme, whole_number
+from .._cloud import (
+    GRACE_PATH,
+    bucket_url,
+    check_lines,
+    check_shared,
+    check_tags,
+    digest_of,
+    shared_arguments,
+)
+from . import NAME, STORE, Provider
+from .node import SECRETS_PATH
+from .script import script_of
 from .validate import check_body, check_options
 
 if TYPE_CHECKING:
     from ...job.job import Gpu, Job
     from . import Settings
 
-__all__ = ["OWNED", "checked", "plan"]
+__all__ = ["OWNED", "checked", "files_folder", "node_path", "plan", "shown_url"]
 
 CONTAINERS = ("none", "pyxis", "apptainer")
-_TEXTS = ("host", "partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude", "mem", "python")
 _PASSED = ("partition", "account", "qos", "reservation", "nodelist", "exclude")
 """Settings that are options of sbatch as they are."""
+_TEXTS = ("host", *_PASSED, "constraint", "mem", "python", "folder")
 _OURS = (
     *("job-name", "output", "error", "open-mode", "input", "chdir", "export", "export-file", "comment", "constraint"),
     *("nodes", "ntasks", "ntasks-per-node", "time", "time-min", "requeue", "signal", "gpus", "gpus-per-node"),
     *("gpus-per-task", "gres", "cpus-per-task", "mem", "tmp", *_PASSED),
 )
-OWNED = ("command", "script", "limit_s", "image", *(f"sbatch.{name}" for name in _OURS))
+OWNED = ("command", "script", "limit_s", "image", "container", *(f"sbatch.{name}" for name in _OURS))
 """Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
 COMMENT_BYTES = 1024
 """Most bytes of a job's comment: the man page of sbatch."""
@@ -47,48 +55,89 @@ _BAD_PATH = re.compile(r'[\x00-\x1f\x7f"\\%]')
 
 def checked(settings: Settings) -> Settings:
     """Return ``settings``, checked. Raises `SpecError`."""
-    for name in _TEXTS:
-        value = getattr(settings, name)
-        if not isinstance(value, str) or re.search(r"[\x00-\x1f\x7f]", value):
-            raise SpecError(f"must be one line of text, not {value!r}", field=f"{NAME}.{name}")
+    check_lines(settings, _TEXTS, NAME)
     if settings.host.startswith("-"):
         raise SpecError(f"{settings.host!r} is not a host's name", field=f"{NAME}.host")
-    if not settings.python:
-        raise SpecError("is empty", field=f"{NAME}.python")
+    text_of(settings.python, f"{NAME}.python")
     choice_of(settings.container, CONTAINERS, f"{NAME}.container")
     for name, least in (("cpus_per_task", 0), ("max_time", 0), ("stop_grace", 2)):
-        number = getattr(settings, name)
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise SpecError(f"must be a whole number, at least {least}", field=f"{NAME}.{name}")
+        whole_number(getattr(settings, name), f"{NAME}.{name}", least=least)
     if 0 < settings.max_time < LEAST_PART:
         raise SpecError(f"must be at least {LEAST_PART} s, or 0", field=f"{NAME}.max_time")
-    types = settings.gres_type
-    if not isinstance(types, Mapping) or not all(isinstance(item, str) for pair in types.items() for item in pair):
-        raise SpecError("must be a table of types by the GPU's name", field=f"{NAME}.gres_type")
-    if isinstance(settings.setup, str) or not all(isinstance(line, str) for line in settings.setup):
-        raise SpecError("must be a list of lines", field=f"{NAME}.setup")
+    types = table_of(settings.gres_type, f"{NAME}.gres_type")
+    texts_of(tuple(types.values()), f"{NAME}.gres_type", empty=True)
     check_options(settings.extra, f"{NAME}.extra")
     for name in settings.extra:
         if name in _OURS:
             raise SpecError("a job's field or another setting sets it", field=f"{NAME}.extra.{name}")
+    mounts = table_of(settings.mounts, f"{NAME}.mounts")
     return dataclasses.replace(
         settings,
-        setup=tuple(settings.setup),
+        setup=texts_of(settings.setup, f"{NAME}.setup", empty=True),
         extra=dict(settings.extra),
-        gres_type=dict(types),
+        gres_type=types,
+        folder=_folder(settings.folder, f"{NAME}.folder") if settings.folder else "",
+        mounts=dict(_mount(url, folder, f"{NAME}.mounts.{url}") for url, folder in mounts.items()),
         prices=checked_prices(settings.prices, NAME),
     )
 
 
-def _path(url: str, field: str) -> str:
-    """Return the path of a ``file`` URL. Raises `UnsupportedError` for any other."""
-    if url_scheme(url) != "file":
-        hint = "choose a folder that every node and this machine see, like /shared/cloudtrain"
-        raise UnsupportedError(NAME, field, f"its nodes see shared folders, not {url}", hint=hint)
+def _mount(url: str, folder: Any, field: str) -> tuple[str, str]:
+    """Return a bucket's URL, or a folder's, and the nodes' folder that shows it, without slashes at their ends."""
     path = url.removeprefix("file://")
-    if bad := _BAD_PATH.search(path):
-        raise UnsupportedError(NAME, field, f"its path holds {bad[0]!r}: rename it")
-    return path
+    return f"file://{_folder(path, field)}" if path.startswith("/") else bucket_url(url, field), _folder(folder, field)
+
+
+def _folder(path: Any, field: str) -> str:
+    """Return an absolute path without a slash at its end; the root is empty."""
+    if not isinstance(path, str) or not path.startswith("/") or _BAD_PATH.search(path):
+        raise SpecError(f"{path!r} is not the path of a folder that Slurm can name", field=field)
+    return path.rstrip("/")
+
+
+def _shown(settings: Settings) -> list[tuple[str, str]]:
+    """Return the mounts, longest first, and the place of a plan without a store. Without mounts nodes see all paths."""
+    mounts = {**(settings.mounts or {"file://": ""}), f"file://{STORE.stand_in}": STORE.stand_in}
+    return sorted(mounts.items(), key=lambda pair: -len(pair[0]))
+
+
+def node_path(settings: Settings, url: str, field: str) -> str:
+    """Return the nodes' path of ``url``. Raises `UnsupportedError` for a URL that is on none of their mounts."""
+    for shown, folder in _shown(settings):
+        if f"{url}/".startswith(f"{shown}/"):
+            path = folder + url.removeprefix(shown)
+            if bad := _BAD_PATH.search(path):
+                raise UnsupportedError(NAME, field, f"its path holds {bad[0]!r}: rename it")
+            return path
+    hint = f"choose {STORE.find}"
+    if url_scheme(url) in Provider.schemes:
+        place = url.removeprefix("file://") if url.startswith("file:") else "/".join(url.split("/")[:3])
+        there = place if place.startswith("/") else "/mnt/bucket"
+        hint = f'if the nodes have it mounted, say where: [{NAME}.mounts] "{place}" = "{there}"'
+    raise UnsupportedError(NAME, field, f"its nodes do not see {url}", hint=hint)
+
+
+def shown_url(settings: Settings, path: str) -> str:
+    """Return the URL that nodes see at ``path``: the inverse of `node_path`."""
+    for shown, folder in sorted(_shown(settings), key=lambda pair: -len(pair[1])):
+        if f"{path}/".startswith(f"{folder}/"):
+            return shown + path.removeprefix(folder)
+    return f"file://{path}"
+
+
+def files_folder(settings: Settings, store: str, native: str) -> str:
+    """Return the folder of a run's jobs for the files that Slurm itself writes: logs, secrets, marks.
+
+    A mounted bucket cannot have it: files there are written once, and not appended to. ``native`` is that of a
+    `Layout`.
+    """
+    if settings.folder:
+        run = native.rpartition("/")[0]
+        return f"{settings.folder}/{run.rpartition('/')[2]}-{run_tag(run)}"
+    if url_scheme(store) == "file":
+        return node_path(settings, native, "store")
+    why = f"is not set: Slurm's logs cannot be in a bucket like {store}"
+    raise SpecError(why, field=f"{NAME}.folder", hint='for example "/home/me/.cloudtrain": a folder that nodes share')
 
 
 # ------------------------------------------------------------------------------------------------------------- the plan
@@ -97,14 +146,16 @@ def _path(url: str, field: str) -> str:
 def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_index: int) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
     check_needs(Provider, settings, job)
-    store = _path(layout.store, "store")
+    path = partial(node_path, settings)
+    path(layout.store, "store")
     check_inputs(Provider, layout.inputs)
     _refuse(settings, job)
     gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
     name = settings.partition or "node"
     seconds, notes = hard_limit(job, NAME, lambda _: [name], gpu_index=gpu_index, own=settings.prices)
-    base = f"{_path(layout.native, 'store')}/{NAME}-{attempt}-{gpu_index}"
-    words, folders = _arguments(settings, job, layout, attempt, base)
+    base = f"{files_folder(settings, layout.store, layout.native)}/{NAME}-{attempt}-{gpu_index}"
+    own = {GRACE_PATH: str(settings.stop_grace), **({SECRETS_PATH: f"{base}/secrets"} if job.secrets else {})}
+    words = shared_arguments(layout, attempt, path, own)
     minutes, limit = _times(settings, seconds)
     options = _options(settings, job, layout, gpu, minutes=minutes, base=base)
     if minutes * 60 < seconds:
@@ -118,24 +169,26 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
     check_body(body)
     # A run's id may return for another job after its records are gone, so the name has a digest of the request.
-    unique = f"{job_name(layout.run, attempt, gpu_index)}-{digest_of(body)[:16]}"
+    unique = f"{job_name(layout.run, attempt, gpu_index)}-{digest_of(body)}"
     body["sbatch"] = {"job-name": unique, **body["sbatch"]}
-    srun, front = _container(settings, job, {store, *folders})
-    batch = Batch(
-        sbatch=body["sbatch"],
-        srun=["--kill-on-bad-exit=0", "--wait=600", "--mpi=none", "--export=ALL", "--open-mode=append", *srun],
-        command=[*front, *body["command"]],
-        base=base,
-        live=_path(layout.live, "store"),
-        attempt=attempt,
-        limit=limit,
-        grace=settings.stop_grace,
+    srun, front = body["container"] = _container(settings, job, layout)
+    script = script_of(
+        body["sbatch"],
         setup=settings.setup,
+        srun=srun,
+        command=[*front, *body["command"]],
+        values={
+            "base": base,
+            "live": path(layout.live, "store"),
+            "limit": limit,
+            "grace": settings.stop_grace,
+            "k": attempt,
+        },
     )
     return Request(
         provider=NAME,
         operation="sbatch",
-        body={**body, "script": script_of(batch)},
+        body={**body, "script": script},
         context=context_of(NAME, job, layout, processes=job.resources.processes(gpu_index)),
         run=layout.run,
         attempt=attempt,
@@ -156,14 +209,8 @@ def _refuse(settings: Settings, job: Job) -> None:
         raise UnsupportedError(NAME, "image", why)
     if settings.container != "none" and not job.image:
         raise SpecError(f"is not set, and slurm.container is {settings.container}", field="image")
-    for name, item in job.inputs.items():
-        if item.shard:
-            raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole input")
-        if item.mode == "copy":
-            raise UnsupportedError(NAME, f"inputs.{name}.mode", "nodes read inputs where they are, in shared folders")
-    check_env_secrets(
-        NAME, job, known="env:NAME only: the value travels in a file that only you can read, in the run's folder"
-    )
+    how = "the value travels in a file that only you can read, in the run's folder"
+    check_shared(NAME, job, where="in shared folders", secrets=how)
 
 
 def _times(settings: Settings, seconds: int) -> tuple[int, int]:
@@ -215,9 +262,7 @@ def _gpus(settings: Settings, gpu: Gpu) -> str:
 
 def _comment(job: Job, layout: Layout) -> str:
     """Return the tags, the run and its origin as JSON, which ``squeue -o %k`` shows."""
-    for key in job.tags:
-        if key.startswith("cloudtrain."):
-            raise SpecError("tags that begin with cloudtrain. are not yours to set", field=f"tags.{key}")
+    check_tags(job.tags, reserved=("cloudtrain.",), most=COMMENT_BYTES)
     page = layout.origin.get("ci_url") or layout.origin.get("ci_run", "")
     own = {"run": layout.run_id, "name": job.name, "revision": layout.origin.get("revision", ""), "ci": page}
     said = {f"cloudtrain.{name}": text for name, text in own.items() if text}
@@ -227,38 +272,20 @@ def _comment(job: Job, layout: Layout) -> str:
     return text
 
 
-def _arguments(settings: Settings, job: Job, layout: Layout, attempt: int, base: str) -> tuple[list[str], list[str]]:
-    """Return the runtime's arguments, and the folders outside of the store that they name."""
-    paths = {"code": layout.code, "live": layout.live, "direct": layout.direct}
-    paths = {name: _path(url, "store") for name, url in paths.items()}
-    outside = []
-    if layout.resume:
-        paths["resume"] = _path(layout.resume, "resume_from")
-        outside.append(paths["resume"])
-    for name, item in sorted(layout.inputs.items()):
-        path = _path(item.url, f"inputs.{name}")
-        paths[f"file.{name}" if item.file else f"input.{name}"] = path
-        outside.append(path)
-    paths[GRACE_PATH] = str(settings.stop_grace)
-    if job.secrets:
-        paths[SECRETS_PATH] = f"{base}/secrets"
-    words = [_path(layout.runtime, "store"), "run", "--context", _path(layout.context, "store")]
-    words += ["--attempt", str(attempt)]
-    return words + [word for name, path in paths.items() for word in ("--path", f"{name}={path}")], outside
-
-
-def _container(settings: Settings, job: Job, folders: set[str]) -> tuple[list[str], list[str]]:
-    """Return the options of srun and the words before the command that start the job's image, with ``folders`` in it.
+def _container(settings: Settings, job: Job, layout: Layout) -> list[list[str]]:
+    """Return the options of srun, and the words before the command, that start the job's image with the run's folders.
 
     Sources: NVIDIA's page on pyxis, and Apptainer's user guide. Neither was run with a real cluster.
     """
     if settings.container == "none":
-        return [], []
+        return [[], []]
+    urls = [layout.store, *([layout.resume] if layout.resume else []), *(item.url for item in layout.inputs.values())]
+    folders = {node_path(settings, url, "image") for url in urls} | ({settings.folder} - {""})
     for folder in sorted(folders):
         if re.search("[,:]", folder):
             raise UnsupportedError(NAME, "image", f"a container's mounts cannot name {folder}: rename it")
     mounts = ",".join(f"{folder}:{folder}" for folder in sorted(folders))
     if settings.container == "pyxis":
-        return [f"--container-image={job.image}", f"--container-mounts={mounts}", "--no-container-mount-home"], []
+        return [[f"--container-image={job.image}", f"--container-mounts={mounts}", "--no-container-mount-home"], []]
     gpu = ["--nv"] if job.resources.gpu else []
-    return [], ["apptainer", "exec", *gpu, "--bind", mounts, str(job.image)]
+    return [[], ["apptainer", "exec", *gpu, "--bind", mounts, str(job.image)]]

@@ -9,17 +9,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...provider_api.protocol import Shell, shell_arguments
 from .node import AGAIN, ATTEMPT, PORT, TIME_UP
 
-if TYPE_CHECKING:
-    from ...provider_api.protocol import Request
-    from . import Settings
+__all__ = ["script_of"]
 
-__all__ = ["Batch", "script_of", "shell_of"]
+SRUN = ("--kill-on-bad-exit=0", "--wait=600", "--mpi=none", "--export=ALL", "--open-mode=append")
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:=,@%+-]+")
 _SCRIPT = r"""
@@ -47,7 +43,7 @@ while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || (exec 3<>"/dev/tcp/127
 done
 export @port=$port @attempt=@k.$restart
 @setup
-srun @srun @command &
+srun @srun --output="$base/node-%n.log" @command &
 step=$!
 
 keep_time() {
@@ -89,63 +85,24 @@ exit "$code"
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """The parts of a batch script: options of sbatch, options of srun, and what each node runs.
+def script_of(
+    sbatch: Mapping[str, Any],
+    *,
+    setup: Sequence[str],
+    srun: Sequence[str],
+    command: Sequence[str],
+    values: Mapping[str, object],
+) -> str:
+    """Return the text of the script, which ``sbatch`` takes as a file or on its standard input.
 
-    ``base`` and ``live`` are folders, ``limit`` and ``grace`` seconds, ``setup`` lines of bash.
+    ``sbatch`` and ``srun`` are options, ``setup`` lines of bash, ``command`` what each node runs. ``values`` fill in
+    the first lines.
     """
-
-    sbatch: Mapping[str, Any]
-    srun: Sequence[str]
-    command: Sequence[str]
-    base: str
-    live: str
-    attempt: int
-    limit: int
-    grace: int
-    setup: Sequence[str] = ()
-
-
-def script_of(batch: Batch) -> str:
-    """Return the text of the script, which ``sbatch`` takes as a file or on its standard input."""
-    head = "\n".join(["#!/bin/bash", *(_option(name, value) for name, value in batch.sbatch.items())])
-    values = {
-        "base": shlex.quote(batch.base),
-        "live": shlex.quote(batch.live),
-        "limit": str(batch.limit),
-        "grace": str(batch.grace),
-        "k": str(batch.attempt),
-        "port": PORT,
-        "attempt": ATTEMPT,
-        "again": str(AGAIN),
-        "time_up": str(TIME_UP),
-        "setup": "\n".join(batch.setup),
-        "srun": " ".join([*map(shlex.quote, batch.srun), '--output="$base/node-%n.log"']),
-        "command": shlex.join(batch.command),
-    }
-    return head + re.sub(r"@([a-z_]+)\b", lambda match: values[match[1]], _SCRIPT)
-
-
-def shell_of(settings: Settings, request: Request, job: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
-    """Return the command that starts a further step on a node of a running job (``--overlap``).
-
-    A job with an image starts its nodes in containers. The step starts another one, of the same image and folders.
-    """
-    own = [str(word) for word in request.body["command"]]
-    line = next(line for line in str(request.body["script"]).splitlines() if line.startswith("srun "))
-    started = shlex.split(line)[1 : -len(own) - 1]  # without srun, the node's command and the ampersand
-    at = next(number for number, word in enumerate(started) if word.startswith("--output="))
-    inside = [word for word in started[:at] if word.startswith(("--container-", "--no-container-"))]
-    words = [*started[at + 1 :], own[0], *shell_arguments(own[1], request, node, command)]
-    if settings.setup:
-        words = ["/bin/bash", "-c", "\n".join([*settings.setup, 'exec "$@"']), "cloudtrain", *words]
-    step = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--relative={node}", "--mpi=none"]
-    step += [*inside, *(["--pty"] if tty else []), *words]
-    if not settings.host:
-        return Shell(argv=step, install="run this on a login node, or set slurm.host to one that ssh reaches")
-    find = "command -v srun >/dev/null || . /etc/profile >/dev/null 2>&1"
-    return Shell(argv=["ssh", "-t" if tty else "-T", "--", settings.host, f"{find}; exec {shlex.join(step)}"])
+    head = "\n".join(["#!/bin/bash", *(_option(name, value) for name, value in sbatch.items())])
+    words = {name: shlex.quote(str(value)) for name, value in values.items()}
+    words |= {"port": PORT, "attempt": ATTEMPT, "again": str(AGAIN), "time_up": str(TIME_UP)}
+    words |= {"setup": "\n".join(setup), "srun": shlex.join([*SRUN, *srun]), "command": shlex.join(command)}
+    return head + re.sub(r"@([a-z_]+)\b", lambda match: words[match[1]], _SCRIPT)
 
 
 def _option(name: str, value: Any) -> str:

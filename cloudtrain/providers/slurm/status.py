@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from ...errors import NotFoundError
 from ...provider_api.protocol import AttemptInfo, Status
 from .._cloud import first_match, hinted, patterns
-from .api import FINAL, job_of
+from .api import FINAL, HELP, job_of
 from .node import AGAIN, LOST, TIME_UP
 
 if TYPE_CHECKING:
-    from .api import Account, Job, Line
+    from .api import Account, Job
 
 __all__ = ["HINTS", "PENDING", "category_of", "status", "status_of"]
 
@@ -24,7 +24,8 @@ PENDING = frozenset(
 """States in which no script need run. Any other state that is not final counts as running, also COMPLETING."""
 HINTS: Mapping[str, str] = {
     "capacity": "choose other machines, or wait",
-    "quota": "sacctmgr show assoc user=$USER lists the limits",
+    "quota": HELP["quota"],
+    "oom": "ask for more with --memory-gb",
     "spec": "the partition never allows this: sinfo -o '%P %l %D' lists its limits; cancel the run and change it",
     "infra": "the machines or Slurm itself failed; submit it again",
 }
@@ -35,6 +36,8 @@ _REASONS = patterns(
 )
 """Reasons of a pending job: the man page of squeue."""
 _ENDS = {
+    "COMPLETED": ("", ""),
+    "CANCELLED": ("cancelled", "it was cancelled"),
     "TIMEOUT": ("timeout", "Slurm's own time limit ended it"),
     "OUT_OF_MEMORY": ("oom", "it used more memory than its limit"),
     "NODE_FAIL": ("infra", "a node failed"),
@@ -43,52 +46,39 @@ _ENDS = {
     "DEADLINE": ("capacity", "it could not end before its deadline"),
     "REVOKED": ("infra", "another cluster took it"),
     "REQUEUED": ("preempted", "it was requeued"),
-}
-_EXITS = {
+    # The ExitCode, code:signal, of a FAILED job.
     f"{TIME_UP}:0": ("timeout", "max_runtime is used up"),
     f"{AGAIN}:0": ("preempted", "its nodes stopped at a notice, and Slurm did not start it again"),
     f"{LOST}:0": ("infra", "a node was lost"),
     "0:53": ("infra", "Slurm could not start the batch script: its log's folder is missing on the node"),
 }
-"""Category and reason by the ExitCode, code:signal, of a FAILED job."""
-OOM_EXIT = "0:125"
-"""The DerivedExitCode if the kernel killed a process of a step for its memory."""
+"""Category and reason of a job's end."""
 
 
-def category_of(state: str, exit_code: str = "", derived: str = "") -> tuple[str, str]:
-    """Return (category, reason) of a job's end, by its state, ExitCode and DerivedExitCode."""
-    if state == "COMPLETED":
-        return "", ""
-    if state == "CANCELLED":
-        return "cancelled", "it was cancelled"
-    if state in _ENDS:
-        return _ENDS[state]
-    if exit_code in _EXITS:
-        return _EXITS[exit_code]
-    if derived == OOM_EXIT:
-        return "oom", "a process used more memory than the limit"
-    return "user_error", f"the batch script ended with {exit_code or 'an unknown code'}"
+def category_of(state: str, exit_code: str = "") -> tuple[str, str]:
+    """Return (category, reason) of a job's end, by its state and its ExitCode."""
+    unknown = "user_error", f"the batch script ended with {exit_code or 'an unknown code'}"
+    return _ENDS.get(state) or _ENDS.get(exit_code) or unknown
 
 
 def status(account: Account, native_id: str) -> Status:
     """Return the job's status. Raises `NotFoundError` for a job that Slurm has forgotten without a mark of its end."""
-    return status_of(native_id, *account.describe(native_id))
+    return status_of(native_id, account.describe(native_id))
 
 
-def status_of(native_id: str, line: Line | None, job: Job) -> Status:
-    """Return the Status of a job. ``line`` is that of squeue, None if it has none."""
+def status_of(native_id: str, job: Job) -> Status:
+    """Return the Status of a job."""
     number, base = job_of(native_id)
     k = re.sub(r".*-(\d+)-\d+$", r"\1", base)
     if not job.fields and not job.rows:
         return _forgotten(number, job.marks)
     fields, rows = job.fields, job.rows
     last = rows[-1] if rows else ("", "", "", "")
-    # squeue's line is newer than the details only if the job changed a moment ago.
     native = fields.get("JobState") or last[0].split(" ")[0]
     exit_code = fields.get("ExitCode") or last[1]
     restarts = int(fields.get("Restarts") or max(0, len(rows) - 1))
     start, end = _time(fields.get("StartTime") or last[2]), _time(fields.get("EndTime") or last[3])
-    state, category, reason = _state(native, exit_code, fields)
+    state, category, reason = _state(native, exit_code, fields, oom="oom" in job.marks)
     final = state not in ("pending", "running")
     return Status(
         state=state,
@@ -102,8 +92,8 @@ def status_of(native_id: str, line: Line | None, job: Job) -> Status:
     )
 
 
-def _state(native: str, exit_code: str, fields: Mapping[str, str]) -> tuple[str, str, str]:
-    """Return (state, category, reason)."""
+def _state(native: str, exit_code: str, fields: Mapping[str, str], *, oom: bool) -> tuple[str, str, str]:
+    """Return (state, category, reason). ``oom``: Slurm's log of the job has a kill for its memory."""
     why = fields.get("Reason", "").replace("None", "")
     if native in PENDING:
         if why == "JobHeldUser":
@@ -111,14 +101,13 @@ def _state(native: str, exit_code: str, fields: Mapping[str, str]) -> tuple[str,
         if native == "REQUEUE_HOLD" or why in ("JobHeldAdmin", "job_requeued_in_held_state"):
             return "pending", "", f"Slurm holds it ({why or native}): ask your administrator"
         return "pending", first_match(_REASONS, why, ""), f"{native}: {why}" if why else native
-    category, reason = category_of(native, exit_code, fields.get("DerivedExitCode", ""))
-    if native == "COMPLETED":
-        return "succeeded", "", ""
-    if native == "CANCELLED":
-        return "cancelled", category, reason
-    if native in FINAL or native == "REVOKED":
-        return "failed", category, reason
-    return "running", "", "stopping" if native in ("COMPLETING", "STOPPED", "SIGNALING") else ""
+    if native not in FINAL and native != "REVOKED":
+        return "running", "", "stopping" if native in ("COMPLETING", "STOPPED", "SIGNALING") else ""
+    category, reason = category_of("OUT_OF_MEMORY" if oom and native == "FAILED" else native, exit_code)
+    if category == "oom":
+        for name, of in (("MinMemoryNode", "node"), ("MinMemoryCPU", "core")):
+            reason += f", {fields[name]} a {of}" if name in fields else ""
+    return {"COMPLETED": "succeeded", "CANCELLED": "cancelled"}.get(native, "failed"), category, reason
 
 
 def _attempts(
@@ -136,14 +125,12 @@ def _attempts(
 
 def _forgotten(number: str, marks: Mapping[str, str]) -> Status:
     """Return the status of a job that Slurm knows no more, by what its script, or a cancel, wrote at its end."""
-    if "end" in marks:
-        if marks["end"] == "0":
-            return Status(state="succeeded", native="gone")
-        category, reason = category_of("FAILED", f"{marks['end']}:0")
-        return Status(state="failed", category=category, native="gone", reason=reason)
-    if "cancelled" in marks:
-        return Status(state="cancelled", category="cancelled", native="gone", reason="it was cancelled")
-    raise NotFoundError(f"Slurm no longer knows job {number}, and its script has recorded no end")
+    if not {"end", "cancelled"} & marks.keys():
+        raise NotFoundError(f"Slurm no longer knows job {number}, and its script has recorded no end")
+    end = marks.get("end")
+    native = "CANCELLED" if end is None else "COMPLETED" if end == "0" else "FAILED"
+    state, category, reason = _state(native, f"{end}:0", {}, oom="oom" in marks)
+    return Status(state=state, category=category, native="gone", reason=reason)
 
 
 def _time(text: str) -> float | None:

@@ -11,26 +11,16 @@ from ...errors import SpecError
 __all__ = ["check_body", "check_options"]
 
 UNUSABLE = (
-    "array",
-    "clusters",
-    "hold",
-    "no-requeue",
-    "parsable",
-    "quiet",
-    "test-only",
-    "uid",
-    "verbose",
-    "wait",
-    "wrap",
+    *("array", "clusters", "hold", "no-requeue", "parsable", "quiet"),
+    *("test-only", "uid", "verbose", "wait", "wrap"),
 )
 """Options with which the job would not be one job of this script, or the answer of sbatch would differ."""
 
 
 def check_body(body: Mapping[str, Any]) -> None:
     """Raise `SpecError` for options that sbatch does not know, named by their place in a job's ``options``."""
-    for name in body:
-        if name not in ("sbatch", "limit_s", "command", "image", "script"):
-            raise SpecError("no such field; options of sbatch belong into sbatch", field=f"options.slurm.{name}")
+    for name in body.keys() - {"sbatch", "limit_s", "command", "image"}:
+        raise SpecError("no such field; options of sbatch belong into sbatch", field=f"options.slurm.{name}")
     check_options(body["sbatch"], "options.slurm.sbatch")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from ..base import Fault, Platform, due
 from .life import Job
 from .pods import Pod, stamp
+from .shells import serve
 from .strict import Refusal, check_job, check_jobset, check_name
 
 __all__ = ["Cluster", "Refusal"]
@@ -87,6 +88,9 @@ class Wire:
             if fault is None or fault.done:
                 if handler.headers.get("Authorization") != f"Bearer {TOKEN}":
                     raise Refusal(401, "Unauthorized", "Unauthorized")
+                if operation == "GET pods/exec":
+                    serve(handler, cluster.container(path), query)
+                    return
                 asked = dict(urllib.parse.parse_qsl(query))
                 found = cluster.handle(handler.command, path, asked, json.loads(data) if data else None)
                 body = found if isinstance(found, bytes) else json.dumps(found).encode()
@@ -162,6 +166,15 @@ class Cluster(Platform):
         path.chmod(0o777)
         return path
 
+    def container(self, path: str) -> str:
+        """Return the engine's id of the container of a pod whose exec is at ``path``."""
+        with self._lock:
+            words = path.split("/")
+            found = [pod.node for _, pod in self._of(words[4]) if pod.name == words[6] and pod.phase == "Running"]
+            if not found or found[0] is None:
+                raise _missing("pods", words[6])
+            return found[0].id
+
     def event(self, job: Job, reason: str, message: str) -> None:
         with self._lock:
             about = {"kind": "Job", "name": job.name, "namespace": job.namespace}
@@ -228,13 +241,10 @@ class Cluster(Platform):
         key, _, value = query["labelSelector"].partition("=")
         found = [(name, meta) for (at, name), meta in self.metas(kind).items() if at == namespace]
         fitting = [(name, meta) for name, meta in found if meta.get("labels", {}).get(key) == value]
-        return {"items": [{"metadata": meta, **self._ended(kind, namespace, name)} for name, meta in fitting]}
-
-    def _ended(self, kind: str, namespace: str, name: str) -> dict[str, Any]:
-        """The status of a Job or JobSet, with how it ended."""
-        if kind == "jobsets":
-            return {"status": self._jobset("GET", namespace, name, {}, None)["status"]}
-        return {"status": self.jobs[namespace, name].made.get("status", {})} if kind == "jobs" else {}
+        read = {"jobs": self._job, "jobsets": self._jobset}.get(kind)
+        return {
+            "items": [read("GET", namespace, name, {}, None) if read else {"metadata": meta} for name, meta in fitting]
+        }
 
     def _delete(self, namespace: str, kind: str, name: str) -> Any:
         """Delete an object, and in the end what it owns."""
@@ -294,6 +304,11 @@ class Cluster(Platform):
         if found is None:
             raise _missing("jobsets.jobset.x-k8s.io", str(name))
         job = self.jobs.get((namespace, f"{name}-node-0"))
+        if method == "PATCH":
+            found["metadata"].setdefault("annotations", {}).update(body["metadata"].get("annotations", {}))
+            found["spec"].update(body.get("spec", {}))
+            if job:
+                job.made["spec"]["suspend"] = found["spec"]["suspend"]
         known = {"Complete": "Completed", "Failed": "Failed"}
         over = [item for item in job.made["status"]["conditions"] if item["type"] in known] if job else []
         return {**found, "status": {"conditions": [{**item, "type": known[item["type"]]} for item in over]}}
@@ -308,6 +323,7 @@ class Cluster(Platform):
             self.objects["services", namespace, service["metadata"]["name"]] = service
             job = json.loads(json.dumps(check_jobset(made)))
             job["metadata"]["ownerReferences"] = [owner]
+            job["spec"]["suspend"] = made["spec"].get("suspend", False)
             self._create_job(namespace, job, dry=False, strict=False)
 
     def _core(self, method: str, kind: str, namespace: str, name: str | None, body: Any) -> Any:

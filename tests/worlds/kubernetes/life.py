@@ -101,7 +101,11 @@ class Job:
         while self._due or self._current:
             if self._late():
                 return LATE
-            self._create()
+            if self.made["spec"].get("suspend"):
+                for pod in self._current.values():
+                    pod.delete()
+            else:
+                self._create()
             self._step()
             for pod in [pod for pod in self._current.values() if not pod.active]:
                 if end := self._settle(pod):
@@ -120,8 +124,8 @@ class Job:
         self.pods = [pod for pod in self.pods if not pod.gone]
 
     def _late(self) -> bool:
-        """Whether the Job's own deadline is over; the test's end counts as that."""
-        limit = self.made["spec"].get("activeDeadlineSeconds")
+        """Whether the Job's own deadline is over; the test's end counts as that. A suspended Job has none."""
+        limit = None if self.made["spec"].get("suspend") else self.made["spec"].get("activeDeadlineSeconds")
         return self._stop.is_set() or (limit is not None and time.time() - self._since >= limit)
 
     def _create(self) -> None:

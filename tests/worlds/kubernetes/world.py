@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,14 +18,11 @@ from cloudtrain.runs.run import Run
 from cloudtrain.testing.platform import FakePlatform
 from cloudtrain.testing.tables import Fields
 
-from ..vertex.plane import Plane
+from ..bucket import MountedBucket
 from .cluster import Cluster
 from .life import Job
 
 __all__ = ["BucketWorld", "KubernetesWorld", "idle"]
-
-BUCKET = "training"
-FILES = Path(__file__).parents[2] / "bucketfs.py"
 
 
 class KubernetesWorld(FakePlatform):
@@ -73,9 +68,14 @@ class KubernetesWorld(FakePlatform):
         yield {**env, "JOB_COMPLETION_INDEX": str(number)}
 
     def job(self, run: Run, attempt: int = 0) -> Job:
+        """Return an attempt's Job, once its JobSet has made it."""
         submitted = run.store.submitted(run.run_id, attempt)
         assert submitted is not None
-        return self.plane.jobs[self.key(str(submitted["native_id"]))]
+        key, until = self.key(str(submitted["native_id"])), time.monotonic() + 60
+        while key not in self.plane.jobs and time.monotonic() < until:
+            self.provider.status(str(submitted["native_id"]))  # its controller acts at any call
+            time.sleep(0.1)
+        return self.plane.jobs[key]
 
     def key(self, native_id: str) -> tuple[str, str]:
         namespace, _, name = native_id.partition("/")
@@ -99,7 +99,7 @@ class KubernetesWorld(FakePlatform):
             yield {}
             plane.quota = False
         elif category == "auth":
-            plane.denied.add("POST jobs")
+            plane.denied |= {"POST jobs", "POST jobsets"}
             yield {}
             plane.denied.clear()
         else:
@@ -120,23 +120,17 @@ def idle(folder: Path, patch: pytest.MonkeyPatch, **settings: Any) -> Iterator[K
 
 
 class BucketWorld(KubernetesWorld):
-    """A cluster whose claim is a bucket, mounted with the rules of `bucketfs`."""
+    """A cluster whose claim is a `MountedBucket`."""
 
     def __init__(self, folder: Path, *, image: str, root: str = "/mnt/bucket") -> None:
-        super().__init__(folder, image=image, bucket=f"gs://{BUCKET}", root=root)
+        self._bucket = MountedBucket(folder)
+        super().__init__(folder, image=image, bucket=self._bucket.url, root=root)
+        self.google = self._bucket.google
         self.plane.environment = self.google.environ()
 
     def volume(self, folder: Path) -> Path:
-        self.google, place = Plane(folder / "google"), folder / "mounted"
-        place.mkdir()
-        command = [sys.executable, FILES, self.google.gcs.make(BUCKET), place]
-        self._mount = subprocess.Popen(command, stdin=subprocess.PIPE)
-        while not os.path.ismount(place):
-            assert self._mount.poll() is None, "it could not be mounted"
-            time.sleep(0.05)
-        return place
+        return self._bucket.place
 
     def close(self) -> None:
         super().close()
-        self._mount.communicate(timeout=60)
-        self.google.close()
+        self._bucket.close()

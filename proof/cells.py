@@ -23,15 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from containers import BUILD, IMAGE, left
-from jobs import CLI, Done, Jobs
-from slurmcluster import GRACE, Cluster, running
-
 from cloudtrain.engine.docker_api import connect, run_label
 from cloudtrain.errors import StorageError
 from cloudtrain.runtime.checkpoints import complete
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests"))
+
+from containers import BUILD, IMAGE, left  # noqa: E402  what the tests have of an engine, jobs and a cluster
+from jobs import CLI, Done, Jobs  # noqa: E402
+from slurmcluster import GRACE, Cluster, running  # noqa: E402
+
 CLOUDS = ("sagemaker", "azureml", "vertex", "kubernetes", "modelarts")
 HERE = ("local", "docker", "slurm")
 """Platforms that run for real on this machine; slurm's is a cluster of four nodes, by tests/slurm.sh."""
@@ -343,7 +345,7 @@ class Site:
         """The store behind a file system that takes its time."""
         self.jobs.store.mkdir()
         (self.jobs.tmp / "behind").mkdir()
-        command = [sys.executable, Path(__file__).with_name("slowfs.py"), self.jobs.tmp / "behind", self.jobs.store]
+        command = [sys.executable, ROOT / "tests/slowfs.py", self.jobs.tmp / "behind", self.jobs.store]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
             try:
                 self.jobs.wait_for(lambda: os.path.ismount(self.jobs.store) or process.poll() is not None)

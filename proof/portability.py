@@ -1,8 +1,8 @@
 """Run the cells of the portability matrix, record them in docs/data/portability.json, and make docs/portability.md.
 
-python tests/portability.py                   # all cells, an hour on 2 cores; needs an engine of containers, and root
-python tests/portability.py vertex 'full disk'  # the cells whose names contain one of the words
-python tests/portability.py --page            # only make the page from the record
+python proof/portability.py                   # all cells, an hour on 2 cores; needs an engine of containers, and root
+python proof/portability.py vertex 'full disk'  # the cells whose names contain one of the words
+python proof/portability.py --page            # only make the page from the record
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import cells
 from cells import CELLS, CLOUDS, FIXTURES, IMAGES, NOT, PROVIDERS, SCENARIOS, SHAPE, TRAININGS, Cell
+
 from proof import commit, machine
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +28,7 @@ OTHER_MACHINE = f"no clean run on {PROVIDERS[0]} of the same machine to compare 
 ELSEWHERE = f"ran on a machine with another processor, and has the bits of the clean run on {PROVIDERS[0]} there"
 _INTRO = """# Portability: the same job on eight platforms, with faults
 
-<!-- Made of docs/data/portability.json by: python tests/portability.py. Do not edit. -->
+<!-- Made of docs/data/portability.json by: python proof/portability.py. Do not edit. -->
 
 Each cell runs the same job file with the same code and data. `local` starts processes, `docker` containers, and `slurm`
 the real daemons of Slurm on one machine. The other columns are rehearsals: they start in containers what the platform
@@ -56,7 +57,7 @@ These cells run the training with `ddp.py` again. The losses must have the same 
 _END = """
 ## How old this is
 
-`python tests/portability.py` runs all cells again, and so does `make proof`. A test fails in three cases: this page
+`python proof/portability.py` runs all cells again, and so does `make proof`. A test fails in three cases: this page
 does not agree with its record; a provider, scenario, image or fault has no cell; or a cell's entry point, task, data,
 flags or image has changed since it ran. A change of cloudtrain alone does not make a cell stale. The table
 shows the commit of each cell, and the suite runs a few of the cells every time.

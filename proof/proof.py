@@ -1,6 +1,6 @@
 """``make proof``: the seeded trials in full, the portability matrix, every benchmark against its target, as one page.
 
-    python tests/proof.py [--slice] [--no-report] [--only tests|portability|benchmarks] [--trials N] [--seed N]
+    python proof/proof.py [--slice] [--no-report] [--only tests|portability|benchmarks] [--trials N] [--seed N]
                           [--workers N] [--select EXPR] [--minutes N]
 
 Exit code 0 only when every trial passed, none was skipped, and every target was met. A slice measures too little to
@@ -167,7 +167,7 @@ def portability() -> Part:
     """The whole matrix, whose record and page are made anew."""
     import portability as matrix
 
-    words, began = ["tests/portability.py"], time.monotonic()
+    words, began = ["proof/portability.py"], time.monotonic()
     done = subprocess.run([sys.executable, *words], cwd=ROOT, check=False)
     record, lines = matrix.read(), []
     for row in dict.fromkeys(cell.row for cell in matrix.CELLS.values()):

@@ -1,6 +1,6 @@
 """A stranger who has the README and nothing else: does what it says, and keeps what the terminal showed.
 
-    python tests/first_time_user.py FOLDER          # from a clean clone and a fresh venv; writes docs/first-run.md anew
+    python proof/first_time_user.py FOLDER          # from a clean clone and a fresh venv; writes docs/first-run.md anew
 
 Every command is read out of the README. What each printed is a transcript, and docs/first-run.md is made of them: three
 that a test makes anew and compares, without what differs from run to run (`normal`).
@@ -16,9 +16,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from test_docs import BIN, Block, blocks, page
-
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests"))
+
+from test_docs import BIN, Block, blocks, page  # noqa: E402  the tests read pages in the same way
+
 PAGE = "docs/first-run.md"
 HOME = "/home/you/cloudtrain"
 """What stands on the page in place of the folder of the clone."""
@@ -141,7 +143,7 @@ def normal(transcript: str) -> str:
 
 HEAD = """# What a first run prints
 
-This page shows what the commands of the README print. To make the page again, run `python tests/first_time_user.py
+This page shows what the commands of the README print. To make the page again, run `python proof/first_time_user.py
 FOLDER`. This program clones the repository into FOLDER and runs each command of the README. A test runs the commands
 too, and compares the output with this page. Ids, sizes and rates differ in each run: this page has the values of one
 run.
