@@ -1,6 +1,5 @@
 """ModelArts on loopback, for tests: the APIs that Huawei's own clients talk to, and jobs that really run.
 
-* `signatures`: an independent check of the three signatures: ModelArts', OBS's own and SigV4.
 * `bucket`: OBS on a folder, which is what a mounted volume is on a node.
 * `plane`: a project: its jobs, quotas and agency, and IAM.
 * `life`: one job through its phases, its tasks as containers of uid 1000.

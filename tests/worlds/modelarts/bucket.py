@@ -19,8 +19,9 @@ from pathlib import Path
 from urllib.parse import unquote
 from xml.sax.saxutils import escape, unescape
 
+from signatures import Keys, check_obs, check_v4
+
 from ..vertex.wire import Answer, Call, Refusal, Wire
-from .signatures import Keys, check_obs, check_v4
 
 __all__ = ["Obs"]
 

@@ -54,7 +54,7 @@ class TrainingJob:
         self._left = int(body["metadata"].get("annotations", {}).get(RETRY_NUM, 0))
         self._stop, self._fault = threading.Event(), threading.Event()
         self._why = ("", "", "")
-        self._first, self._for_good = 0, False
+        self._first = 0
         self._engine = Machines(folder=self.folder / "engine", run=self.folder.as_uri(), environ={})
         self._thread = threading.Thread(target=self._run, name=id, daemon=True)
         self._thread.start()
@@ -75,21 +75,16 @@ class TrainingJob:
             self._move("Terminating")
         self._stop.set()
 
-    def drain(self, number: int) -> None:
-        """Take a machine back with a notice: every task is stopped and the job placed anew."""
-        self._first, self._why = number, ("drained", f"worker-{number}", "job_reschedule")
+    def fault(self, number: int, why: str = "drained", recover: str = "job_reschedule") -> None:
+        """Take a machine back with a notice; by ``proc_restart`` its processes start again where they are."""
+        self._first, self._why = number, (why, f"worker-{number}", recover)
         self._fault.set()
 
-    def restart(self) -> None:
-        """Stop the processes and start them again where they are, as after a fault of a card."""
-        self._first, self._why = 0, ("restarted", "worker-0", "proc_restart")
-        self._fault.set()
-
-    def lose(self, number: int, *, for_good: bool = False) -> None:
-        """Lose a machine without a notice. ``for_good``: the restarts are used up."""
-        self._first, self._for_good, self._why = number, for_good, ("lost", f"worker-{number}", "job_reschedule")
+    def lose(self, number: int) -> None:
+        """Lose a machine without a notice, when the restarts are used up."""
+        self._left = 0
         self.containers[number].kill()
-        self._fault.set()
+        self.fault(number, "lost")
 
     def wait(self, seconds: float = 120) -> str:
         """Wait until it is over, and return its phase."""
@@ -213,9 +208,9 @@ class TrainingJob:
         if end == "cancelled":
             return "Terminated"
         if self._fault.is_set():
-            again = self._left > 0 and not self._for_good
+            again = self._left > 0
             self._left -= 1
-            scenario = "chip_fault" if self._why[0] == "restarted" else "node_fault"
+            scenario = "chip_fault" if self._why[2] == "proc_restart" else "node_fault"
             record |= {"end_reason": f"{scenario} on {self._why[1]}", "end_related_task": self._why[1]}
             result = "success" if again else "quotaExceeded"
             record["recover_records"] = [

@@ -7,26 +7,26 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from huawei import answered, body_errors
+from signatures import check_sdk
 
 from ..base import Platform
 from ..vertex.wire import Answer, Call, Refusal, Wire
 from .bucket import Obs
 from .life import TrainingJob
-from .signatures import check_sdk
 
 __all__ = ["AK", "PROJECT", "REGION", "SK", "Plane", "refusal"]
 
 PROJECT, REGION = "0123456789abcdef0123456789abcdef", "cn-north-4"
 AK, SK = "AKEXAMPLE", "SKEXAMPLE"
-FLAVORS: Mapping[str, Mapping[str, Any]] = {
-    "modelarts.vm.cpu.2u": {"max_num": 16, "flavor_type": "CPU", "cpu": {"arch": "x86", "core_num": 2}},
-    "modelarts.p3.large.public": {"max_num": 1, "flavor_type": "GPU", "cpu": {"arch": "x86", "core_num": 8}},
-}
+FLAVORS = [
+    {"flavor_id": "modelarts.vm.cpu.2u", "max_num": 16, "flavor_type": "CPU"},
+    {"flavor_id": "modelarts.p3.large.public", "max_num": 1, "flavor_type": "GPU"},
+]
 PREVIEW = 5 << 20
 """Bytes of a log's newest part: the SDK's remark on current_size."""
 
@@ -180,8 +180,7 @@ class Plane(Platform):
         return Answer(answered(found, "ShowTrainingJobLogsPreviewResponse"))
 
     def _authorizations(self, call: Call) -> Answer:
-        rows = [{"user_id": "1", "user_name": "tester", "type": "agency", "content": "modelarts_agency"}]
-        rows = rows if self.agency else []
+        rows = [{"user_id": "1", "type": "agency", "content": "modelarts_agency"}] if self.agency else []
         return Answer(answered({"total_count": len(rows), "auth": rows}, "GetAuthorizationsResponse"))
 
     def _quotas(self, call: Call) -> Answer:
@@ -190,11 +189,7 @@ class Plane(Platform):
         return Answer(answered({"quotas": [row]}, "ShowTrainingQuotasResponse"))
 
     def _flavors(self, call: Call) -> Answer:
-        rows = [
-            {**{k: v for k, v in own.items() if k != "cpu"}, "flavor_id": name, "flavor_info": {"cpu": own["cpu"]}}
-            for name, own in FLAVORS.items()
-        ]
-        return Answer(answered({"total_count": len(rows), "flavors": rows}, "ShowTrainingJobFlavorsResponse"))
+        return Answer(answered({"total_count": len(FLAVORS), "flavors": FLAVORS}, "ShowTrainingJobFlavorsResponse"))
 
     def _buy(self, call: Call) -> Answer:
         """Temporary keys for a token, as IAM sells them."""

@@ -63,10 +63,10 @@ class ModelArtsWorld(FakePlatform):
         return self.plane.job(str(submitted["native_id"]))
 
     def preempt(self, run: Run, number: int) -> None:
-        self.job(run).drain(number)
+        self.job(run).fault(number)
 
     def kill(self, run: Run, number: int) -> None:
-        self.job(run).lose(number, for_good=True)
+        self.job(run).lose(number)
 
     def fault(self, category: str) -> contextlib.AbstractContextManager[Fields]:
         if category == "capacity":
