@@ -73,10 +73,10 @@ lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && \
 	    $(BIN)/vermin --quiet --target=3.10- --no-tips --violations cloudtrain entrypoints examples
 
-# Three workers on two cores, as whole runs mostly wait. They come first, as they are collected: sorted by their number,
+# Four workers on two cores, as whole runs mostly wait. They come first, as they are collected: sorted by their number,
 # the few long ones would be left to the end. tests/conftest.py says which tests one worker runs together.
 test: install $(S3FS)/.installed $(TORCHX_CLI)/.installed $(HUAWEI)/.installed
-	HUAWEI_FOLDER=$(CURDIR)/$(HUAWEI) TORCHX_FOLDER=$(CURDIR)/$(TORCHX_CLI) S3FS_FOLDER=$(CURDIR)/$(S3FS) $(PYTEST) -n 3 --dist loadgroup --no-loadscope-reorder -m '$(ELSEWHERE)' $(TEST_FLAGS)
+	HUAWEI_FOLDER=$(CURDIR)/$(HUAWEI) TORCHX_FOLDER=$(CURDIR)/$(TORCHX_CLI) S3FS_FOLDER=$(CURDIR)/$(S3FS) $(PYTEST) -n 4 --dist loadgroup --no-loadscope-reorder -m '$(ELSEWHERE)' $(TEST_FLAGS)
 
 # What a change must pass before it is merged.
 check: lint test

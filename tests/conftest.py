@@ -86,7 +86,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if marks & left_out else None
 
 
-LIKE_LOCAL = ("test_docker", "test_sagemaker", "test_azureml", "test_vertex", "test_slurm", "test_kubernetes")
+LIKE_LOCAL = (
+    "test_docker",
+    "test_sagemaker",
+    "test_azureml",
+    "test_vertex",
+    "test_slurm",
+    "test_kubernetes",
+    "test_modelarts",
+)
 """Modules with a provider's contract that leave to `make proof` what our own runtime decides, as local shows it."""
 
 
@@ -119,7 +127,10 @@ def _scope(item: pytest.Item) -> str | None:
     """Return the name of the tests that one worker runs with this one; None if any may run it.
 
     They share a fixture of their class or module, or are short. A run of minutes does not wait for its module's others.
+    Quick trainings are forked from one process, which imports torch once for all of them.
     """
+    if "trainings" in getattr(item, "fixturenames", ()):
+        return "trainings"
     known = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
     scopes = {one.scope for all_of_name in known for one in all_of_name if not one.argname.startswith("_xunit")}
     slow = item.get_closest_marker("slow") is not None

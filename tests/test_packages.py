@@ -134,7 +134,7 @@ def cloudtrain(python: Path, line: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("provider", FIRST)
 def test_the_first_command_names_all_that_is_missing(provider: str, bare: Path) -> None:

@@ -540,8 +540,9 @@ def _objects(
             if extras_of_type(find_provider(name)).objects is ProviderExtras.objects:
                 continue
             made = settings.provider_of(record) if "settings" in record else settings.make_provider(name)
-            places = [item.name for item in dataclasses.fields(made.settings) if item.metadata.get("place")]
-            place = (name, *(str(getattr(made.settings, item)) for item in places))
+            fields = dataclasses.fields(made.settings)
+            places = [item for item in fields if item.metadata.get("place")] or fields
+            place = (name, *(str(getattr(made.settings, item.name)) for item in places))
             if place not in asked:
                 asked.add(place)
                 found |= dict.fromkeys(extras_of(made).objects(), extras_of(made))

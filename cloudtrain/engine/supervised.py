@@ -495,7 +495,12 @@ def _logs_in(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_bytes())  # type: ignore[no-any-return]
+    """Read a record. Where none can be renamed, its writer fills it in place, so half of one is read again."""
+    try:
+        return json.loads(path.read_bytes())  # type: ignore[no-any-return]
+    except ValueError:
+        time.sleep(CLIENT_TIMINGS.half_record)
+        return json.loads(path.read_bytes())  # type: ignore[no-any-return]
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

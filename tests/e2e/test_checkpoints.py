@@ -177,7 +177,8 @@ def test_a_checkpoint_in_the_store_is_resumed_from_by_its_url(jobs: Jobs) -> Non
 
 
 @pytest.mark.remote
-@pytest.mark.parametrize("store", ["s3", pytest.param("gcs", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("store", ["s3", "gcs"])
 def test_the_same_on_an_object_store(jobs: Jobs, request: pytest.FixtureRequest, store: str) -> None:
     url, of_script = request.getfixturevalue(f"{store}_url"), []
     if store == "s3":

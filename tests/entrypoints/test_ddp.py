@@ -23,6 +23,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     return Launched(tmp_path_factory.mktemp("two"), "ddp.py", *SHORT, processes=2).finish()
 
 
+@pytest.mark.proof
 def test_trains_under_bare_torchrun(two: Launched) -> None:
     assert (two.code, two.err) == (0, "")
     lines = two.out.splitlines()
@@ -35,6 +36,7 @@ def test_trains_under_bare_torchrun(two: Launched) -> None:
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
+@pytest.mark.proof
 def test_metrics_are_one_flat_line_a_step(two: Launched) -> None:
     lines = two.metrics()
     assert [line["step"] for line in lines] == list(range(1, EPOCHS * PER_EPOCH + 1))
@@ -45,6 +47,7 @@ def test_metrics_are_one_flat_line_a_step(two: Launched) -> None:
     assert [line["step"] for line in epochs] == [PER_EPOCH * epoch for epoch in range(1, EPOCHS + 1)]
 
 
+@pytest.mark.proof
 def test_a_checkpoint_each_epoch_and_nothing_half_written(two: Launched) -> None:
     names = {path.name for path in (two.folder / "checkpoints").iterdir()}
     assert names == {f"step-{PER_EPOCH * epoch}" for epoch in range(1, EPOCHS + 1)}
@@ -246,6 +249,7 @@ def test_refuses_in_one_line(case: str, trainings: Trainings, tmp_path: Path) ->
     assert words in refused.err
 
 
+@pytest.mark.proof
 def test_refuses_the_checkpoint_of_another_run(two: Launched, trainings: Trainings, tmp_path: Path) -> None:
     flags = (*SHORT, "--resume", str(two.checkpoint("step-22")), "--lr", "1")
     refused = trainings.start(tmp_path, "ddp.py", *flags).finish()

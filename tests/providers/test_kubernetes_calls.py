@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from doctoring import Examiner
+from websocket import WebSocketConnectionClosedException
 from worlds.base import Fault
 from worlds.kubernetes.cluster import Refusal
 from worlds.kubernetes.world import KubernetesWorld, idle
@@ -79,6 +83,25 @@ def test_a_shell_that_is_refused_is_one_line(
     own = {name: getattr(world.provider.settings, name) for name in ("kubeconfig", "context", "namespace")}
     assert shell.main(json.dumps({"settings": own, "pod": "gone", "tty": False}), "true") == code
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_shell_whose_connection_is_cut_is_one_line(
+    world: KubernetesWorld, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = socket.socketpair()
+    link = SimpleNamespace(sock=SimpleNamespace(sock=ours), is_open=lambda: True, read_channel=lambda channel: b"")
+
+    def cut(timeout: float) -> None:
+        raise WebSocketConnectionClosedException("it is cut")
+
+    link.update = cut
+    link.close_channel = link.write_channel = lambda *_: None
+    monkeypatch.setattr(shell.Account, "exec", lambda *_, **__: link)
+    asked = {"settings": {"namespace": "team"}, "pod": "x", "tty": False}
+    with ours, theirs, open(os.devnull) as nothing:
+        monkeypatch.setattr(shell, "STDIN", nothing.fileno())
+        assert shell.main(json.dumps(asked), "true") == 7
+    assert capsys.readouterr().err == "error: the shell ended: the connection was lost\n"
 
 
 def kinds(world: KubernetesWorld) -> list[str]:

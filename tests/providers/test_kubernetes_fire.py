@@ -184,7 +184,7 @@ def test_a_client_that_is_struck_at_any_call_leaves_one_job(
 @pytest.mark.parametrize(
     ("kind", "trials"),
     [
-        ("job", 8),
+        ("job", 4),
         ("jobset", 2),
         *(pytest.param(kind, max(200, TRIALS // 5), marks=pytest.mark.proof) for kind in KINDS),
     ],

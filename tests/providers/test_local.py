@@ -21,7 +21,7 @@ import pytest
 from entering import check_shell
 
 import cloudtrain
-from cloudtrain.engine import ENGINE_PREFIX
+from cloudtrain.engine import ENGINE_PREFIX, supervised
 from cloudtrain.engine.processes import ProcessEngine, share_of_gpus
 from cloudtrain.errors import CapacityError, NotFoundError, SpecError, UnsupportedError
 from cloudtrain.job.job import DEFAULT_STALL_TIMEOUT, Job
@@ -469,3 +469,15 @@ def test_the_suite_bites(broken: type[Provider], tmp_path: Path) -> None:
 def test_an_expected_failure_must_be_one(tmp_path: Path) -> None:
     assert failures(Silent, tmp_path, "-m", "not slow", xfails={TAGS: "it has no tags"}) == set()
     assert failures(Vague, tmp_path, "-k", "honoured", xfails={TAGS: "it has no tags"}) == {TAGS, *BITES[Vague]}
+
+
+def test_a_record_that_is_being_written_in_place_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a folder that forbids renaming, between the opening of the file and its first byte."""
+    path = tmp_path / "status.json"
+    path.write_bytes(b"")
+    monkeypatch.setattr("time.sleep", lambda seconds: path.write_text('{"state": "running"}'))
+    assert supervised._read(path) == {"state": "running"}
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    path.write_bytes(b"{")
+    with pytest.raises(ValueError, match="Expecting"):
+        supervised._read(path)

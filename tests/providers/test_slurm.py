@@ -223,7 +223,7 @@ def test_gc_removes_the_files_of_a_job_whose_run_is_gone(whole: SlurmPlatform, t
         time.sleep(0.1)
     (found,) = world.provider.objects()
     assert (found.kind, found.run) == ("folder", plan.request.run)
-    collected = collect_at(world.store, older_than=0, delete=True, objects=[found], remove=world.provider.remove)
+    collected = collect_at(world.store, older_than=0, delete=True, objects=lambda records: {found: world.provider})
     assert found.key in {item.key for item in collected.found}
     assert list((tmp_path / "files").iterdir()) == []
 

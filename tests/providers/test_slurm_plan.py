@@ -236,6 +236,7 @@ def known(rows: tuple[tuple[str, ...], ...] = (), marks: Mapping[str, str] | Non
         ({"JobState": "FAILED", "ExitCode": "124:0"}, "failed", "timeout"),
         ({"JobState": "FAILED", "ExitCode": "231:0"}, "failed", "preempted"),
         ({"JobState": "FAILED", "ExitCode": "230:0"}, "failed", "infra"),
+        ({"JobState": "FAILED", "ExitCode": "2:0"}, "failed", "image"),
         ({"JobState": "FAILED", "ExitCode": "0:53"}, "failed", "infra"),
         ({"JobState": "FAILED", "ExitCode": "1:0"}, "failed", "user_error"),
         ({"JobState": "OUT_OF_MEMORY"}, "failed", "oom"),
@@ -299,7 +300,8 @@ def test_a_tag_cannot_pass_for_a_field() -> None:
     ("said", "kind"),
     [
         ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination", SpecError),
-        ("sbatch: error: invalid partition specified: x", SpecError),
+        ("sbatch: error: invalid partition specified: slow", SpecError),
+        ("sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying", LostContactError),
         ("sbatch: error: Batch job submission failed: Requested node configuration is not available", SpecError),
         ("sbatch: error: Batch submission failed: Job violates accounting/QOS policy (job limit)", QuotaError),
         ("sbatch: error: Batch job submission failed: Protocol authentication error", AuthError),

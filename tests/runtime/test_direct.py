@@ -243,7 +243,7 @@ for name, text in zip(sys.argv[2::2], sys.argv[3::2]):
 
 
 @pytest.mark.remote
-@pytest.mark.parametrize("store", ["s3", "azure", "gcs"])
+@pytest.mark.parametrize("store", ["s3", *(pytest.param(name, marks=pytest.mark.proof) for name in ("azure", "gcs"))])
 def test_on_object_stores(request: pytest.FixtureRequest, store: str) -> None:
     url = f"{request.getfixturevalue(f'{store}_url')}/checkpoints"
     environ = dict(os.environ)

@@ -304,12 +304,9 @@ class Account:
         meta = job["metadata"]
         query = {"fieldSelector": f"involvedObject.kind=Job,involvedObject.name={meta['name']}"}
         found = self.call("GET", path_of("Event", meta["namespace"]), what="ask for the events", **query)
-        own = [
-            event
-            for event in found["items"]
-            if event["reason"] in ("FailedCreate", "SuccessfulCreate")
-            and event["involvedObject"].get("uid") in (None, meta.get("uid"))  # the name may have been an earlier Job's
-        ]
+        own = [event for event in found["items"] if event["reason"] in ("FailedCreate", "SuccessfulCreate")]
+        own = [event for event in own if event["involvedObject"].get("uid") in (None, meta.get("uid"))]
+        # The name may have been an earlier Job's. Times are whole seconds.
         return sorted(own, key=lambda event: (_moment(event), event["reason"] == "FailedCreate"))
 
     def log(self, namespace: str, pod: str, **query: Any) -> bytes:

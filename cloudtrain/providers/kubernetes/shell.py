@@ -33,7 +33,9 @@ def main(facts: str, *command: str) -> int:
     asked = json.loads(facts)
     try:
         link = Account(Settings(**asked["settings"])).exec(asked["pod"], command, tty=asked["tty"])
-        with _raw(asked["tty"]):
+        from websocket import WebSocketException
+
+        with _raw(asked["tty"]), contextlib.suppress(WebSocketException, ConnectionError):
             _pump(link, asked["tty"])
         return _exit_code(json.loads(link.read_channel(ERROR) or "{}"))
     except CloudtrainError as exc:

@@ -66,7 +66,11 @@ def status(account: Account, native_id: str) -> Status:
     found = status_of(job, pods)
     if found.state == "pending" and found.native not in _DECIDED and _lacks_pods(job, pods):
         with suppress(AuthError):  # the caller may not see events
-            found = _refused(found, account.creations(job))
+            if (events := account.creations(job)) and events[-1]["reason"] == "FailedCreate":
+                found = replace(found, reason=one_line(events[-1].get("message")))
+        if "exceeded quota" in found.reason:
+            reason = hinted(found.reason, HINTS["quota"])
+            found = replace(found, state="failed", category="quota", reason=reason, native="FailedCreate")
     if found.state == "failed" and not is_ending(job):
         with suppress(AuthError, NotFoundError):  # the caller may only read, or the Job is gone
             account.cancel(native_id, why=f"{found.category}: {found.reason}")
@@ -75,18 +79,6 @@ def status(account: Account, native_id: str) -> Status:
 
 def _lacks_pods(job: Object, pods: Sequence[Object]) -> bool:
     return len({_index(pod) for pod in pods}) < int(job["spec"]["completions"])
-
-
-def _refused(found: Status, events: Sequence[Object]) -> Status:
-    """Return the status of a Job that lacks pods, by its events about their creation, the oldest first."""
-    if not events or events[-1].get("reason") != "FailedCreate":
-        return found
-    why = one_line(events[-1].get("message"))
-    if "exceeded quota" in why:
-        return replace(
-            found, state="failed", category="quota", reason=hinted(why, HINTS["quota"]), native="FailedCreate"
-        )
-    return replace(found, reason=why)
 
 
 def status_of(job: Object, pods: Sequence[Object]) -> Status:
@@ -98,7 +90,8 @@ def status_of(job: Object, pods: Sequence[Object]) -> Status:
     cancelled = CANCELLED in marks
     attempts = _attempts(job, pods)
     began = min((row.started for row in attempts if row.started is not None), default=None)
-    base = Status(state="running", started=began, attempts=attempts, instance_type=_machine(job))
+    machine = (job["spec"]["template"]["spec"].get("nodeSelector") or {}).get("node.kubernetes.io/instance-type", "")
+    base = Status(state="running", started=began, attempts=attempts, instance_type=str(machine))
     if "Complete" in conditions:
         ended = time_of(job["status"].get("completionTime")) or time_of(conditions["Complete"]["lastTransitionTime"])
         return replace(base, state="succeeded", native="Complete", finished=ended)
@@ -124,17 +117,15 @@ def status_of(job: Object, pods: Sequence[Object]) -> Status:
         category = "capacity" if waiting == "Unschedulable" else ""
         return replace(base, state="pending", native=waiting or "Pending", category=category, reason=why)
     if any(_begins_again(pod) for pod in newest.values()):
-        return replace(
-            base, state="pending", native="Restarting", reason="its nodes stopped at a notice, and start again"
-        )
+        reason = "its nodes stopped at a notice, and start again"
+        return replace(base, state="pending", native="Restarting", reason=reason)
     return replace(base, native="Running")
 
 
 def _failed(base: Status, why: Object, pods: Sequence[Object], *, cancelled: bool) -> Status:
     """Return the status of a Job with the condition Failed, ``why``."""
-    base = replace(
-        base, state="failed", native=f"Failed: {why.get('reason', '')}", finished=time_of(why.get("lastTransitionTime"))
-    )
+    over = time_of(why.get("lastTransitionTime"))
+    base = replace(base, state="failed", native=f"Failed: {why.get('reason', '')}", finished=over)
     late = why.get("reason") == "DeadlineExceeded"
     # A pod that does not stop at the signal of a cancel is killed, and its exit code fails the Job.
     if cancelled and (late or any(pod["status"].get("reason") == "DeadlineExceeded" for pod in pods)):
@@ -195,11 +186,6 @@ def _containers(pod: Object) -> list[Object]:
 
 def _index(pod: Object) -> str:
     return str((pod["metadata"].get("labels") or {}).get(POD_INDEX, ""))
-
-
-def _machine(job: Object) -> str:
-    selector = job["spec"]["template"]["spec"].get("nodeSelector") or {}
-    return str(selector.get("node.kubernetes.io/instance-type", ""))
 
 
 def _disruption(pod: Object) -> str:

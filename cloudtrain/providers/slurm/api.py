@@ -48,7 +48,7 @@ LOST = 255
 _REFUSALS: Sequence[tuple[str, type[errors.CloudtrainError], str]] = (
     (r"Protocol authentication error|munge|Invalid user id|Access/permission denied", errors.AuthError, "auth"),
     (r"AssocMax|AssocGrp|QOSMax|QOSGrp|accounting/QOS policy|MaxSubmit", errors.QuotaError, "quota"),
-    (r"Unable to contact|Socket timed out|Connection (refused|reset|timed)|Zero Bytes|temporarily un|try again|slow",
+    (r"Unable to contact|Socket timed out|Connection (re|timed)|Zero Bytes|temporarily un|try again|slow down",
      errors.LostContactError, ""),
     (r"not available|Memory specification|Invalid|Requested (partition|reservation|time)|too (long|large)|unrecognized",
      errors.SpecError, ""),

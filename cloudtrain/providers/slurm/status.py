@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ...errors import NotFoundError
 from ...provider_api.protocol import AttemptInfo, Status
 from .._cloud import first_match, hinted, patterns
+from . import NAME
 from .api import FINAL, HELP, job_of
 from .node import AGAIN, LOST, TIME_UP
 
@@ -50,6 +51,7 @@ _ENDS = {
     f"{TIME_UP}:0": ("timeout", "max_runtime is used up"),
     f"{AGAIN}:0": ("preempted", "its nodes stopped at a notice, and Slurm did not start it again"),
     f"{LOST}:0": ("infra", "a node was lost"),
+    "2:0": ("image", f"{NAME}.python did not start on a node, or the node does not see the store: its log says more"),
     "0:53": ("infra", "Slurm could not start the batch script: its log's folder is missing on the node"),
 }
 """Category and reason of a job's end."""
