@@ -17,6 +17,7 @@ import pytest
 from rows import for_each
 from worlds.modelarts.plane import AK, PROJECT, SK, Plane
 
+from cloudtrain.doctor.doctor import round_trip
 from cloudtrain.errors import SpecError
 from cloudtrain.providers.modelarts import Provider
 from cloudtrain.providers.modelarts.signing import query_string, signed_headers
@@ -243,6 +244,16 @@ def test_a_bucket_that_cannot_create_exclusively_is_refused(plane: Plane, kind: 
     assert "\n" not in caught.value.message
     assert caught.value.field == "store"
     assert plane.obs.keys_of("plain") == []
+
+
+def test_doctor_finds_a_store_in_obs_fit(plane: Plane) -> None:
+    plane.obs.make("fit")
+    assert round_trip(files("obs://fit/store")).status == "ok"
+    assert plane.obs.keys_of("fit") == []
+    plane.obs.make("unfit")
+    plane.obs.overwrites.add("unfit")
+    found = round_trip(files("obs://unfit/store"))
+    assert (found.status, "does not refuse to overwrite" in found.detail) == ("failed", True)
 
 
 def test_a_bucket_is_probed_once(plane: Plane) -> None:
