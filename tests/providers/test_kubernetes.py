@@ -148,7 +148,7 @@ class TestWholeRuns:
         """The first start runs for some seconds; the second gets what is left of the limit."""
         script = client.jobs.write("hold/hold.py", HOLD)
         words = client.words(str(script), "timed", shape=PLAIN)
-        words[words.index("20m")] = "14s"
+        words[words.index("20m")] = "24s"
         process = client.jobs.start(*words)
         job = client.until("timed", "the script begins")
         time.sleep(6)
@@ -157,7 +157,7 @@ class TestWholeRuns:
         done = Done(process.returncode, out, err)
         assert (done.code, done.json["category"]) == (6, "timeout"), err
         used = float(next(Path(client.store.removeprefix("file://")).glob("runs/timed/native/*/used")).read_text())
-        assert 14 <= used < 30
+        assert 24 <= used < 40
         assert len(done.json["attempts"]) == 2
 
     def test_a_cancelled_job_keeps_its_pods_and_their_log(self, client: Client) -> None:
