@@ -168,6 +168,8 @@ class Estimator:
     ``fit``.
     """
 
+    latest_run: Run | None = None
+
     def __init__(
         self,
         *,
@@ -203,6 +205,8 @@ class Estimator:
         retries: int | None = None,
         stall_timeout: Duration | None = None,
         keep_warm: Duration | None = None,
+        min_gpu_util: str | None = None,
+        node_check: bool | None = None,
         interactive: bool | None = None,
         debug_nccl: bool | None = None,
         resume_from: str | None = None,
@@ -223,11 +227,9 @@ class Estimator:
         settings: Mapping[str, Scalar | Sequence[Any]] | None = None,
         write: Callable[[str], object] | None = None,
     ) -> None:
-        given = locals()
+        self.fallback, self._write, given = fallback, write, locals()
         self.job = Job.make(**{flat: given[flat] for flat in FLAT_FIELDS if given[flat] is not None})
         self.provider, self.store, self.profile, self.settings = provider, store, profile, dict(settings or {})
-        self.fallback, self._write = fallback, write
-        self.latest_run: Run | None = None
 
     def plan(self, inputs: Inputs | None = None, *, run_id: str | None = None) -> Plan:
         """Return exactly what ``fit`` would send, without network or credentials, as the function `plan` does."""

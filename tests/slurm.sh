@@ -189,7 +189,10 @@ stop() {
     for _ in $(seq 40); do kill -0 $pids 2>/dev/null || break; sleep 0.1; done
     kill -9 $pids 2>/dev/null || true
     for name in $names; do rm -f "pid/$name"; done
-    [ ! -e cgroup.conf ] || find /sys/fs/cgroup/*/slurm_n[0-9]* -depth -type d -exec rmdir {} + 2>/dev/null || true
+    for _ in $(seq 20); do # until the last slurmstepd is gone
+        [ -e cgroup.conf ] && compgen -G "/sys/fs/cgroup/*/slurm_n*" >/dev/null || break
+        find /sys/fs/cgroup/*/slurm_n[0-9]* -depth -type d -exec rmdir {} + 2>/dev/null || sleep 0.1
+    done
 }
 
 kill_node() {

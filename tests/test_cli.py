@@ -81,6 +81,8 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "max_gpu_hours": ("64", 64.0),
     "retries": ("2", 2),
     "stall_timeout": ("0", 0),
+    "min_gpu_util": (" 5 %  for 30m", "5% for 30m"),
+    "node_check": ("", True),
     "keep_warm": ("30m", 1800),
     "interactive": ("", True),
     "debug_nccl": ("", True),

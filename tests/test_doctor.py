@@ -18,7 +18,6 @@ from rows import for_each
 
 from cloudtrain import cli
 from cloudtrain.cli import format
-from cloudtrain.doctor import node_check
 from cloudtrain.doctor.doctor import Grace, expected_gpus, judged, round_trip
 from cloudtrain.errors import AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
 from cloudtrain.job.job import Job
@@ -26,6 +25,7 @@ from cloudtrain.provider_api.checks import Check, failure, gravest, ok, tried
 from cloudtrain.provider_api.protocol import Request, Status
 from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.runs.log_order import Line
+from cloudtrain.runtime import node_check
 from cloudtrain.storage.files import LocalFiles, TransferOptions, files
 
 SHAPE = ("--nodes", "2", "--nproc-per-node", "2")

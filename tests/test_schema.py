@@ -61,6 +61,8 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "retries": ([0, 100], [-1, 101, "1", True]),
     "stall_timeout": ([0, "30m"], [-1, "x"]),
     "debug_nccl": ([True, False], ["yes", 1]),
+    "min_gpu_util": (["5% for 30m", "0.5 % for 90"], ["5%", "x% for 30m", "5% for", 5]),
+    "node_check": ([True, False], ["yes", 1]),
     "keep_warm": ([1, "30m"], [0, "x"]),
     "interactive": ([True, False], ["yes", 1]),
     "resume_from": (["run-1"], [3, ""]),

@@ -181,7 +181,7 @@ def _on_nodes(
         told = {name: result[name] for name in ("state", "category", "reason")}
         screen.emit({**screen.about, **told, "report": found, "problems": wrong, "exit_code": code})
     elif found is not None:
-        from ..doctor.node_check import table
+        from ..runtime.node_check import table
 
         screen.data(table(found))
     for line in wrong:

@@ -34,7 +34,8 @@ FORMS = {
     "Data": {"inputs": "CHANNEL=URL", "outputs": "", "max_outputs": "SIZE"},
     "Limits": {
         "max_runtime": "DURATION", "max_wait": "DURATION", "max_cost": "USD", "max_gpu_hours": "HOURS",
-        "retries": "INT", "stall_timeout": "DURATION", "keep_warm": "DURATION",
+        "retries": "INT", "stall_timeout": "DURATION", "min_gpu_util": "PERCENT for DURATION",
+        "node_check": "", "keep_warm": "DURATION",
     },
     "Resume": {"resume_from": "RUN", "checkpoint_paths": "GLOB", "keep_checkpoints": "INT"},
 }  # fmt: skip

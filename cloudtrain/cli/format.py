@@ -177,6 +177,8 @@ _FIXES_BY_CATEGORY = {
 def fix(result: Mapping[str, Any]) -> str:
     """Return the usual way out of a failed run's error; empty if its traceback must do."""
     exception = str((result.get("failure") or {}).get("exception") or "")
+    if "(min_gpu_util)" in exception:
+        return "see in `cloudtrain report` why the GPUs wait; for a longer pause, raise the time of --min-gpu-util"
     kind = exception.partition(":")[0].rpartition(".")[2]
     return _FIXES_BY_CATEGORY.get(str(result.get("category")), "") or _FIXES.get(kind, "")
 

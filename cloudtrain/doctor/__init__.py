@@ -1,4 +1,4 @@
 """Check a job before it is sent.
 
-* `doctor`: settings, a plan, the provider's checks, the store. `node_check`: the program of ``doctor --job`` on nodes.
+* `doctor`: settings, a plan, the provider's checks, the store.
 """

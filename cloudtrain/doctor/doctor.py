@@ -30,17 +30,15 @@ from ..runs.log_order import Line
 from ..runs.run import Run
 from ..runs.submit import Plan, make_plan
 from ..runs.summary import plural
+from ..runtime import node_check
 from ..settings.needs import find_missing, missing_line, refusal
 from ..settings.settings import Settings
 from ..storage.files import Files, files
 from ..storage.local_disk import local_path, normalize
 from ..validate import without_secrets
-from . import node_check
 
-__all__ = ["PREFLIGHT", "CheckedPlace", "Grace", "checked_places", "expected_gpus", "judged", "prepared", "round_trip"]
+__all__ = ["CheckedPlace", "Grace", "checked_places", "expected_gpus", "judged", "prepared", "round_trip"]
 
-PREFLIGHT = "preflight.json"
-"""File that the job leaves among its artifacts."""
 SCRIPT = "doctor.py"
 MAX_RUNTIME = 900
 _NO_IMAGE = skipped("plan", "no image is set; with --image the doctor checks it")
@@ -283,13 +281,13 @@ def expected_gpus(job: Job, provider: Provider, request: Request) -> int | None:
 def judged(folder: Path, *, nodes: int, gpus: int | None) -> tuple[dict[str, Any], list[str]]:
     """Return the job's findings, as pulled into ``folder``, and a line for each problem."""
     try:
-        found = json.loads((folder / "artifacts" / PREFLIGHT).read_bytes())
+        found = json.loads((folder / "artifacts" / node_check.REPORT).read_bytes())
         node_check.table(found)
         return found, node_check.problems(found, nodes=nodes, gpus=gpus)
     except OSError as exc:
-        raise NotFoundError(f"the job has left no {PREFLIGHT} ({exc}); see its logs") from None
+        raise NotFoundError(f"the job has left no {node_check.REPORT} ({exc}); see its logs") from None
     except (KeyError, TypeError, AttributeError, ValueError) as exc:
-        what = f"the job's {PREFLIGHT} is damaged ({type(exc).__name__}: {exc}); see its logs"
+        what = f"the job's {node_check.REPORT} is damaged ({type(exc).__name__}: {exc}); see its logs"
         raise NotFoundError(what) from None
 
 

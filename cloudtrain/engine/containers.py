@@ -264,6 +264,7 @@ class ContainerEngine:
         spec, nodes = launch.nodes[number], len(launch.nodes)
         cpus = spec.cpus or max(1, int(self._info["NCPU"]) // nodes)
         facts: dict[str, int | str] = {"NODE": number, "NODES": nodes, "CPUS": cpus, "ATTEMPT": attempt}
+        facts["MACHINE"] = str(self._info.get("Name") or "")
         if secrets:
             facts["SECRETS"] = 1
         env = {**spec.env, **({} if self._bare else {ENGINE_PREFIX + key: value for key, value in facts.items()})}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..errors import SpecError
 from ..validate import (
+    brief,
     choice_of,
     json_value,
     parse_duration,
@@ -26,8 +27,8 @@ from ..validate import (
 
 __all__ = [
     "AMOUNT_OF_USD", "CHECKPOINT_GLOBS", "DURATION", "DURATION_OR_ZERO", "ENV", "GPU_HOURS", "HYPERPARAMETERS", "IMAGE",
-    "JSON_TABLES", "MAX_ID", "METRICS", "NAME", "PATH", "PATHS", "PATTERNS", "RAW_TEXTS", "SECRETS", "SIZE", "SWITCH",
-    "TAGS", "TEXT", "WEBHOOK", "WEBHOOK_HEADERS",
+    "JSON_TABLES", "MAX_ID", "METRICS", "MIN_GPU_UTIL", "NAME", "PATH", "PATHS", "PATTERNS", "RAW_TEXTS", "SECRETS",
+    "SIZE", "SWITCH", "TAGS", "TEXT", "WEBHOOK", "WEBHOOK_HEADERS",
     "Kind", "check_fields", "choice", "is_slug", "item", "mapping", "path_text", "slug", "whole",
 ]  # fmt: skip
 
@@ -43,6 +44,7 @@ _RESERVED = re.compile(
 )
 _METRIC = re.compile(r"(?! )[^=\x00-\x1f\x7f-\x9f]{1,100}(?<! )")
 _WEBHOOK = r"(https?://[^\s/{}]+(/\S*)?|\{secrets\.[A-Za-z_][A-Za-z0-9_]*\})"
+_UTIL = r"\s*([0-9]{1,3}(?:\.[0-9]{1,6})?)\s*%\s*for\s+(\S+)\s*"
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 """A token of RFC 9110, section 5.6.2."""
 _EXAMPLE = "loss ([0-9.]+)"
@@ -131,6 +133,16 @@ def _globs(value: Any, where: str) -> tuple[str, ...]:
     return globs
 
 
+def _min_gpu_util(value: Any, where: str) -> str:
+    """Return ``5% for 30m`` with single spaces."""
+    match = re.fullmatch(_UTIL, text_of(value, where))
+    percent = float(match[1]) if match else 0.0
+    if match is None or not 0 < percent <= 100:
+        raise SpecError(f"{brief(value)} is not a percentage and a time", field=where, hint="write '5% for 30m'")
+    parse_duration(match[2], field=where)
+    return f"{percent:g}% for {match[2]}"
+
+
 def _amount(what: str) -> Kind:
     def check(value: Any, where: str) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
@@ -179,6 +191,7 @@ DURATION_OR_ZERO = Kind(
     {"anyOf": [*_SECONDS, {"const": 0}]},
 )
 WEBHOOK = Kind(_webhook, {"type": "string", "pattern": f"^{_WEBHOOK}$"})
+MIN_GPU_UTIL = Kind(_min_gpu_util, {"type": "string", "pattern": f"^{_UTIL}$"})
 SIZE = Kind(lambda value, where: parse_size(value, field=where), {"anyOf": _BYTES})
 AMOUNT_OF_USD = _amount("an amount of US dollars")
 GPU_HOURS = _amount("a number of hours")

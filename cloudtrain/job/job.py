@@ -277,6 +277,10 @@ class Job:
         fields.DURATION_OR_ZERO, "longest silence before a run counts as failed; 0: never", DEFAULT_STALL_TIMEOUT
     )
     keep_warm: int | None = item(DURATION, "time for which machines wait, paid for, for the next job: '30m'")
+    min_gpu_util: str | None = item(
+        fields.MIN_GPU_UTIL, "least use of the busiest GPU, else the run counts as stalled: '5% for 30m'"
+    )
+    node_check: bool = item(SWITCH, "check every node and GPU for about 30 s before each attempt", False)
     interactive: bool = item(SWITCH, "let cloudtrain shell into nodes of platforms that must know before", False)
     debug_nccl: bool = item(SWITCH, "log the steps of NCCL and torch.distributed, in many lines", False)
     resume_from: str | None = item(TEXT, "run, or checkpoint folder, to start from")

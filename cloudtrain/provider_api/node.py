@@ -113,6 +113,7 @@ class NodeEnvironment:
     wait for each other before the first rank starts. ``restarts_in_place``: the platform restarts a failed container
     itself before it ends the job. Such a start must not run the script a second time. ``cuda_compat`` is the folder of
     CUDA's forward compatibility libraries, which ranks use if the node's driver is older than the image's CUDA.
+    ``machine`` names the machine below the node, as the platform calls it; empty: `host_facts.machine_name` does.
     ``signals_ranks``: the stop signal reaches every process of the node, ranks and their children too.
     """
 
@@ -140,6 +141,7 @@ class NodeEnvironment:
     cuda_compat: str = ""
     signals_ranks: bool = False
     agent: SyncAgent | None = None
+    machine: str = ""
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -155,9 +155,9 @@ class Request:
 class AttemptInfo:
     """One start of all nodes. ``number`` is ``k.r``; times are Unix seconds.
 
-    ``reason`` and ``category`` say why it ended, ``node`` and ``rank`` where that began. ``resumed_from`` is its
-    checkpoint. ``lost`` is the work that the next attempt repeated: ``{"seconds": s, "steps": n}``, each None if
-    unknown. The last attempt has lost nothing yet: None.
+    ``reason`` and ``category`` say why it ended, ``node`` and ``rank`` where that began. ``machine`` is that node's, if
+    the machine was at fault. ``resumed_from`` is its checkpoint. ``lost`` is the work that the next attempt repeated:
+    ``{"seconds": s, "steps": n}``, each None if unknown. The last attempt has lost nothing yet: None.
     """
 
     number: str
@@ -169,6 +169,7 @@ class AttemptInfo:
     category: str = ""
     node: int | None = None
     rank: int | None = None
+    machine: str = ""
     lost: Mapping[str, float | None] | None = None
 
 
@@ -339,6 +340,13 @@ class ProviderExtras:
         """
         return None
 
+    def without_machines(self, names: Sequence[str]) -> Provider | None:
+        """Return this provider with settings that keep jobs off these machines; None if the platform cannot do that.
+
+        ``names`` are those of `NodeEnvironment.machine`.
+        """
+        return None
+
     def abandoned(self, native_id: str) -> bool:
         """Return True if the process that would start further attempts has died: clients then start them."""
         return False
@@ -449,7 +457,15 @@ def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> di
         "resume": layout.resume,
         **({"resume_source": layout.resume_source} if layout.resume_source else {}),
         **(_webhook(job) if job.webhook else {}),
+        **({"node_check": {"gpus": _gpus_of_all(job)}} if job.node_check else {}),
+        **({"min_gpu_util": job.min_gpu_util} if job.min_gpu_util else {}),
     }
+
+
+def _gpus_of_all(job: Job) -> int | None:
+    """Return the GPUs of each node; None if the job does not say, or its choices differ."""
+    counts = {gpu.count for gpu in job.resources.gpus}
+    return counts.pop() if len(counts) == 1 else None
 
 
 def _webhook(job: Job) -> dict[str, Any]:

@@ -223,6 +223,7 @@ class Provider(SupervisedProvider):
             secrets=lambda reference: secrets[reference.partition(":")[2]],
             cpus=int(environ[ENGINE_PREFIX + "CPUS"]),
             attempt=environ.get(ENGINE_PREFIX + "ATTEMPT", ""),
+            machine=environ.get(ENGINE_PREFIX + "MACHINE", ""),
         )
 
 

@@ -219,9 +219,9 @@ def exception_of(category: str, reason: str, failure: Record | None) -> str:
     """Return a text that is the same for the same failure of the script, on any rank and any machine.
 
     ``failure`` is that of a result or an exit record. Empty if the end says nothing of the script: a preemption, a kill
-    from outside, a lost node.
+    from outside, a lost node, a bad machine.
     """
-    if category == "preempted" or was_lost(failure or None):
+    if category == "preempted" or was_lost(failure or None) or (failure or {}).get("machine"):
         return ""
     if not failure:
         return reason

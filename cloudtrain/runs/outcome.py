@@ -137,6 +137,8 @@ def _failure_of(root: Record | None) -> Verdict | None:
     if root["outcome"] == "succeeded" or (root["outcome"] == "stopped" and not failure):
         return None
     public = {name: failure.get(name) for name in FAILURE_FIELDS} if failure else None
+    if failure and public is not None and failure.get("machine"):
+        public["machine"] = failure["machine"]
     default = "preempted" if root["outcome"] == "preempted" else "user_error" if failure else ""
     return Verdict(
         state="failed", category=root.get("category") or default, reason=_reason(root, public), failure=public
@@ -292,6 +294,7 @@ def with_exits(info: AttemptInfo, records: Sequence[Record], *, before: Record, 
         category=info.category or verdict.category,
         node=info.node if info.node is not None else where.get("node"),
         rank=info.rank if info.rank is not None else where.get("rank"),
+        machine=info.machine or where.get("machine") or "",
         lost=after.get("lost"),
     )
 
@@ -310,6 +313,7 @@ def attempt_row(info: AttemptInfo) -> dict[str, Any]:
         "resumed_from": info.resumed_from,
         "resumed_step": step_of(info.resumed_from),
         "lost": dict(info.lost) if info.lost else None,
+        **({"machine": info.machine} if info.machine else {}),
     }
 
 
@@ -325,6 +329,7 @@ def attempt_info(row: Record) -> AttemptInfo:
         category=row.get("category") or "",
         node=row.get("node"),
         rank=row.get("rank"),
+        machine=row.get("machine") or "",
         lost=row.get("lost"),
     )
 

@@ -35,6 +35,7 @@ from . import handover
 from .attempts import NO_MACHINES, AttemptPolicy, Ending, Next, exception_of, usage_of
 from .budget import hold
 from .log_sources import patiently
+from .machines import bad_machines, without_bad_machines
 from .run import Run
 
 __all__ = [
@@ -186,7 +187,7 @@ class Retry:
         if isinstance(decision, Next):
             if store.result(run.run_id) is not None:
                 return True  # another client, with other records of the nodes, has ended the run
-            if self._start(decision):
+            if self._start(decision, result):
                 return True
         elif decision.reason:
             self._say(f"no further attempt: {decision.reason}")
@@ -209,8 +210,11 @@ class Retry:
         before = store.ended(run.run_id, attempt - 1) if attempt else None
         return Ending.of_record(recorded), Ending.of_record(before) if before else None
 
-    def _start(self, decision: Next) -> bool:
-        """Record and send the attempt; False if it cannot be planned, or the run was cancelled."""
+    def _start(self, decision: Next, result: Mapping[str, Any]) -> bool:
+        """Record and send the attempt, without the machines that failed before ``result``.
+
+        Return False if it cannot be planned, or the run was cancelled.
+        """
         run, store, number = self._run, self._run.store, decision.number
         last, job = store.attempt_request(run.run_id, number - 1), run.job.at(run.provider_name)
         if last is None or store.cancelled(run.run_id):
@@ -218,15 +222,19 @@ class Retry:
         gpu_index = last.gpu_index if decision.choice is None else decision.choice
         # The next supervisor counts by itself what is used up.
         rest = {} if run.provider.retried_by == "supervisor" else decision.limits
+        provider = without_bad_machines(run.provider, result["attempts"]) or run.provider
         try:
-            request = run.provider.plan(job.replace(**rest), self._layout, number, gpu_index)
+            request = provider.plan(job.replace(**rest), self._layout, number, gpu_index)
         except SpecError as exc:
             self._say(f"no further attempt: {exc.with_hint()}")
             return False
         values = self._secrets(number)
         if store.create_attempt(run.run_id, number, request):
             gpus = job.resources.gpu if decision.choice is not None else ()
-            self._say(f"starting attempt {number}" + (f" with GPU {gpus[gpu_index]}" if gpus else ""))
+            left_out = ", ".join(bad_machines(result["attempts"])) if provider is not run.provider else ""
+            words = [f" with GPU {gpus[gpu_index]}"] if gpus else []
+            words += [f" without the machines that failed twice: {left_out}"] if left_out else []
+            self._say(f"starting attempt {number}{','.join(words)}")
             try:
                 self._send(request, values)
             except LostContactError as exc:

@@ -43,6 +43,7 @@ from .attempts import NO_MACHINES, AttemptPolicy
 from .cost import Account, cost_of, seconds_of
 from .log_order import Line
 from .log_sources import Contact, Tail, last_lines, patiently, written_since
+from .machines import bad_machine_rows
 from .max_wait import MaxWait
 from .metrics import merge_metrics
 from .outcome import (
@@ -409,6 +410,8 @@ class Run:
         attempts = attempts_of(statuses, natives, exits, starts)
         verdict = verdict_of(status, records_of(attempts[-1], exits, starts) if attempts else ())
         refusals, reason = handover.refusals_of(self, natives), verdict.reason
+        rows = [attempt_row(info) for info in attempts]
+        bad = bad_machine_rows(self.provider, rows)
         if not status.final and (since := self.store.cancelled_since(self.run_id)) is not None:
             reason = "; ".join(filter(None, [f"{CANCELLING} {iso_time(since)}", reason]))
         if status.state == "running":
@@ -423,10 +426,11 @@ class Run:
             "exit_code": verdict.exit_code,
             "reason": reason,
             "failure": verdict.failure,
-            "attempts": [attempt_row(info) for info in attempts],
+            "attempts": rows,
             "checkpoint": self._checkpoint_row(final=status.final),
             "cost": self._cost(statuses, natives, attempts),
             **({"refusals": refusals} if refusals else {}),
+            **({"bad_machines": bad} if bad else {}),
         }
 
     def _cost(

@@ -267,6 +267,8 @@ def state_line(result: Mapping[str, Any]) -> str:
 def failure_place(failure: Mapping[str, Any]) -> str:
     """Return ``node 1, rank 3, train.py line 12, exit code 1``."""
     words = [f"{name} {failure[name]}" for name in ("node", "rank") if failure.get(name) is not None]
+    if failure.get("machine"):
+        words.insert(1, f"machine {failure['machine']}")
     if failure.get("file"):
         words.append(f"{failure['file']}" + (f" line {failure['line']}" if failure.get("line") else ""))
     if failure.get("process_exit_code") is not None:
@@ -299,6 +301,7 @@ def run_rows(result: Mapping[str, Any], now: float | None = None) -> list[tuple[
     attempts = result.get("attempts") or []
     for attempt in attempts:
         rows.append((f"attempt {attempt['number']}", _attempt(attempt, now)))
+    rows += [("bad machine", _bad_machine(row, result["provider"])) for row in result.get("bad_machines") or ()]
     checkpoint = result.get("checkpoint")
     none = "none" if result["state"] in FINAL else "none complete yet"
     rows.append(("checkpoint", _checkpoint(checkpoint, now) if checkpoint else none))
@@ -306,6 +309,11 @@ def run_rows(result: Mapping[str, Any], now: float | None = None) -> list[tuple[
         rows.append(("cost", cost))
     rows.append(("url", result["run"]))
     return rows
+
+
+def _bad_machine(row: Mapping[str, Any], provider: str) -> str:
+    then = "further attempts leave it out" if row["excluded"] else f"{provider} cannot leave out a machine"
+    return f"{row['machine']}: {row['attempts']} attempts failed on it; {then}"
 
 
 def cost_text(cost: Mapping[str, Any]) -> str:

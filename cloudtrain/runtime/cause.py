@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["Failure", "category", "failure_line", "real", "root_cause", "silent_deaths", "with_codes"]
+__all__ = ["BROKEN_GPU", "Failure", "category", "failure_line", "real", "root_cause", "silent_deaths", "with_codes"]
 
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|connectfullmesh|ncclremoteerror|ncclsystemerror"
@@ -27,6 +27,11 @@ _CONSEQUENCE = re.compile(
 _OOM = re.compile(
     r"outofmemoryerror|out of memory|cannot allocate memory|defaultcpuallocator|memoryerror", re.IGNORECASE
 )
+BROKEN_GPU = re.compile(
+    r"uncorrectable (ecc|nvlink)|system not yet initialized|gpu is lost|fallen off the bus|hardware stack error",
+    re.IGNORECASE,
+)
+"""Errors of CUDA and of its driver that come from the machine, whatever the script does."""
 SHOWN = 300
 """Most characters of a script's own text in a reason."""
 SLACK_NS = 500_000_000
@@ -38,10 +43,11 @@ class Failure:
     """The failure of one rank or one node.
 
     ``kind`` is error (an exception or non-zero exit that the rank reported), died (ended without a report), lost (the
-    node no longer answers), setup (before any rank ran) or stalled. ``code`` is the exit code, negative for a signal,
-    None when unknown. ``time_ns`` is Unix nanoseconds on node 0's clock. ``notified``: this rank had a stop notice by
-    then. Node 0's own ranks may get theirs later. ``last_line`` is the rank's last line before the failure. Only
-    `failure_line` uses it, as it may be any text.
+    node no longer answers), setup (before any rank ran), check (`node_check`) or stalled. ``code`` is the exit code,
+    negative for a signal, None when unknown. ``time_ns`` is Unix nanoseconds on node 0's clock. ``notified``: this rank
+    had a stop notice by then. Node 0's own ranks may get theirs later. ``machine`` is the name of the node's machine if
+    that is at fault. ``last_line`` is the rank's last line before the failure. Only `failure_line` uses it, as it may
+    be any text.
     """
 
     kind: str
@@ -55,6 +61,7 @@ class Failure:
     code: int | None = None
     category: str = ""
     notified: bool = False
+    machine: str = ""
     last_line: str = ""
 
     @property
@@ -64,7 +71,8 @@ class Failure:
 
     @property
     def consequence(self) -> bool:
-        return self.kind == "error" and bool(_CONSEQUENCE.search(self.exception))
+        consequence = self.kind in ("error", "check") and _CONSEQUENCE.search(self.exception)
+        return bool(consequence) and not BROKEN_GPU.search(self.exception)
 
     def without_secrets(self, redact: Callable[[str], str]) -> Failure:
         """Return the same failure with its texts as ``redact`` leaves them."""
@@ -89,6 +97,7 @@ class Failure:
             "traceback": self.traceback or None,
             "process_exit_code": self.code,
             "time_ns": self.time_ns,
+            **({"machine": self.machine} if self.machine else {}),
         }
 
 
@@ -130,7 +139,7 @@ def with_codes(failures: Sequence[Failure], node: int, codes: Mapping[int, int],
 def real(failure: Failure, stopped_ns: int | None) -> bool:
     """Return whether ``failure`` is more than a consequence of the stop notice, given at ``stopped_ns``."""
     late = failure.notified or (stopped_ns is not None and failure.time_ns > stopped_ns)
-    return failure.kind in ("error", "setup", "stalled") and not failure.consequence and not late
+    return failure.kind in ("error", "setup", "check", "stalled") and not failure.consequence and not late
 
 
 def root_cause(failures: Sequence[Failure], *, stopped_ns: int | None = None) -> Failure | None:
@@ -164,7 +173,7 @@ def category(failure: Failure, *, oom_kill: bool = False) -> str:
         return failure.category
     if _OOM.search(failure.exception) or (oom_kill and failure.code in (-signal.SIGKILL, 128 + signal.SIGKILL)):
         return "oom"
-    return "infra" if failure.kind == "lost" else "user_error"
+    return "infra" if failure.kind == "lost" or failure.machine else "user_error"
 
 
 def failure_line(failure: Failure) -> str:
@@ -172,6 +181,10 @@ def failure_line(failure: Failure) -> str:
     who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank} on node {failure.node}"
     if failure.kind == "lost":
         return f"{who} {failure.exception}"
+    if failure.kind == "check":
+        if not failure.machine:
+            return f"{who} reports that the node check failed: {failure.exception}"
+        return f"{who} failed the node check on machine {failure.machine}: {failure.exception}"
     if failure.kind == "setup":
         return f"{who} could not continue: {failure.exception}"
     if failure.kind == "stalled":

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from .cause import BROKEN_GPU
 from .timings import TIMINGS
 
 __all__ = ["compat_library_path", "count", "driver_version", "trouble"]
@@ -38,8 +39,6 @@ _IMAGE = re.compile(
     r"no kernel image|driver.* (?:insufficient|too old)|not compiled with CUDA|forward compatibility", re.I
 )
 """Errors that every rank on this node would meet: the image's CUDA serves neither the driver nor the GPU."""
-_BROKEN = re.compile(r"system not yet initialized|uncorrectable|is lost", re.I)
-"""Errors of CUDA that come from the machine. Another machine, with the same image, may have none."""
 _VISIBLE = re.compile(r"\s*(?:\d|GPU-|MIG-)")
 """Beginning of a CUDA_VISIBLE_DEVICES that names a GPU; CUDA hides all GPUs behind any other word (``none``)."""
 
@@ -111,7 +110,7 @@ def trouble(
         say(f"{built}, and this node has {count()} GPUs; the script must use them by other means")
         return None
     facts = f"driver {driver_version() or 'unknown'}; {built}"
-    category = "image" if _IMAGE.search(error) else "infra" if _BROKEN.search(error) else ""
+    category = "image" if _IMAGE.search(error) else "infra" if BROKEN_GPU.search(error) else ""
     if not category:
         say(f"PyTorch could not use a GPU of this node: {first} ({facts}); the ranks start all the same")
         return None

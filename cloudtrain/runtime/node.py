@@ -25,12 +25,13 @@ from ..provider_api.node import NodeEnvironment
 from ..validate import duration
 from . import stall
 from .archive import archive_of
-from .cause import Failure, category, failure_line, real, root_cause, silent_deaths, with_codes
+from .cause import BROKEN_GPU, Failure, category, failure_line, real, root_cause, silent_deaths, with_codes
 from .checkpoints import Watch
 from .commits import Commits
 from .decisions import Notice, conclude, hear, node_outcome, restore_verdict, signal_due, with_reports
 from .history import FIRST, Start, restart_of
-from .host_facts import kill_users, oom_kills
+from .host_facts import kill_users, machine_name, oom_kills
+from .idle import IdleGpus
 from .launch import Ranks, reap
 from .link import Link
 from .logs import LogWriter
@@ -77,6 +78,9 @@ class Node:
             inbox=inbox,
             join_timeout=site.join_timeout,
         )
+        self.machine = site.machine or machine_name()
+        self.machines = {self.me: self.machine}
+        """The names of the machines that this node knows: node 0 those of all."""
         self.archive = archive_of(site)
         self.resume = self._make_resume()
         self.attempt = self.resumed = ""
@@ -172,13 +176,13 @@ class Node:
         try:
             self.space = Workspace(context=self.context, site=self.site, log=self.log)
             self.space.fill()
-            if found := self.space.gpu_trouble(lambda over: self._pump(lambda: over() or self._over())):
+            if found := self.space.gpu_trouble(self._pump_unless_over):
                 self._fail(self._setup(*found))
         except CloudtrainError as exc:
             self._fail(self._setup(exc.with_hint(), "user_error" if isinstance(exc, SpecError) else "infra"))
         if self.me != 0:
             self._pump(lambda: bool(self.attempt) or 0 in self.gone or self._unmet(), self._join_deadline())
-        self._tell({"t": "ready", "failures": [f.to_dict() for f in self.failures]})
+        self._answer("ready")
         if self.me == 0:
             everyone = set(range(self.nodes))
             self._pump(lambda: set(self.peers) >= everyone or self._over(), self._join_deadline())
@@ -187,6 +191,8 @@ class Node:
                 waited = duration(self.site.join_timeout)
                 why = f"never came in {waited} (missing: {missing} of {self.nodes} nodes)"
                 self._fail(self._lost(why, min(everyone - set(self.peers))))
+            if self.context.get("node_check") and not self._over():
+                self._check_all()
             try:
                 if not self._over():
                     self._agree_on_resume()
@@ -194,7 +200,42 @@ class Node:
                 self._fail(self._setup(exc.with_hint(), "infra"))
             self.peers.clear()
         else:
-            self._pump(lambda: self.go is not None or self.released or self._over() or 0 in self.gone)
+            self._pump(lambda: bool(self.peers) or self._told())
+            if self.peers:  # node 0 asks for the check, and for nothing else
+                self._check_this_node()
+            self._pump(self._told)
+
+    def _told(self) -> bool:
+        """Return whether node 0 has decided, or never will."""
+        return self.go is not None or self.released or self._over() or 0 in self.gone
+
+    def _check_all(self) -> None:
+        """Let every node run `node_check`, and wait for the answers."""
+        self.log.say(f"checking {self.nodes} nodes before the start (node_check)")
+        began = time.monotonic()
+        self.peers.clear()
+        self.link.send_all({"t": "check", "failures": []})
+        self._check_this_node()
+        self._pump(lambda: len(self.peers) == self.nodes or self._over())
+        if not self._over():
+            self.log.say(f"the node check passed in {time.monotonic() - began:.0f} s")
+
+    def _check_this_node(self) -> None:
+        from .preflight import check_failure
+
+        try:
+            found = self._space.check(self.attempt, self._pump_unless_over)
+        except (OSError, CloudtrainError) as exc:
+            self._fail(self._setup(f"the node check cannot run: {exc}", "infra"))
+        else:
+            for note in (item.text for item in found if not item.category):
+                self.log.say(f"node check: {note}")
+            if failure := check_failure(found, self.me, self.machines):
+                self._fail(failure)
+        self._answer("checked")
+
+    def _pump_unless_over(self, until: Callable[[], bool]) -> None:
+        self._pump(lambda: until() or self._over())
 
     def _join_deadline(self) -> float:
         return time.monotonic() + self.site.join_timeout
@@ -295,7 +336,8 @@ class Node:
             uploads=self.uploads,
         )
         mirror.start()
-        self.usage = UsageSampler(space.usage, disk=space.folder)
+        rule = self.context.get("min_gpu_util")
+        self.usage = UsageSampler(space.usage, disk=space.folder, on_gpu=self._on_gpu if rule else None)
         self.usage.start()
         self.stall = stall.Stall(
             node=self.me,
@@ -305,7 +347,16 @@ class Node:
             peers=self._live_nodes,
             last=lambda: max(self.log.last, mirror.sign()),
             look=lambda: space.look(self.ranks) if self.ranks is not None else None,
+            idle=IdleGpus(rule) if rule else None,
+            has_metrics=space.has_metrics,
         )
+
+    def _on_gpu(self, used: float | None) -> None:
+        """Tell node 0 of a sample, for ``min_gpu_util``."""
+        if used is not None:
+            self._tell({"t": "gpu", "used": used})
+        else:
+            self.log.say("min_gpu_util: nvidia-smi shows no GPU of this node, so nothing is known of its use")
 
     def _commits(self) -> Callable[..., Commits]:
         """Return the maker of the run's commits, on node 0, but for what is the mirror's."""
@@ -339,6 +390,8 @@ class Node:
 
     def _handle(self, sender: int, message: Message) -> None:
         kind = message["t"]
+        if "machine" in message:
+            self.machines[sender] = message["machine"]
         if kind in KINDS and self.mirror is not None:
             self.mirror.take(sender, message)
         elif kind == "hold?":  # this node has not started its ranks, and may never
@@ -356,9 +409,11 @@ class Node:
         return {
             "hello": self._on_hello,
             "attempt": lambda sender, message: self._begin(message["attempt"]),
+            "check": self._on_answer,
             "ready": self._on_answer,
             "restore": lambda sender, message: self.resume.begin(message, self._space, self._tell),
             "restored": self._on_answer,
+            "checked": self._on_answer,
             "go": self._on_go,
             "rank": self._on_rank,
             "ended": self._on_ended,
@@ -373,9 +428,12 @@ class Node:
     def _tell(self, message: Message) -> None:
         self.link.send(0, message)
 
+    def _answer(self, kind: str) -> None:
+        self._tell({"t": kind, "machine": self.machine, "failures": [f.to_dict() for f in self.failures]})
+
     def _on_hello(self, sender: int, message: Message) -> None:
         if self.me == 0:
-            self.link.send(sender, {"t": "attempt", "attempt": self.attempt})
+            self.link.send(sender, {"t": "attempt", "attempt": self.attempt, "machine": self.machine})
             if self.stopping is not None:
                 self.link.send(sender, {"t": "stop"})
             if self.notice.since is not None:
@@ -460,7 +518,8 @@ class Node:
         return Failure(kind="setup", node=self.me, time_ns=time.time_ns(), exception=why, category=category)
 
     def _lost(self, why: str, node: int) -> Failure:
-        return Failure(kind="lost", node=node, time_ns=time.time_ns(), exception=why)
+        machine = self.machines.get(node, "")
+        return Failure(kind="lost", node=node, time_ns=time.time_ns(), exception=why, machine=machine)
 
     def _on_rank(self, sender: int, message: Message) -> None:
         local, event = message["local"], message["event"]
@@ -508,6 +567,8 @@ class Node:
             notified = self.ranks.notified(failure.rank, failure.time_ns)
             last = self.ranks.last_line_of(failure.rank, failure.time_ns)
             failure = replace(failure, notified=notified, last_line=last)
+        if failure.node == self.me and BROKEN_GPU.search(failure.exception):
+            failure = replace(failure, machine=self.machine)
         if failure.kind in ("died", "error") and not real(failure, self.stopped_ns):
             self._check_leaving()
         self.failures.append(failure)
@@ -663,6 +724,8 @@ class Node:
             now_ns=time.time_ns(),
         )
         self.lost = cause is not None and cause.kind == "lost"
+        if cause is not None and self.lost:
+            cause = replace(cause, machine=self.machines.get(cause.node, ""))
         self.log.say(f"failed: {failure_line(cause)}" if cause is not None else outcome)
         if self.go is None and self.notice.since is not None:
             self.link.shut()
@@ -743,6 +806,7 @@ class Node:
         record = {
             "attempt": self.attempt,
             "node": self.me,
+            "machine": self.machine,
             "outcome": outcome,
             "category": category(cause, oom_kill=oom) if cause else "preempted" if outcome == "preempted" else "",
             "reason": line or (self.notice.why or "a node got a stop signal" if outcome == "preempted" else ""),

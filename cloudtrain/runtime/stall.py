@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from .cause import Failure
+from .idle import IdleGpus
 from .launch import Ranks
 from .nccl import Recorder
 from .timings import TIMINGS
 
 __all__ = ["KINDS", "Look", "StackPosition", "Stall", "culprit", "describe_positions", "innermost_position"]
 
-KINDS = ("alive", "stacks", "where")
+KINDS = ("alive", "stacks", "where", "gpu")
 """Messages of the node link for this module."""
 NAMED = 3
 """Most places in a message, the rarest, and one more if it is the last; most ranks of one place by number."""
@@ -177,7 +178,8 @@ class Stall:
     """One node's part. ``send(node, message)`` reaches a node, our own too; ``peers()`` are the live ones.
 
     ``last()`` is when this node last showed a sign of life (monotonic seconds). ``look()`` makes a `Look`, None if no
-    rank was started. Call `take` with the messages of `KINDS`, and `tick` a few times a second.
+    rank was started. ``idle`` takes the samples of GPUs, and ``has_metrics()`` is whether there is a row yet. Call
+    `take` with the messages of `KINDS`, and `tick` a few times a second.
     """
 
     def __init__(
@@ -190,10 +192,13 @@ class Stall:
         peers: Callable[[], set[int]],
         last: Callable[[], float],
         look: Callable[[], Look | None],
+        idle: IdleGpus | None = None,
+        has_metrics: Callable[[], bool] = lambda: True,
     ) -> None:
         self._node, self._processes, self._limit = node, processes, limit
         self._send, self._peers, self._last, self._new_look = send, peers, last, look
         self._alive = self._reported = time.monotonic()  # the wait for peers before this is no stall
+        self._idle, self._has_metrics, self._why = idle, has_metrics, ""
         self._look: Look | None = None
         self._asked: tuple[float, set[int]] | None = None
         self._answers: dict[int, list[StackPosition]] = {}
@@ -202,6 +207,9 @@ class Stall:
         """Take a message of `KINDS` from node ``sender``."""
         if message["t"] == "alive":
             self._alive = max(self._alive, time.monotonic() - message["age"])
+        elif message["t"] == "gpu":
+            if self._idle is not None:
+                self._idle.take(sender, message["used"], time.monotonic())
         elif message["t"] == "stacks":
             self._look = self._new_look()
             if self._look is None:
@@ -216,10 +224,11 @@ class Stall:
         if self._look is not None and self._look.over():
             self._send(0, {"t": "where", "ranks": [asdict(place) for place in self._look.places()]})
             self._look = None
-        if self._node != 0 or over or not self._limit:
+        if self._node != 0 or over:
             return None
         if self._asked is None:
-            if now - self._alive > self._limit + TIMINGS.alive_late:
+            self._why = self._reason(now)
+            if self._why:
                 self._asked = now, self._peers()
                 for node in sorted(self._asked[1]):
                     self._send(node, {"t": "stacks"})
@@ -228,6 +237,11 @@ class Stall:
         if asked <= set(self._answers) or now - since > TIMINGS.stacks:
             return self._failure(asked)
         return None
+
+    def _reason(self, now: float) -> str:
+        if self._limit and now - self._alive > self._limit + TIMINGS.alive_late:
+            return f"no line, metric or checkpoint from any rank for {self._limit:g} s"
+        return self._idle.reason(now, has_metrics=self._has_metrics()) if self._idle is not None else ""
 
     def _tell(self, now: float) -> None:
         last = self._last()
@@ -240,7 +254,6 @@ class Stall:
         for node in asked - set(self._answers):
             ranks = range(node * self._processes, (node + 1) * self._processes)
             places += [StackPosition(node, rank, why="did not answer") for rank in ranks]
-        text = f"no line, metric or checkpoint from any rank for {self._limit:g} s"
         alone = culprit(places)
         return Failure(
             kind="stalled",
@@ -249,6 +262,6 @@ class Stall:
             file=None if alone is None else alone.file,
             line=None if alone is None else alone.line,
             time_ns=time.time_ns(),
-            exception="; ".join(filter(None, (text, describe_positions(places)))),
+            exception="; ".join(filter(None, (self._why, describe_positions(places)))),
             category="stalled",
         )

@@ -72,6 +72,10 @@ class Timings:
     # start of a node
     gpu_check: float = 120.0
     """For PyTorch to use the GPUs: it may come over the network when an image was pulled lazily."""
+    node_check_begin: float = 110.0
+    """For every process of `node_check` to use its GPU: the others wait a little longer for it."""
+    node_check: float = 400.0
+    """For all of the check."""
     store_list: float = 120.0
     """Longest listing of the store for checkpoints that a script writes there itself."""
     store_pauses: tuple[float, ...] = (1.0, 3.0)

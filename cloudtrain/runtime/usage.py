@@ -14,12 +14,13 @@ import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .host_facts import cpu_count
 from .timings import TIMINGS
 
-__all__ = ["UsageSampler", "gpu_usage"]
+__all__ = ["UsageSampler", "gpu_rows", "gpu_usage"]
 
 CGROUP, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 QUERY = ("--query-gpu=utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
@@ -32,11 +33,11 @@ class UsageSampler:
 
     A row has ``time`` (Unix seconds), and percentages from 0 to 100: ``cpu`` of the cores, ``memory``, ``disk`` (used),
     ``data_wait`` (time in which a process waited for a disk or mount), ``gpu`` (mean of the GPUs), ``gpu_memory`` (the
-    fullest GPU).
+    fullest GPU). ``on_gpu`` gets the use of the busiest GPU in percent; None once, if no GPU can be sampled.
     """
 
-    def __init__(self, file: Path, *, disk: Path) -> None:
-        self._file, self._disk, self._has_gpus = file, disk, shutil.which("nvidia-smi") is not None
+    def __init__(self, file: Path, *, disk: Path, on_gpu: Callable[[float | None], None] | None = None) -> None:
+        self._file, self._disk, self._on_gpu, self._has_gpus = file, disk, on_gpu, True
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="usage", daemon=True)
 
@@ -65,14 +66,18 @@ class UsageSampler:
             disk = shutil.disk_usage(self._disk)
             found["disk"] = 100 * disk.used / disk.total
         if self._has_gpus:
-            gpus = gpu_usage()
+            gpus = gpu_rows()
             self._has_gpus = bool(gpus)
-            found |= gpus
+            if self._on_gpu is not None:
+                self._on_gpu(max((used for used, _, _ in gpus), default=None))
+            found |= gpu_usage(gpus)
         return found
 
 
-def gpu_usage() -> dict[str, float]:
-    """Return ``gpu`` and ``gpu_memory`` in percent, by nvidia-smi; nothing if it fails."""
+def gpu_rows() -> list[list[float]]:
+    """Return the use in percent, and the used and total memory, of each GPU by nvidia-smi; nothing if it fails."""
+    if shutil.which("nvidia-smi") is None:
+        return []
     try:
         done = subprocess.run(
             ["nvidia-smi", *QUERY],
@@ -83,14 +88,18 @@ def gpu_usage() -> dict[str, float]:
             check=False,
         )
     except (OSError, subprocess.SubprocessError):
-        return {}
+        return []
     rows = [[float(part) for part in re.findall(r"\d+(?:\.\d+)?", line)] for line in done.stdout.splitlines()]
-    whole = [row for row in rows if len(row) == 3 and row[2]]  # a GPU in slices (MIG) has no utilisation: [N/A]
-    if not whole:
+    return [row for row in rows if len(row) == 3 and row[2]]  # a GPU in slices (MIG) has no utilisation: [N/A]
+
+
+def gpu_usage(rows: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return ``gpu`` and ``gpu_memory`` in percent by `gpu_rows`; nothing without any."""
+    if not rows:
         return {}
     return {
-        "gpu": sum(row[0] for row in whole) / len(whole),
-        "gpu_memory": max(100 * used / total for _, used, total in whole),
+        "gpu": sum(row[0] for row in rows) / len(rows),
+        "gpu_memory": max(100 * used / total for _, used, total in rows),
     }
 
 

@@ -11,7 +11,7 @@ import venv
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CloudtrainError, SpecError, StorageError
 from ..provider_api.node import NodeEnvironment
@@ -28,6 +28,9 @@ from .outputs import Outputs
 from .stall import Look
 from .store_checkpoints import find_newest
 from .unpack import unpack
+
+if TYPE_CHECKING:
+    from .node_check import Finding
 
 __all__ = ["Workspace"]
 
@@ -154,6 +157,13 @@ class Workspace:
             last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
             raise SpecError(f"pip install -r {requirements.name} failed: {last.strip()}", field="source.requirements")
 
+    def has_metrics(self) -> bool:
+        """Return whether this attempt has a metrics row here."""
+        try:
+            return self.metrics.stat().st_size > 0
+        except OSError:
+            return False
+
     def watch(self) -> Watch:
         """Return a watch of the checkpoints that the script writes."""
         patterns = tuple(self.context["checkpoint_paths"])
@@ -217,26 +227,8 @@ class Workspace:
     def start(self, *, attempt: str, resume: str, emit: Callable[[dict[str, Any]], None]) -> Ranks:
         """Start this node's ranks. Raises `OSError` when the command cannot be run."""
         context, topology = self.context, self._site.topology
-        inputs = self.inputs()
-        values = {
-            "checkpoint_dir": str(self.checkpoints),
-            "artifact_dir": str(self.artifacts),
-            "resume_from": resume,
-            "run_id": context["run_id"],
-            **{f"inputs.{name}": path for name, path in inputs.items()},
-        }
-        environment = launch.environment_of(
-            context,
-            topology,
-            base={name: os.environ[name] for name in os.environ if not name.startswith(tuple(self._site.hidden_env))},
-            export=self._export,
-            own=self._own(values, inputs, attempt),
-            secrets=self._secrets(),
-            values=values,
-            home=str(self._home),
-            dumps=self.recorder.folder,
-            cpus=self._site.cpus or cpu_count(),
-        )
+        values = self._values(resume)
+        environment = self._rank_environment(values, attempt, self._secrets())
         if context["launcher"] == "command" or context["requirements"]:
             # Let a shell script use the python, torchrun and pip that would have run the ranks.
             path = environment.get("PATH", os.defpath)
@@ -256,6 +248,50 @@ class Workspace:
             first_rank=self.node * self.processes,
             emit=emit,
             read=PrintedMetrics(printed, self.metrics, say=self._log.say).read if printed else None,
+        )
+
+    def check(self, attempt: str, wait: gpus.Wait) -> list[Finding]:
+        """Run `node_check` with the environment of the ranks, but no secret. Artifacts keep its files; see
+        `run_check`."""
+        from .preflight import run_check  # most jobs need none of it
+
+        script, folder = self.folder / "node_check.py", self.artifacts / "node-check" / attempt
+        folder.mkdir(parents=True, exist_ok=True)
+        script.write_bytes(_source_of(script.name))
+        expected = self.context["node_check"]["gpus"]
+        return run_check(
+            [self._python, str(script)],
+            max(self.processes, expected or 0),
+            self._rank_environment(self._values(""), attempt, {}),
+            self._site.topology,
+            folder=folder,
+            gpus=expected,
+            started=self.note_group,
+            wait=wait,
+        )
+
+    def _values(self, resume: str) -> dict[str, str]:
+        """Return the values of the placeholders."""
+        return {
+            "checkpoint_dir": str(self.checkpoints),
+            "artifact_dir": str(self.artifacts),
+            "resume_from": resume,
+            "run_id": self.context["run_id"],
+            **{f"inputs.{name}": path for name, path in self.inputs().items()},
+        }
+
+    def _rank_environment(self, values: Mapping[str, str], attempt: str, secrets: Mapping[str, str]) -> dict[str, str]:
+        return launch.environment_of(
+            self.context,
+            self._site.topology,
+            base={name: os.environ[name] for name in os.environ if not name.startswith(tuple(self._site.hidden_env))},
+            export=self._export,
+            own=self._own(values, attempt),
+            secrets=secrets,
+            values=values,
+            home=str(self._home),
+            dumps=self.recorder.folder,
+            cpus=self._site.cpus or cpu_count(),
         )
 
     @property
@@ -278,12 +314,12 @@ class Workspace:
             if names:
                 self._log.say(f"kept as artifacts in flight-recorder/{attempt}: {', '.join(names)}")
 
-    def _own(self, values: Mapping[str, str], inputs: Mapping[str, str], attempt: str) -> dict[str, str]:
+    def _own(self, values: Mapping[str, str], attempt: str) -> dict[str, str]:
         return {
             "CLOUDTRAIN_RUN_ID": self.context["run_id"],
             "CLOUDTRAIN_ATTEMPT": attempt,
             "CLOUDTRAIN_PROVIDER": self.context["provider"],
-            **{f"CLOUDTRAIN_INPUT_{name.upper().replace('-', '_')}": path for name, path in inputs.items()},
+            **{f"CLOUDTRAIN_INPUT_{name.upper().replace('-', '_')}": path for name, path in self.inputs().items()},
             "CLOUDTRAIN_CHECKPOINT_DIR": values["checkpoint_dir"],
             "CLOUDTRAIN_CHECKPOINT_URL": self.checkpoint_url,
             "CLOUDTRAIN_RESUME_FROM": values["resume_from"],

@@ -52,6 +52,8 @@ _NODE = (
     *(f"providers/*/{name}.py" for name in _PROVIDER),
 )
 """The files that a node imports, below the package. Their compiled form is in the zip, too."""
+_RARE = ("runtime/worker.py", *(f"runtime/{name}.py" for name in ("node_check", "preflight", "shell", "webhook")))
+"""Files of `_NODE` that no node imports, or only nodes of some jobs: as source alone, to keep the zip small."""
 _SCRIPT = (
     "estimator.py",
     "job/*.py",
@@ -117,7 +119,7 @@ def _is_compiled(name: str, provider: type[Provider] | None) -> bool:
     """Return whether nodes of ``provider`` import the member ``name``; other providers' nodes compile their own."""
     ours, _, inner = name.partition("/")
     if ours != "cloudtrain" or not inner.startswith("providers/"):
-        return _matches(inner, _NODE)
+        return _matches(inner, _NODE) and inner not in _RARE
     owner = inner.split("/")[1].removesuffix(".py")
     return provider is None or owner in ("__init__", "_cloud", provider.name)
 

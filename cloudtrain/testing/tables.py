@@ -305,6 +305,8 @@ SCRIPT: dict[str, Row] = {
         max_outputs="1kB",
     ),
     "stall_timeout": _row("stalled", lambda seen: seen.result["category"] == "stalled", stall_timeout=2),
+    "min_gpu_util": _row("torchrun", lambda seen: seen.result["state"] == "succeeded", min_gpu_util="5% for 30m"),
+    "node_check": _row("torchrun", lambda seen: bool(seen.texts("artifacts", "preflight.json")), node_check=True),
     "debug_nccl": _row("python", _ranks(lambda rank: _DEBUG_NCCL.items() <= rank["env"].items()), debug_nccl=True),
     "metrics": _row(
         "command",

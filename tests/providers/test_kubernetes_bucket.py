@@ -59,7 +59,7 @@ def test_a_node_saves_and_resumes_through_a_bucket_without_rename(world: BucketW
     plan = world.plan(fields, {"keep_checkpoints": 1}, run_id="r")
     world.send(plan)
     container = job_object(plan.request)["spec"]["template"]["spec"]["containers"][0]
-    env = {**os.environ, **{item["name"]: item["value"] for item in container["env"]}, node.INDEX: "0"}
+    env = {**os.environ, **{item["name"]: item.get("value", "node-a") for item in container["env"]}, node.INDEX: "0"}
 
     def start() -> subprocess.Popen[str]:
         words = [*container["command"], *container["args"]]

@@ -59,7 +59,7 @@ def test_one_node_is_a_job_alone_and_two_have_a_service() -> None:
     job, service = request.body["items"]
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
     assert (service["spec"]["clusterIP"], pod_of(request)["subdomain"]) == ("None", service["metadata"]["name"])
-    env = {item["name"]: item["value"] for item in container_of(request)["env"]}
+    env = {item["name"]: item.get("value") for item in container_of(request)["env"]}
     assert env[node.HOST] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (2, 2)
     assert request.operation == "kubectl create -n team -f -"
@@ -584,3 +584,25 @@ def test_a_missing_secret_is_named_without_its_value(monkeypatch: pytest.MonkeyP
     assert node.secret("TOKEN") == "value"
     with pytest.raises(StorageError, match="secret env:NONE cannot be read from"):
         node.secret("NONE")
+
+
+def test_nodes_that_are_left_out_get_no_pod() -> None:
+    plain = planned(gpu=("H100:1",))
+    other = Provider(**{**OWN, "exclude": ["n7"]}).without_machines(["n2", "n7"])
+    assert other.settings.exclude == ("n7", "n2")
+    job = {"entry_point": "train.py", "name": "x", "image": "team/image:1", "gpu": ("H100:1",)}
+    request = other.plan(Job.make(**job), layout(), 1)
+    [rules] = pod_of(plain)["affinity"]["nodeAffinity"].values()
+    [more] = pod_of(request)["affinity"]["nodeAffinity"].values()
+    left_out = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n7", "n2"]}
+    expressions = rules["nodeSelectorTerms"][0]["matchExpressions"]
+    assert more["nodeSelectorTerms"] == [{"matchExpressions": [*expressions, left_out]}]  # in one term: both must hold
+    with pytest.raises(SpecError, match=r"kubernetes\.exclude.*not a label's value"):
+        Provider(**{**OWN, "exclude": ["a b"]})
+
+
+def test_a_pod_knows_the_cluster_s_node() -> None:
+    [item] = [item for item in container_of(planned())["env"] if item["name"] == node.MACHINE]
+    assert item == {"name": node.MACHINE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    found = node.node_environment({node.NODES: "1", node.INDEX: "0", node.MACHINE: "worker-3"}, {})
+    assert found.machine == "worker-3"

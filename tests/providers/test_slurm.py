@@ -22,11 +22,13 @@ from slurmcluster import (
     loss_of,
     running,
     send,
+    texts,
 )
 from worlds.bucket import MountedBucket
 
 from cloudtrain.errors import LostContactError
 from cloudtrain.providers.slurm import api
+from cloudtrain.runs.retry import Retry
 from cloudtrain.store.gc import collect_at
 from cloudtrain.store.store import Store
 from cloudtrain.testing.contract import ProviderContract
@@ -34,6 +36,8 @@ from cloudtrain.testing.platform import FakePlatform, numbered
 from cloudtrain.testing.running import PLAIN
 
 pytestmark = pytest.mark.slow
+
+FAULTY = Path(__file__).parents[1] / "scripts" / "faulty_node"
 
 
 @pytest.fixture(scope="class")
@@ -123,6 +127,22 @@ def test_two_jobs_on_one_node_do_not_meet(whole: SlurmPlatform, clean: str) -> N
     world = ddp_world(whole.folder / "shared", whole.cluster, **dataclasses.asdict(place.settings))
     runs = [send(world, f"shared-{number}") for number in range(2)]
     assert [loss_of(run) for run in runs] == [clean, clean]
+
+
+def test_a_machine_that_fails_twice_is_left_out(whole: SlurmPlatform) -> None:
+    """Attempts 0 and 1 get n1 and n2, and the check fails on n2. So attempt 2 runs on others."""
+    env = {"STEPS": "3", "PYTHONPATH": str(FAULTY), "FAULTY": "n2"}
+    run = send(whole, "bad-node", env=env, node_check=True, retries=3)
+    result = run.wait(retry=Retry(run), timeout=150, poll=0.3)
+    assert result["state"] == "succeeded", (result["reason"], texts(run))
+    assert [row.get("machine") for row in result["attempts"]] == ["n2", "n2", None]
+    assert "failed the node check on machine n2: a process ended with code 1" in result["attempts"][1]["reason"]
+    assert result["bad_machines"] == [{"machine": "n2", "attempts": 2, "excluded": True}]
+    exits = run.store.exits(run.run_id)
+    assert {row["machine"] for row in exits if row["attempt"] == "1.0"} == {"n1", "n2"}
+    assert len({row["machine"] for row in exits if row["attempt"] == "2.0"} - {"n2"}) == 2
+    scripts = [request.body["script"] for k in range(3) if (request := run.store.attempt_request(run.run_id, k))]
+    assert ["#SBATCH --exclude=n2\n" in script for script in scripts] == [False, False, True]
 
 
 def test_a_shell_enters_a_node(whole: SlurmPlatform) -> None:

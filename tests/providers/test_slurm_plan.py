@@ -347,3 +347,16 @@ def test_a_secret_comes_from_the_file_and_never_shows(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="cannot be read") as caught:
             secret(name, str(path))
         assert "s3cret" not in str(caught.value)
+
+
+def test_machines_that_are_left_out_are_an_option_of_sbatch() -> None:
+    plain, request = (
+        planned(),
+        Provider(exclude="n[1-2]")
+        .without_machines(["n7"])
+        .plan(Job.make(entry_point="train.py", name="x"), layout(), 0),
+    )
+    assert options(request)["exclude"] == '"n[1-2],n7"'
+    assert options(request)["job-name"] != options(plain)["job-name"]
+    found = node_environment({"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n7"}, {})
+    assert found.machine == "n7"

@@ -14,7 +14,7 @@ from jobs import Jobs
 from cloudtrain.runtime import usage
 from cloudtrain.runtime.host_facts import cpu_count
 from cloudtrain.runtime.timings import TIMINGS
-from cloudtrain.runtime.usage import UsageSampler, gpu_usage
+from cloudtrain.runtime.usage import UsageSampler, gpu_rows, gpu_usage
 
 SMI = """#!/bin/sh
 case "$*" in *--query-gpu=utilization.gpu,memory.used,memory.total*--format=csv,noheader,nounits*) ;; *) exit 2 ;; esac
@@ -102,7 +102,7 @@ def test_gpus_are_those_of_nvidia_smi(
 ) -> None:
     fake_smi(tmp_path / "bin", answer)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    assert gpu_usage() == found
+    assert gpu_usage(gpu_rows()) == found
 
 
 def test_a_driver_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,7 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
         secrets=lambda reference: secret(reference.partition(":")[2], environ),
         notices=(marker, ScheduledEvents(environ.get(METADATA) or URL)),
         hold=HOLD,
+        machine=environ.get("AZ_BATCH_NODE_ID", ""),
         folders={"outputs": "artifacts"},  # scripts write to ./outputs, which Azure ML keeps from its own folder alone
     )
 

@@ -7,7 +7,8 @@ the node half.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from tempfile import gettempdir
 from typing import Any, ClassVar
@@ -54,6 +55,8 @@ class Settings:
     fields of the pods. ``queue`` is a LocalQueue of Kueue. ``user`` is the uid of the containers (0: the image's own),
     and ``security`` is empty or ``restricted``, as Pod Security calls it.
 
+    ``exclude`` are nodes of the cluster that get no pod, by their label kubernetes.io/hostname.
+
     ``gpu_resource`` is the cluster's name of a GPU, ``gpu_label`` the nodes' label with its kind, and ``gpu_names``
     that label's values by the name in a job, ``{"H100": ["NVIDIA-H100-NVL"]}``. ``spot`` is the kind of spot nodes:
     gke, eks, karpenter or aks. ``hami`` shares GPUs by HAMi; see `devices`. ``ttl`` and ``pending`` are seconds: how
@@ -73,6 +76,7 @@ class Settings:
     image_pull_secrets: tuple[str, ...] = ()
     image_pull_policy: str = ""
     node_selector: dict[str, Any] = field(default_factory=dict)
+    exclude: tuple[str, ...] = ()
     tolerations: tuple[dict[str, Any], ...] = ()
     priority_class: str = ""
     runtime_class: str = ""
@@ -108,6 +112,11 @@ class Provider(ClusterProvider):
         super().__init__(**settings)
         scheme = url_scheme(self.settings.bucket) or "file"  # its nodes have one volume
         self.schemes = frozenset({scheme})  # type: ignore[misc]
+
+    def without_machines(self, names: Sequence[str]) -> Provider:
+        """Return this provider with the nodes ``names`` added to ``kubernetes.exclude``."""
+        settings = dataclasses.asdict(self.settings)
+        return Provider(**{**settings, "exclude": [*dict.fromkeys([*self.settings.exclude, *names])]})
 
 
 DIFFERENCES = (

@@ -36,7 +36,7 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
             image=container["image"],
             entrypoint=list(container["command"]),
             command=list(words),
-            env={**{item["name"]: item["value"] for item in container["env"]}, INDEX: str(number)},
+            env={**{item["name"]: item["value"] for item in container["env"] if "value" in item}, INDEX: str(number)},
             mounts=list(shared_mounts(words[1:], url, (LIMIT_PATH, CLOCK_PATH))),
             hostname=f"{name}-{number}.{spec['subdomain']}" if nodes > 1 else None,
             gpus=_whole(limits, settings.gpu_resource) or 0,

@@ -22,6 +22,8 @@ PORT = 29500
 CLOCK_PATH, LIMIT_PATH = "clock", "limit"
 """``--path`` pairs: the file with the running time of all starts, and the limit of it in seconds."""
 NODES, HOST = "CLOUDTRAIN_KUBERNETES_NODES", "CLOUDTRAIN_KUBERNETES_HOST"
+MACHINE = "CLOUDTRAIN_KUBERNETES_MACHINE"
+"""Variable with the name of the cluster's node, which Kubernetes fills in."""
 INDEX = "JOB_COMPLETION_INDEX"
 SCRATCH, SECRETS = "/cloudtrain/scratch", "/cloudtrain/secrets"
 WRITTEN, CALLED = 2.0, 1.0
@@ -53,6 +55,7 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
         flush_seconds=flush or NodeEnvironment.flush_seconds,
         exit_code=codes,
         secrets=lambda reference: secret(reference.partition(":")[2]),
+        machine=environ.get(MACHINE, ""),
         notices=(clock,) if clock is not None else (),
     )
 

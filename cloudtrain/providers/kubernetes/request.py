@@ -18,7 +18,7 @@ from ...provider_api.protocol import Layout, Request, check_inputs, check_needs,
 from ...validate import choice_of, texts_of, whole_number
 from .._cloud import GRACE_PATH, bucket_url, check_lines, check_shared, digest_of, shared_arguments
 from . import NAME, STORE, Provider, devices, validate
-from .node import AGAIN, CLOCK_PATH, HOST, LIMIT_PATH, NODES, SCRATCH, SECRETS
+from .node import AGAIN, CLOCK_PATH, HOST, LIMIT_PATH, MACHINE, NODES, SCRATCH, SECRETS
 
 if TYPE_CHECKING:
     from ...job.job import Gpu, Job
@@ -38,6 +38,8 @@ ENDED = "cloudtrain.dev/ended"
 POD_INDEX = "batch.kubernetes.io/job-completion-index"
 """Label of a pod with its number in the Job: the node rank."""
 CONTAINER = "node"
+HOSTNAME = "kubernetes.io/hostname"
+"""Label of the cluster's nodes with their name, by which pods keep off some of them."""
 QUEUE, JOBSETS = "kueue.x-k8s.io/queue-name", "jobset.x-k8s.io"
 OF_SET = "-node-0"
 """End of the name of the Job that a JobSet makes. The name of any other Job ends with the digits of its run."""
@@ -96,6 +98,9 @@ def checked(settings: Settings) -> Settings:
     own["image_pull_secrets"] = texts_of(settings.image_pull_secrets, f"{NAME}.image_pull_secrets")
     for number, item in enumerate(own["image_pull_secrets"]):
         validate.check_name(item, f"{NAME}.image_pull_secrets[{number}]")
+    own["exclude"] = texts_of(settings.exclude, f"{NAME}.exclude")
+    for name in own["exclude"]:
+        validate.check_labels({HOSTNAME: name}, f"{NAME}.exclude")
     for name in ("labels", "annotations", "node_selector"):
         validate.check_labels(own[name], f"{NAME}.{name}", values=name != "annotations")
         own[name] = {key: validate.label_text(value) for key, value in own[name].items()}
@@ -381,6 +386,7 @@ def _pod(
     wanted, s = job.resources, settings
     machine = {"node.kubernetes.io/instance-type": wanted.instance_type} if wanted.instance_type else {}
     expressions = devices.gpu_selector(s, gpu)
+    expressions += [{"key": HOSTNAME, "operator": "NotIn", "values": list(s.exclude)}] if s.exclude else []
     terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
     shm = {"sizeLimit": f"{wanted.shm_gb}G"} if wanted.shm_gb else {}
     disk = {"sizeLimit": f"{wanted.disk_gb}G"} if wanted.disk_gb else {}
@@ -440,7 +446,10 @@ def _container(settings: Settings, job: Job, gpu: Gpu | None, *, host: str, word
         **({"imagePullPolicy": settings.image_pull_policy} if settings.image_pull_policy else {}),
         "command": command[:3],
         "args": command[3:],
-        "env": [{"name": key, "value": value} for key, value in env.items()],
+        "env": [
+            *({"name": key, "value": value} for key, value in env.items()),
+            {"name": MACHINE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        ],
         "resources": {"limits": limits, "requests": dict(limits)},
         **({"securityContext": closed} if settings.security else {}),
         "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in mounts],

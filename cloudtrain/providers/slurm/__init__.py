@@ -6,7 +6,8 @@ Its Request holds a batch script, complete with its ``#SBATCH`` lines, as ``sbat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -76,6 +77,11 @@ class Provider(ClusterProvider):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.schemes = frozenset(map(url_scheme, self.settings.mounts)) or frozenset({"file"})  # type: ignore[misc]
+
+    def without_machines(self, names: Sequence[str]) -> Provider:
+        """Return this provider with the nodes ``names`` added to ``slurm.exclude``."""
+        settings = dataclasses.asdict(self.settings)
+        return Provider(**{**settings, "exclude": ",".join(filter(None, [self.settings.exclude, *names]))})
 
 
 DIFFERENCES = (

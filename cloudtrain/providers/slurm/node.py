@@ -60,6 +60,7 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
         secrets=lambda reference: secret(reference.partition(":")[2], secrets),
         cpus=int(cores) if cores.isdecimal() else None,
         attempt=environ.get(ATTEMPT, ""),
+        machine=environ.get("SLURMD_NODENAME", ""),
         signals_ranks=ATTEMPT in environ,  # a rehearsal's engine signals this process alone
     )
 

@@ -208,7 +208,7 @@ class Job:
                 entrypoint=container["command"],
                 command=container["args"],
                 env={
-                    **{item["name"]: item["value"] for item in container["env"]},
+                    **{item["name"]: item.get("value", "node-a") for item in container["env"]},
                     "JOB_COMPLETION_INDEX": str(index),
                     "KUBERNETES_SERVICE_HOST": "10.96.0.1",
                     "KUBERNETES_SERVICE_PORT": "443",

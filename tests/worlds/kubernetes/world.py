@@ -67,7 +67,7 @@ class KubernetesWorld(FakePlatform):
     @contextlib.contextmanager
     def node(self, request: Request, number: int) -> Iterator[Mapping[str, str]]:
         container = job_object(request)["spec"]["template"]["spec"]["containers"][0]
-        env = {item["name"]: item["value"] for item in container["env"]}
+        env = {item["name"]: item.get("value", "node-a") for item in container["env"]}
         yield {**env, "JOB_COMPLETION_INDEX": str(number)}
 
     def job(self, run: Run, attempt: int = 0) -> Job:

@@ -1,4 +1,4 @@
-"""Check every node for ``cloudtrain doctor --job``: this one file runs there, started by a training's launcher.
+"""Check every node, for ``cloudtrain doctor --job`` and for ``node_check``: this one file runs there, once a rank.
 
 Each node reports its versions, GPUs, folders and clock. It connects to every other on a port that the system chose, as
 NCCL and gloo do. It also tries further ports of node 0 (``--ports``), by the common name and by node 0's own address.
@@ -31,9 +31,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["READY", "SINCE", "facts", "main", "problems", "table"]
+__all__ = ["BEGUN", "NO_TORCH", "READY", "REPORT", "SINCE", "Finding", "facts", "findings", "main", "problems", "table"]
 
 MIB = 1 << 20
 GPU_SIZES = tuple(MIB << shift for shift in range(0, 9, 2))  # bytes of one all-reduce: 1 to 256 MiB
@@ -46,6 +46,9 @@ SMALL_SHM = 64 * MIB  # the default of container engines, with which DataLoader'
 SETTLE = 5.0  # seconds from the report to the line that announces it: by then it has been copied out of the node
 HOLD = 300.0  # seconds to wait for the stop signal, and then for the kill
 BEAT = 0.5
+REPORT = "preflight.json"
+NO_TORCH = "this image has no torch"
+BEGUN = "preflight: this rank has begun"
 READY = "preflight: the report is written; waiting for the stop signal"
 SINCE = re.compile(r"preflight: (\d+\.\d) s since the stop signal")
 OWN = ("checkpoints", "artifacts", "temporary files")  # folders that every training needs
@@ -269,9 +272,11 @@ def main(words: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(time.monotonic()))
     mine = facts()
     if mine["torch"] is None:
-        bare = {"nodes": {str(node): mine}, "links": {}, "allreduce": None, "error": "this image has no torch"}
+        bare = {"nodes": {str(node): mine}, "links": {}, "allreduce": None, "error": NO_TORCH}
         _write(bare, rank)
         return 0
+    _use_gpu(mine)
+    _say(BEGUN)
     dist: Any = importlib.import_module("torch.distributed")
     wait = datetime.timedelta(seconds=PATIENCE)
     store, rank, world = next(dist.rendezvous("env://", timeout=wait))
@@ -325,6 +330,13 @@ def between(store: Any, rank: int, world: int, mine: dict[str, Any], ports: Sequ
         "allreduce": None,
         "error": "",
     }
+
+
+def _use_gpu(mine: Mapping[str, Any]) -> None:
+    """Run a kernel on this rank's own GPU, if each rank has one. A broken GPU raises here, or never answers."""
+    if mine["gpus"] >= mine["ranks"]:
+        torch: Any = importlib.import_module("torch")
+        (torch.zeros(1, device=f"cuda:{os.environ.get('LOCAL_RANK', '0')}") + 1).cpu()
 
 
 def _hold(stopped: Sequence[float], *, says: bool, first: bool) -> None:
@@ -394,20 +406,57 @@ def allreduce(store: Any, rank: int, world: int, backend: str) -> dict[str, Any]
 def _write(report: Mapping[str, Any], rank: int) -> None:
     if rank == 0:
         folder = Path(os.environ.get("CLOUDTRAIN_ARTIFACT_DIR", "."))
-        (folder / "preflight.json").write_text(json.dumps(report), encoding="utf-8")
+        (folder / REPORT).write_text(json.dumps(report), encoding="utf-8")
 
 
 # ----------------------------------------------------------------------------------------------------------- the report
 
 
+class Finding(NamedTuple):
+    """A problem and its fix in one line. ``node`` has it; None: no single node does. With a ``category`` of failures,
+    ranks must not start."""
+
+    text: str
+    node: int | None = None
+    category: str = "infra"
+
+
 def problems(report: Mapping[str, Any], *, nodes: int, gpus: int | None) -> list[str]:
     """Return a line for each problem, with its fix. ``gpus`` is the number that each node must have (None: unknown)."""
+    return [found.text for found in findings(report, nodes=nodes, gpus=gpus)]
+
+
+def findings(report: Mapping[str, Any], *, nodes: int, gpus: int | None) -> Iterator[Finding]:
+    """Yield the problems in a report; see `problems`."""
     rows: Mapping[str, Mapping[str, Any]] = report["nodes"]
     if report.get("error") and not report["links"] and not any(row.get("torch") for row in rows.values()):
-        return [f"no node could be compared: {report['error']}; give the job an image with torch"]
-    found = []
+        why = f"no node could be compared: {report['error']}; give the job an image with torch"
+        yield Finding(why, category="image")
+        return
     if len(rows) != nodes:
-        found.append(f"{len(rows)} of {nodes} nodes have reported; see the logs of the others")
+        yield Finding(f"{len(rows)} of {nodes} nodes have reported; see the logs of the others")
+    yield from _differences(rows)
+    for number, row in rows.items():
+        if gpus is not None and row["gpus"] != gpus:
+            why = "CUDA in the image, or a driver that it can use" if row["gpus"] < gpus else "another machine"
+            text = f"node {number} has {row['gpus']} GPUs for torch, {gpus} are expected: check {why}"
+            yield Finding(text, int(number))
+    yield from _bad_links(report["links"])
+    for number, row in rows.items():
+        closed = [name for name in OWN if not row.get("folders", {}).get(name, {"writable": True})["writable"]]
+        if closed:
+            fix = "make room there, or let its user write"
+            yield Finding(f"node {number} cannot write to its {', '.join(closed)}: {fix}", int(number))
+    speeds = report.get("allreduce")
+    if speeds is not None and not speeds["right"]:
+        yield Finding("an all-reduce gave a wrong sum; do not train on these nodes")
+    alone = sum(row["ranks"] for row in rows.values()) == 1
+    unreached = any(link["error"] for links in report["links"].values() for link in links.values())
+    if speeds is None and (report.get("error") or not alone) and not unreached:
+        yield Finding(f"no all-reduce came to its end: {report.get('error') or 'see the logs of the run'}")
+
+
+def _differences(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     for name in ALIKE:
         values: dict[Any, list[str]] = {}
         for number, row in rows.items():
@@ -415,32 +464,26 @@ def problems(report: Mapping[str, Any], *, nodes: int, gpus: int | None) -> list
         if len(values) > 1:
             listed = ", ".join(f"{value or 'none'} on node {', '.join(numbers)}" for value, numbers in values.items())
             fix = "give all nodes one kind of machine" if name in ("driver", "machine") else "give all nodes one image"
-            found.append(f"{name} differs: {listed}; {fix}")
-    for number, row in rows.items():
-        if gpus is not None and row["gpus"] != gpus:
-            why = "CUDA in the image, or a driver that it can use" if row["gpus"] < gpus else "another machine"
-            found.append(f"node {number} has {row['gpus']} GPUs for torch, {gpus} are expected: check {why}")
-    for number, links in report["links"].items():
-        for other, link in links.items():
+            yield Finding(f"{name} differs: {listed}; {fix}", category="")
+
+
+def _bad_links(links: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Iterator[Finding]:
+    """Yield the broken links, each with the one of its two nodes that has more of them, and clocks that are wrong."""
+    broken = [(number, other) for number, row in links.items() for other, link in row.items() if link["error"]]
+    ends = [number for link in broken for number in link]
+    for number, row in links.items():
+        for other, link in row.items():
             if link["error"]:
                 fix = "open all TCP ports between the nodes (security group, firewall, network)"
-                found.append(f"node {number} cannot reach node {other} ({link['error']}); {fix}")
+                most = max((number, other), key=ends.count)
+                alone = ends.count(number) != ends.count(other)
+                text = f"node {number} cannot reach node {other} ({link['error']}); {fix}"
+                yield Finding(text, int(most) if alone else None)
             elif number == "0" and abs(link["skew_s"]) - link["within_s"] > SKEW:
                 way = "ahead of" if link["skew_s"] > 0 else "behind"
                 fix = "let the nodes keep time (chrony, NTP)"
-                found.append(f"the clock of node {other} is {abs(link['skew_s']):.1f} s {way} that of node 0; {fix}")
-    for number, row in rows.items():
-        closed = [name for name in OWN if not row.get("folders", {}).get(name, {"writable": True})["writable"]]
-        if closed:
-            fix = "make room there, or let its user write"
-            found.append(f"node {number} cannot write to its {', '.join(closed)}: {fix}")
-    speeds = report.get("allreduce")
-    if speeds is not None and not speeds["right"]:
-        found.append("an all-reduce gave a wrong sum; do not train on these nodes")
-    alone = sum(row["ranks"] for row in rows.values()) == 1
-    if speeds is None and (report.get("error") or not alone) and not any("cannot reach" in line for line in found):
-        found.append(f"no all-reduce came to its end: {report.get('error') or 'see the logs of the run'}")
-    return found
+                text = f"the clock of node {other} is {abs(link['skew_s']):.1f} s {way} that of node 0; {fix}"
+                yield Finding(text, int(other), category="")
 
 
 def table(report: Mapping[str, Any]) -> str:
