@@ -93,8 +93,6 @@ NOT = {
     "no way out/slurm": "a node needs to reach Slurm's controller",
     **{f"image {tag}/modelarts": "not run yet" for tag in IMAGES},
     **{f"{name}/modelarts": "not run yet" for name in FIXTURES},
-    "fsdp preempted/modelarts": "not run yet",
-    "fsdp node lost/modelarts": "not run yet",
 }
 """Cells that are none, and why."""
 
