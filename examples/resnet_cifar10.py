@@ -106,11 +106,14 @@ def main() -> None:
     flags.add_argument("--lr", type=float, default=0.1, help="the peak of the schedule")
     flags.add_argument("--width", type=int, default=64, help="channels of the first block")
     flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--device", choices=["cuda", "npu"], default="cuda", help="npu: Ascend cards, by torch_npu")
     args = flags.parse_args()
     if "RANK" not in env:  # no torchrun: one plain process
         env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     rank, world, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    batch, gpu = args.global_batch, torch.cuda.device_count() > local
+    if args.device == "npu":
+        import torch_npu  # noqa: F401  it adds torch.npu, and the backend hccl
+    batch, gpu = args.global_batch, getattr(torch, args.device).device_count() > local
     images, labels = read(args.train, "data_batch_*.bin")
     test_images, test_labels = read(args.train, "test_batch.bin")
     if not 0 < batch <= len(labels) or batch % world or args.width < 1:
@@ -122,11 +125,13 @@ def main() -> None:
     if saved and saved["contract"] != contract:
         raise SystemExit(f"resnet_cifar10.py: --resume {args.resume!r}: saved with {saved['contract']}, not {contract}")
 
-    device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    device = torch.device(args.device, local) if gpu else torch.device("cpu")
     torch.manual_seed(args.seed)
     if gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if gpu else "gloo", device_id=device if gpu else None)
+        getattr(torch, args.device).set_device(device)
+    dist.init_process_group(
+        {"cuda": "nccl", "npu": "hccl"}[args.device] if gpu else "gloo", device_id=device if gpu else None
+    )
     model = resnet18(args.width).to(device, memory_format=torch.channels_last)
     if gpu:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)

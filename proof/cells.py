@@ -34,7 +34,7 @@ from containers import BUILD, IMAGE, left  # noqa: E402  what the tests have of 
 from jobs import CLI, Done, Jobs  # noqa: E402
 from slurmcluster import GRACE, Cluster, running  # noqa: E402
 
-CLOUDS = ("sagemaker", "azureml", "vertex", "kubernetes")
+CLOUDS = ("sagemaker", "azureml", "vertex", "kubernetes", "modelarts")
 HERE = ("local", "docker", "slurm")
 """Platforms that run for real on this machine; slurm's is a cluster of four nodes, by tests/slurm.sh."""
 PROVIDERS = (*HERE, *CLOUDS)
@@ -91,6 +91,8 @@ NOT = {
     **{f"image {tag}/{provider}": "uses no image" for tag in IMAGES for provider in ("local", "slurm")},
     **{f"cut off/{provider}": "all nodes share this machine's network" for provider in ("local", "slurm")},
     "no way out/slurm": "a node needs to reach Slurm's controller",
+    **{f"image {tag}/modelarts": "not run yet" for tag in IMAGES},
+    **{f"{name}/modelarts": "not run yet" for name in FIXTURES},
 }
 """Cells that are none, and why."""
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 RECORD, PAGE = ROOT / "docs/data/portability.json", ROOT / "docs/portability.md"
 OTHER_MACHINE = f"no clean run on {PROVIDERS[0]} of the same machine to compare with"
 ELSEWHERE = f"ran on a machine with another processor, and has the bits of the clean run on {PROVIDERS[0]} there"
-_INTRO = """# Portability: the same job on seven platforms, with faults
+_INTRO = """# Portability: the same job on eight platforms, with faults
 
 <!-- Made of docs/data/portability.json by: python proof/portability.py. Do not edit. -->
 

@@ -86,7 +86,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if marks & left_out else None
 
 
-LIKE_LOCAL = ("test_docker", "test_sagemaker", "test_azureml", "test_vertex", "test_slurm", "test_kubernetes")
+LIKE_LOCAL = (
+    "test_docker",
+    "test_sagemaker",
+    "test_azureml",
+    "test_vertex",
+    "test_slurm",
+    "test_kubernetes",
+    "test_modelarts",
+)
 """Modules with a provider's contract that leave to `make proof` what our own runtime decides, as local shows it."""
 
 

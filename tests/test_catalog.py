@@ -14,7 +14,7 @@ from cloudtrain.job.job import Gpu
 from cloudtrain.provider_api import catalog
 
 TABLE = Path(catalog.__file__).parents[1] / "data" / "instances.csv"
-PROVIDERS = ("azureml", "sagemaker", "vertex")
+PROVIDERS = ("azureml", "modelarts", "sagemaker", "vertex")
 
 
 def rows() -> list[dict[str, str]]:

@@ -27,6 +27,11 @@ ACCOUNTS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
         {"subscription_id": "0", "resource_group": "g", "workspace_name": "w", "environment": "azureml:torch:1"},
         {},
     ),
+    "modelarts": (
+        "obs://bucket/runs",
+        {"region": "cn-north-4", "project_id": "0" * 32, "flavors": '{"A100-80GB:8": "modelarts.x.y"}'},
+        {"image": "a/b:1"},
+    ),
     "vertex": ("gs://bucket/runs", {"project": "my-project", "location": "europe-west4"}, {"image": "i:1"}),
     "local": ("./store", {}, {}),
 }

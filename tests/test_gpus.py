@@ -40,7 +40,7 @@ def names(told: Told) -> list[str]:
 def test_which_machines_give_so_many_of_a_gpu(asked: Callable[..., Told]) -> None:
     code, found, _ = asked("H100:8")
     assert code == 0
-    assert {row["provider"] for row in found["machines"]} == set(catalog.providers())
+    assert {row["provider"] for row in found["machines"]} == set(catalog.providers()) - {"modelarts"}, "it has V100"
     assert all((row["gpu"], row["gpu_count"]) == ("H100", 8) for row in found["machines"])
     assert names(asked("A100-80GB:4")) == ["Standard_NC96ads_A100_v4", "a2-ultragpu-4g"]
     assert len(names(asked("H100"))) > len(names(asked("H100:8")))

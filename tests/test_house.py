@@ -306,6 +306,7 @@ CLOUD_FILES: dict[str, str] = {
 }
 #: Files that one cloud has in addition, for something of its own.
 CLOUD_EXTRAS = {
+    "modelarts": {"signing"},
     "sagemaker": {"images", "s3"},
     "azureml": {"sdk", "urls"},
     "vertex": {"machines", "bootstrap", "prepare"},

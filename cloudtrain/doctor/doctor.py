@@ -33,6 +33,7 @@ from ..runs.summary import plural
 from ..runtime import node_check
 from ..settings.needs import find_missing, missing_line, refusal
 from ..settings.settings import Settings
+from ..storage.errors import CannotSwapError
 from ..storage.files import Files, files
 from ..storage.local_disk import local_path, normalize
 from ..validate import without_secrets
@@ -197,10 +198,14 @@ def round_trip(tree: Files) -> Check:
 
 
 def _replace_once(tree: Files, key: str, data: bytes) -> None:
-    """Replace the object. Raises `StorageError` if the store writes although its condition is not met."""
+    """Replace the object, where a store can do so. Raises `StorageError` if it writes against its condition."""
     first = tree.load(key)
-    tree.swap(key, first and first.version, data + b"3")
-    for version, lacks in ((None, "exclusive creation"), (first and first.version, "conditional writes")):
+    conditions = [(None, "exclusive creation"), (first and first.version, "conditional writes")]
+    try:
+        tree.swap(key, first and first.version, data + b"3")
+    except CannotSwapError:  # it only creates, which is enough for a store
+        conditions.pop()
+    for version, lacks in conditions:
         with contextlib.suppress(FileExistsError):
             tree.swap(key, version, data + lacks.encode())
             why = f"an object that exists was replaced: this store does not keep {lacks}"

@@ -71,7 +71,7 @@ OWNED = (
 _STUCK = re.compile(r"mirror: cannot copy checkpoint (?P<name>\S+) to .+: (?P<why>[^:\n]+); trying again")
 """The line that a node's `cloudtrain.runtime.mirror` prints."""
 PAGE_BYTES = 1 << 20
-SCHEMES = frozenset({"file", "s3", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
+SCHEMES = frozenset({"file", "s3", "obs", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
 """Schemes that the supervisor can fetch; ``file`` is this machine's own."""
 
 

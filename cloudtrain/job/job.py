@@ -62,10 +62,12 @@ NO_SCRIPTS = frozenset((
 
 _NAME_MAX = 63
 _CHANNEL = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
-_GPU = re.compile(r"([A-Z][A-Z0-9]*(?:-[A-Z]+[A-Z0-9]*)*)(?:-([0-9]{1,4})GB)?(?::([0-9]{1,4}))?")
+_GPU = re.compile(
+    r"(ASCEND-[0-9]{3}[A-Z]?[0-9]?|[A-Z][A-Z0-9]*(?:-[A-Z]+[A-Z0-9]*)*)(?:-([0-9]{1,4})GB)?(?::([0-9]{1,4}))?"
+)
 _NODES = re.compile(r"([0-9]{1,5}):([0-9]{1,5})")
 _URLS = {
-    **dict.fromkeys(("s3", "gs"), "SCHEME://BUCKET/PATH"),
+    **dict.fromkeys(("s3", "gs", "obs"), "SCHEME://BUCKET/PATH"),
     **dict.fromkeys(("abfs", "abfss", "az"), "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH"),
     **dict.fromkeys(("http", "https", "ftp", "sftp"), "SCHEME://HOST/PATH"),
 }

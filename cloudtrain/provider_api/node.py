@@ -95,9 +95,10 @@ class NodeEnvironment:
     of one reference. ``supervisor`` is the pid of a parent without which this node must stop. ``groups_file`` is where
     the node notes the process groups it starts, which must not outlive a killed node outside a container. ``cpus`` are
     this node's cores, if several nodes share a machine. ``attempt`` is ``k.r``, if the platform itself counts its
-    starts. ``folders`` are those that scripts for this platform expect, absolute or below the script's, each a link to
-    ours: ``checkpoints`` or ``artifacts``. Texts of ``export_env`` may hold placeholders. ``agent`` copies ``live`` to
-    the store; None: ``live`` is the store's own, or the engine copies it.
+    starts; ``restart`` is the least r, if it only counts those that it knows. ``folders`` are those that scripts for
+    this platform expect, absolute or below the script's, each a link to ours: ``checkpoints`` or ``artifacts``. Texts
+    of ``export_env`` may hold placeholders. ``agent`` copies ``live`` to the store; None: ``live`` is the store's own,
+    or the engine copies it.
 
     ``hidden_env`` lists prefixes of the node's variables that ranks do not get. ``notes`` are lines for the node's log.
 
@@ -132,6 +133,7 @@ class NodeEnvironment:
     groups_file: str | None = None
     cpus: int | None = None
     attempt: str = ""
+    restart: int = 0
     folders: Mapping[str, str] = field(default_factory=dict)
     notices: Sequence[Callable[[], str | None]] = ()
     hold: float = 0.0

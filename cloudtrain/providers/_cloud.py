@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import LostContactError, PlatformError, SpecError, UnsupportedError
@@ -33,6 +34,7 @@ __all__ = [
     "FLUSH_PATH",
     "GRACE_PATH",
     "Backoff",
+    "Clock",
     "CloudProvider",
     "ClusterProvider",
     "bucket_url",
@@ -70,6 +72,8 @@ FLUSH_SECONDS = 30
 _SYNCED = ("live", "direct", "mounted")
 RESTARTS = 1000
 """Restarts of a job by a cluster: only the time limit of the run ends them."""
+CALLED = 1.0
+"""Seconds between two calls of a notice."""
 LONGEST_HOLD = 300.0
 """Longest pause in seconds that a service can ask for."""
 REASON = 1024
@@ -170,6 +174,54 @@ class ClusterProvider(CloudProvider):
 
     def storage(self, url: str) -> Mapping[str, Any]:
         return {}
+
+
+# ------------------------------------------------------------------------------------------------------------ on a node
+
+
+class Clock:
+    """The running time of all starts of a job, on node 0, where the platform has no such limit of its own.
+
+    At the limit it reports the end as a notice, so that every node saves, and changes this node's exit code to
+    ``time_up``. ``file`` is written every ``pause`` seconds, at most a tenth of the limit. It always holds the time up
+    to the next write, so that a start that ends before then is counted whole.
+    """
+
+    def __init__(self, file: Path, limit: float, codes: dict[str, int], time_up: int, pause: float) -> None:
+        self._file, self._limit, self._codes, self._time_up = file, limit, codes, time_up
+        self._pause = min(pause, limit / 10)
+        self._began = time.monotonic()
+        self._before: float | None = None
+        self._counted = 0.0
+
+    def __call__(self) -> str:
+        """Return the reason for the node's end; empty before the limit."""
+        if self._before is None:
+            self._before = self._counted = self._read()
+        used = self._before + time.monotonic() - self._began
+        if self._counted < min(used + CALLED, self._limit):
+            self._write(min(used + self._pause, self._limit))
+        if used < self._limit:
+            return ""
+        self._codes.update(preempted=self._time_up, lost=self._time_up)
+        return "the time limit is used up"
+
+    def _read(self) -> float:
+        try:
+            return float(self._file.read_text())
+        except (OSError, ValueError):
+            return 0.0
+
+    def _write(self, counted: float) -> None:
+        from ..runtime.checkpoints import put_whole
+
+        data = f"{counted:.1f}".encode()
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            put_whole(self._file, lambda path: path.write_bytes(data), temporary=".part")
+            self._counted = counted
+        except OSError:  # the volume does not answer now
+            return
 
 
 # ------------------------------------------------------------------------------------------------------ parts of a plan

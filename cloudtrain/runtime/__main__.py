@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--context", required=True, type=Path)
     parser.add_argument("--attempt", type=int, default=0)
     parser.add_argument("--path", action="append", default=[], metavar="NAME=PATH")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(argv[: [*argv, "--"].index("--")])  # behind it are words that a platform appends
     inbox: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: inbox.put((-1, _notice(number))))

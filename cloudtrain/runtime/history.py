@@ -32,12 +32,13 @@ HEAD_BYTES = 1 << 16
 Record = dict[str, Any]
 
 
-def restart_of(live: Path, k: int) -> str:
-    """Return the number of this start of attempt ``k``: after all of the platform's own restarts that left files.
+def restart_of(live: Path, k: int, least: int = 0) -> str:
+    """Return the number of this start of attempt ``k``: ``least``, and after all restarts that left files.
 
     Claims it at once: a restart that dies before its first line is counted too.
     """
     restart = max((r for earlier, r in map(attempt_key, _attempts(live)) if earlier == k), default=-1) + 1
+    restart = max(restart, least)
     (live / "logs" / f"{k}.{restart}" / "node-0").mkdir(parents=True, exist_ok=True)
     return f"{k}.{restart}"
 

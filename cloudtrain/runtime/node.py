@@ -131,7 +131,7 @@ class Node:
             for number, look in enumerate(self.site.notices):
                 watch(look, partial(self._heard_of, number))
             if self.me == 0:
-                self._begin(self.site.attempt or restart_of(self.live, self.k))
+                self._begin(self.site.attempt or restart_of(self.live, self.k, self.site.restart))
             self._prepare_and_join()
             if self.go is not None and not self._over():
                 self._launch()

@@ -246,6 +246,8 @@ def _main() -> None:
 
     try:
         try:
+            for name in os.environ.pop("CLOUDTRAIN_BACKEND_MODULES", "").split():
+                __import__(name)  # a kind of device that torch does not know by itself
             module, script = _load(target)
             exec(script, module.__dict__)
         finally:

@@ -35,7 +35,7 @@ __all__ = [
     "tree",
 ]
 
-BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
+BUCKETS = frozenset({"s3", "s3a", "obs", "gs", "gcs", "abfs", "abfss", "az"})
 """Schemes of object stores. Their URLs begin with a bucket or container, which cloudtrain never creates."""
 GOOGLE = frozenset({"gs", "gcs"})
 SFTP = frozenset({"sftp", "ssh"})

@@ -1,4 +1,4 @@
-"""Configure obstore for a bucket of S3 or a container of Azure Blob Storage, as the vendor's own SDK would.
+"""Configure obstore for a bucket of S3 or OBS, or a container of Azure Blob Storage, as the vendor's own SDK would.
 
 The provider's options come first, then fsspec's configuration of the scheme, then the SDK's variables and files. Raises
 `SpecError` for a word that obstore cannot honour. Only credentials are asked of the network.
@@ -24,9 +24,9 @@ from .files import TransferOptions
 
 __all__ = ["SDKS", "ObstoreConfig", "find_access"]
 
-_AWS, _AZURE = "boto3", "azure-identity"
-SDKS = {"s3": _AWS, "s3a": _AWS, "abfs": _AZURE, "abfss": _AZURE, "az": _AZURE}
-"""The schemes that obstore serves, each with the package that gives credentials."""
+_AWS, _AZURE, _HUAWEI = "boto3", "azure-identity", "obstore"
+SDKS = {"s3": _AWS, "s3a": _AWS, "abfs": _AZURE, "abfss": _AZURE, "az": _AZURE, "obs": _HUAWEI}
+"""The schemes that obstore serves, each with the package that gives credentials; OBS needs none for them."""
 Keys = Callable[[], Mapping[str, Any]]
 
 #: obstore's own variables that it takes whatever it is given; AWS's SDK knows none of them.
@@ -67,7 +67,7 @@ def find_access(
     url: str, options: Mapping[str, Any], environ: Mapping[str, str], *, moving: TransferOptions
 ) -> ObstoreConfig:
     """Return the access to ``url``. Raises `SpecError` for what cannot be honoured, `AuthError` without credentials."""
-    find = _s3 if SDKS[url_scheme(url)] == _AWS else _azure
+    find = {_AWS: _s3, _AZURE: _azure, _HUAWEI: _obs}[SDKS[url_scheme(url)]]
     return find(url, _with_configured(url_scheme(url), options, environ), environ, moving)
 
 
@@ -252,6 +252,47 @@ def _aws_keys(url: str, options: Mapping[str, Any], static: tuple[str, str, str 
         }
 
     return keys
+
+
+# ------------------------------------------------------------------------------------------------------------------ OBS
+
+
+def _obs(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving: TransferOptions) -> ObstoreConfig:
+    from .obs import HuaweiKeys, bucket_endpoint, find_keys, virtual
+
+    _only(options, "client_kwargs key secret token")
+    region = (options.get("client_kwargs") or {}).get("region_name") or environ.get("OBS_REGION")
+    endpoint = environ.get("OBS_ENDPOINT") or (f"https://obs.{region}.myhuaweicloud.com" if region else "")
+    if "://" not in endpoint:
+        hint = "set OBS_REGION, such as cn-north-4, or OBS_ENDPOINT to a URL"
+        raise SpecError(f"{url}: the region of the bucket is unknown", field="store", hint=hint)
+    bucket, root = _parts(url)
+    inside = virtual(endpoint)
+    endpoint = bucket_endpoint(endpoint, bucket) if inside else endpoint.rstrip("/")
+    config = {
+        "region": region or "region", "endpoint": endpoint, "aws_endpoint_url_s3": endpoint, "skip_signature": False,
+        "virtual_hosted_style_request": inside, "conditional_put": "disabled", "s3_express": False,
+        "unsigned_payload": False, "request_payer": False,
+    }  # fmt: skip
+
+    def keys() -> Mapping[str, Any]:
+        if options.get("key"):
+            found = HuaweiKeys(str(options["key"]), str(options.get("secret")), options.get("token") or "")
+        else:
+            found = find_keys(environ)
+        now = datetime.now(timezone.utc)  # temporary keys are asked for each time
+        return {
+            "access_key_id": found.ak,
+            "secret_access_key": found.sk,
+            "token": found.token or None,
+            "expires_at": now if found.token else None,
+        }
+
+    keys()
+    bundle = _first(environ, _CERTIFICATES)
+    return ObstoreConfig(
+        kind="s3", bucket=bucket, root=root, config=config, keys=keys, certificates=_certificates(bundle)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- Azure

@@ -160,7 +160,10 @@ class RemoteFiles(Files):
             why = f"encryption can be set only for a store in S3, not for {scheme}:"
             raise SpecError(why, field="sse", hint="remove sse and sse_kms_key_id from the settings")
         if scheme in OBSTORE:
-            return ObstoreMover.open(self._url, options, moving=self._moving, retries=self._retries)
+            kind: type[ObstoreMover] = ObstoreMover
+            if scheme == "obs":
+                from .obs import ObsMover as kind  # its imports are those of a client
+            return kind.open(self._url, options, moving=self._moving, retries=self._retries)
         return FsspecMover.open(self._url, options, moving=self._moving, retries=self._retries or Retries())
 
     def _call(self, key: str, work: Callable[[Mover], R], *, again: bool = True) -> R:

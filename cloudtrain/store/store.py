@@ -55,7 +55,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-RELAYED = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
+RELAYED = frozenset({"s3", "s3a", "obs", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
 """Schemes of remote data that can be copied into a store if nodes cannot read them."""
 
 NO_STORES = frozenset({"ftp", "http", "https", "hf"})
@@ -66,6 +66,7 @@ _MEANT = (
     (r"https?://([^./]+)\.(?:blob|dfs)\.(core\.[^/]+)/([^/?]+)(/[^?]*)?", r"abfs://\3@\1.dfs.\2\4"),
     (rf"https?://{_S3}/([^?]+)", r"s3://\1"),
     (rf"https?://([^/]+?)\.{_S3}(/[^?]*)?", r"s3://\1\2"),
+    (r"https?://([^./]+)\.obs\.[a-z0-9-]+\.myhuaweicloud\.com(/[^?]*)?", r"obs://\1\2"),
     (r"https?://storage\.(?:googleapis|cloud\.google)\.com/([^?]+)", r"gs://\1"),
     (r"https?://([^/]+)\.storage\.googleapis\.com(/[^?]*)?", r"gs://\1\2"),
 )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEMES", "install"]
 
-SCHEMES = ("memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
+SCHEMES = ("memory", "s3", "s3a", "obs", "gs", "gcs", "abfs", "abfss", "az")
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, MutableMapping[str, Any]]:

@@ -70,6 +70,10 @@ class FakePlatform(abc.ABC):
         """Raise unless the platform itself would accept the request: the vendor's own validator."""
         json.dumps(request.body, allow_nan=False)
 
+    def named_by_options(self, request: Request) -> Any:
+        """Return the part of the request whose fields a job's ``options`` name."""
+        return request.body
+
     # ------------------------------------------------------------------------------------------ common to all platforms
 
     def plan(self, *parts: Fields, run_id: str = RUN_ID) -> Plan:

@@ -26,6 +26,7 @@ _ANY = object()
 _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 _HASH = re.compile(r"\b[0-9a-f]{16}\b")
 _ORIGIN = re.compile(r"cloudtrain[:.-](revision|ci)")
+_ORIGIN_WORD = re.compile(rf" {_ORIGIN.pattern}=\S+")
 """Tags of a run's origin, which differ by commit and CI run."""
 #: Keys of a plan that change with cloudtrain's code, this machine or the day, at the same request.
 _CHANGING = ("code", "runtime", "disk", "job_digest", "source", "layout")
@@ -117,6 +118,7 @@ def stable(planned: Plan | Mapping[str, Any]) -> dict[str, Any]:
             return value
         for old, new in words:
             value = value.replace(old, new)
+        value = _ORIGIN_WORD.sub("", value)
         value = _HASH.sub("<digest>", _DIGEST.sub("<digest>", run_id.sub("<run>", value)))
         return value if value.count("\n") <= MANY_LINES else "<text>"
 

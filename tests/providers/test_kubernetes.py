@@ -48,8 +48,6 @@ class TestKubernetes(ProviderContract):
 class TestJobSet(ProviderContract):
     """The same, in JobSets."""
 
-    xfails = {"test_options_arrive_verbatim": "options name the fields of the Job, which the JobSet holds"}  # noqa: RUF012
-
     @pytest.fixture(scope="class")
     @classmethod
     def world(cls, kubernetes: Any) -> Iterator[FakePlatform]:

@@ -14,6 +14,7 @@ import pytest
 from jobs import Jobs
 from worlds.kubernetes.world import BucketWorld
 
+from cloudtrain.providers._cloud import Clock
 from cloudtrain.providers.kubernetes import node
 from cloudtrain.providers.kubernetes.request import job_object
 
@@ -89,7 +90,7 @@ def test_a_node_saves_and_resumes_through_a_bucket_without_rename(world: BucketW
 
 
 def test_the_running_time_is_written_without_rename(world: BucketWorld, tmp_path: Path) -> None:
-    clock = node.Clock(tmp_path / "mounted" / "native" / "used", 60, {}, pause=0.1)
+    clock = Clock(tmp_path / "mounted" / "native" / "used", 60, {}, node.TIME_UP, 0.1)
     for _ in range(3):
         assert clock() == ""
         time.sleep(0.2)

@@ -16,6 +16,7 @@ from rows import for_each
 from cloudtrain.errors import SpecError, StorageError, UnsupportedError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout, LayoutInput, Request
+from cloudtrain.providers._cloud import Clock
 from cloudtrain.providers.kubernetes import Provider, node
 from cloudtrain.providers.kubernetes.request import job_object
 from cloudtrain.providers.kubernetes.validate import known_fields
@@ -574,7 +575,7 @@ def test_starts_that_are_cut_off_at_once_use_up_the_limit(tmp_path: Path) -> Non
 
 def test_a_volume_that_does_not_answer_stops_no_job(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    clock = node.Clock(tmp_path / "file" / "used", 60, {})
+    clock = Clock(tmp_path / "file" / "used", 60, {}, node.TIME_UP, node.WRITTEN)
     assert clock() == ""
 
 

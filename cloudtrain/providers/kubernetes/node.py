@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
-from ...runtime.checkpoints import put_whole
-from .._cloud import FLUSH_PATH, GRACE_PATH, paths_of
+from .._cloud import FLUSH_PATH, GRACE_PATH, Clock, paths_of
 
-__all__ = ["AGAIN", "GRACE", "TIME_UP", "Clock", "node_environment", "secret"]
+__all__ = ["AGAIN", "GRACE", "TIME_UP", "node_environment", "secret"]
 
 GRACE = 30
 """Default seconds from the stop signal to the kill: Kubernetes' own."""
@@ -26,8 +24,8 @@ MACHINE = "CLOUDTRAIN_KUBERNETES_MACHINE"
 """Variable with the name of the cluster's node, which Kubernetes fills in."""
 INDEX = "JOB_COMPLETION_INDEX"
 SCRATCH, SECRETS = "/cloudtrain/scratch", "/cloudtrain/secrets"
-WRITTEN, CALLED = 2.0, 1.0
-"""Seconds between two writes of the running time on a volume of files, and between two calls of a notice."""
+WRITTEN = 2.0
+"""Seconds between two writes of the running time on a volume of files."""
 
 
 def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
@@ -41,7 +39,7 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
     except (KeyError, ValueError):
         raise SpecError("is not set: this is no pod of an indexed Job", field=INDEX) from None
     codes = {"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": AGAIN}
-    clock = Clock(Path(file), limit, codes, flush or WRITTEN) if file and limit and rank == 0 else None
+    clock = Clock(Path(file), limit, codes, TIME_UP, flush or WRITTEN) if file and limit and rank == 0 else None
     return NodeEnvironment(
         topology=Topology(
             nodes=nodes,
@@ -58,48 +56,6 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
         machine=environ.get(MACHINE, ""),
         notices=(clock,) if clock is not None else (),
     )
-
-
-class Clock:
-    """The running time of all starts of a job, on node 0. A Job's own deadline also counts the wait for machines.
-
-    At the limit it reports the end as a notice, so that every node saves, and changes the exit code of this node.
-    ``file`` is written every ``pause`` seconds, at most a tenth of the limit. It always holds the time up to the next
-    write, so that a start that ends before then is counted whole.
-    """
-
-    def __init__(self, file: Path, limit: float, codes: dict[str, int], pause: float = WRITTEN) -> None:
-        self._file, self._limit, self._codes, self._pause = file, limit, codes, min(pause, limit / 10)
-        self._began = time.monotonic()
-        self._before: float | None = None
-        self._counted = 0.0
-
-    def __call__(self) -> str:
-        """Return the reason for the node's end; empty before the limit."""
-        if self._before is None:
-            self._before = self._counted = self._read()
-        used = self._before + time.monotonic() - self._began
-        if self._counted < min(used + CALLED, self._limit):
-            self._write(min(used + self._pause, self._limit))
-        if used < self._limit:
-            return ""
-        self._codes.update(preempted=TIME_UP, lost=TIME_UP)
-        return "the time limit is used up"
-
-    def _read(self) -> float:
-        try:
-            return float(self._file.read_text())
-        except (OSError, ValueError):
-            return 0.0
-
-    def _write(self, counted: float) -> None:
-        data = f"{counted:.1f}".encode()
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            put_whole(self._file, lambda path: path.write_bytes(data), temporary=".part")
-            self._counted = counted
-        except OSError:  # the volume does not answer now
-            return
 
 
 def secret(name: str) -> str:

@@ -61,6 +61,9 @@ class KubernetesWorld(FakePlatform):
         path = f"/apis/{made['apiVersion']}/namespaces/{made['metadata']['namespace']}/{made['kind'].lower()}s"
         self.plane.handle("POST", path, {"dryRun": "All", "fieldValidation": "Strict"}, made)
 
+    def named_by_options(self, request: Request) -> Any:
+        return {"items": [job_object(request)]}
+
     @contextlib.contextmanager
     def node(self, request: Request, number: int) -> Iterator[Mapping[str, str]]:
         container = job_object(request)["spec"]["template"]["spec"]["containers"][0]

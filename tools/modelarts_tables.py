@@ -1,0 +1,49 @@
+"""``python tools/modelarts_tables.py SDK FOLDER``: what provider ``modelarts`` must know of a job without an SDK.
+
+Every model that the body of a new training job can reach, with the type of each field, from huaweicloudsdkmodelarts in
+the folder SDK into FOLDER/fields.json. FOLDER is ``cloudtrain/providers/modelarts``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def fields(models: Any, version: str) -> dict[str, Any]:
+    """The table: each model's fields by their names on the wire, with types as the SDK writes them."""
+    found: dict[str, dict[str, str]] = {}
+
+    def visit(name: str) -> None:
+        model = getattr(models, name, None)
+        if name in found or not hasattr(model, "openapi_types"):
+            return
+        wire = model.attribute_map
+        found[name] = {wire[key]: kind for key, kind in model.openapi_types.items()}
+        for kind in found[name].values():
+            for inner in re.findall(r"[A-Z]\w+", kind):
+                visit(inner)
+
+    visit("Job")
+    return {"source": f"huaweicloudsdkmodelarts {version}", "models": dict(sorted(found.items()))}
+
+
+def text(table: dict[str, Any]) -> str:
+    """One line a model: a change of the API is a change of that line."""
+    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(kinds)}" for name, kinds in table["models"].items())
+    return f'{{\n"source": {json.dumps(table["source"])},\n"models": {{\n{rows}\n}}\n}}\n'
+
+
+def installed(folder: str) -> tuple[Any, str]:
+    """The SDK's models and its version, from a folder of `pip install --target`."""
+    sys.path.insert(0, folder)
+    (info,) = Path(folder).glob("huaweicloudsdkmodelarts-*.dist-info")
+    return importlib.import_module("huaweicloudsdkmodelarts.v1.model"), info.name.split("-")[1].removesuffix(".dist")
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2], "fields.json").write_text(text(fields(*installed(sys.argv[1]))), encoding="utf-8")
