@@ -40,7 +40,7 @@ def arguments() -> tuple[Any, argparse.Namespace]:
     flags.add_argument("--task", type=Path, default=Path(__file__).parent / "tasks/digits.py", help="model, data, loss")
     flags.add_argument("--resume", default=os.environ.get("CLOUDTRAIN_RESUME_FROM", ""), help="a step-N folder")
     flags.add_argument("--global-batch", type=int, default=64, help="samples of a step, over all processes together")
-    flags.add_argument("--micro-batch", type=int, default=0, help="samples of a pass; 0: the planned share of a step")
+    flags.add_argument("--micro-batch", type=int, default=0, help="samples of a pass; 0: a process's share of a step")
     flags.add_argument("--epochs", type=int, default=12)
     flags.add_argument("--max-steps", type=int, default=sys.maxsize, help="an earlier end")
     flags.add_argument("--save-every", type=int, default=sys.maxsize, help="steps; and at the end of each epoch")
@@ -68,8 +68,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model, (train, validation, test) = task.build_model(args), task.build_datasets(args)
     batch, share, per_epoch = args.global_batch, args.global_batch // world, len(train) // max(1, args.global_batch)
-    planned = int(env.get("CLOUDTRAIN_PLANNED_WORLD_SIZE") or world)  # fewer processes make more passes of this size
-    micro, steps = args.micro_batch or batch // planned or 1, min(args.epochs * per_epoch, args.max_steps)
+    micro, steps = args.micro_batch or share or 1, min(args.epochs * per_epoch, args.max_steps)
     need(not gpus or local < gpus, f"no GPU for local rank {local}, this node has {gpus}: start one process per GPU")
     need(args.compress != "bf16" or gpus > 0, "--compress bf16 needs GPUs: gloo does not sum it")
     even = 0 < batch <= len(train) and micro > 0 and batch % (world * micro) == 0

@@ -51,7 +51,7 @@ def arguments() -> tuple[Any, argparse.Namespace]:
     flags.add_argument("--task", type=Path, default=Path(__file__).parent / "tasks/gpt.py", help="model, data, loss")
     flags.add_argument("--resume", default=os.environ.get("CLOUDTRAIN_RESUME_FROM", ""), help="a step-N folder")
     flags.add_argument("--global-batch", type=int, default=16, help="samples of a step, over all processes together")
-    flags.add_argument("--micro-batch", type=int, default=0, help="samples of a pass; 0: the planned share of a step")
+    flags.add_argument("--micro-batch", type=int, default=0, help="samples of a pass; 0: a process's share of a step")
     flags.add_argument("--epochs", type=int, default=3)
     flags.add_argument("--max-steps", type=int, default=sys.maxsize, help="an earlier end")
     flags.add_argument("--save-every", type=int, default=sys.maxsize, help="steps; and at the end of each epoch")
@@ -176,8 +176,7 @@ def main() -> None:
     task, args = arguments()
     (train, validation, test), file = task.build_datasets(args), Path(args.resume, "train.json")
     batch, share, per_epoch = args.global_batch, args.global_batch // world, len(train) // max(1, args.global_batch)
-    planned = int(env.get("CLOUDTRAIN_PLANNED_WORLD_SIZE") or world)  # fewer processes make more passes of this size
-    micro, steps = args.micro_batch or batch // planned or 1, min(args.epochs * per_epoch, args.max_steps)
+    micro, steps = args.micro_batch or share or 1, min(args.epochs * per_epoch, args.max_steps)
     need(not gpus or local < gpus, f"no GPU for local rank {local}, this node has {gpus}: start one process per GPU")
     need(args.replicate > 0 and world % args.replicate == 0, f"--replicate {args.replicate} of {world} processes")
     even = 0 < batch <= len(train) and micro > 0 and batch % (world * micro) == 0

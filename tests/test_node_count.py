@@ -123,6 +123,7 @@ def test_a_total_of_gpus_keeps_the_range() -> None:
     ("from cloudtrain import runtime; runtime.batch_size(64)", {}, True),
     ("os.environ['CLOUDTRAIN_PLANNED_WORLD_SIZE']", {}, True),
     ("runtime.context().planned_world_size", {}, True),
+    ("flags.add_argument('--global-batch')", {}, True),
     ("print(1)", {"args": ["--accumulate=$CLOUDTRAIN_PLANNED_WORLD_SIZE"]}, True),
 ])  # fmt: skip
 def test_a_range_needs_a_script_that_keeps_its_batch(
@@ -140,7 +141,7 @@ def test_a_range_needs_a_script_that_keeps_its_batch(
         request = plan_attempt(plan.provider, plan.job, plan.layout, 1, 0, nodes=2)
         assert (request.context["nodes"], request.context["planned_nodes"], len(request.body["nodes"])) == (2, 4, 2)
         return
-    with pytest.raises(SpecError, match="fewer nodes would change the global batch") as caught:
+    with pytest.raises(SpecError, match="fewer nodes would change the batch") as caught:
         make_plan(job, settings=settings, cwd=tmp_path, preview=True)
     assert (caught.value.field, "accumulation_steps()" in caught.value.hint) == ("resources.min_instance_count", True)
     make_plan(job.replace(min_instance_count=None), settings=settings, cwd=tmp_path, preview=True)

@@ -19,8 +19,10 @@ from .shipped_files import relative_below
 __all__ = ["check_keeps_batch", "check_script", "near", "resolve"]
 
 FIELD = "source.entry_point"
-KEEPS_BATCH = re.compile(rb"PLANNED_WORLD_SIZE|planned_world_size|\baccumulation_steps\(|\bruntime\.batch_size\(")
-"""Uses of the planned number of ranks, or of a batch that cloudtrain splits over the ranks."""
+KEEPS_BATCH = re.compile(
+    rb"PLANNED_WORLD_SIZE|planned_world_size|\baccumulation_steps\(|\bruntime\.batch_size\(|global[-_]batch"
+)
+"""Uses of the planned number of ranks, or of a global batch that is split over the ranks."""
 LISTED = 3
 """Most scripts that a hint names."""
 USUAL = ("main.py", "train.py", "__main__.py")
@@ -59,7 +61,7 @@ def resolve(source: Source, *, cwd: Path) -> tuple[Path, str]:
 
 
 def check_keeps_batch(job: Job, files: Iterable[Path]) -> None:
-    """Raise `SpecError` if neither the ``files`` that ship nor the job's arguments use the planned number of ranks.
+    """Raise `SpecError` if neither the ``files`` that ship nor the job's arguments use the planned number of ranks or a global batch.
 
     With fewer nodes, such a job would have a smaller global batch.
     """
@@ -70,7 +72,7 @@ def check_keeps_batch(job: Job, files: Iterable[Path]) -> None:
         with contextlib.suppress(OSError):
             if path.suffix in (".py", ".sh") and KEEPS_BATCH.search(path.read_bytes()):
                 return
-    why = "no script uses the planned number of ranks, so fewer nodes would change the global batch"
+    why = "no script uses the planned number of ranks or a global batch, so fewer nodes would change the batch of a step"
     how = "accumulate runtime.accumulation_steps() passes a step, or read CLOUDTRAIN_PLANNED_WORLD_SIZE"
     raise SpecError(why, field="resources.min_instance_count", hint=how)
 
