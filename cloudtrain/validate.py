@@ -209,7 +209,7 @@ def json_loads(data: str | bytes) -> Any:
 
 
 def read_table(path: Path, *, shown: str, field: str) -> dict[str, Any]:
-    """Return the table in a TOML file, or in a JSON file of another suffix; errors show the path as ``shown``.
+    """Return the table in a JSON file, by its suffix, or else in a TOML file; errors show the path as ``shown``.
 
     Raises `NotFoundError` with ``field``, `StorageError` if the file cannot be read, `SpecError` for its content.
     """
@@ -221,14 +221,14 @@ def read_table(path: Path, *, shown: str, field: str) -> dict[str, Any]:
         raise SpecError(f"{shown} is not UTF-8 text", field=field) from None
     except OSError as exc:
         raise StorageError(f"cannot read {shown}: {exc.strerror or exc}") from None
-    if path.suffix == ".toml":
+    if path.suffix != ".json":
         return toml_loads(text, where=shown)
     try:
         data = json_loads(text)
     except ValueError as exc:
         raise SpecError(f"not JSON: {exc}", field=shown) from None
     if not isinstance(data, dict):
-        raise SpecError("must be a table of a job's fields", field=shown)
+        raise SpecError("must be a table", field=shown)
     return data
 
 

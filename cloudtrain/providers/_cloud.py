@@ -197,7 +197,9 @@ class Clock:
     def __call__(self) -> str:
         """Return the reason for the node's end; empty before the limit."""
         if self._before is None:
-            self._before = self._counted = self._read()
+            if (before := self._read()) is None:
+                return ""
+            self._before = self._counted = before
         used = self._before + time.monotonic() - self._began
         if self._counted < min(used + CALLED, self._limit):
             self._write(min(used + self._pause, self._limit))
@@ -206,11 +208,14 @@ class Clock:
         self._codes.update(preempted=self._time_up, lost=self._time_up)
         return "the time limit is used up"
 
-    def _read(self) -> float:
+    def _read(self) -> float | None:
+        """Return the time of earlier starts; None if the volume does not answer now."""
         try:
             return float(self._file.read_text())
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return 0.0
+        except OSError:
+            return None
 
     def _write(self, counted: float) -> None:
         from ..runtime.checkpoints import put_whole

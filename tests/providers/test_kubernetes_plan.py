@@ -595,10 +595,10 @@ def test_nodes_that_are_left_out_get_no_pod() -> None:
     request = other.plan(Job.make(**job), layout(), 1)
     [rules] = pod_of(plain)["affinity"]["nodeAffinity"].values()
     [more] = pod_of(request)["affinity"]["nodeAffinity"].values()
-    left_out = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n7", "n2"]}
-    expressions = rules["nodeSelectorTerms"][0]["matchExpressions"]
-    assert more["nodeSelectorTerms"] == [{"matchExpressions": [*expressions, left_out]}]  # in one term: both must hold
-    with pytest.raises(SpecError, match=r"kubernetes\.exclude.*not a label's value"):
+    left_out = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in ("n7", "n2")]
+    [term] = rules["nodeSelectorTerms"]
+    assert more["nodeSelectorTerms"] == [{**term, "matchFields": left_out}]  # in one term: both must hold
+    with pytest.raises(SpecError, match=r"kubernetes\.exclude"):
         Provider(**{**OWN, "exclude": ["a b"]})
 
 

@@ -55,7 +55,7 @@ class Settings:
     fields of the pods. ``queue`` is a LocalQueue of Kueue. ``user`` is the uid of the containers (0: the image's own),
     and ``security`` is empty or ``restricted``, as Pod Security calls it.
 
-    ``exclude`` are nodes of the cluster that get no pod, by their label kubernetes.io/hostname.
+    ``exclude`` are nodes of the cluster that get no pod, by name.
 
     ``gpu_resource`` is the cluster's name of a GPU, ``gpu_label`` the nodes' label with its kind, and ``gpu_names``
     that label's values by the name in a job, ``{"H100": ["NVIDIA-H100-NVL"]}``. ``spot`` is the kind of spot nodes:

@@ -60,6 +60,8 @@ __all__ = ["FINAL", "HELP", "Account", "ExistsError", "error_of", "is_ending", "
 
 TIMEOUT = 30.0
 """Seconds for one call."""
+APPEARS = 3
+"""Seconds for a JobSet's controller to make the Job of a JobSet that is cancelled."""
 LINGER = 8
 """Seconds from the pods' own deadline to the Job's: less than the 10 s after which a Job starts a pod again."""
 MERGE = "application/merge-patch+json"
@@ -326,7 +328,12 @@ class Account:
         if "uid" not in job["metadata"]:  # its JobSet's controller makes it suspended then, so it has no pod
             path = path_of("JobSet", namespace, name.removesuffix(OF_SET))
             self.call("PATCH", path, what="cancel the JobSet", body={**mark, "spec": {"suspend": True}})
-            return
+            for _ in range(APPEARS):  # a queue that lets the JobSet start later finds the Job's deadline
+                if "uid" in (job := self.job(native_id))["metadata"]:
+                    break
+                time.sleep(1)
+            else:
+                return
         stopped = False
         for pod in self.pods(native_id):
             if pod["status"].get("phase") in ("Pending", "Running") and pod["spec"].get("nodeName"):

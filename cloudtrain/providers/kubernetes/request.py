@@ -38,7 +38,6 @@ ENDED = "cloudtrain.dev/ended"
 POD_INDEX = "batch.kubernetes.io/job-completion-index"
 """Label of a pod with its number in the Job: the node rank."""
 CONTAINER = "node"
-HOSTNAME = "kubernetes.io/hostname"
 """Label of the cluster's nodes with their name, by which pods keep off some of them."""
 QUEUE, JOBSETS = "kueue.x-k8s.io/queue-name", "jobset.x-k8s.io"
 OF_SET = "-node-0"
@@ -100,7 +99,7 @@ def checked(settings: Settings) -> Settings:
         validate.check_name(item, f"{NAME}.image_pull_secrets[{number}]")
     own["exclude"] = texts_of(settings.exclude, f"{NAME}.exclude")
     for name in own["exclude"]:
-        validate.check_labels({HOSTNAME: name}, f"{NAME}.exclude")
+        validate.check_name(name, f"{NAME}.exclude")
     for name in ("labels", "annotations", "node_selector"):
         validate.check_labels(own[name], f"{NAME}.{name}", values=name != "annotations")
         own[name] = {key: validate.label_text(value) for key, value in own[name].items()}
@@ -386,8 +385,10 @@ def _pod(
     wanted, s = job.resources, settings
     machine = {"node.kubernetes.io/instance-type": wanted.instance_type} if wanted.instance_type else {}
     expressions = devices.gpu_selector(s, gpu)
-    expressions += [{"key": HOSTNAME, "operator": "NotIn", "values": list(s.exclude)}] if s.exclude else []
-    terms = {"nodeSelectorTerms": [{"matchExpressions": expressions}]}
+    # By name, one value each: the label kubernetes.io/hostname may differ from the name.
+    names = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in s.exclude]
+    term = {key: rules for key, rules in (("matchExpressions", expressions), ("matchFields", names)) if rules}
+    terms = {"nodeSelectorTerms": [term]}
     shm = {"sizeLimit": f"{wanted.shm_gb}G"} if wanted.shm_gb else {}
     disk = {"sizeLimit": f"{wanted.disk_gb}G"} if wanted.disk_gb else {}
     volume = {"persistentVolumeClaim": {"claimName": s.claim}} if s.claim else dict(s.volume)
@@ -402,7 +403,7 @@ def _pod(
         "serviceAccountName": s.service_account,
         "imagePullSecrets": [{"name": item} for item in s.image_pull_secrets],
         "nodeSelector": {**s.node_selector, **devices.spot_selector(s, wanted.spot), **machine},
-        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}} if expressions else {},
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}} if term else {},
         "tolerations": devices.tolerations(s, gpu, wanted.spot),
         "priorityClassName": s.priority_class,
         "runtimeClassName": s.runtime_class,

@@ -286,7 +286,7 @@ class Account:
     def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
         """Return the command of a further step on a node of the job (``--overlap``), in a container of its own."""
         python, pyz = request.body["command"][:2]
-        srun, front = request.body["container"]
+        srun, front = request.body.get("container") or ([], [])  # a request of an earlier version has none
         words = [*front, python, *shell_arguments(pyz, request, node, command)]
         if setup := self.settings.setup:
             words = ["/bin/bash", "-c", "\n".join([*setup, 'exec "$@"']), "cloudtrain", *words]
