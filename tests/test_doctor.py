@@ -318,7 +318,9 @@ def report(*nodes: dict[str, Any], links: Any = None, **more: Any) -> dict[str, 
 
 def test_nodes_that_are_alike() -> None:
     assert node_check.problems(report({}, {}), nodes=2, gpus=8) == []
-    assert node_check.problems(report({}, {"gpus": 4}), nodes=2, gpus=None) == []
+    assert node_check.problems(report({}, {}), nodes=2, gpus=None) == []
+    [few] = node_check.problems(report({}, {"gpus": 4}), nodes=2, gpus=None)
+    assert few.startswith("node 1 has 4 GPUs for torch, 8 are expected")
 
 
 def test_one_rank_alone_has_no_all_reduce_to_time() -> None:

@@ -48,8 +48,10 @@ def test_a_platform_leaves_a_machine_out_or_status_says_that_it_cannot() -> None
     result = {"run_id": "r", "run": "u", "state": "failed", "provider": "local", "attempts": twice}
     text = status_text({**result, "bad_machines": found})
     assert "bad machine  n2: 2 attempts failed on it; local cannot leave out a machine" in text
-    text = status_text({**result, "bad_machines": bad_machine_rows(slurm, twice)})
-    assert "n2: 2 attempts failed on it; further attempts leave it out" in text
+    result["bad_machines"] = bad_machine_rows(slurm, twice)
+    assert "n2: 2 attempts failed on it\n" in status_text(result)  # a run that has ended promises nothing
+    text = status_text({**result, "state": "running"})
+    assert "n2: 2 attempts failed on it; retries leave it out, the platform's own restarts do not\n" in text
     assert without_bad_machines(slurm, twice[:1]) is None
 
 

@@ -203,7 +203,7 @@ def test_refusals(
 
 
 def test_what_is_not_here_is_told(vertex: Site) -> None:
-    job = vertex.job(gpu="T4:4", secrets={"TOKEN": "gcp:projects/p/secrets/s/versions/1"})
+    job = vertex.job(gpu="T4:4", secrets={"TOKEN": "gcp:projects/p/secrets/s/versions/1"}, node_check=True)
     plan = vertex.rehearsed(
         job,
         image="mine:1",
@@ -232,6 +232,7 @@ def test_what_is_not_here_is_told(vertex: Site) -> None:
     large = dataclasses.replace(own, gpus=8, cores=256, memory=1 << 45)
     has = type(plan.provider)(**dataclasses.asdict(large)).plan(plan.job, plan.layout)
     assert (has.body["nodes"][0]["gpus"], bool(has.body["nodes"][0]["cpus"])) == (4, True)
+    assert [plan.context["node_check"]["gpus"] for plan in (request, has)] == [None, 4]
 
 
 def test_a_rehearsal_that_an_earlier_version_recorded_still_loads(site: Site) -> None:

@@ -31,6 +31,9 @@ __all__ = [
 
 STATES = ("pending", "running", "succeeded", "failed", "cancelled")
 FINAL = ("succeeded", "failed", "cancelled")
+NPU = "ASCEND"
+"""The names of devices without CUDA and nvidia-smi begin so."""
+NO_SMI = "nvidia-smi does not know Ascend"
 
 
 # ---------------------------------------------------------------------------------------------------- parts of a plan
@@ -468,8 +471,8 @@ def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> di
 
 
 def _gpus_of_all(job: Job) -> int | None:
-    """Return the GPUs of each node; None if the job does not say, or its choices differ."""
-    counts = {gpu.count for gpu in job.resources.gpus}
+    """Return the GPUs of each node; None if the job does not say, its choices differ, or CUDA does not see them."""
+    counts = {None if gpu.name.startswith(NPU) else gpu.count for gpu in job.resources.gpus}
     return counts.pop() if len(counts) == 1 else None
 
 
@@ -525,7 +528,7 @@ def lacking(kind: type[Provider], settings: Any, job: Job) -> tuple[str, ...]:
 
 
 def check_needs(kind: type[Provider], settings: Any, job: Job) -> None:
-    """Raise `SpecError` for the first `lacking` need, `UnsupportedError` for ``gpu_memory`` and ``keep_warm``."""
+    """Raise `SpecError` for the first `lacking` need, `UnsupportedError` for a field that needs other machines."""
     extras = extras_of_type(kind)
     unset = bool(extras.warm_setting) and not getattr(settings, extras.warm_setting)
     if job.keep_warm and (unset or not extras.keeps_warm):
@@ -533,6 +536,8 @@ def check_needs(kind: type[Provider], settings: Any, job: Job) -> None:
     if job.resources.gpu_memory and not extras.shares_gpus:
         hint = "leave gpu_memory out: only clusters with HAMi share a GPU"
         raise UnsupportedError(kind.name, "resources.gpu_memory", "its nodes have whole GPUs", hint=hint)
+    if job.min_gpu_util and any(gpu.name.startswith(NPU) for gpu in job.resources.gpus):
+        raise UnsupportedError(kind.name, "min_gpu_util", NO_SMI, hint="leave min_gpu_util out")
     for name in lacking(kind, settings, job):
         need = needs_of(kind)[name]
         raise SpecError("is not set", field=name, hint=f"for example {json.dumps(need.example)}: {need.find}")

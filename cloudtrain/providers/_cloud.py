@@ -316,7 +316,14 @@ def check_size(provider: str, job: Job, machine: Machine) -> None:
 
 
 def processes_of(job: Job, gpu_index: int, machine: Machine | None) -> int:
-    """Return the ranks a node. The catalogue has the GPUs of a pinned instance type."""
+    """Return the ranks a node. The catalogue has the GPUs of a pinned instance type.
+
+    Raises `SpecError` for ``min_gpu_util`` on a pinned one that certainly has no GPU.
+    """
+    pinned = machine if machine is not None and job.resources.instance_type else None
+    if job.min_gpu_util and pinned is not None and pinned.vcpus and not pinned.gpu_count:
+        why, hint = f"{pinned.instance_type} has no GPU", "leave min_gpu_util out, or ask for a gpu"
+        raise SpecError(why, field="min_gpu_util", hint=hint)
     if job.resources.nproc_per_node or job.resources.gpu or machine is None:
         return job.resources.processes(gpu_index)
     return machine.gpu_count or 1

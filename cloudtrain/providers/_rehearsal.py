@@ -147,6 +147,7 @@ class Provider(SupervisedProvider):
                 "secrets": {},
                 **({"masked": sorted(secrets)} if secrets else {}),
                 "checkpoint_url": f"file://{DIRECT}",
+                **({"node_check": {"gpus": None}} if "gpus" in limits and "node_check" in request.context else {}),
             },
             run=layout.run,
             attempt=attempt,

@@ -308,7 +308,7 @@ def run_rows(result: Mapping[str, Any], now: float | None = None) -> list[tuple[
     attempts = result.get("attempts") or []
     for attempt in attempts:
         rows.append((f"attempt {attempt['number']}", _attempt(attempt, now, attempts)))
-    rows += [("bad machine", _bad_machine(row, result["provider"])) for row in result.get("bad_machines") or ()]
+    rows += [("bad machine", _bad_machine(row, result)) for row in result.get("bad_machines") or ()]
     checkpoint = result.get("checkpoint")
     none = "none" if result["state"] in FINAL else "none complete yet"
     rows.append(("checkpoint", _checkpoint(checkpoint, now) if checkpoint else none))
@@ -318,9 +318,10 @@ def run_rows(result: Mapping[str, Any], now: float | None = None) -> list[tuple[
     return rows
 
 
-def _bad_machine(row: Mapping[str, Any], provider: str) -> str:
-    then = "further attempts leave it out" if row["excluded"] else f"{provider} cannot leave out a machine"
-    return f"{row['machine']}: {row['attempts']} attempts failed on it; {then}"
+def _bad_machine(row: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    then = "" if result["state"] in FINAL else "; retries leave it out, the platform's own restarts do not"
+    then = then if row["excluded"] else f"; {result['provider']} cannot leave out a machine"
+    return f"{row['machine']}: {row['attempts']} attempts failed on it{then}"
 
 
 def cost_text(cost: Mapping[str, Any]) -> str:

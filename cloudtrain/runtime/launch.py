@@ -223,7 +223,7 @@ class Ranks:
                 # Open a reader first: without one, a rank takes its runtime for dead.
                 self._keepers.append(os.open(self._pipes / f"{kind}-{local}", os.O_RDONLY | os.O_NONBLOCK))
                 self._thread(target, local)
-        with _without_sigterm() if signals_ranks and shim else contextlib.nullcontext():
+        with without_sigterm() if signals_ranks and shim else contextlib.nullcontext():
             self._process = subprocess.Popen(
                 list(command),
                 env={**env, "CLOUDTRAIN_WORKER": f"{self._pipes}\n{package}"} if shim else dict(env),
@@ -389,7 +389,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def _without_sigterm() -> Iterator[None]:
+def without_sigterm() -> Iterator[None]:
     """Block SIGTERM in this thread, for a child that inherits that.
 
     torchrun takes a SIGTERM for its own end, and would stop its ranks. The worker of each rank unblocks the signal.

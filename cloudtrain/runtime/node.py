@@ -199,7 +199,7 @@ class Node:
                     self._agree_on_resume()
             except CloudtrainError as exc:
                 self._fail(self._setup(exc.with_hint(), "user_error" if isinstance(exc, SpecError) else "infra"))
-            self.peers.clear()
+            self.peers = {n: message for n, message in self.peers.items() if "outcome" in message}  # those have left
         else:
             self._pump(lambda: bool(self.peers) or self._told())
             if self.peers:  # node 0 asks for the check, and for nothing else
@@ -225,13 +225,14 @@ class Node:
         from .preflight import check_failure
 
         try:
-            found = self._space.check(self.attempt, self._pump_unless_over)
+            found = self._space.check(self.attempt, self._pump, self._over)
+            failure = check_failure(found, self.me, self.machines)
         except (OSError, CloudtrainError) as exc:
-            self._fail(self._setup(f"the node check cannot run: {exc}", "infra"))
-        else:
+            found, failure = [], self._setup(f"the node check cannot run: {exc}", "infra")
+        if self.notice.since is None:  # else the processes may have ended because of it
             for note in (item.text for item in found if not item.category):
                 self.log.say(f"node check: {note}")
-            if failure := check_failure(found, self.me, self.machines):
+            if failure is not None:
                 self._fail(failure)
         self._answer("checked")
 
@@ -352,12 +353,12 @@ class Node:
             has_metrics=space.has_metrics,
         )
 
-    def _on_gpu(self, used: float | None) -> None:
-        """Tell node 0 of a sample, for ``min_gpu_util``."""
-        if used is not None:
-            self._tell({"t": "gpu", "used": used})
+    def _on_gpu(self, used: float | str) -> None:
+        """Tell node 0 of a sample, for ``min_gpu_util``; or say why there will be none."""
+        if isinstance(used, str):
+            self.log.say(f"min_gpu_util: nothing is known of this node's GPUs: {used}")
         else:
-            self.log.say("min_gpu_util: nvidia-smi shows no GPU of this node, so nothing is known of its use")
+            self._tell({"t": "gpu", "used": used})
 
     def _commits(self) -> Callable[..., Commits]:
         """Return the maker of the run's commits, on node 0, but for what is the mirror's."""
@@ -666,6 +667,8 @@ class Node:
         """Wait until all files are mirrored, or nothing has moved for too long."""
         if self.usage is not None:
             self.usage.stop()
+        if self.stall is not None:
+            self.stall.drop_idle()
         mirror.finish(clean=clean or self._left_by_choice())
         # After a notice, a script that has saved often ends with a code of its own; `_late` keeps the grace.
         quiet = TIMINGS.mirror_clean if clean or self._outcome() == "preempted" else TIMINGS.mirror_failed

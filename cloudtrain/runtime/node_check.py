@@ -436,11 +436,14 @@ def findings(report: Mapping[str, Any], *, nodes: int, gpus: int | None) -> Iter
     if len(rows) != nodes:
         yield Finding(f"{len(rows)} of {nodes} nodes have reported; see the logs of the others")
     yield from _differences(rows)
+    most = max((row["gpus"] for row in rows.values()), default=0)
     for number, row in rows.items():
-        if gpus is not None and row["gpus"] != gpus:
-            why = "CUDA in the image, or a driver that it can use" if row["gpus"] < gpus else "another machine"
-            text = f"node {number} has {row['gpus']} GPUs for torch, {gpus} are expected: check {why}"
-            yield Finding(text, int(number))
+        wanted = gpus if gpus is not None else max(most, row["ranks"]) if most else 0
+        if row["gpus"] != wanted:
+            few = row["gpus"] < wanted
+            why = "CUDA in the image, or a driver that it can use" if few else "another machine"
+            text = f"node {number} has {row['gpus']} GPUs for torch, {wanted} are expected: check {why}"
+            yield Finding(text, int(number), "infra" if few else "")
     yield from _bad_links(report["links"])
     for number, row in rows.items():
         closed = [name for name in OWN if not row.get("folders", {}).get(name, {"writable": True})["writable"]]

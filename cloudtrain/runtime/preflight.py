@@ -16,22 +16,24 @@ from ..provider_api.node import Topology
 from ..validate import duration
 from . import node_check
 from .cause import BROKEN_GPU, Failure
+from .launch import without_sigterm
 from .node_check import Finding
 from .timings import TIMINGS
 
 __all__ = ["check_failure", "run_check"]
 
-Wait = Callable[[Callable[[], bool]], None]
+Wait = Callable[[Callable[[], bool], float | None], None]
 
 
 def run_check(
     command: Sequence[str], count: int, env: Mapping[str, str], site: Topology, *, folder: Path, gpus: int | None,
-    started: Callable[[int], None], wait: Wait,
+    started: Callable[[int], None], wait: Wait, over: Callable[[], bool],
 ) -> list[Finding]:  # fmt: skip
     """Run ``command`` as ``count`` processes. Return this node's problems; on node 0, also those of all nodes.
 
     ``folder`` keeps their output and the report. ``gpus`` is the number that each node must have. ``started`` gets each
-    pid. ``wait`` returns once its argument is true, or sooner if the attempt is over. Raises `OSError`.
+    pid. ``wait`` returns once its argument is true, or at a time (monotonic seconds). ``over``: the attempt has ended.
+    Raises `OSError`.
     """
     words: dict[str, object] = {"WORLD_SIZE": site.nodes * count, "LOCAL_WORLD_SIZE": count}
     words |= {"GROUP_RANK": site.node_rank, "MASTER_ADDR": site.master_addr, "MASTER_PORT": site.master_port}
@@ -42,13 +44,13 @@ def run_check(
         for path, local in outputs.items():
             own = {**words, "RANK": site.node_rank * count + local, "LOCAL_RANK": local}
             given = {**env, **{name: str(value) for name, value in own.items()}}
-            with open(path, "wb") as file:
+            with open(path, "wb") as file, without_sigterm():  # a platform may signal every process of a node
                 ranks[path] = subprocess.Popen(
                     command, cwd=folder, env=given, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                     start_new_session=True,
                 )  # fmt: skip
             started(ranks[path].pid)
-        return _findings(ranks, site, folder, gpus, wait)
+        return _findings(ranks, site, folder, gpus, wait, over)
     finally:
         for process in ranks.values():
             with contextlib.suppress(OSError):
@@ -57,8 +59,9 @@ def run_check(
 
 
 def _findings(
-    ranks: Mapping[Path, subprocess.Popen[bytes]], site: Topology, folder: Path, gpus: int | None, wait: Wait
-) -> list[Finding]:
+    ranks: Mapping[Path, subprocess.Popen[bytes]], site: Topology, folder: Path, gpus: int | None, wait: Wait,
+    over: Callable[[], bool],
+) -> list[Finding]:  # fmt: skip
     began = time.monotonic()
 
     def ended() -> bool:
@@ -73,14 +76,15 @@ def _findings(
             return [Finding(text, site.node_rank)]
         return [Finding(f"it has not ended in {duration(waited)}")] if waited >= TIMINGS.node_check else []
 
-    wait(lambda: ended() or bool(late()))
-    until = time.monotonic() + TIMINGS.stop_kill  # another node's failure may be the consequence of one that ends here
-    while not ended() and not late() and time.monotonic() < until:
-        time.sleep(0.05)
+    wait(lambda: over() or ended() or bool(late()), None)
+    # Another node's failure may be the consequence of one that ends here. And after a notice all nodes hear of it.
+    wait(lambda: ended() or bool(late()), time.monotonic() + TIMINGS.stop_kill)
     codes = {path: process.poll() for path, process in ranks.items()}
-    if deaths := [_death(site.node_rank, code, path) for path, code in codes.items() if code]:
+    if deaths := [
+        _death(site.node_rank, code, path) for path, code in codes.items() if code and code != -signal.SIGTERM
+    ]:
         return [next((death for death in deaths if death.node is not None), deaths[0])]
-    if site.node_rank or not ended():
+    if site.node_rank or any(codes.values()) or not ended():
         return late() if not ended() else []
     report = json.loads((folder / node_check.REPORT).read_bytes())
     return list(node_check.findings(report, nodes=site.nodes, gpus=gpus))

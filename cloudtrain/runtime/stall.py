@@ -217,6 +217,10 @@ class Stall:
         else:
             self._answers[sender] = [StackPosition(**place) for place in message["ranks"]]
 
+    def drop_idle(self) -> None:
+        """Drop the rule of idle GPUs, and a question that it has asked: the ranks of this node have ended."""
+        self._idle = self._asked = None
+
     def tick(self, *, over: bool) -> Failure | None:
         """Do what is due. On node 0, return the failure of a stalled run, unless it is ``over`` for another cause."""
         now = time.monotonic()

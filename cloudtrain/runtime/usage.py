@@ -25,7 +25,9 @@ __all__ = ["UsageSampler", "gpu_rows", "gpu_usage"]
 CGROUP, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 QUERY = ("--query-gpu=utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
 GPU_SECONDS = 10.0
-"""Longest wait for nvidia-smi. After a longer one, or an error, it is not asked again: the driver may be stuck."""
+"""Longest wait for nvidia-smi."""
+GPU_TRIES = 3
+"""Calls in a row without a GPU, after which nvidia-smi is not asked again: the driver may be stuck."""
 
 
 class UsageSampler:
@@ -33,11 +35,12 @@ class UsageSampler:
 
     A row has ``time`` (Unix seconds), and percentages from 0 to 100: ``cpu`` of the cores, ``memory``, ``disk`` (used),
     ``data_wait`` (time in which a process waited for a disk or mount), ``gpu`` (mean of the GPUs), ``gpu_memory`` (the
-    fullest GPU). ``on_gpu`` gets the use of the busiest GPU in percent; None once, if no GPU can be sampled.
+    fullest GPU). ``on_gpu`` gets the use of the busiest GPU in percent; or once, why no GPU can be sampled.
     """
 
-    def __init__(self, file: Path, *, disk: Path, on_gpu: Callable[[float | None], None] | None = None) -> None:
-        self._file, self._disk, self._on_gpu, self._has_gpus = file, disk, on_gpu, True
+    def __init__(self, file: Path, *, disk: Path, on_gpu: Callable[[float | str], None] | None = None) -> None:
+        self._file, self._disk, self._tries = file, disk, GPU_TRIES
+        self._on_gpu = on_gpu or (lambda used: None)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="usage", daemon=True)
 
@@ -65,30 +68,40 @@ class UsageSampler:
         with contextlib.suppress(OSError, ZeroDivisionError):
             disk = shutil.disk_usage(self._disk)
             found["disk"] = 100 * disk.used / disk.total
-        if self._has_gpus:
-            gpus = gpu_rows()
-            self._has_gpus = bool(gpus)
-            if self._on_gpu is not None:
-                self._on_gpu(max((used for used, _, _ in gpus), default=None))
-            found |= gpu_usage(gpus)
+        if self._tries:
+            found |= self._gpus()
         return found
+
+    def _gpus(self) -> dict[str, float]:
+        gpus, why = [], "nvidia-smi shows the use of no GPU"
+        self._tries -= 1
+        try:
+            gpus = gpu_rows()
+        except FileNotFoundError:
+            why, self._tries = "there is no nvidia-smi", 0
+        except (OSError, subprocess.SubprocessError) as exc:
+            why = str(exc)
+        if gpus:
+            self._tries = GPU_TRIES
+            self._on_gpu(max(used for used, _, _ in gpus))
+        elif not self._tries:
+            self._on_gpu(why)
+        return gpu_usage(gpus)
 
 
 def gpu_rows() -> list[list[float]]:
-    """Return the use in percent, and the used and total memory, of each GPU by nvidia-smi; nothing if it fails."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *QUERY],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=GPU_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
+    """Return the use in percent, and the used and total memory, of each GPU by nvidia-smi.
+
+    Raises `OSError`, `subprocess.SubprocessError`.
+    """
+    done = subprocess.run(
+        ["nvidia-smi", *QUERY],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=GPU_SECONDS,
+        check=True,
+    )
     rows = [[float(part) for part in re.findall(r"\d+(?:\.\d+)?", line)] for line in done.stdout.splitlines()]
     return [row for row in rows if len(row) == 3 and row[2]]  # a GPU in slices (MIG) has no utilisation: [N/A]
 

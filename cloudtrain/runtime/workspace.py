@@ -30,6 +30,7 @@ from .store_checkpoints import find_newest
 from .unpack import unpack
 
 if TYPE_CHECKING:
+    from . import preflight
     from .node_check import Finding
 
 __all__ = ["Workspace"]
@@ -250,7 +251,7 @@ class Workspace:
             read=PrintedMetrics(printed, self.metrics, say=self._log.say).read if printed else None,
         )
 
-    def check(self, attempt: str, wait: gpus.Wait) -> list[Finding]:
+    def check(self, attempt: str, wait: preflight.Wait, over: Callable[[], bool]) -> list[Finding]:
         """Run `node_check` with the environment of the ranks, but no secret. Artifacts keep its files; see
         `run_check`."""
         from .preflight import run_check  # most jobs need none of it
@@ -268,6 +269,7 @@ class Workspace:
             gpus=expected,
             started=self.note_group,
             wait=wait,
+            over=over,
         )
 
     def _values(self, resume: str) -> dict[str, str]:

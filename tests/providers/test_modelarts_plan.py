@@ -70,7 +70,8 @@ def test_the_resource_of_a_job(
 def test_the_cards_of_a_flavor_that_only_the_settings_know(place: Place) -> None:
     own = {"flavors": {"Ascend-910B:8": "modelarts.bm.x"}}
     provider = Provider(**{**SAMPLE.settings, **own})
-    request = planned(place, own, gpu=("Ascend-910B:8",))
+    request = planned(place, own, gpu=("Ascend-910B:8",), node_check=True)
+    assert request.context["node_check"] == {"gpus": None}  # torch shows them as other devices than CUDA's
     assert [node.gpus for node in provider.launch_spec(request).nodes] == [8]
     request = planned(place, POOL, gpu=("V100:2",))
     assert Provider(**{**SAMPLE.settings, **POOL}).launch_spec(request).nodes[0].gpus == 2
@@ -82,6 +83,13 @@ def test_the_cards_of_a_flavor_that_only_the_settings_know(place: Place) -> None
         ({}, {"gpu": ("H100:8",)}, "resources.gpu", "no known machine has H100:8"),
         (POOL, {"gpu": ("V100:3",)}, "resources.gpu", "a node of a pool has 1, 2, 4, 8, 16 cards, not 3"),
         ({}, {"instance_type": "p3.large"}, "resources.instance_type", "is not the name of a machine type"),
+        (POOL, {"gpu": ("Ascend-910B:8",), "min_gpu_util": "5% for 30m"}, "min_gpu_util", "nvidia-smi does not know"),
+        (
+            {},
+            {"instance_type": "modelarts.kat1.xlarge.public", "min_gpu_util": "5% for 30m"},
+            "min_gpu_util",
+            "nvidia-smi does not know Ascend",
+        ),
         ({}, {"spot": True}, "resources.spot", "its public pool has no spot machines"),
         ({}, {"disk_gb": 100}, "resources.disk_gb", "a flavor decides the size of its local disk, /cache"),
         ({}, {"shm_gb": 8}, "resources.shm_gb", "no field of a training job sets the size of /dev/shm"),

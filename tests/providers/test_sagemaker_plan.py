@@ -246,6 +246,8 @@ def test_a_pinned_machine_has_a_rank_for_each_gpu() -> None:
     assert planned(instance_type="ml.p4d.24xlarge").context["processes"] == 8
     assert planned(instance_type="ml.p4d.24xlarge", nproc_per_node=2).context["processes"] == 2
     assert planned(instance_type="ml.c5.xlarge").context["processes"] == 1
+    assert refused(instance_type="ml.c5.xlarge", min_gpu_util="5% for 30m").field == "min_gpu_util"
+    assert planned(instance_type="ml.p4d.24xlarge", min_gpu_util="5% for 30m").context["min_gpu_util"]
 
 
 def test_an_unknown_machine_is_a_warning() -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from rows import for_each
 
 from cloudtrain.provider_api.node import Topology
 from cloudtrain.runtime import host_facts, node_check
-from cloudtrain.runtime.cause import category, failure_line
+from cloudtrain.runtime.cause import Failure, category, failure_line
+from cloudtrain.runtime.decisions import Notice
+from cloudtrain.runtime.node import Node
 from cloudtrain.runtime.node_check import Finding
 from cloudtrain.runtime.preflight import check_failure, run_check
 from cloudtrain.runtime.timings import TIMINGS
@@ -24,6 +27,8 @@ REPORT = {"nodes": {"0": ROW}, "links": {}, "allreduce": {"right": True}, "error
 BEGINS = f"print({node_check.BEGUN!r}, flush=True)"
 WRITES = f"{BEGINS}; open('preflight.json', 'w').write({json.dumps(REPORT)!r})"
 HANGS = "import time; time.sleep(60)"
+STOPPED = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+UNBLOCKED = "import signal; signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])"
 ECC = "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"
 RESET = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer"
 
@@ -37,8 +42,8 @@ def check(
 ) -> list[Finding]:
     pids: list[int] = []
 
-    def wait(until: Callable[[], bool]) -> None:
-        while not until() and not over():
+    def wait(until: Callable[[], bool], end: float | None) -> None:
+        while not until() and (end is None or time.monotonic() < end):
             time.sleep(0.01)
 
     script = f"import os; exec({list(scripts)!r}[int(os.environ['LOCAL_RANK'])])"
@@ -51,6 +56,7 @@ def check(
         gpus=gpus,
         started=pids.append,
         wait=wait,
+        over=over,
     )
     assert len(pids) == len(scripts)
     return found
@@ -60,6 +66,8 @@ def check(
     ("scripts", "gpus", "text", "node"),
     [
         ([WRITES, BEGINS], None, "", None),
+        ([f"{STOPPED}; {WRITES}", BEGINS], 8, "node 0 has 0 GPUs for torch, 8 are expected", 0),  # it has survived
+        ([BEGINS, f"{UNBLOCKED}; {STOPPED}"], 8, "", None),
         ([WRITES, BEGINS], 8, "node 0 has 0 GPUs for torch, 8 are expected", 0),
         ([BEGINS, dies("Traceback", ECC)], None, f"a process ended with code 1: {ECC}", 0),
         ([dies(RESET, "more"), HANGS], None, f"a process ended with code 1: {RESET}", None),
@@ -87,6 +95,17 @@ def test_an_attempt_that_is_over_ends_the_check(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(TIMINGS, "stop_kill", 20.0)
     [found] = check(tmp_path, f"import time; time.sleep(0.5); {dies(ECC)}", over=lambda: True)
     assert ECC in found.text
+
+
+@for_each(("since", "fails"), [(None, True), (1.0, False)])
+def test_what_a_check_finds_after_a_notice_does_not_count(since: float | None, fails: bool) -> None:
+    failed: list[Failure] = []
+    node: Any = SimpleNamespace(
+        _space=SimpleNamespace(check=lambda *_: [Finding("a process has ended", 0)]), attempt="0.0", me=0, machines={},
+        _pump=None, _over=None, notice=Notice(since=since), _fail=failed.append, _answer=lambda kind: None,
+    )  # fmt: skip
+    Node._check_this_node(node)
+    assert bool(failed) == fails
 
 
 def test_a_failure_names_the_node_its_machine_and_the_check() -> None:
@@ -118,6 +137,8 @@ def links(*broken: tuple[int, int], clock: float = 0.0) -> dict[str, Any]:
         (links((0, 1)), [None], {"infra"}),  # either of the two
         (links(clock=5.0), [1, 2], {""}),  # training does not mind
         ({**links(), "nodes": {**links()["nodes"], "1": {**ROW, "torch": "1"}}}, [None], {""}),
+        ({**links(), "nodes": {key: {**ROW, "gpus": 1} for key in "012"}}, [0, 1, 2], {"infra"}),  # and 2 ranks
+        ({**links(), "nodes": {"0": {**ROW, "gpus": 4}, "1": ROW, "2": {**ROW, "gpus": 4}}}, [1], {"infra"}),
         ({"nodes": {"0": {**ROW, "torch": None}}, "links": {}, "error": node_check.NO_TORCH}, [None], {"image"}),
     ],
 )
@@ -148,3 +169,8 @@ def test_a_machine_is_known_by_its_firmware(
     monkeypatch.setattr(host_facts, "DMI", folder)
     monkeypatch.setattr(host_facts.socket, "gethostname", lambda: "here")
     assert host_facts.machine_name() == name
+
+
+def test_more_gpus_than_expected_are_a_note() -> None:
+    [found] = node_check.findings({**links(), "nodes": {"0": {**ROW, "gpus": 8}}}, nodes=1, gpus=4)
+    assert (found.node, found.category) == (0, "")

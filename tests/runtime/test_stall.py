@@ -22,6 +22,7 @@ from rows import for_each
 
 from cloudtrain.runtime import stall
 from cloudtrain.runtime.cause import Failure, failure_line
+from cloudtrain.runtime.idle import IdleGpus
 from cloudtrain.runtime.launch import Ranks
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.nccl import Recorder
@@ -407,6 +408,18 @@ def test_no_limit_and_a_run_that_ends_for_another_cause(limit: float, over: bool
     nodes = Nodes([], limit=limit)
     assert nodes.run(1.5, over=over)[0] is None
     assert nodes.sent == []
+
+
+def test_gpus_of_ranks_that_have_ended_are_not_idle() -> None:
+    """Neither is a question about them answered that was asked before."""
+    [part] = Nodes(None, limit=0).parts
+    part._idle = IdleGpus("5% for 1s")
+    part._idle.reason = lambda now, has_metrics: "idle"  # type: ignore[method-assign]
+    assert part.tick(over=False) is None
+    assert part._asked is not None
+    part.drop_idle()
+    assert part.tick(over=False) is None
+    assert part._asked is None
 
 
 def test_another_cause_that_comes_while_the_ranks_are_asked_wins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import Jobs
+from rows import for_each
 
 from cloudtrain.runtime import usage
 from cloudtrain.runtime.host_facts import cpu_count
@@ -94,7 +95,6 @@ def test_a_busy_machine_is_told_from_an_idle_one(files: Path, tmp_path: Path, mo
     [
         ("echo '80, 10, 40'; echo '20, 30, 40'", {"gpu": 50.0, "gpu_memory": 75.0}),
         ("echo '[N/A], 10, 40'", {}),
-        ("exit 9", {}),
     ],
 )
 def test_gpus_are_those_of_nvidia_smi(
@@ -105,14 +105,32 @@ def test_gpus_are_those_of_nvidia_smi(
     assert gpu_usage(gpu_rows()) == found
 
 
-def test_a_driver_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = fake_smi(tmp_path / "bin", "exec sleep 60")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+@for_each(
+    ("answer", "calls", "said"),
+    [
+        ("exec sleep 60", 3, ["timed out after 0.2 seconds"]),
+        ("exit 9", 3, ["non-zero exit status 9"]),
+        ("echo '[N/A], 10, 40'", 3, ["shows the use of no GPU"]),
+        ("[ $(wc -l < {asked}) != 2 ] || exec sleep 60; echo '80, 10, 40'", 6, ["80.0"] * 5),  # slow once
+        ("", 0, ["there is no nvidia-smi"]),
+    ],
+)
+def test_a_driver_that_fails_three_times_is_not_asked_again(
+    answer: str, calls: int, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / str(time.monotonic_ns())
+    asked = fake_smi(folder, answer.format(asked=folder / "asked"))
+    if not answer:
+        (folder / "nvidia-smi").unlink()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.setattr(usage, "GPU_SECONDS", 0.2)
-    monkeypatch.setattr(TIMINGS, "usage", 0.1)
-    rows = sampled(tmp_path / "usage.jsonl", 3)
-    assert asked.read_text() == "asked\n"
-    assert not any("gpu" in row for row in rows)
+    heard: list[float | str] = []
+    sampler = UsageSampler(folder / "usage.jsonl", disk=folder, on_gpu=heard.append)
+    for _ in range(6):
+        sampler._levels()
+    assert (len(asked.read_text().splitlines()) if calls else 0) == calls
+    assert len(heard) == len(said)
+    assert all(words in str(item) for words, item in zip(said, heard, strict=True)), heard
 
 
 @pytest.mark.slow

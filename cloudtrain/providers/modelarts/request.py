@@ -13,7 +13,7 @@ from ...job.job import job_name, run_tag
 from ...job.options import merge_options
 from ...provider_api import catalog
 from ...provider_api.limits import checked_prices, hard_limit
-from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
+from ...provider_api.protocol import NO_SMI, Layout, Request, check_inputs, check_needs, context_of, python_command
 from ...validate import texts_of, url_scheme, whole_number
 from .._cloud import digest_of, pinned_machine, processes_of
 from . import NAME, Provider
@@ -133,6 +133,8 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
         job, NAME, lambda at: [_machine(settings, job, at).instance_type], gpu_index=gpu_index, own=settings.prices
     )
     npu = bool(NPU.search(gpu.name if gpu else f"{machine.gpu} {machine.instance_type}"))
+    if npu and job.min_gpu_util:
+        raise UnsupportedError(NAME, "min_gpu_util", NO_SMI, hint="leave min_gpu_util out")
     words = _words(job, layout, attempt=attempt, gpu_index=gpu_index, seconds=seconds, npu=npu)
     retries = {RETRY_NUM: str(settings.job_retry_num)} if settings.job_retry_num else {}
     body: dict[str, Any] = {
