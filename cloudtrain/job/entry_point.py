@@ -61,7 +61,7 @@ def resolve(source: Source, *, cwd: Path) -> tuple[Path, str]:
 
 
 def check_keeps_batch(job: Job, files: Iterable[Path]) -> None:
-    """Raise `SpecError` if neither the ``files`` that ship nor the job's arguments use the planned number of ranks or a global batch.
+    """Raise `SpecError` if neither the ``files`` that ship nor the job's arguments keep a global batch.
 
     With fewer nodes, such a job would have a smaller global batch.
     """
@@ -72,7 +72,7 @@ def check_keeps_batch(job: Job, files: Iterable[Path]) -> None:
         with contextlib.suppress(OSError):
             if path.suffix in (".py", ".sh") and KEEPS_BATCH.search(path.read_bytes()):
                 return
-    why = "no script uses the planned number of ranks or a global batch, so fewer nodes would change the batch of a step"
+    why = "no script uses the planned number of ranks or a global batch: fewer nodes would change the batch"
     how = "accumulate runtime.accumulation_steps() passes a step, or read CLOUDTRAIN_PLANNED_WORLD_SIZE"
     raise SpecError(why, field="resources.min_instance_count", hint=how)
 
