@@ -36,6 +36,8 @@ DEMO_STORE := .cloudtrain
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 ELSEWHERE := not worlds and not proof and not sagemaker_local_mode and not azureml_mount and not azureml_recordings
 
+FOLDERS := HUAWEI_FOLDER=$(CURDIR)/$(HUAWEI) TORCHX_FOLDER=$(CURDIR)/$(TORCHX_CLI) S3FS_FOLDER=$(CURDIR)/$(S3FS)
+
 # The demo takes a fifth of the time that the suite takes to set up. Where that is installed, it does.
 READY = $(if $(wildcard $(VENV)/.installed),$(VENV)/.installed,$(VENV)/.demo)
 
@@ -76,7 +78,7 @@ lint: install
 # Four workers on two cores, as whole runs mostly wait. They come first, as they are collected: sorted by their number,
 # the few long ones would be left to the end. tests/conftest.py says which tests one worker runs together.
 test: install $(S3FS)/.installed $(TORCHX_CLI)/.installed $(HUAWEI)/.installed
-	HUAWEI_FOLDER=$(CURDIR)/$(HUAWEI) TORCHX_FOLDER=$(CURDIR)/$(TORCHX_CLI) S3FS_FOLDER=$(CURDIR)/$(S3FS) $(PYTEST) -n 4 --dist loadgroup --no-loadscope-reorder -m '$(ELSEWHERE)' $(TEST_FLAGS)
+	$(FOLDERS) $(PYTEST) -n 4 --dist loadgroup --no-loadscope-reorder -m '$(ELSEWHERE)' $(TEST_FLAGS)
 
 # What a change must pass before it is merged.
 check: lint test
@@ -157,8 +159,8 @@ $(MUTANTS)/.installed: Makefile | install
 mutants: install $(MUTANTS)/.installed
 	$(MUTANTS)/bin/python tools/mutants.py $(MUTANTS_FLAGS)
 
-proof: install
-	$(BIN)/python proof/proof.py $(PROOF)
+proof: install $(S3FS)/.installed $(TORCHX_CLI)/.installed $(HUAWEI)/.installed
+	$(FOLDERS) $(BIN)/python proof/proof.py $(PROOF)
 
 clean:
-	rm -rf $(VENV) $(S3FS) $(HUAWEI) $(SAGEMAKER) $(RSLEX) $(AUDIT) $(DOCS) $(MUTANTS) mutants out build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(S3FS) $(TORCHX_CLI) $(HUAWEI) $(SAGEMAKER) $(RSLEX) $(AUDIT) $(DOCS) $(MUTANTS) mutants out build .pytest_cache .mypy_cache .ruff_cache .hypothesis
