@@ -124,6 +124,7 @@ def test_a_total_of_gpus_keeps_the_range() -> None:
     ("os.environ['CLOUDTRAIN_PLANNED_WORLD_SIZE']", {}, True),
     ("runtime.context().planned_world_size", {}, True),
     ("flags.add_argument('--global-batch')", {}, True),
+    ("global_batch_size = batch * world  # logged", {}, False),
     ("print(1)", {"args": ["--accumulate=$CLOUDTRAIN_PLANNED_WORLD_SIZE"]}, True),
 ])  # fmt: skip
 def test_a_range_needs_a_script_that_keeps_its_batch(

@@ -41,6 +41,7 @@ class Platform(ProviderExtras):
     ends: list[Status]
     failing: int = 0
     sent: list[Request] = field(default_factory=list)
+    secrets: list[Mapping[str, str] | None] = field(default_factory=list)
     chooses: bool = False
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
@@ -62,6 +63,7 @@ class Platform(ProviderExtras):
             self.failing -= 1
             raise LostContactError("not now")
         self.sent.append(request)
+        self.secrets.append(secrets)
         return str(request.attempt)
 
     def find(self, request: Request) -> str | None:
@@ -115,6 +117,16 @@ def test_another_attempt_is_recorded_then_sent(tmp_path: Path) -> None:
     assert (result["state"], result["native_id"]) == ("succeeded", "1")
     assert [r.attempt for r in platform.sent] == [1]
     assert run.store.attempt_request("r", 1) == platform.sent[0]
+
+
+def test_another_attempt_gets_the_secrets_too(tmp_path: Path) -> None:
+    """It is a job of its own; without the value it is neither recorded nor sent, and another client can go on."""
+    run, platform = begun(tmp_path, failed("infra"), DONE, retries=1, secrets={"TOKEN": "env:TOK"})
+    with pytest.raises(SpecError, match="TOK is not set here"):
+        run.wait(retry=Retry(run, environ={}))
+    assert (platform.sent, run.store.attempt_request("r", 1), run.store.result("r")) == ([], None, None)
+    assert run.wait(retry=Retry(run, environ={"TOK": "v"}))["state"] == "succeeded"
+    assert platform.secrets == [{"TOK": "v"}]
 
 
 def test_no_more_than_were_allowed(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ __all__ = ["check_keeps_batch", "check_script", "near", "resolve"]
 
 FIELD = "source.entry_point"
 KEEPS_BATCH = re.compile(
-    rb"PLANNED_WORLD_SIZE|planned_world_size|\baccumulation_steps\(|\bruntime\.batch_size\(|global[-_]batch"
+    rb"PLANNED_WORLD_SIZE|planned_world_size|\baccumulation_steps\(|\bruntime\.batch_size\(|add_argument\(\s*[\"']--global-batch"
 )
-"""Uses of the planned number of ranks, or of a global batch that is split over the ranks."""
+"""Uses of the planned number of ranks, or of a flag for the global batch, which the script splits."""
 LISTED = 3
 """Most scripts that a hint names."""
 USUAL = ("main.py", "train.py", "__main__.py")

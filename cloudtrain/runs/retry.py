@@ -163,7 +163,7 @@ class Retry:
             run.cancel()  # it may have been sent nevertheless
         elif request is not None and self._is_ours(number):
             self._say(f"sending attempt {number}, which was recorded and never sent")
-            self._send(request, self._secrets(number))
+            self._send(request, self._secrets())
 
     def _is_ours(self, attempt: int) -> bool:
         """Return whether this client may send it. Nodes that a machine starts are its own, and with a remote store no
@@ -232,7 +232,7 @@ class Retry:
         except SpecError as exc:
             self._say(f"no further attempt: {exc.with_hint()}")
             return False
-        values = self._secrets(number)
+        values = self._secrets()
         if store.create_attempt(run.run_id, number, request):
             gpus = job.resources.gpu if decision.choice is not None else ()
             left_out = ", ".join(bad_machines(result["attempts"])) if provider is not run.provider else ""
@@ -264,13 +264,12 @@ class Retry:
             store.write_submitted(run.run_id, attempt, native)
         return True
 
-    def _secrets(self, attempt: int) -> dict[str, str]:
-        """Return the values to send with the attempt: platforms keep those of the first one, supervisors none.
+    def _secrets(self) -> dict[str, str]:
+        """Return the values to send with an attempt: each is a job of its own, which knows no other one's.
 
         Raises `SpecError` for an unset variable; a client that has it can go on then.
         """
-        needed = not attempt or self._run.provider.retried_by == "supervisor"
-        return secret_values(self._run.job, self._environ) if needed else {}
+        return secret_values(self._run.job, self._environ)
 
     @property
     def _layout(self) -> Layout:

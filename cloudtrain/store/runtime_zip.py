@@ -42,7 +42,6 @@ _NODE = (
     "runtime/*.py",
     "provider_api/*.py",
     "job/__init__.py",
-    "job/job.py",
     "job/options.py",
     "engine/__init__.py",
     "engine/supervised.py",
@@ -52,7 +51,10 @@ _NODE = (
     *(f"providers/*/{name}.py" for name in _PROVIDER),
 )
 """The files that a node imports, below the package. Their compiled form is in the zip, too."""
-_RARE = ("runtime/worker.py", *(f"runtime/{name}.py" for name in ("node_check", "preflight", "shell", "webhook")))
+_RARE = (
+    *(f"runtime/{name}.py" for name in ("node_check", "preflight", "shell", "webhook", "worker")),
+    *(f"provider_api/{name}.py" for name in ("catalog", "checks", "limits", "node_count")),
+)
 """Files of `_NODE` that no node imports, or only nodes of some jobs: as source alone, to keep the zip small."""
 _SCRIPT = (
     "estimator.py",
