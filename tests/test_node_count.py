@@ -148,6 +148,15 @@ def test_a_range_needs_a_script_that_keeps_its_batch(
     make_plan(job.replace(min_instance_count=None), settings=settings, cwd=tmp_path, preview=True)
 
 
+@pytest.mark.parametrize("launcher", ["python", "command"])
+def test_a_range_needs_ranks_that_we_start(tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "train.py").write_text("# runtime.accumulation_steps()\n")
+    job = Job.make(entry_point="train.py", source_dir=str(tmp_path), instance_count="2:4", launcher=launcher)
+    with pytest.raises(SpecError, match="need the launcher torchrun") as caught:
+        make_plan(job, settings=Settings(provider="local", store=str(tmp_path)), cwd=tmp_path, preview=True)
+    assert caught.value.field == "resources.min_instance_count"
+
+
 def test_a_platform_that_retries_the_same_request_takes_no_range(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,8 @@ __all__ = ["check_keeps_batch", "check_script", "near", "resolve"]
 
 FIELD = "source.entry_point"
 KEEPS_BATCH = re.compile(
-    rb"PLANNED_WORLD_SIZE|planned_world_size|\baccumulation_steps\(|\bruntime\.batch_size\(|add_argument\(\s*[\"']--global-batch"
+    rb"PLANNED_WORLD_SIZE|planned_world_size|\baccumulation_steps\(|\bruntime\.batch_size\("
+    rb"|add_argument\(\s*[\"']--global-batch"
 )
 """Uses of the planned number of ranks, or of a flag for the global batch, which the script splits."""
 LISTED = 3
@@ -65,6 +66,9 @@ def check_keeps_batch(job: Job, files: Iterable[Path]) -> None:
 
     With fewer nodes, such a job would have a smaller global batch.
     """
+    if job.launcher != "torchrun":
+        why = "fewer nodes need the launcher torchrun: cloudtrain cannot tell how many ranks another launcher starts"
+        raise SpecError(why, field="resources.min_instance_count", hint="leave out launcher, or ask for one number")
     texts = [*job.args, *job.env.values(), *map(str, job.hyperparameters.values())]
     if any(KEEPS_BATCH.search(text.encode()) for text in texts):
         return

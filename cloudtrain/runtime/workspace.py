@@ -321,7 +321,7 @@ class Workspace:
             "CLOUDTRAIN_RUN_ID": self.context["run_id"],
             "CLOUDTRAIN_ATTEMPT": attempt,
             "CLOUDTRAIN_PROVIDER": self.context["provider"],
-            "CLOUDTRAIN_PLANNED_WORLD_SIZE": str(launch.planned_world(self.context, self.nodes)),
+            **launch.planned_world(self.context, self.nodes),
             **{f"CLOUDTRAIN_INPUT_{name.upper().replace('-', '_')}": path for name, path in self.inputs().items()},
             "CLOUDTRAIN_CHECKPOINT_DIR": values["checkpoint_dir"],
             "CLOUDTRAIN_CHECKPOINT_URL": self.checkpoint_url,

@@ -336,7 +336,9 @@ class RunContract:
             env = rank["env"]
             ours = {key for key in env if key.startswith("CLOUDTRAIN_")}
             always = {"RUN_ID", "ATTEMPT", "PROVIDER", "CHECKPOINT_DIR", "RESUME_FROM", "ARTIFACT_DIR"}
-            always |= {"METRICS_FILE", "PREEMPT_FILE", "HYPERPARAMETERS", "PLANNED_WORLD_SIZE"}
+            always |= {"METRICS_FILE", "PREEMPT_FILE", "HYPERPARAMETERS"} | (
+                {"PLANNED_WORLD_SIZE"} if name == "torchrun" else set()
+            )
             optional = {"CHECKPOINT_URL", *(f"INPUT_{channel}" for channel in rank["inputs"])}
             assert {f"CLOUDTRAIN_{word}" for word in always} <= ours
             assert ours <= {f"CLOUDTRAIN_{word}" for word in always | optional}
