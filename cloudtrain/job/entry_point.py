@@ -67,7 +67,7 @@ def check_keeps_batch(job: Job, files: Iterable[Path]) -> None:
     With fewer nodes, such a job would have a smaller global batch.
     """
     if job.launcher != "torchrun":
-        why = "fewer nodes need the launcher torchrun: cloudtrain cannot tell how many ranks another launcher starts"
+        why = "fewer nodes need the launcher torchrun: cloudtrain does not know the ranks of another one"
         raise SpecError(why, field="resources.min_instance_count", hint="leave out launcher, or ask for one number")
     texts = [*job.args, *job.env.values(), *map(str, job.hyperparameters.values())]
     if any(KEEPS_BATCH.search(text.encode()) for text in texts):

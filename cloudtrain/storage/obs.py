@@ -24,14 +24,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlsplit
-from urllib.request import ProxyHandler, Request, build_opener, urlopen
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 from ..errors import AuthError, SpecError
 from .errors import CannotSwapError
 from .obstore_backend import ObstoreMover
 from .timings import CLIENT_TIMINGS
 
-__all__ = ["FORBID_OVERWRITE", "HuaweiKeys", "ObsMover", "authorization", "bucket_endpoint", "find_keys", "virtual"]
+__all__ = [
+    "FORBID_OVERWRITE", "HuaweiKeys", "NoRedirects", "ObsMover", "authorization", "bucket_endpoint", "find_keys",
+    "virtual",
+]  # fmt: skip
 
 FORBID_OVERWRITE = "x-obs-forbid-overwrite"
 """Header of a PUT that OBS answers with 409 (ObjectAlreadyExists) if the object exists. Four public programs use it."""
@@ -100,6 +103,13 @@ def authorization(
     return f"OBS {keys.ak}:{base64.b64encode(digest).decode()}"
 
 
+class NoRedirects(HTTPRedirectHandler):
+    """Take a redirect as an error: another host must not get our keys and signatures."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
 class _RefusedError(Exception):
     """An answer of OBS with an error; ``status_code`` is for the table of errors."""
 
@@ -117,7 +127,7 @@ class ObsMover(ObstoreMover):
             hint = "remove the file if its client has ended"
             raise CannotSwapError(f"{self.url}/{key}: {why}", hint=hint)
         self.check_exclusive()
-        return str(self._create(self._at(key), data).get("ETag"))
+        return str(self._create(self._at(key), data).get("etag"))
 
     def check_exclusive(self) -> None:
         """Create an object twice, once in a process and bucket. Raises `SpecError` if the second one succeeds too."""
@@ -162,7 +172,7 @@ class ObsMover(ObstoreMover):
             raise
 
     def _ask(self, method: str, key: str, data: bytes | None = None, **more: str) -> Mapping[str, str]:
-        """Return the headers of OBS's answer to a call with its own signature."""
+        """Return the headers of OBS's answer, in lower case, to a call with its own signature."""
         found: Mapping[str, Any] = self._keys() if self._keys is not None else {}
         keys = HuaweiKeys(
             str(found.get("access_key_id")), str(found.get("secret_access_key")), found.get("token") or ""
@@ -174,9 +184,10 @@ class ObsMover(ObstoreMover):
         headers["Authorization"] = authorization(keys, method, self._access.bucket, path, headers)
         request = Request(f"{self._address}/{path}", data=data, headers=headers, method=method)
         try:
-            with urlopen(request, timeout=CLIENT_TIMINGS.http_silence, context=self._trusted) as answer:
+            opener = build_opener(HTTPSHandler(context=self._trusted), NoRedirects)
+            with opener.open(request, timeout=CLIENT_TIMINGS.http_silence) as answer:
                 answer.read()
-                return dict(answer.headers)
+                return {name.lower(): text for name, text in answer.headers.items()}
         except HTTPError as exc:
             text = exc.read().decode("utf-8", "replace")
             code, said = (re.search(f"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))

@@ -263,8 +263,9 @@ def _obs(url: str, options: Mapping[str, Any], environ: Mapping[str, str], movin
     _only(options, "client_kwargs key secret token")
     region = (options.get("client_kwargs") or {}).get("region_name") or environ.get("OBS_REGION")
     endpoint = environ.get("OBS_ENDPOINT") or (f"https://obs.{region}.myhuaweicloud.com" if region else "")
-    if "://" not in endpoint:
-        hint = "set OBS_REGION, such as cn-north-4, or OBS_ENDPOINT to a URL"
+    endpoint = f"https://{endpoint}" if endpoint and "://" not in endpoint else endpoint
+    if not endpoint:
+        hint = "set OBS_REGION, such as cn-north-4, or OBS_ENDPOINT"
         raise SpecError(f"{url}: the region of the bucket is unknown", field="store", hint=hint)
     bucket, root = _parts(url)
     inside = virtual(endpoint)

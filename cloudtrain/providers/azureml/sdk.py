@@ -89,7 +89,9 @@ def short_idle(settings: Settings, cluster: Mapping[str, Any], request: Request)
     Its ``scaleSettings`` have the idle time as ISO 8601. Machines below the minimum stay for ever.
     """
     wanted = int((request.body.get("properties") or {}).get(KEEP_WARM) or 0)
-    scale = cluster.get("scaleSettings") or {}
+    scale = cluster.get("scaleSettings")
+    if not scale:  # a compute that never scales down
+        return None
     if int(scale.get("minNodeCount") or 0) >= int(request.body["resources"]["instance_count"]):
         return None
     idle = duration_seconds(str(scale.get("nodeIdleTimeBeforeScaleDown") or "")) or 0.0

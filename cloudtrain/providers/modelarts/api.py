@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request as HttpRequest
-from urllib.request import urlopen
+from urllib.request import build_opener
 
 from ...errors import (
     AuthError,
@@ -33,7 +33,7 @@ from ...errors import (
 )
 from ...provider_api.protocol import Request, Shell, python_command, shell_arguments
 from ...storage.files import files
-from ...storage.obs import HuaweiKeys, find_keys
+from ...storage.obs import HuaweiKeys, NoRedirects, find_keys
 from .._cloud import ANOTHER_ID, Backoff, decoded, one_line
 from . import NAME
 from .node import KEY_PATH, SECRETS, sealed
@@ -167,7 +167,7 @@ class Account:
         target = url + (f"?{query_string(pairs)}" if pairs else "")
         try:
             asked = HttpRequest(target, data=data or None, headers=headers, method=method)
-            with urlopen(asked, timeout=TIMEOUT) as answer:
+            with build_opener(NoRedirects).open(asked, timeout=TIMEOUT) as answer:
                 raw, found = answer.read(), dict(answer.headers)
         except HTTPError as exc:
             raise self._refused(exc, parts.netloc, what) from None

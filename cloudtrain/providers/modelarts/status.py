@@ -62,10 +62,12 @@ def category_of(code: int, message: str, fault: str = "") -> str:
 
 
 def status(account: Account, native_id: str) -> Status:
-    """Return the job's status, by one call."""
+    """Return the job's status, by one call. A job that is Abnormal for too long is stopped: it may come back."""
     job = account.describe(native_id)
     since = account.abnormal.get(native_id)
     lost = since is not None and time.monotonic() - since > ABNORMAL_SECONDS
+    if lost:
+        account.cancel(native_id)
     return status_of(job, lost=lost, url=_url(native_id))
 
 
