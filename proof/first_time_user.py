@@ -1,9 +1,9 @@
 """A stranger who has the README and nothing else: does what it says, and keeps what the terminal showed.
 
-    python proof/first_time_user.py FOLDER          # from a clean clone and a fresh venv; writes docs/first-run.md anew
+    python proof/first_time_user.py FOLDER  # from a clean clone and a fresh venv; writes docs/first-run.md again
 
 Every command is read out of the README. What each printed is a transcript, and docs/first-run.md is made of them: three
-that a test makes anew and compares, without what differs from run to run (`normal`).
+that a test makes again and compares, without what differs from run to run (`normal`).
 """
 
 from __future__ import annotations

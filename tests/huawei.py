@@ -47,7 +47,7 @@ def client(url: str, project: str, ak: str, sk: str, token: str | None = None) -
 
 
 def body_errors(body: Any) -> list[str]:
-    """Where a body departs from the SDK's models: unknown keys, wrong types."""
+    """Return where a body differs from the SDK's models: unknown keys, wrong types."""
     return _walk(body, "Job", "body")
 
 

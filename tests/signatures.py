@@ -1,4 +1,4 @@
-"""Check three signatures, written from Huawei's and AWS's pages and by no signer of ours: "" if nothing is wrong."""
+"""Check three signatures by the pages of Huawei and AWS, without our own signer: "" if nothing is wrong."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def same(wanted: str, made: str) -> None:
     one, other = stranger.normal(wanted).splitlines(), stranger.normal(made).splitlines()
     if one != other:
         lines = "\n".join(difflib.unified_diff(one, other, stranger.PAGE, "now", lineterm=""))
-        pytest.fail(f"make it anew: python proof/first_time_user.py FOLDER\n{lines}", pytrace=False)
+        pytest.fail(f"run: python proof/first_time_user.py FOLDER\n{lines}", pytrace=False)
 
 
 @pytest.fixture(scope="module")

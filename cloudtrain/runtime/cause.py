@@ -31,7 +31,7 @@ BROKEN_GPU = re.compile(
     r"uncorrectable (ecc|nvlink)|system not yet initialized|gpu is lost|fallen off the bus|hardware stack error",
     re.IGNORECASE,
 )
-"""Errors of CUDA and of its driver that come from the machine, whatever the script does."""
+"""Errors of CUDA and its driver whose cause is the machine, not the script."""
 SHOWN = 300
 """Most characters of a script's own text in a reason."""
 SLACK_NS = 500_000_000

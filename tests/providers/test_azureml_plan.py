@@ -250,7 +250,9 @@ def test_limits() -> None:
     assert bought.body["limits"] == {"timeout": 7200}
     assert "max_cost" in " ".join(bought.notes)
     assert planned(gpu="T4:1", max_cost=1e6).body["limits"] == {"timeout": 86400}
-    cluster = planned({**CLUSTER, "prices": {"gpu-cluster": 1}}, max_cost=2)
+    priced = {**CLUSTER, "prices": {"gpu-cluster": 1}}
+    assert planned(priced, max_cost=2, keep_warm="30m").body["limits"] == {"timeout": 2 * 3600 - 1800}
+    cluster = planned(priced, max_cost=2)
     assert cluster.body["limits"] == {"timeout": 7200}
 
 

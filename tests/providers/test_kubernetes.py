@@ -114,7 +114,7 @@ LINES = """
 
 
 PLACES: Sequence[Mapping[str, Any]] = ({}, {"kind": "jobset"}, {"bucket": True})
-"""What is created, on a shared volume or a mounted bucket."""
+"""Settings: a Job on a shared volume, a JobSet there, and a Job on a mounted bucket."""
 
 
 @pytest.mark.timeout(4 * PATIENCE)

@@ -105,7 +105,7 @@ def test_the_cards_of_a_flavor_that_only_the_settings_know(place: Place) -> None
         ({}, {"inputs": {"a": "nfs://server/path"}}, "inputs.a", "SFS Turbo is reached from a dedicated pool only"),
         ({}, {"inputs": {"a": {"url": "obs://b/x", "shard": True}}}, "inputs.a.shard", "every node sees a whole input"),
         ({}, {"inputs": {"a": {"url": "obs://b/x.csv", "mode": "copy"}}}, "inputs.a.mode", "only a folder of OBS"),
-        ({}, {"inputs": {"a": "obs://b/x[1]/"}}, "inputs.a", "its URL holds '['"),
+        ({}, {"inputs": {"a": "obs://b/x[1]/"}}, "inputs.a", "its URL contains '['"),
     ],
 )
 def test_what_modelarts_cannot_do_is_refused(

@@ -339,7 +339,9 @@ def _timeout(settings: Settings, job: Job, gpu_index: int, notes: list[str]) -> 
     def names(at: int) -> list[str]:
         return [_machine(settings, job, at)[0] or settings.compute]
 
-    seconds, said = hard_limit(job, NAME, names, gpu_index=gpu_index, own=settings.prices, least=TIMEOUT)
+    seconds, said = hard_limit(
+        job, NAME, names, gpu_index=gpu_index, own=settings.prices, least=TIMEOUT, held=job.keep_warm or 0
+    )
     notes += said
     return seconds
 

@@ -29,7 +29,7 @@ LOOK = 0.2
 
 
 def main(facts: str, *command: str) -> int:
-    """Run ``command`` and return its exit code, or one of ours after an error line."""
+    """Run ``command`` and return its exit code. If it cannot run, print one line and return our error's code."""
     asked = json.loads(facts)
     try:
         link = Account(Settings(**asked["settings"])).exec(asked["pod"], command, tty=asked["tty"])

@@ -78,8 +78,8 @@ TOOLKIT = "/usr/local/Ascend/ascend-toolkit/set_env.sh"
 """Script of an image for Ascend that sets the paths of its libraries; Huawei's own images have run it already."""
 _HOST = re.compile(r"swr\.(?P<region>[a-z0-9-]+)\.myhuaweicloud\.(com|cn)/")
 _IMAGE = re.compile(r"[a-z0-9][a-z0-9_-]*/[a-z0-9][a-z0-9_./-]*(:[\w.-]+|@sha256:[0-9a-f]{64})?")
-_AMISS = re.compile(r"[\x00-\x1f\x7f?#*\[\]$]")
-"""Characters that a mounted bucket's path cannot hold, or that ModelArts refuses."""
+_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f?#*\[\]$]")
+"""Characters that the path of a mounted bucket cannot contain, or that ModelArts refuses."""
 _BUCKET = re.compile(r"obs://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?", re.DOTALL)
 
 
@@ -224,8 +224,8 @@ def _check_store(store: str) -> None:
 
 
 def _check_url(url: str, field: str) -> None:
-    if amiss := _AMISS.search(url):
-        raise UnsupportedError(NAME, field, f"its URL holds {amiss[0]!r}", hint="rename the file or folder")
+    if character := _FORBIDDEN.search(url):
+        raise UnsupportedError(NAME, field, f"its URL contains {character[0]!r}", hint="rename the file or folder")
 
 
 def _refuse(settings: Settings, job: Job) -> None:
