@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
-from .._cloud import FLUSH_PATH, GRACE_PATH, Clock, paths_of
+from .._cloud import Clock, paths_of
+from .._cluster import FLUSH_PATH, GRACE_PATH
 
 __all__ = ["AGAIN", "GRACE", "TIME_UP", "node_environment", "secret"]
 
