@@ -102,7 +102,7 @@ for module in pkgutil.iter_modules(importlib.import_module("cloudtrain.runtime")
     if module.name != "worker":
         importlib.import_module("cloudtrain.runtime." + module.name)
 for module in pkgutil.iter_modules(cloudtrain.providers.__path__):
-    if module.name not in ("_cloud", "_cluster"):  # what several of them share
+    if module.name != "_cloud":  # what three of them share
         find_provider(module.name)
 tops = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
 files = sorted(m.__file__ for n, m in sys.modules.items() if n.startswith("cloudtrain") and m.__file__)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from ...provider_api.protocol import Need
 from ...validate import url_scheme
-from .._cluster import ClusterProvider
+from .._cloud import ClusterProvider
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 

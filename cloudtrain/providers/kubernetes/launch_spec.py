@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...provider_api.launch_spec import LaunchSpec, NodeSpec
 from ...provider_api.protocol import Request
-from .._cluster import shared_mounts, shared_rules
+from .._cloud import shared_mounts, shared_rules
 from .node import AGAIN, CLOCK_PATH, INDEX, LIMIT_PATH
 from .request import job_object, volume_url
 from .validate import quantity_of

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
-from .._cloud import Clock, paths_of
-from .._cluster import FLUSH_PATH, GRACE_PATH
+from .._cloud import FLUSH_PATH, GRACE_PATH, Clock, paths_of
 
 __all__ = ["AGAIN", "GRACE", "TIME_UP", "node_environment", "secret"]
 

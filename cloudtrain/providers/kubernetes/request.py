@@ -16,8 +16,7 @@ from ...job.options import merge_options
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
 from ...validate import choice_of, texts_of, whole_number
-from .._cloud import digest_of
-from .._cluster import GRACE_PATH, bucket_url, check_lines, check_shared, shared_arguments
+from .._cloud import GRACE_PATH, bucket_url, check_lines, check_shared, digest_of, shared_arguments
 from . import NAME, STORE, Provider, devices, validate
 from .node import AGAIN, CLOCK_PATH, HOST, LIMIT_PATH, MACHINE, NODES, SCRATCH, SECRETS
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...provider_api.launch_spec import LaunchSpec, NodeSpec
 from ...provider_api.protocol import Request
-from .._cluster import shared_mounts, shared_rules
+from .._cloud import shared_mounts, shared_rules
 from .node import AGAIN, DEFAULT_PORT, PORT, SECRETS_PATH
 from .request import shown_url
 

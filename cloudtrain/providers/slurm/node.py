@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
-from .._cloud import paths_of
-from .._cluster import FLUSH_PATH, GRACE_PATH
+from .._cloud import FLUSH_PATH, GRACE_PATH, paths_of
 
 __all__ = ["node_environment", "secret"]
 

@@ -14,8 +14,15 @@ from ...job.options import merge_options
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
 from ...validate import choice_of, table_of, text_of, texts_of, url_scheme, whole_number
-from .._cloud import check_tags, digest_of
-from .._cluster import GRACE_PATH, bucket_url, check_lines, check_shared, shared_arguments
+from .._cloud import (
+    GRACE_PATH,
+    bucket_url,
+    check_lines,
+    check_shared,
+    check_tags,
+    digest_of,
+    shared_arguments,
+)
 from . import NAME, STORE, Provider
 from .node import SECRETS_PATH
 from .script import script_of
