@@ -147,7 +147,8 @@ def nodes_that_restore(
             else:
                 found = settings.let_in(resume, lambda caller: _newest_in(files(parent, storage=caller), name))
         except (AuthError, NotFoundError, SpecError) as exc:
-            return wanted[:1], f"{FIELD}: {exc.message}, so it needs {wanted[0]} nodes"
+            why = exc.message if isinstance(exc, SpecError) else str(exc)
+            return wanted[:1], f"{FIELD}: {why}, so it needs {wanted[0]} nodes"
     counts, why = found.node_counts(wanted) if found is not None else (wanted, "")
     return counts or wanted[:1], why
 
