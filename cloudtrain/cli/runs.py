@@ -155,12 +155,13 @@ def status(*runs: Ref, at: At = HERE, json: Json = False, screen: Ours[Screen]) 
 
     def one(word: str) -> dict[str, Any]:
         handle = _open_any(word, at, screen, names=False)
-        if not isinstance(handle, Run):
-            from .sweep import show_sweep
-
-            return show_sweep(handle, screen)
         result = handle.result()
-        texts.append(format.status_text(result, screen.now))
+        if isinstance(handle, Run):
+            texts.append(format.status_text(result, screen.now))
+        else:
+            from .sweep import sweep_text
+
+            texts.append(sweep_text(result))
         if not screen.json:
             screen.show(texts[-1] if len(texts) == 1 else "\n" + texts[-1])
         return result

@@ -38,7 +38,6 @@ __all__ = [
     "list_trials",
     "plan_sweep",
     "reconcile_sweep",
-    "show_sweep",
     "sweep",
     "sweep_screen",
     "sweep_text",
@@ -259,14 +258,6 @@ def sweep_text(result: Mapping[str, Any]) -> str:
             limit = "" if budget["limit"] is None else f" of {budget['limit']:g}"
             rows.append((label, f"{budget['used']:.2f} used, {budget['reserved']:.2f} reserved{limit} {unit}"))
     return columns(rows)
-
-
-def show_sweep(handle: Sweep, screen: Screen) -> dict[str, Any]:
-    """Print the summary for ``status`` and return it."""
-    result = handle.result()
-    if not screen.json:
-        screen.show(sweep_text(result))
-    return result
 
 
 def trial_table(result: Mapping[str, Any]) -> str:
