@@ -212,9 +212,10 @@ class Account:
         where = path_of(item["kind"], item["metadata"]["namespace"])
         return self.call("POST", where, what=f"{what} the {item['kind']}", body=item, fieldValidation="Strict", **query)
 
-    def test(self, request: Request) -> None:
+    def test(self, request: Request) -> str:
         """Let the API server judge the Job or JobSet of a request without creating it. Raises `SpecError`."""
-        self._post(request.body["items"][0], what="test", dryRun="All")
+        self._post(item := request.body["items"][0], what="test", dryRun="All")
+        return f"the API server takes the {item['kind']}"
 
     def find(self, request: Request) -> str | None:
         """Return the native id if the cluster has the request's Job with all that it owns.

@@ -6,14 +6,12 @@ Its Request holds a batch script, complete with its ``#SBATCH`` lines, as ``sbat
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...provider_api.protocol import Need
-from ...validate import url_scheme
-from .._cloud import ClusterProvider
+from .._cloud import STAND_IN, ClusterProvider
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
@@ -21,7 +19,7 @@ NAME = "slurm"
 STORE = Need(
     example="/shared/cloudtrain",
     find="a folder that every node and this machine see under the same path",
-    stand_in="/missing/shared/folder",
+    stand_in=STAND_IN,
     shown="/<shared>/<folder>",
 )
 ALIASES = ("sbatch", "srun", "hpc", "submitit", "hyperpod")
@@ -73,15 +71,6 @@ class Provider(ClusterProvider):
     Settings: ClassVar[type[Any]] = Settings
     max_poll_s: ClassVar[float] = 10.0
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.schemes = frozenset(map(url_scheme, self.settings.mounts)) or frozenset({"file"})  # type: ignore[misc]
-
-    def without_machines(self, names: Sequence[str]) -> Provider:
-        """Return this provider with the nodes ``names`` added to ``slurm.exclude``."""
-        settings = dataclasses.asdict(self.settings)
-        return Provider(**{**settings, "exclude": ",".join(filter(None, [self.settings.exclude, *names]))})
 
 
 DIFFERENCES = (

@@ -74,10 +74,10 @@ waiting() (  # the ids of the jobs of this name that wait for their release
     set -o pipefail
     squeue -h --me -t PENDING --name "$name" -o "%A %r" | sed -n 's/ JobHeldUser$//p'
 )
-held() {  # whether job $1 waits for its release: "yes", or nothing
+is_held() {  # whether job $1 waits for its release
     local ids
     ids=$(waiting) || exit 75
-    case " ${ids//$'\n'/ } " in *" $1 "*) echo yes ;; esac
+    case " ${ids//$'\n'/ } " in *" $1 "*) ;; *) return 1 ;; esac
 }
 """
 _SUBMIT = r"""
@@ -100,9 +100,7 @@ if [ "$is" ]; then
     if [ -n "$secrets" ]; then
         printf %s "$secrets" >"$base/secrets.$$" && mv "$base/secrets.$$" "$base/secrets" || exit 73
     fi
-    if ! scontrol release "$found"; then
-        is=$(held "$found") && [ -z "$is" ] || exit 75
-    fi
+    scontrol release "$found" || ! is_held "$found" || exit 75
 fi
 echo "$found"
 """
@@ -118,10 +116,10 @@ done
 _FIND = r"""
 [ -d "$base" ] || exit 0
 found=$(lowest) || exit 75
-[ "$found" ] || exit 0
-is=$(held "$found") || exit 75
-[ "$is" ] || echo "$found"
+[ -z "$found" ] || is_held "$found" || echo "$found"
+exit 0
 """
+_TEST = 'out=$(printf %s "$batch" | sbatch --test-only 2>&1) || { echo "$out" >&2; exit 65; }; echo "$out"'
 _DESCRIBE = r"""
 [ -d "$base" ] || exit 66
 for mark in end over cancelled; do
@@ -182,7 +180,7 @@ class Cluster:
     """
 
     def __init__(self, host: str) -> None:
-        self.host = host
+        self.host, self.where = host, host or "this machine"
         self._lock, self._at = threading.Lock(), float("-inf")
         self._lines: dict[str, str] = {}
         self.details: dict[str, tuple[str, Job]] = {}
@@ -211,16 +209,15 @@ class Cluster:
         return self.run(script, what=what, **values).decode("utf-8", "replace")
 
     def _error(self, code: int, said: str, what: str) -> errors.CloudtrainError:
-        where = self.host or "this machine"
         if self.host and code == LOST:
             refused = "denied" in said or "verification failed" in said
             kind = errors.AuthError if refused else errors.LostContactError
             hint = HELP["ssh"].replace("HOST", self.host)
             return kind(f"{what}: ssh {self.host}: {said or 'the connection was cut'}", hint=hint)
         if code == 127 and "command not found" in said:
-            return errors.PlatformError(f"{what}: there are no tools of Slurm on {where}", hint=HELP["none"])
+            return errors.PlatformError(f"{what}: there are no tools of Slurm on {self.where}", hint=HELP["none"])
         if code == 66:
-            return errors.NotFoundError(f"{what}: no job has ever used this folder on {where}")
+            return errors.NotFoundError(f"{what}: no job has ever used this folder on {self.where}")
         if code == 73:
             return errors.StorageError(f"{what}: {said}")
         error = error_of(said, what=what, code=code)
@@ -267,6 +264,11 @@ class Account:
         """Return the native id of the request's job; None also for a held one, which its next submission releases."""
         known = _names(request)
         return _native(self.cluster.ask(_FIND, what="find the job", **known), known["base"])
+
+    def test(self, request: Request) -> str:
+        """Return Slurm's word on the request. It starts nothing, but uses up a job's number."""
+        said = self.cluster.ask(_TEST, what="test the request", batch=str(request.body["script"]))
+        return one_line(said).removeprefix("sbatch: ")
 
     def describe(self, native_id: str) -> Job:
         """Return the job's details as they were when its line of squeue was new."""
@@ -331,9 +333,8 @@ class Account:
 
 def parsed(text: str) -> Job:
     """Return the job of `_DESCRIBE`'s answer."""
-    fields: dict[str, str] = {}
-    for key, value in re.findall(r" ([\w:]+)=(\S*)", "".join(re.findall("^job( .*)", text, re.MULTILINE)[:1])):
-        fields.setdefault(key, value)  # a tag's text comes after the fields that count
+    shown = "".join(re.findall("^job( .*)", text, re.MULTILINE)[:1])
+    fields = dict(reversed(re.findall(r" ([\w:]+)=(\S*)", shown)))  # a tag's text comes after the fields that count
     rows = [row.split("|") for row in re.findall(r"^row (.*)", text, re.MULTILINE)]
     marks = dict(re.findall("^mark ([a-z]+)=(.*)", text, re.MULTILINE))
     return Job(fields=fields, rows=[row for row in rows if len(row) == 4], marks=marks)

@@ -21,10 +21,7 @@ _READ = r"""
 cd "$base" || exit 66
 for file in node-*.log batch.log; do
     [ -f "$file" ] || continue
-    at=0
-    for known in $cursor; do
-        [ "${known%%=*}" != "$file" ] || at=${known##*=}
-    done
+    at="$file=0 $cursor"; at=${at##*"$file="}; at=${at%% *}
     size=$(stat -c %s "$file")
     length=$((size - at)); [ "$length" -lt "$most" ] || length=$most
     [ "$length" -gt 0 ] || continue
