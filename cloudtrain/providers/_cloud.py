@@ -22,7 +22,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from ..errors import LostContactError, PlatformError, SpecError, StorageError, UnsupportedError
 from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ..provider_api.node import NodeEnvironment, Topology
-from ..provider_api.protocol import Layout, LogPage, NativeObject, ProviderExtras, Request, Shell, Status, context_of
+from ..provider_api.protocol import (
+    Layout,
+    LogPage,
+    NativeObject,
+    Need,
+    ProviderExtras,
+    Request,
+    Shell,
+    Status,
+    context_of,
+)
 from ..validate import unix_seconds, url_scheme
 
 if TYPE_CHECKING:
@@ -35,7 +45,6 @@ __all__ = [
     "BUCKETS",
     "FLUSH_PATH",
     "GRACE_PATH",
-    "STAND_IN",
     "Backoff",
     "Clock",
     "CloudProvider",
@@ -43,7 +52,6 @@ __all__ = [
     "Planned",
     "bucket_url",
     "check_gpus",
-    "check_lines",
     "check_request",
     "check_shared",
     "check_size",
@@ -63,6 +71,7 @@ __all__ = [
     "shared_launch_spec",
     "shared_path",
     "shared_secret",
+    "shared_store",
     "shared_url",
     "short_key",
     "size_of",
@@ -80,6 +89,7 @@ GRACE_PATH, FLUSH_PATH = "grace", "flush"
 """The ``--path`` with the grace, and the one with the seconds between two writes of a file on a mounted bucket."""
 FLUSH_SECONDS = 30
 """Seconds between flushes into a mounted bucket: each is a whole new object, which costs money."""
+_LINE = r"[^\x00-\x1f\x7f]*"
 _SYNCED = ("live", "direct", "mounted")
 RESTARTS = 1000
 """Restarts of a job by a cluster: only the time limit of the run ends them."""
@@ -167,6 +177,10 @@ class ClusterProvider(CloudProvider):
     always_interactive: ClassVar[bool] = True
 
     def __init__(self, **settings: Any) -> None:
+        for item in dataclasses.fields(self.Settings):
+            value = settings.get(item.name, "")
+            if isinstance(item.default, str) and not (isinstance(value, str) and re.fullmatch(_LINE, value)):
+                raise SpecError(f"must be one line of text, not {value!r}", field=f"{self.name}.{item.name}")
         super().__init__(**settings)
         mounts = self._module("request").mounts(self.settings)
         self.schemes = frozenset(map(url_scheme, mounts))  # type: ignore[misc]
@@ -332,14 +346,6 @@ def check_shared(provider: str, job: Job, *, where: str, secrets: str) -> None:
             raise UnsupportedError(provider, f"secrets.{name}", f"its nodes fetch env:NAME only: {secrets}")
 
 
-def check_lines(settings: Any, names: Iterable[str], provider: str) -> None:
-    """Raise `SpecError` for the first of the settings ``names`` that is not one line of text."""
-    for name in names:
-        value = getattr(settings, name)
-        if not isinstance(value, str) or re.search(r"[\x00-\x1f\x7f]", value):
-            raise SpecError(f"must be one line of text, not {value!r}", field=f"{provider}.{name}")
-
-
 def bucket_url(url: str, field: str) -> str:
     """Return the URL of a bucket, or of a folder in it, without a slash at its end. Raises `SpecError`."""
     if not re.fullmatch(rf"({'|'.join(BUCKETS)})://[^/?#\s]+(/[^/?#\s]+)*/?", url):
@@ -435,6 +441,11 @@ def paths_of(argv: Mapping[str, str]) -> dict[str, str]:
 
 
 # ------------------------------------------------------------------------- nodes that see the store and inputs as files
+
+
+def shared_store(example: str, find: str) -> Need:
+    """Return what users are asked for if they name no store."""
+    return Need(example=example, find=find, stand_in=STAND_IN, shown="/<shared>/<folder>")
 
 
 def shared_path(mounts: Mapping[str, str], url: str) -> str | None:

@@ -13,17 +13,12 @@ from tempfile import gettempdir
 from typing import Any, ClassVar
 
 from ...provider_api.protocol import Need
-from .._cloud import STAND_IN, ClusterProvider
+from .._cloud import ClusterProvider, shared_store
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
 NAME = "kubernetes"
-STORE = Need(
-    example="/mnt/training/cloudtrain",
-    find="a folder on the shared volume, below kubernetes.root",
-    stand_in=STAND_IN,
-    shown="/<shared>/<folder>",
-)
+STORE = shared_store("/mnt/training/cloudtrain", "a folder on the shared volume, below kubernetes.root")
 ROOT = Need(
     example="/mnt/training",
     find="the folder where this machine has the cluster's shared volume mounted",

@@ -16,7 +16,7 @@ from ...job.options import merge_options
 from ...provider_api.limits import checked_prices
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, python_command
 from ...validate import choice_of, texts_of, whole_number
-from .._cloud import Planned, bucket_url, check_lines, check_shared, digest_of, shared_arguments, shared_path
+from .._cloud import Planned, bucket_url, check_shared, digest_of, shared_arguments, shared_path
 from . import NAME, Provider, devices, validate
 from .node import AGAIN, CLOCK_PATH, HOST, LIMIT_PATH, MACHINE, NODES, SCRATCH, SECRETS
 
@@ -71,7 +71,6 @@ _CHOICES = {
 _LEAST = {"ttl": 3600, "pending": 60, "stop_grace": 5, "user": 0}
 _OBJECTS = ("namespace", "claim", "service_account", "priority_class", "runtime_class", "scheduler_name")
 """Settings that are names of objects in the cluster."""
-_TEXTS = ("kubeconfig", "context", "root", "bucket", "queue", "gpu_resource", "gpu_label", *_OBJECTS)
 _BAD_PATH = re.compile(r"[\x00-\x1f\x7f:]")
 """Characters that a mount's path cannot have."""
 _ROOTS = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/root", "/sbin", "/sys", "/usr")
@@ -81,7 +80,6 @@ _ROOTS = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/roo
 def checked(settings: Settings) -> Settings:
     """Return ``settings``, checked. Raises `SpecError`."""
     own = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}
-    check_lines(settings, _TEXTS, NAME)
     if own["kind"] == "trainjob":
         why = "a TrainJob takes the rules of restarts and failures from a runtime object of the cluster"
         raise UnsupportedError(NAME, f"{NAME}.kind", why, hint='set kind = "jobset", which a TrainJob makes in the end')

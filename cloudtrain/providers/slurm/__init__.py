@@ -11,17 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...provider_api.protocol import Need
-from .._cloud import STAND_IN, ClusterProvider
+from .._cloud import ClusterProvider, shared_store
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
 NAME = "slurm"
-STORE = Need(
-    example="/shared/cloudtrain",
-    find="a folder that every node and this machine see under the same path",
-    stand_in=STAND_IN,
-    shown="/<shared>/<folder>",
-)
+STORE = shared_store("/shared/cloudtrain", "a folder that every node and this machine see under the same path")
 ALIASES = ("sbatch", "srun", "hpc", "submitit", "hyperpod")
 """Other words for the platform, for the hint of an unknown provider."""
 

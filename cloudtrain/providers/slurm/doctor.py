@@ -70,21 +70,19 @@ def _folder(account: Account, store: str) -> Check:
     """Check that the folder for Slurm's files of a run can be made, where Slurm's tools run."""
     if not store:
         return skipped("shared folder", "there is no store")
-    path = account.settings.folder or files_folder(account.settings, store, store)
+    own, where = account.settings.folder, account.cluster.where
+    path = own or files_folder(account.settings, store, store)
     found = account.cluster.ask(_FOLDER, what="look at the folder", folder=path).strip()
     if not found:
-        field = f"{NAME}.folder" if account.settings.folder else "store"
-        raise SpecError(
-            f"{path} cannot be written on {account.cluster.where}", field=field, hint="choose another folder"
-        )
+        field, hint = f"{NAME}.folder" if own else "store", "choose another folder"
+        raise SpecError(f"{path} cannot be written on {where}", field=field, hint=hint)
     return ok("shared folder", f"{path} ({found}); doctor --job looks at the store from a node")
 
 
 def _container(account: Account) -> Check:
-    if (kind := account.settings.container) == "none":
+    kind, where = account.settings.container, account.cluster.where
+    if kind == "none":
         return skipped("container", "nodes run their own Python")
     if not account.cluster.ask(_RUNTIMES[kind], what="look for the container runtime"):
-        raise SpecError(
-            f"{account.cluster.where} has no {kind}", field=f"{NAME}.container", hint="ask your administrator"
-        )
-    return ok("container", f"{account.cluster.where} has {kind}")
+        raise SpecError(f"{where} has no {kind}", field=f"{NAME}.container", hint="ask your administrator")
+    return ok("container", f"{where} has {kind}")

@@ -42,20 +42,16 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
     more = False
     while data:
         head, _, data = data.partition(b"\n")
-        match = re.fullmatch(rb"file ([a-z0-9.-]+) (\d+)", head)
+        match = re.fullmatch(rb"file ((?:node-(\d+)|batch)\.log) (\d+)", head)
         if match is None:
             raise PlatformError("read the log: an answer without its documented form")
-        name, length = match[1].decode(), int(match[2])
-        node = name[len("node-") : -len(".log")] if name.startswith("node-") else ""  # else the batch script's
+        name, node, length = match[1].decode(), (match[2] or b"").decode(), int(match[3])
         text, data = data[:length], data[length + 1 :]
         more |= length == PAGE_BYTES
-        start = offsets.get(name, 0)
-        whole = text[: text.rfind(b"\n") + 1]
-        if not whole and length == PAGE_BYTES:
-            whole = text  # a line longer than a page comes in parts
-        for line in whole.splitlines(keepends=True):
+        long = text if length == PAGE_BYTES else b""  # a line longer than a page comes in parts
+        offsets.setdefault(name, 0)
+        for line in (text[: text.rfind(b"\n") + 1] or long).splitlines(keepends=True):
             shown = line.decode("utf-8", "replace").rstrip("\r\n")
-            lines.append(LogLine(node=node, text=shown, id=f"{name}:{start}"))
-            start += len(line)
-        offsets[name] = start
+            lines.append(LogLine(node=node, text=shown, id=f"{name}:{offsets[name]}"))
+            offsets[name] += len(line)
     return LogPage(lines=tuple(lines), cursor=offsets, more=more)

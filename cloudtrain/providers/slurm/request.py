@@ -16,16 +16,7 @@ from ...job.options import merge_options
 from ...provider_api.limits import checked_prices
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs
 from ...validate import choice_of, table_of, text_of, texts_of, url_scheme, whole_number
-from .._cloud import (
-    Planned,
-    bucket_url,
-    check_lines,
-    check_shared,
-    check_tags,
-    digest_of,
-    shared_arguments,
-    shared_path,
-)
+from .._cloud import Planned, bucket_url, check_shared, check_tags, digest_of, shared_arguments, shared_path
 from . import NAME, STORE, Provider
 from .node import SECRETS_PATH
 from .script import SRUN, script_of
@@ -40,7 +31,6 @@ __all__ = ["OWNED", "checked", "files_folder", "mounts", "node_path", "plan"]
 CONTAINERS = ("none", "pyxis", "apptainer")
 _PASSED = ("partition", "account", "qos", "reservation", "nodelist", "exclude")
 """Settings that are options of sbatch as they are."""
-_TEXTS = ("host", *_PASSED, "constraint", "mem", "python", "folder")
 _OURS = (
     *("job-name", "output", "error", "open-mode", "input", "chdir", "export", "export-file", "comment", "constraint"),
     *("nodes", "ntasks", "ntasks-per-node", "time", "time-min", "requeue", "signal", "gpus", "gpus-per-node"),
@@ -58,7 +48,6 @@ _BAD_PATH = re.compile(r'[\x00-\x1f\x7f"\\%]')
 
 def checked(settings: Settings) -> Settings:
     """Return ``settings``, checked. Raises `SpecError`."""
-    check_lines(settings, _TEXTS, NAME)
     if settings.host.startswith("-"):
         raise SpecError(f"{settings.host!r} is not a host's name", field=f"{NAME}.host")
     text_of(settings.python, f"{NAME}.python")
@@ -75,7 +64,7 @@ def checked(settings: Settings) -> Settings:
         setup=texts_of(settings.setup, f"{NAME}.setup", empty=True),
         extra=dict(settings.extra),
         gres_type=types,
-        folder=_folder(settings.folder, f"{NAME}.folder") if settings.folder else "",
+        folder=settings.folder and _folder(settings.folder, f"{NAME}.folder"),
         mounts=dict(_mount(*pair, f"{NAME}.mounts") for pair in table_of(settings.mounts, f"{NAME}.mounts").items()),
         prices=checked_prices(settings.prices, NAME),
     )
@@ -138,8 +127,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     path(layout.store, "store")
     check_inputs(Provider, layout.inputs)
     _refuse(settings, job)
-    machine = settings.partition or "node"
-    planned = Planned.of(NAME, settings, job, layout, attempt, gpu_index, machine=machine)
+    planned = Planned.of(NAME, settings, job, layout, attempt, gpu_index, machine=settings.partition or "node")
     base = f"{files_folder(settings, layout.store, layout.native)}/{NAME}-{attempt}-{gpu_index}"
     words = shared_arguments(planned, path, {SECRETS_PATH: f"{base}/secrets"} if job.secrets else {})
     minutes, limit = _times(settings, planned.seconds)
@@ -253,8 +241,8 @@ def _container(settings: Settings, job: Job, layout: Layout) -> list[list[str]]:
     for folder in sorted(folders):
         if re.search("[,:]", folder):
             raise UnsupportedError(NAME, "image", f"a container's mounts cannot name {folder}: rename it")
-    mounts = ",".join(f"{folder}:{folder}" for folder in sorted(folders))
+    bound = ",".join(f"{folder}:{folder}" for folder in sorted(folders))
     if settings.container == "pyxis":
-        return [[f"--container-image={job.image}", f"--container-mounts={mounts}", "--no-container-mount-home"], []]
+        return [[f"--container-image={job.image}", f"--container-mounts={bound}", "--no-container-mount-home"], []]
     gpu = ["--nv"] if job.resources.gpu else []
-    return [[], ["apptainer", "exec", *gpu, "--bind", mounts, str(job.image)]]
+    return [[], ["apptainer", "exec", *gpu, "--bind", bound, str(job.image)]]

@@ -35,6 +35,5 @@ def check_options(options: Any, where: str, *, owned: Sequence[str] = ()) -> Non
             raise SpecError("would make another job than the run's", field=f"{where}.{name}")
         if name in owned:
             raise SpecError("a job's field or another setting sets it", field=f"{where}.{name}")
-        number = isinstance(value, int) and value is not False
-        if not number and not (isinstance(value, str) and not re.search(r"[\x00-\x1f\x7f]", value)):
+        if value is False or not isinstance(value, (int, str)) or re.search(r"[\x00-\x1f\x7f]", str(value)):
             raise SpecError(f"must be text, a number or true, not {value!r}", field=f"{where}.{name}")
