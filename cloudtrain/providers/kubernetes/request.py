@@ -93,12 +93,10 @@ def checked(settings: Settings) -> Settings:
     for name in _OBJECTS:
         if own[name] or name == "namespace":
             validate.check_name(own[name], f"{NAME}.{name}", label=name == "namespace")
-    own["image_pull_secrets"] = texts_of(settings.image_pull_secrets, f"{NAME}.image_pull_secrets")
-    for number, item in enumerate(own["image_pull_secrets"]):
-        validate.check_name(item, f"{NAME}.image_pull_secrets[{number}]")
-    own["exclude"] = texts_of(settings.exclude, f"{NAME}.exclude")
-    for name in own["exclude"]:
-        validate.check_name(name, f"{NAME}.exclude")
+    for name in ("image_pull_secrets", "exclude"):
+        own[name] = texts_of(own[name], f"{NAME}.{name}")
+        for number, item in enumerate(own[name]):
+            validate.check_name(item, f"{NAME}.{name}[{number}]")
     for name in ("labels", "annotations", "node_selector"):
         validate.check_labels(own[name], f"{NAME}.{name}", values=name != "annotations")
         own[name] = {key: validate.label_text(value) for key, value in own[name].items()}
