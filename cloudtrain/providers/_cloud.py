@@ -185,7 +185,7 @@ class ClusterProvider(CloudProvider):
         mounts = self._module("request").mounts(self.settings)
         self.schemes = frozenset(map(url_scheme, mounts))  # type: ignore[misc]
 
-    def without_machines(self, names: Sequence[str]) -> ClusterProvider:
+    def without_machines(self, names: Sequence[str]) -> Any:
         """Return this provider with the nodes ``names`` added to its setting ``exclude``, a list or a text."""
         own, text = dataclasses.asdict(self.settings), isinstance(self.settings.exclude, str)
         known = [own["exclude"]] if text else own["exclude"]
@@ -512,7 +512,7 @@ def shared_launch_spec(
         if before == "--path" and name not in (GRACE_PATH, FLUSH_PATH, *own):
             kinds[path] = "sync" if name in _SYNCED else "mount"
     seen = [Mount(url=shared_url(mounts, path), path=path, kind=kind) for path, kind in kinds.items()]
-    counts = dict.fromkeys(("max_restarts", "preemptions", "losses"), RESTARTS)
+    counts: dict[str, Any] = dict.fromkeys(("max_restarts", "preemptions", "losses"), RESTARTS)
     rules = LaunchRules(time_limit=time_limit, restart_on=(again,), stop_grace=settings.stop_grace, **counts)
     nodes = []
     for number, host in enumerate(hosts):

@@ -46,19 +46,19 @@ TIMEOUT = 120.0
 LOST = 255
 """Exit code of ssh itself. A login node that is gone, and a refused key, give the same one."""
 _ERRORS: Sequence[tuple[int, str, type[errors.CloudtrainError], str, str]] = (
-    (LOST, "denied|verification failed", errors.AuthError, "ssh {where}: {said}", "ssh"),
-    (LOST, "", errors.LostContactError, "ssh {where}: {said}", "ssh"),
+    (LOST, "denied|verification failed", errors.AuthError, "ssh {where}: {text}", "ssh"),
+    (LOST, "", errors.LostContactError, "ssh {where}: {text}", "ssh"),
     (127, "command not found", errors.PlatformError, "there are no tools of Slurm on {where}", "none"),
     (66, "", errors.NotFoundError, "no job has ever used this folder on {where}", ""),
-    (73, "", errors.StorageError, "{said}", ""),
+    (73, "", errors.StorageError, "{text}", ""),
     (0, r"Protocol authentication error|munge|Invalid user id|Access/permission denied", errors.AuthError,
-     "{said}", "auth"),
-    (75, "", errors.LostContactError, "{said}", ""),  # a look-up or a release failed, not the request
-    (0, r"AssocMax|AssocGrp|QOSMax|QOSGrp|accounting/QOS policy|MaxSubmit", errors.QuotaError, "{said}", "quota"),
+     "{text}", "auth"),
+    (75, "", errors.LostContactError, "{text}", ""),  # a look-up or a release failed, not the request
+    (0, r"AssocMax|AssocGrp|QOSMax|QOSGrp|accounting/QOS policy|MaxSubmit", errors.QuotaError, "{text}", "quota"),
     (0, r"Unable to contact|Socket timed out|Connection (re|timed)|Zero Bytes|temporarily un|try again|slow down",
-     errors.LostContactError, "{said}", ""),
+     errors.LostContactError, "{text}", ""),
     (0, r"not available|Memory specification|Invalid|Requested (partition|reservation|time)|too (long|large)"
-     r"|unrecognized", errors.SpecError, "{said}", ""),
+     r"|unrecognized", errors.SpecError, "{text}", ""),
 )  # fmt: skip
 """Rows of (exit code, 0 for any; words of the tools; error; message; key of `HELP`); the first match counts. Our
 scripts end with 66, 73 and 75. Words are of Slurm 22.05."""
@@ -177,7 +177,7 @@ def error_of(said: str, *, what: str, code: int = 1, where: str = "") -> errors.
     for only, pattern, kind, message, key in _ERRORS:
         if only in (0, code) and re.search(pattern, text, re.IGNORECASE):
             hint = HELP.get(key, "").replace("HOST", where)
-            return kind(f"{what}: {message.format(said=text, where=where)}", hint=hint)
+            return kind(f"{what}: {message.format(text=text, where=where)}", hint=hint)
     return errors.PlatformError(f"{what}: {text}")
 
 
