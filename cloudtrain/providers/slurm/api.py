@@ -50,18 +50,17 @@ _ERRORS: Sequence[tuple[int, str, type[errors.CloudtrainError], str, str]] = (
     (LOST, "", errors.LostContactError, "ssh {where}: {text}", "ssh"),
     (127, "command not found", errors.PlatformError, "there are no tools of Slurm on {where}", "none"),
     (66, "", errors.NotFoundError, "no job has ever used this folder on {where}", ""),
-    (73, "", errors.StorageError, "{text}", ""),
-    (0, r"Protocol authentication error|munge|Invalid user id|Access/permission denied", errors.AuthError,
-     "{text}", "auth"),
-    (75, "", errors.LostContactError, "{text}", ""),  # a look-up or a release failed, not the request
-    (0, r"AssocMax|AssocGrp|QOSMax|QOSGrp|accounting/QOS policy|MaxSubmit", errors.QuotaError, "{text}", "quota"),
+    (73, "", errors.StorageError, "", ""),
+    (0, r"Protocol authentication error|munge|Invalid user id|Access/permission denied", errors.AuthError, "", "auth"),
+    (75, "", errors.LostContactError, "", ""),  # a look-up or a release failed, not the request
+    (0, r"AssocMax|AssocGrp|QOSMax|QOSGrp|accounting/QOS policy|MaxSubmit", errors.QuotaError, "", "quota"),
     (0, r"Unable to contact|Socket timed out|Connection (re|timed)|Zero Bytes|temporarily un|try again|slow down",
-     errors.LostContactError, "{text}", ""),
+     errors.LostContactError, "", ""),
     (0, r"not available|Memory specification|Invalid|Requested (partition|reservation|time)|too (long|large)"
-     r"|unrecognized", errors.SpecError, "{text}", ""),
+     r"|unrecognized", errors.SpecError, "", ""),
 )  # fmt: skip
-"""Rows of (exit code, 0 for any; words of the tools; error; message; key of `HELP`); the first match counts. Our
-scripts end with 66, 73 and 75. Words are of Slurm 22.05."""
+"""Rows of (exit code, 0 for any; words of the tools; error; message, empty for the words; key of `HELP`). The first
+match counts. Our scripts end with 66, 73 and 75. Words are of Slurm 22.05."""
 OOM = "StepId=[^ ]* exceeded memory limit|Detected [0-9]+ oom.kill event|Exceeded (job|step) memory limit"
 """Words of slurmstepd about a kill for memory, by JobAcctGather and by cgroups. Seen with Slurm 22.05."""
 _PROLOGUE = r"""
@@ -141,7 +140,7 @@ fi
 case $shown in *JobState=FAILED*|*"Invalid job id"*)  # its steps' kills for memory are in its log alone
     tail -qc 9999 "$base"/*.log 2>/dev/null | grep -aqE "^slurmstepd.*($oom)" && echo "mark oom=" ;;
 esac
-sacct -n -D -P -X -j "$job" -o state,exitcode,start,end 2>/dev/null | sed 's/^/row /'
+sacct -n -D -P -X -j "$job" -o state,exitcode,start,end,nodelist 2>/dev/null | sed 's/^/row /'
 exit 0
 """
 _CANCEL = r"""
@@ -177,7 +176,7 @@ def error_of(said: str, *, what: str, code: int = 1, where: str = "") -> errors.
     for only, pattern, kind, message, key in _ERRORS:
         if only in (0, code) and re.search(pattern, text, re.IGNORECASE):
             hint = HELP.get(key, "").replace("HOST", where)
-            return kind(f"{what}: {message.format(text=text, where=where)}", hint=hint)
+            return kind(f"{what}: {message.format(text=text, where=where) or text}", hint=hint)
     return errors.PlatformError(f"{what}: {text}")
 
 
@@ -335,4 +334,4 @@ def parsed(text: str) -> Job:
     fields = dict(reversed(re.findall(r" ([\w:]+)=(\S*)", shown)))  # a tag's text comes after the fields that count
     rows = [row.split("|") for row in re.findall(r"^row (.*)", text, re.MULTILINE)]
     marks = dict(re.findall("^mark ([a-z]+)=(.*)", text, re.MULTILINE))
-    return Job(fields=fields, rows=[row for row in rows if len(row) == 4], marks=marks)
+    return Job(fields=fields, rows=[row for row in rows if len(row) == 5], marks=marks)

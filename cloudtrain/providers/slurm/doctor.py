@@ -72,8 +72,7 @@ def _folder(account: Account, store: str) -> Check:
         return skipped("shared folder", "there is no store")
     own, where = account.settings.folder, account.cluster.where
     path = own or files_folder(account.settings, store, store)
-    found = account.cluster.ask(_FOLDER, what="look at the folder", folder=path).strip()
-    if not found:
+    if not (found := account.cluster.ask(_FOLDER, what="look at the folder", folder=path).strip()):
         field, hint = f"{NAME}.folder" if own else "store", "choose another folder"
         raise SpecError(f"{path} cannot be written on {where}", field=field, hint=hint)
     return ok("shared folder", f"{path} ({found}); doctor --job looks at the store from a node")

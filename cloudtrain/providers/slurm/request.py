@@ -138,8 +138,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     if not (job.resources.cpus or settings.cpus_per_task or "exclusive" in settings.extra):
         planned.notes.append("the job asks for no cores, so Slurm's default holds, often 1 a node: set --cpus")
     body: dict[str, Any] = {"sbatch": options, "limit_s": planned.seconds, "command": [settings.python, *words]}
-    if job.image:
-        body["image"] = job.image
+    body |= {"image": job.image} if job.image else {}
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
     check_body(body)
     # A run's id may return for another job after its records are gone, so the name has a digest of the request.
@@ -179,12 +178,11 @@ def _times(settings: Settings, seconds: int) -> tuple[int, int]:
 
     Slurm counts each start by itself, so the script adds them up. It ends the job early enough for the grace.
     """
-    minutes, grace = -(-seconds // 60), settings.stop_grace
     if settings.max_time and seconds > settings.max_time:
         return settings.max_time // 60, seconds
-    if seconds < 3600:  # a partition's limit is hours, and may be exactly the job's
-        minutes = -(-(seconds + grace) // 60)
-    return minutes, max(1, min(seconds, minutes * 60 - grace))
+    # A partition's limit is hours, and may be exactly the job's: only short jobs get the grace in addition.
+    minutes = -(-(seconds + (settings.stop_grace if seconds < 3600 else 0)) // 60)
+    return minutes, max(1, min(seconds, minutes * 60 - settings.stop_grace))
 
 
 def _options(planned: Planned, *, minutes: int, base: str) -> dict[str, Any]:
@@ -244,5 +242,4 @@ def _container(settings: Settings, job: Job, layout: Layout) -> list[list[str]]:
     bound = ",".join(f"{folder}:{folder}" for folder in sorted(folders))
     if settings.container == "pyxis":
         return [[f"--container-image={job.image}", f"--container-mounts={bound}", "--no-container-mount-home"], []]
-    gpu = ["--nv"] if job.resources.gpu else []
-    return [[], ["apptainer", "exec", *gpu, "--bind", bound, str(job.image)]]
+    return [[], ["apptainer", "exec", *(["--nv"] if job.resources.gpu else []), "--bind", bound, str(job.image)]]

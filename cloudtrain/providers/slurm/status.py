@@ -75,7 +75,7 @@ def status_of(native_id: str, job: Job) -> Status:
     if not job.fields and not job.rows:
         return _forgotten(number, job.marks)
     rows = job.rows
-    last = zip(("JobState", "ExitCode", "StartTime", "EndTime"), rows[-1], strict=True) if rows else ()
+    last = zip(("JobState", "ExitCode", "StartTime", "EndTime", "NodeList"), rows[-1], strict=True) if rows else ()
     fields = {**dict(last), **job.fields}
     native, state, category, reason = _state(fields, oom="oom" in job.marks)
     pending, final = state == "pending", state not in ("pending", "running")
@@ -84,12 +84,13 @@ def status_of(native_id: str, job: Job) -> Status:
     restarts = int(fields.get("Restarts") or max(0, len(rows) - 1))
     earlier = itertools.zip_longest(range(restarts), rows[:restarts])
     attempts = [_attempt(f"{k}.{restart}", row) for restart, row in earlier]
+    machine = _lost(category, fields.get("NodeList", ""))
     return Status(
         state=state,
         native=native,
         reason=hinted(reason, HINTS.get(category)) if category != "capacity" or final else reason,
         category=category,
-        attempts=(*attempts, AttemptInfo(number=f"{k}.{restarts}", started=began, ended=ended)),
+        attempts=(*attempts, AttemptInfo(number=f"{k}.{restarts}", started=began, ended=ended, machine=machine)),
         started=attempts[0].started or began if attempts and not pending else began,
         finished=ended,
         instance_type=fields.get("Partition", ""),
@@ -117,10 +118,10 @@ def _state(fields: Mapping[str, str], *, oom: bool) -> tuple[str, str, str, str]
 
 def _attempt(number: str, row: Sequence[str] | None) -> AttemptInfo:
     """Return a start before the last one. Its ``row`` is of sacct, if there is one, which knows its end."""
-    if row is None:
-        return AttemptInfo(number=number)
-    category, reason = category_of(row[0].partition(" ")[0], row[1])
-    return AttemptInfo(number=number, category=category, reason=reason, started=_time(row[2]), ended=_time(row[3]))
+    state, exit_code, began, ended, nodes = row or [""] * 5
+    category, reason = category_of(state.partition(" ")[0], exit_code) if row else ("", "")
+    times = {"started": _time(began), "ended": _time(ended)}
+    return AttemptInfo(number=number, category=category, reason=reason, machine=_lost(category, nodes), **times)
 
 
 def _forgotten(number: str, marks: Mapping[str, str]) -> Status:
@@ -131,6 +132,11 @@ def _forgotten(number: str, marks: Mapping[str, str]) -> Status:
     native = "CANCELLED" if end is None else "COMPLETED" if end == "0" else "FAILED"
     _, state, category, reason = _state({"JobState": native, "ExitCode": f"{end}:0"}, oom="oom" in marks)
     return Status(state=state, category=category, native="gone", reason=reason)
+
+
+def _lost(category: str, nodes: str) -> str:
+    """Return the machine of a job that the cluster lost; empty for a NodeList of several, ``n[1-2]``, or of none."""
+    return nodes if category == "infra" and re.fullmatch(r"[\w.-]+", nodes) else ""
 
 
 def _time(text: str) -> float | None:
