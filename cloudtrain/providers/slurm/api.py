@@ -244,8 +244,7 @@ class Account:
         """Submit the request, unless it has a job already; return the native id."""
         run = request.run if self.settings.folder else ""
         values = {"run": run, "secrets": json.dumps(dict(secrets)) if secrets else ""}
-        native = self._job(_SUBMIT, request, what="submit", batch=str(request.body["script"]), **values)
-        if native is None:
+        if (native := self._job(_SUBMIT, request, what="submit", batch=str(request.body["script"]), **values)) is None:
             raise errors.LostContactError("submit: Slurm's answer has no id")
         return native
 

@@ -36,9 +36,8 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
     """Return whole lines from ``cursor``, the offset in each file by its name."""
     offsets: dict[str, int] = dict(cursor or {})
     known = " ".join(f"{name}={at}" for name, at in offsets.items())
-    data = account.cluster.run(
-        _READ, what="read the log", base=job_of(native_id)[1], cursor=known, most=str(PAGE_BYTES)
-    )
+    given = {"base": job_of(native_id)[1], "cursor": known, "most": str(PAGE_BYTES)}
+    data = account.cluster.run(_READ, what="read the log", **given)
     lines: list[LogLine] = []
     more = False
     while data:

@@ -99,7 +99,7 @@ def status_of(native_id: str, job: Job) -> Status:
 
 def _state(fields: Mapping[str, str], *, oom: bool) -> tuple[str, str, str, str]:
     """Return (Slurm's state, ours, category, reason). ``oom``: Slurm's log of the job has a kill for its memory."""
-    native, why = fields["JobState"].partition(" ")[0], fields.get("Reason", "").replace("None", "")
+    native, why = fields.get("JobState", "").partition(" ")[0], fields.get("Reason", "").replace("None", "")
     if native in PENDING:
         if why == "JobHeldUser":
             return native, "pending", "", "it is held: submit it again with the same run id, or run scontrol release"
