@@ -101,6 +101,10 @@ class FsspecMover:
             raise ConnectionError("another object has come to the key meanwhile")
         return Loaded(data, str(after["generation"]), _modified(after))
 
+    @property
+    def swaps(self) -> bool:
+        return self._is_google or self._is_memory
+
     def swap(self, key: str, version: str | None, data: bytes) -> str:
         """Replace the content by the service's own condition; in this process's memory by a lock."""
         with self._writing() as fs:

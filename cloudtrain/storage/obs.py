@@ -121,6 +121,8 @@ class _RefusedError(Exception):
 class ObsMover(ObstoreMover):
     """A mover of OBS. It creates exclusively, and has no other conditional writes."""
 
+    swaps = False
+
     def swap(self, key: str, version: str | None, data: bytes) -> str:
         if version is not None:
             why = "OBS cannot replace a file only while it is unchanged"
