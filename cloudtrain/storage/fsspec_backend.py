@@ -117,8 +117,7 @@ class FsspecMover:
                 return _swapped_in_memory(fs, self.at(key), version, data)
             if version is not None:
                 why = "cannot replace a file only while it is unchanged"
-                hint = "remove that file if the client that wrote it has ended"
-                raise CannotSwapError(f"{self.url}/{key}: {self.clients.kind.__name__} {why}", hint=hint)
+                raise CannotSwapError(f"{self.url}/{key}: {self.clients.kind.__name__} {why}")
             fs.pipe_file(self.at(key), data, mode="create")
         return hashlib.sha256(data).hexdigest()
 

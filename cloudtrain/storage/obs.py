@@ -125,9 +125,7 @@ class ObsMover(ObstoreMover):
 
     def swap(self, key: str, version: str | None, data: bytes) -> str:
         if version is not None:
-            why = "OBS cannot replace a file only while it is unchanged"
-            hint = "remove the file if its client has ended"
-            raise CannotSwapError(f"{self.url}/{key}: {why}", hint=hint)
+            raise CannotSwapError(f"{self.url}/{key}: OBS cannot replace a file only while it is unchanged")
         self.check_exclusive()
         return str(self._create(self._at(key), data).get("etag"))
 
