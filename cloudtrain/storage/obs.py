@@ -136,12 +136,13 @@ class ObsMover(ObstoreMover):
     def check_exclusive(self) -> None:
         """Create an object twice, once a day and bucket. Raises `SpecError` if the second one succeeds too."""
         bucket, where = self._access.bucket, self._address
+        if where in _proven:
+            return
         mark = cache_home(os.environ) / "buckets" / hashlib.sha256(where.encode()).hexdigest()[:32]
         with contextlib.suppress(OSError):
             if time.time() - mark.stat().st_mtime < PROBED_SECONDS:
+                _proven.add(where)
                 return
-        if where in _proven:
-            return
         if str(self._ask("HEAD", "").get(PARALLEL_FILES, "")).lower() == "enabled":
             hint = "create a bucket of the kind object storage, and use that"
             raise SpecError(f"obs://{bucket} is a parallel file system, not a bucket", field="store", hint=hint)
