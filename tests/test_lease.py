@@ -86,7 +86,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def held(store: Files) -> bool:
-    found = leases.load(store, MARK)
+    found = leases.load_lease(store, MARK)
     return found is not None and not is_released(found)
 
 
@@ -97,14 +97,14 @@ def below(store: Files, name: str) -> Files:
 
 def content(store: Files) -> bytes:
     """The lease's file."""
-    found = leases.load(store, MARK)
+    found = leases.load_lease(store, MARK)
     assert found is not None
     return found.data
 
 
 def replace(store: Files, data: bytes) -> None:
     """Write the lease's file, as another client that took over."""
-    found = leases.load(store, MARK)
+    found = leases.load_lease(store, MARK)
     store.write(MARK if store.swaps else f"{MARK}.versions/{int(found.version) + 1 if found else 1}", data)
 
 
@@ -390,7 +390,9 @@ from cloudtrain.storage import lease
 from cloudtrain.storage.files import files
 if sys.argv[3] == "elsewhere":
     lease._machine = lambda: "another machine"
-with lease.Lease(files(sys.argv[1]), lease.MARK, seconds=float(sys.argv[2])) as held:
+tree = files(sys.argv[1])
+tree.create(sys.argv[2], b"the bucket is probed")
+with lease.Lease(tree, lease.MARK, seconds=float(sys.argv[2])) as held:
     print("held", flush=True)
     for line in sys.stdin:
         try:

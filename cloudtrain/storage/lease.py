@@ -33,7 +33,7 @@ from ..errors import CloudtrainError, StorageError
 from .files import Files, Loaded
 from .timings import CLIENT_TIMINGS
 
-__all__ = ["DELETES", "FOLDER", "MARK", "Lease", "announce", "is_mark", "is_released", "load", "withdraw"]
+__all__ = ["DELETES", "FOLDER", "MARK", "Lease", "announce", "is_mark", "is_released", "load_lease", "withdraw"]
 
 FOLDER = "staging"
 MARK = f"{FOLDER}/deleting"
@@ -134,7 +134,7 @@ class Lease:
 
     def _set(self, holder: str) -> bool:
         """Write ``holder``, a token or "" for none. Return False if another client holds the lease."""
-        since, found = (time.monotonic(), time.time()), load(self._files, self._key)
+        since, found = (time.monotonic(), time.time()), load_lease(self._files, self._key)
         if found is not None and not self._is_free(found):
             return False
         if not holder and (found is None or is_released(found)):
@@ -175,7 +175,7 @@ class Lease:
 
     def _replace_ours(self, holder: str) -> bool:
         """Write ``holder`` over our own lease; return False if it is not ours any more."""
-        found = load(self._files, self._key)
+        found = load_lease(self._files, self._key)
         if found is None or _content(found).get("holder") != self._token:
             return False
         self._swap(found, holder)
@@ -201,7 +201,7 @@ class Lease:
             self._files.discard(old)
 
 
-def load(files: Files, key: str) -> Loaded | None:
+def load_lease(files: Files, key: str) -> Loaded | None:
     """Return a lease's file. Its ``version`` is a number if the store cannot replace it."""
     if files.swaps:
         return files.load(key)

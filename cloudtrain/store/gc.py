@@ -22,7 +22,7 @@ from ..job.job import is_run_id
 from ..provider_api.protocol import NativeObject, ProviderExtras
 from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.files import Entry, parallel
-from ..storage.lease import DELETES, FOLDER, MARK, Lease, is_mark, load
+from ..storage.lease import DELETES, FOLDER, MARK, Lease, is_mark, load_lease
 from ..storage.local_disk import TEMP, local_path, normalize
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import json_loads
@@ -137,7 +137,7 @@ def collect(
         return _collected(store, named, older_than, time.time(), natives, deleted=False)
     _refuse_unreadable(named)
     with Lease(store.files, MARK, seconds=lease, say=say, waits=DELETES) as deleting:
-        mark = load(store.files, MARK)
+        mark = load_lease(store.files, MARK)
         now = mark.modified if mark is not None else 0.0  # by the store's clock
         named.read(now)  # includes clients that began to stage before the mark was set
         _refuse_unreadable(named)
