@@ -7,7 +7,7 @@ seen.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...provider_api.protocol import AttemptInfo, Status
@@ -167,7 +167,8 @@ def _stopped(own: Mapping[str, Any]) -> float | None:
 
     Whether ``duration`` stands still while the phase is Abnormal is unverified. If not, this time is never long ago.
     """
-    *earlier, last = own.get("running_records") or ({},)
+    records: Sequence[Mapping[str, Any]] = own.get("running_records") or ({},)
+    *earlier, last = records
     if last.get("end_at") or not last.get("start_at"):
         return float(last.get("end_at") or 0) or None
     before = sum(float(row.get("end_at") or 0) - float(row.get("start_at") or 0) for row in earlier)
