@@ -196,6 +196,7 @@ print(json.dumps(None))
 """
 
 
+@pytest.mark.slow
 def test_processes_hold_it_one_after_another(url: str) -> None:
     race(HOLDER, url, "4", count=3)
     assert files(url).read("n") == b"12"
