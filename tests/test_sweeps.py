@@ -196,6 +196,7 @@ def history(spec: SweepSpec, count: int, running: int = 0) -> State:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
 def test_equal_histories_give_equal_parameters_in_another_process(sampler: str) -> None:
     spec = spec_of(sampler=sampler)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import AuthError, CapacityError, NotFoundError, PlatformError, QuotaError, SpecError, StorageError
 from ..provider_api.protocol import Layout, Provider, Request, extras_of
-from ..storage.lease import Lease, is_released
+from ..storage.lease import Lease, is_released, load_lease
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, next_of, run_folder, to_json
 from .attempts import NO_MACHINES, AttemptPolicy, History
@@ -82,7 +82,7 @@ def sending(
 def cut_off(store: Store, run_id: str, attempt: int) -> bool:
     """Return whether a client has begun to send the attempt without an answer: the platform may have it."""
     request = store.attempt_request(run_id, attempt)
-    found = store.files.load(_lease_key(run_id, request)) if request is not None else None
+    found = load_lease(store.files, _lease_key(run_id, request)) if request is not None else None
     return found is not None and not is_released(found)
 
 

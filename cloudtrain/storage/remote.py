@@ -47,6 +47,10 @@ class Mover(Protocol):
 
     retries: Retries
 
+    @property
+    def swaps(self) -> bool:
+        """True if `swap` replaces contents too."""
+
     def read(self, key: str) -> bytes:
         """Return the content."""
 
@@ -237,6 +241,10 @@ class RemoteFiles(Files):
             return self._call(key, lambda mover: mover.load(key))
         except FileNotFoundError:
             return None
+
+    @property
+    def swaps(self) -> bool:
+        return self._open().mover.swaps
 
     def swap(self, key: str, version: str | None, data: bytes) -> str:
         parts_of(key)
