@@ -16,10 +16,10 @@ from ..provider_api.protocol import AttemptInfo, LogLine
 from ..runtime.segments import Span
 from ..storage.files import Entry, parallel
 from ..store.store import Store, run_folder
-from .log_order import Line, parse_line
-from .log_sources import LOOKS, index_segments
-from .metrics import json_rows
-from .outcome import with_exits
+from ..runs.log_order import Line, parse_line
+from ..runs.log_sources import LOOKS, index_segments
+from ..runs.metrics import json_rows
+from ..runs.outcome import with_exits
 
 __all__ = ["LiveRunReader", "NodeData", "printable"]
 
