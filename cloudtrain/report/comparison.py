@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..runs.live_data import LiveRunReader, printable
 from ..runs.run import Run
 from ..runs.submit import flat_fields
 from .curves import Curve, curves, spread
+from .live_data import LiveRunReader, printable
 from .markup import Html, drawing, html_table, label, page, quantity, save_page, tag
 from .report import shareable
 from .sweep import BOTTOM, LEFT, RIGHT, TOP, axes, scaled

@@ -45,7 +45,7 @@ from .log_order import Line
 from .log_sources import Contact, Tail, last_lines, patiently, written_since
 from .machines import bad_machine_rows
 from .max_wait import MaxWait
-from .metrics import merge_metrics
+from .metrics import MetricsReader
 from .outcome import (
     CANCELLING,
     attempt_row,
@@ -510,9 +510,7 @@ class Run:
         """
         self._check()
         self._follow_handover()
-        from .live_data import LiveRunReader
-
-        return merge_metrics(LiveRunReader(self.store, self.run_id).metrics().values())
+        return MetricsReader(self.store, self.run_id).merged()
 
     def report(self, path: str | Path = ".") -> Path:
         """Write one HTML page about the run and return its path. The page opens without a network.

@@ -15,8 +15,7 @@ from ...store.store import Store
 from ..attempts import NO_MACHINES, had_no_machines
 from ..fallback import FallbackPolicy
 from ..handover import REFUSALS, cut_off
-from ..live_data import LiveRunReader
-from ..metrics import merge_metrics
+from ..metrics import MetricsReader
 from ..run import Run
 from ..submit import Plan, plan_of_record, send_plan
 from .prune import Points, costs_of, value_of
@@ -46,7 +45,7 @@ class RunTrials:
     ) -> None:
         self._record, self._spec, self._environ, self._say = record, spec, environ, say
         self._store, self._provider, self._settings = store, provider, settings
-        self._readers: dict[int, LiveRunReader] = {}
+        self._readers: dict[int, MetricsReader] = {}
         self._final: dict[int, Points] = {}
         self._sent: set[int] = set()
 
@@ -93,8 +92,7 @@ class RunTrials:
         return points
 
     def _rows(self, trial: Trial) -> list[dict[str, Any]]:
-        reader = self._readers.setdefault(trial.n, LiveRunReader(self._store, trial.run))
-        return merge_metrics(reader.metrics().values())
+        return self._readers.setdefault(trial.n, MetricsReader(self._store, trial.run)).merged()
 
     def _send(self, trial: Trial) -> None:
         """Send the trial, unless a client has. A refusal is recorded in the run, and no error here."""
