@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 GOOGLE = frozenset({"gs", "gcs"})
-"""Schemes of the one object store that fsspec serves. Their URLs begin with a bucket, which is never created here."""
+"""Schemes of the one object store that fsspec serves. Their URLs begin with a bucket, which cloudtrain never creates."""
 SFTP = frozenset({"sftp", "ssh"})
 WEB = frozenset({"http", "https"})
 STREAMED = WEB | {"ftp"}
