@@ -16,7 +16,7 @@ from ..errors import AuthError, StorageError
 from ..validate import unix_seconds, url_scheme
 from .errors import CannotSwapError, Retries, classify
 from .files import MOST_PIECES, PIECE, Entry, Loaded, Names, TransferOptions
-from .fsspec_pool import GOOGLE, SFTP, STREAMED, WEB, Clients, check_store, get_range, open_url, streamed, tree
+from .fsspec_pool import BUCKETS, GOOGLE, SFTP, STREAMED, WEB, Clients, check_store, get_range, open_url, streamed, tree
 from .local_disk import parts_of
 
 __all__ = ["FsspecMover"]
@@ -74,7 +74,7 @@ class FsspecMover:
                 yield fs
             except FileNotFoundError as exc:
                 cause = exc.__cause__
-                kind = classify(cause) if isinstance(cause, Exception) and self._scheme not in GOOGLE else "missing"
+                kind = classify(cause) if isinstance(cause, Exception) and self._scheme not in BUCKETS else "missing"
                 if kind in ("transient", "auth") or (kind != "missing" and self._scheme in WEB):
                     raise cause from None  # type: ignore[misc]
                 if cause is not None and self._scheme == "hf":  # for a missing file there is no cause
@@ -182,7 +182,7 @@ class FsspecMover:
 
     def _check_bucket(self) -> None:
         """Raise `StorageError` if the bucket does not exist; a missing folder is empty."""
-        if not self._is_google:
+        if self._scheme not in BUCKETS or self.root.startswith("/"):
             return
         bucket = self.root.split("/")[0]
         try:

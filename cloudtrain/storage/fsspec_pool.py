@@ -22,6 +22,7 @@ from .errors import classify
 from .timings import CLIENT_TIMINGS
 
 __all__ = [
+    "BUCKETS",
     "GOOGLE",
     "SFTP",
     "STREAMED",
@@ -34,14 +35,15 @@ __all__ = [
     "tree",
 ]
 
+BUCKETS = frozenset({"s3", "s3a", "obs", "gs", "gcs", "abfs", "abfss", "az"})
+"""Schemes of object stores. Their URLs begin with a bucket or container, which cloudtrain never creates."""
 GOOGLE = frozenset({"gs", "gcs"})
-"""Schemes of the one object store that fsspec serves. Their URLs begin with a bucket, which cloudtrain never creates."""
 SFTP = frozenset({"sftp", "ssh"})
 WEB = frozenset({"http", "https"})
 STREAMED = WEB | {"ftp"}
 """Schemes whose files come as one stream: some servers ignore ranges, or stop only when the connection closes."""
 #: Schemes that create exclusively, as tests show; the signatures of some of these classes do not say so.
-_EXCLUSIVE = GOOGLE | {"memory"}
+_EXCLUSIVE = BUCKETS | {"memory"}
 #: Logger by scheme, where it is not the package of fsspec's class.
 _LOGS = dict.fromkeys(SFTP, "paramiko")
 
