@@ -32,6 +32,8 @@ NOTEBOOK_TOOLS := nbclient==0.11.0 ipykernel==7.4.0
 MUTANTS := .venv-mutants
 MUTMUT := mutmut==3.8.1
 DEMO_STORE := .cloudtrain
+# By a path, which costs nothing. setuptools' other way runs code at each start of a Python: half of its time.
+EDITABLE := --config-settings editable_mode=compat --editable
 # A variable that some images set would have each worker rewrite every test's asserts, and each node compile the package.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 ELSEWHERE := not worlds and not proof and not sagemaker_local_mode and not azureml_mount and not azureml_recordings
@@ -50,7 +52,7 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet $(TORCH))
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[dev]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet $(EDITABLE) '.[dev]'
 	$(BIN)/python -m compileall -q cloudtrain
 	touch $@
 
@@ -60,7 +62,7 @@ $(VENV)/.demo: pyproject.toml
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	@$(if $(TORCH),$(BIN)/python -m pip install --quiet $(TORCH))
-	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[local]'
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet $(EDITABLE) '.[local]'
 	@touch $@
 
 demo: $(READY)
@@ -75,16 +77,21 @@ lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && \
 	    $(BIN)/vermin --quiet --target=3.10- --no-tips --violations cloudtrain entrypoints examples
 
+# Each worker would rewrite the asserts of every module in a new clone. One does it for all of them.
+$(VENV)/.collected: $(VENV)/.installed
+	$(PYTEST) --collect-only -qq -m '$(ELSEWHERE)' >/dev/null || true
+	touch $@
+
 # Four workers on two cores, as whole runs mostly wait. They come first, as they are collected: sorted by their number,
 # the few long ones would be left to the end. tests/conftest.py says which tests one worker runs together.
-test: install $(S3FS)/.installed $(TORCHX_CLI)/.installed $(HUAWEI)/.installed
+test: install $(VENV)/.collected $(S3FS)/.installed $(TORCHX_CLI)/.installed $(HUAWEI)/.installed
 	$(FOLDERS) $(PYTEST) -n 4 --dist loadgroup --no-loadscope-reorder -m '$(ELSEWHERE)' $(TEST_FLAGS)
 
 # What a change must pass before it is merged.
 check: lint test
 
 # Property-based tests get a few examples each.
-test-fast: install
+test-fast: install $(VENV)/.collected
 	CLOUDTRAIN_TEST_PROFILE=fast $(PYTEST) -n 2 --dist loadgroup -m 'not slow and not remote and not docker and $(ELSEWHERE)' $(TEST_FLAGS)
 
 # The clouds that the suite fakes, themselves; after a change below tests/worlds.

@@ -98,6 +98,15 @@ LIKE_LOCAL = (
 """Modules with a provider's contract that leave to `make proof` what our own runtime decides, as local shows it."""
 
 
+RACED = {
+    "test_docker": "tests/providers/test_local.py: it has the same supervisor, and its lock",
+    "test_vertex": "tests/providers/test_vertex_calls.py::test_many_clients_at_once_create_one_job",
+    "test_slurm": "tests/providers/test_slurm_fire.py::test_clients_at_once_with_strikes_leave_one_job",
+    "test_kubernetes": "tests/providers/test_kubernetes_fire.py::test_clients_at_once_under_fire_leave_one_job",
+}
+"""Modules that leave the race of two whole processes to `make proof`, and the test that has more clients at once."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as proof what is too long for a change: beyond local, jobs of which our own runtime decides the end.
@@ -111,6 +120,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (scope := _scope(item)) is not None:
             _group(item, scope)
         alike = item.get_closest_marker("by_runtime") is not None and item.path.stem in LIKE_LOCAL
+        alike |= item.name == "test_submitted_by_two_processes_is_one_job" and item.path.stem in RACED
         seeded = PROFILE == "proof" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
         if alike or seeded:
             item.add_marker("proof")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import hashlib
 import http.server
@@ -83,12 +84,9 @@ def nothing_left(engine: Any, tmp_path: Path) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------------- registry
 
 
-@contextmanager
-def registry(image: str, *, user: str, password: str, stalls: bool = False) -> Iterator[str]:
-    """Address of a registry on loopback that gives ``image``, under any name and tag, to that user alone.
-
-    No user: to anybody. One that ``stalls`` never gets to the end of its manifest.
-    """
+@functools.cache
+def _parts(image: str) -> tuple[bytes, list[bytes]]:
+    """Return the configuration of an image and its compressed layers."""
     whole = subprocess.run(["docker", "save", image], check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(whole)) as tar:
 
@@ -98,8 +96,16 @@ def registry(image: str, *, user: str, password: str, stalls: bool = False) -> I
             return found.read()
 
         (listed,) = json.loads(member("manifest.json"))
-        config = member(listed["Config"])
-        layers = [gzip.compress(member(name), 1) for name in listed["Layers"]]
+        return member(listed["Config"]), [gzip.compress(member(name), 1) for name in listed["Layers"]]
+
+
+@contextmanager
+def registry(image: str, *, user: str, password: str, stalls: bool = False) -> Iterator[str]:
+    """Address of a registry on loopback that gives ``image``, under any name and tag, to that user alone.
+
+    No user: to anybody. One that ``stalls`` never gets to the end of its manifest.
+    """
+    config, layers = _parts(image)
     blobs = {f"sha256:{hashlib.sha256(data).hexdigest()}": data for data in (config, *layers)}
 
     def entry(kind: str, data: bytes) -> dict[str, object]:

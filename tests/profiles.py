@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 PROFILE = os.environ.get("CLOUDTRAIN_TEST_PROFILE", "default")
-FEW, EXAMPLES, MOST, PROOF_EXAMPLES = 5, 50, 100, 1000
+FEW, EXAMPLES, MOST, PROOF_EXAMPLES = 5, 25, 40, 1000
 
 
 def examples(count: int) -> int:

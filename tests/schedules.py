@@ -225,12 +225,13 @@ class Sim:
 
 
 class View(Files):
-    """The store as a client sees it. ``data`` is key to (content, Unix seconds of its last change)."""
+    """The store as a client sees it. ``data`` is key to (content, Unix seconds of its last change). Without ``swaps``
+    it only creates exclusively, as OBS does."""
 
-    url, copies = STORE, True
+    url, copies, swaps = STORE, True, True
 
-    def __init__(self, sim: Sim, data: dict[str, tuple[bytes, float]]) -> None:
-        self.sim, self.data = sim, data
+    def __init__(self, sim: Sim, data: dict[str, tuple[bytes, float]], *, swaps: bool = True) -> None:
+        self.sim, self.data, self.swaps = sim, data, swaps
 
     def _call(self, what: str, carry_out: Callable[[], T], faults: Sequence[str] = ("before",)) -> tuple[T | None, str]:
         found, fault = self.sim.call(f"store.{what}", carry_out, faults)
@@ -274,6 +275,7 @@ class View(Files):
 
     def swap(self, key: str, version: str | None, data: bytes) -> str:
         """A lost answer is known by the content, as `RemoteFiles.swap` knows it; a client may die before it looks."""
+        assert self.swaps or version is None, "it only creates"
 
         def replace() -> bool:
             if (str(hash(self.data[key][0])) if key in self.data else None) != version:

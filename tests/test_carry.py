@@ -285,6 +285,7 @@ copy_checkpoint(Store(given["store"]), Layout.from_dict(given), settings=Setting
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trials", [pytest.param(2), pytest.param(max(1, TRIALS // 10), marks=pytest.mark.proof)], ids=["few", "proof"]
 )

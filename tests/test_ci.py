@@ -56,6 +56,7 @@ def test_the_platforms_schema_and_yamllint_take_it(path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_schema_is_one_that_refuses(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yml"
     bad.write_text(GITHUB[0].read_text().replace("runs-on:", "runs-no:"))

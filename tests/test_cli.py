@@ -220,6 +220,7 @@ JSON = st.recursive(
 KEY = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True).map(lambda k: f"X{k}")
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(150), deadline=None)
 @given(
     env=st.dictionaries(KEY, ODD, max_size=3),
@@ -345,6 +346,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--json" in out or verb in ("completion", "shell", "tensorboard")  # another program's output
 
 
+@pytest.mark.slow
 def test_help_has_groups_types_and_an_example_for_each_verb(capsys: pytest.CaptureFixture[str]) -> None:
     for verb in cli.VERBS:
         assert (
@@ -384,6 +386,7 @@ def test_the_words_of_other_tools_are_no_verbs_of_ours() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv", [["--help"], ["list", "--json"]])
 def test_a_cheap_verb_loads_nothing_heavy(argv: list[str], tmp_path: Path) -> None:
     code = (

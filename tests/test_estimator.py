@@ -221,6 +221,7 @@ train()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "message", "hint"),
     [

@@ -247,6 +247,7 @@ def test_a_remote_store_loads_no_client_before_it_is_used() -> None:
     assert not {"botocore", "fsspec", "importlib.metadata", "obstore", "urllib.request"} & set(loaded)
 
 
+@pytest.mark.slow
 def test_all_of_it_can_be_imported_where_nothing_is_installed() -> None:
     """-S leaves site-packages out: what an image has that knows nothing of us."""
     names = [

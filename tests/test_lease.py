@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,12 +19,13 @@ import pytest
 from faulty import FaultyS3
 from fsspec.implementations.memory import MemoryFileSystem
 from servers import point_aws_at, race
+from worlds.modelarts.plane import Plane
 
 from cloudtrain.errors import AuthError, StorageError
 from cloudtrain.storage import lease as leases
 from cloudtrain.storage.errors import Retries
 from cloudtrain.storage.files import Entry, Files, Loaded, LocalFiles, files, parallel
-from cloudtrain.storage.lease import FOLDER, MARK, Lease, announce, is_released, withdraw
+from cloudtrain.storage.lease import FOLDER, MARK, Lease, announce, is_mark, is_released, withdraw
 from cloudtrain.storage.remote import RemoteFiles
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 
@@ -39,13 +41,39 @@ EARLIER = [
 """Marks of earlier versions: a token of gc, a claim of Vertex AI, and what a killed writer may leave."""
 
 
-@pytest.fixture(params=["local", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: object) -> Iterator[Files]:
+class OnlyCreates(LocalFiles):
+    """A folder that cannot replace a file under a condition."""
+
+    swaps = False
+
+    def swap(self, key: str, version: str | None, data: bytes) -> str:
+        assert version is None
+        return super().swap(key, version, data)
+
+
+@pytest.fixture(params=["local", "memory", "only creates"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Files]:
+    if request.param == "only creates":
+        yield OnlyCreates(root=tmp_path / "store")
+        return
     yield files(f"file://{tmp_path}/store" if request.param == "local" else "memory://bucket/store")
     MemoryFileSystem.store.clear()
 
 
-@pytest.fixture(params=["local", *(pytest.param(name, marks=pytest.mark.remote) for name in ("s3", "azure", "gcs"))])
+@pytest.fixture
+def obs_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A store in OBS, which only creates exclusively."""
+    with Plane(tmp_path / "huawei") as plane:
+        for name, value in plane.environ().items():
+            monkeypatch.setenv(name, value)
+        plane.obs.make("bucket")
+        yield "obs://bucket/store"
+
+
+REMOTE = [pytest.param(name, marks=pytest.mark.remote) for name in ("s3", "azure", "gcs", "obs")]
+
+
+@pytest.fixture(params=["local", *REMOTE])
 def url(request: pytest.FixtureRequest, tmp_path: object) -> str:
     """A store that several processes reach."""
     return f"file://{tmp_path}/store" if request.param == "local" else request.getfixturevalue(f"{request.param}_url")
@@ -58,8 +86,26 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def held(store: Files) -> bool:
-    found = store.load(MARK)
+    found = leases.load_lease(store, MARK)
     return found is not None and not is_released(found)
+
+
+def below(store: Files, name: str) -> Files:
+    """Another store of the same kind."""
+    return OnlyCreates(root=store.root / name) if isinstance(store, OnlyCreates) else files(f"{store.url}/{name}")
+
+
+def content(store: Files) -> bytes:
+    """The lease's file."""
+    found = leases.load_lease(store, MARK)
+    assert found is not None
+    return found.data
+
+
+def replace(store: Files, data: bytes) -> None:
+    """Write the lease's file, as another client that took over."""
+    found = leases.load_lease(store, MARK)
+    store.write(MARK if store.swaps else f"{MARK}.versions/{int(found.version) + 1 if found else 1}", data)
 
 
 # ------------------------------------------------------------------------------------------------- staging and deleting
@@ -126,7 +172,7 @@ def test_one_deletes_at_a_time(store: Files) -> None:
     for thread in threads:
         thread.join(timeout=30)
     assert at_once == [1, 1, 1, 1]
-    assert list(store.list(FOLDER)) == [MARK]
+    assert all(is_mark(key) for key in store.list(FOLDER))
     assert not held(store)
 
 
@@ -150,6 +196,7 @@ print(json.dumps(None))
 """
 
 
+@pytest.mark.slow
 def test_processes_hold_it_one_after_another(url: str) -> None:
     race(HOLDER, url, "4", count=3)
     assert files(url).read("n") == b"12"
@@ -221,12 +268,12 @@ def test_an_answer_that_was_lost_is_no_reason_to_wait_for_oneself(tmp_path: Path
 
 def test_a_live_one_renews_its_mark(store: Files, elsewhere: None) -> None:
     with Lease(store, MARK, seconds=5) as lease:
-        words, began = {store.read(MARK)}, time.monotonic()
+        words, began = {content(store)}, time.monotonic()
         other = threading.Thread(target=lambda: Lease(store, MARK, seconds=1.5).wait(), daemon=True)
         other.start()
         while len(words) < 4 or time.monotonic() - began < 1.7:
             time.sleep(0.05)
-            words.add(store.read(MARK))
+            words.add(content(store))
             lease.check()
         assert other.is_alive()
     other.join(timeout=10)
@@ -234,11 +281,11 @@ def test_a_live_one_renews_its_mark(store: Files, elsewhere: None) -> None:
 
 def test_who_lost_its_mark_deletes_no_more(store: Files) -> None:
     with Lease(store, MARK, seconds=1) as lease:
-        store.write(MARK, b"another's")
+        replace(store, b"another's")
         time.sleep(0.3)
         with pytest.raises(StorageError, match="run the same command again"):
             lease.check()
-    assert store.read(MARK) == b"another's"
+    assert content(store) == b"another's"
 
 
 def test_who_was_held_up_does_nothing_more(store: Files, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +299,8 @@ def test_who_was_held_up_does_nothing_more(store: Files, monkeypatch: pytest.Mon
 def test_a_release_that_comes_late_hits_no_other_lease(store: Files) -> None:
     first = Lease(store, MARK, seconds=60)
     with first:
-        store.write(MARK, b"another's")
-    assert store.read(MARK) == b"another's"
+        replace(store, b"another's")
+    assert content(store) == b"another's"
 
 
 def test_a_kept_lease_is_left_to_its_expiry(store: Files, elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +318,69 @@ def test_a_kept_lease_is_left_to_its_expiry(store: Files, elsewhere: None, monke
         assert 0.5 <= time.monotonic() - began < 30, "and a process knows that its own call has ended"
 
 
+# ------------------------------------------------------------------------------------- a store that only creates files
+
+
+class Dated(OnlyCreates):
+    """Its clock is set: each file is as old as its number says in ``ages``."""
+
+    ages: Mapping[str, float] = {}
+
+    def entries(self, prefix: str = "") -> dict[str, Entry]:
+        found = super().entries(prefix)
+        return {key: entry._replace(modified=entry.modified - self.ages.get(key, 0.0)) for key, entry in found.items()}
+
+
+def version(number: int) -> str:
+    return f"{MARK}.versions/{number}"
+
+
+def test_old_versions_go_at_the_release(tmp_path: Path) -> None:
+    store = Dated(root=tmp_path)
+    for _ in range(3):
+        with Lease(store, MARK, seconds=300):
+            pass
+    assert set(store.list()) == {version(number) for number in range(1, 7)}, "a client may be about to take one's place"
+    store.ages = {version(1): 301.0, version(2): 299.0, version(6): 1000.0}
+    with Lease(store, MARK, seconds=300) as lease:
+        assert lease.renew()
+    assert set(store.list()) == {version(number) for number in (2, 3, 4, 5, 7, 8, 9)}
+
+
+def test_the_newest_version_stays_whatever_its_age(tmp_path: Path) -> None:
+    store = Dated(root=tmp_path)
+    store.ages = {version(number): 1000.0 for number in range(1, 10)}
+    with Lease(store, MARK, seconds=300):
+        pass
+    assert set(store.list()) == {version(1), version(2)}
+
+
+def test_a_client_that_makes_a_removed_version_again_has_no_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood still between its look and its creation. No other client takes its file for the newest."""
+    store = Dated(root=tmp_path)
+    with Lease(store, MARK, seconds=300):
+        pass
+
+    class Slow(OnlyCreates):
+        def swap(self, key: str, version_: str | None, data: bytes) -> str:
+            with Lease(store, MARK, seconds=300):
+                pass
+            store.discard([key])  # as a release does 300 s later
+            real = time.monotonic()
+            monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: real + 301, time=time.time))
+            return super().swap(key, version_, data)
+
+    with Lease(Slow(root=tmp_path), MARK, seconds=300) as lease:
+        assert store.exists(version(3))
+        with pytest.raises(StorageError, match="another client may have taken over"):
+            lease.check()
+        assert not held(store)
+        assert not lease.renew()
+    assert not held(store)
+
+
 # --------------------------------------------------------------------------------------------- who dies or stands still
 
 #: Holds the lease of the store ``argv[1]`` for ``argv[2]`` seconds; says whether it could go on after each line.
@@ -281,7 +391,9 @@ from cloudtrain.storage import lease
 from cloudtrain.storage.files import files
 if sys.argv[3] == "elsewhere":
     lease._machine = lambda: "another machine"
-with lease.Lease(files(sys.argv[1]), lease.MARK, seconds=float(sys.argv[2])) as held:
+tree = files(sys.argv[1])
+tree.create(sys.argv[2], b"the bucket is probed")
+with lease.Lease(tree, lease.MARK, seconds=float(sys.argv[2])) as held:
     print("held", flush=True)
     for line in sys.stdin:
         try:
@@ -385,13 +497,13 @@ def test_a_mark_of_an_earlier_version_counts_until_it_expires(store: Files) -> N
     """Each in a store of its own, all at once: nearly all of the time is waiting."""
 
     def check(number: int) -> None:
-        own, mark = files(f"{store.url}/{number}"), EARLIER[number]
-        own.write(MARK, mark)
+        own, mark = below(store, str(number)), EARLIER[number]
+        replace(own, mark)
         begun = time.monotonic()
         announce(own, "run-1", ["a"], seconds=0.5)
         assert time.monotonic() - begun >= 0.15
         assert not held(own), "and is not waited for again"
-        own.write(MARK, mark)
+        replace(own, mark)
         with Lease(own, MARK, seconds=1) as lease:
             lease.check()
             assert held(own)

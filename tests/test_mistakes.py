@@ -253,7 +253,11 @@ RUNS = [
     M("submit train.py --run-id argparse -- --stepz 3", 1, shows="unrecognized arguments: --stepz 3"),
 ]
 TABLES = {"verbs": VERBS, "flags": FLAGS, "scripts": SCRIPTS, "places": PLACES, "runs": RUNS}
-ROWS = [pytest.param(row, id=f"{name}-{row.argv[:60]}") for name, rows in TABLES.items() for row in rows]
+ROWS = [
+    pytest.param(row, id=f"{name}-{row.argv[:60]}", marks=[pytest.mark.slow] if row.code == 1 else [])
+    for name, rows in TABLES.items()
+    for row in rows
+]
 
 
 @pytest.fixture(scope="module")

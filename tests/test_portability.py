@@ -11,7 +11,7 @@ import cells
 import portability
 import pytest
 from cells import CELLS, NOT, PROVIDERS
-from trainings import TEXT, Trainings
+from trainings import Trainings
 
 from cloudtrain.provider_api.registry import provider_names
 
@@ -78,13 +78,16 @@ def test_an_image(name: str, images: Any, tmp_path: Path) -> None:
 @pytest.mark.docker
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_same_bits_after_a_lost_machine(images: Any, trainings: Trainings, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fsdp node lost/vertex", "ddp clean/modelarts"])
+def test_a_cell_has_the_bits_of_a_plain_run(name: str, images: Any, trainings: Trainings, tmp_path: Path) -> None:
     images("torch")
-    for name in ("whole", "cell"):
-        (tmp_path / name).mkdir()
-    flags = [*cells.TRAININGS["fsdp"]["args"][4:], "--task", str(cells.ROOT / "entrypoints/tasks/gpt.py")]
-    whole = trainings.run(tmp_path / "whole", "fsdp.py", *flags, "--train", str(TEXT), processes=4).losses()
-    found = cells.run(CELLS["fsdp node lost/vertex"], tmp_path / "cell")
+    for folder in ("whole", "cell"):
+        (tmp_path / folder).mkdir()
+    told = cells.TRAININGS[CELLS[name].script]
+    task, data = cells.ROOT / f"entrypoints/tasks/{told['args'][3]}.py", cells.ROOT / "examples/data" / told["data"]
+    flags = [*told["args"][4:], "--task", str(task), "--train", str(data)]
+    whole = trainings.run(tmp_path / "whole", told["entry_point"], *flags, processes=4).losses()
+    found = cells.run(CELLS[name], tmp_path / "cell")
     assert found["wrong"] == ""
     assert json.loads(json.dumps(found))["bits"] == whole[max(whole)].hex()
     assert found["curve"] == cells.digest_of(whole)

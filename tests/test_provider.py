@@ -279,6 +279,7 @@ def ask(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_third_parties_register_a_provider_as_an_entry_point(tmp_path: Path) -> None:
     entry_point(tmp_path, "acme", "acme_provider:Provider")
     (tmp_path / "acme_provider.py").write_text(THIRD)

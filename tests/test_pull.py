@@ -286,6 +286,7 @@ pull(Store(sys.argv[1]), "r1", Path(sys.argv[2]), progress=progress)
 """
 
 
+@pytest.mark.slow
 def test_a_pull_that_was_killed_goes_on_where_it_was(world: World, tmp_path: Path) -> None:
     for number in range(12):
         world.checkpoint(f"step-{number}", when=T0 + number)
@@ -350,6 +351,7 @@ def content(folder: Path) -> dict[str, str]:
 OLD, NEW = {"a": "v1", "b": "v1", "c": "v1", "same": "=="}, {"a": "v2!", "b": "v2!", "same": "=="}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [direct, mirrored])
 @pytest.mark.parametrize("after", range(6))
 @pytest.mark.parametrize("had", [True, False], ids=["the old one was here", "a part of it"])

@@ -95,7 +95,7 @@ def test_the_node_side_imports_nothing_but_the_standard_library(built: Path) -> 
     """Also with a site-packages full of everything: -I keeps it on sys.path, and still nothing of it is imported."""
     code = """
 import importlib, json, pkgutil, sys
-sys.path.append(sys.argv[1])
+sys.path.insert(0, sys.argv[1])
 import cloudtrain.runtime.__main__, cloudtrain.providers
 from cloudtrain.provider_api.registry import find_provider
 for module in pkgutil.iter_modules(importlib.import_module("cloudtrain.runtime").__path__):

@@ -140,6 +140,7 @@ def test_a_preemption_is_like_no_other(place: Place) -> None:
         assert place.reconcile()[0]["done"] == [f"starting attempt {attempt + 1}"]
 
 
+@pytest.mark.slow
 def test_what_was_recorded_and_never_sent_is_sent(place: Place) -> None:
     place.dies("cloudtrain.store.store:Store.create_attempt", "after", *place.words("r"))
     assert place.platform.jobs() == []
@@ -148,6 +149,7 @@ def test_what_was_recorded_and_never_sent_is_sent(place: Place) -> None:
     assert (row["state"], place.platform.jobs()) == ("pending", ["r.0"])
 
 
+@pytest.mark.slow
 def test_what_was_refused_while_somebody_looked_is_not_sent_later(place: Place) -> None:
     """They were told that nothing runs, and may have submitted another."""
     done = place.jobs.cli(*place.words("r"), "--set", f"folder={place.cloud / 'gone'}")
@@ -459,6 +461,7 @@ def test_the_command_line_says_what_it_did(place: Place, capsys: pytest.CaptureF
 # -------------------------------------------------------------------------------------------------------- on a schedule
 
 
+@pytest.mark.slow
 def test_the_workflow_of_the_examples_reconciles_the_store(place: Place) -> None:
     text = (ROOT / "examples/reconcile.yml").read_text(encoding="utf-8")
     workflow = yaml.safe_load(text)

@@ -371,6 +371,7 @@ def test_a_learning_rate_that_ends_near_zero_keeps_its_shape(world: World) -> No
     assert "(logarithmic)" not in page_of(world).figure("lr")
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_rows_are_drawn_without_losing_a_peak(world: World) -> None:
     count, peak = 100_000, 43_210
     text = "".join(

@@ -361,6 +361,7 @@ print(json.dumps(missing))
 """
 
 
+@pytest.mark.slow
 def test_clients_that_stage_while_another_deletes_lose_nothing(tmp_path: Path) -> None:
     url = Store("store", cwd=tmp_path).url
     assert race(_RACER, url, count=4) == [[], [], [], []]

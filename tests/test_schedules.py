@@ -72,8 +72,8 @@ def test_a_seed_is_one_schedule(known: Sequence[Plan]) -> None:
     assert len(first.history) > 30
 
 
-def leased(seed: str) -> Sim:
-    """Clients that take one lease in turn, act while they have it, stand still for long, and die anywhere."""
+def leased(seed: str, *, swaps: bool) -> Sim:
+    """Clients that take one lease in turn, act while they have it, renew it, stand still for long, and die anywhere."""
     sim, data, acting = Sim(seed), dict[str, tuple[bytes, float]](), list[str]()
 
     def act(client: Client, lease: Lease) -> None:
@@ -90,10 +90,12 @@ def leased(seed: str) -> Sim:
     def script(client: Client) -> None:
         for _ in range(4):
             try:
-                with Lease(View(sim, data), MARK, seconds=300) as lease:
+                with Lease(View(sim, data, swaps=swaps), MARK, seconds=300) as lease:
                     for _ in range(sim.draw.randrange(1, 5)):
                         act(client, lease)
                         sim.sleep(sim.draw.choice([0.0, 60.0, 900.0]))
+                        if sim.draw.random() < 0.5:
+                            sim.count["renewed"] += lease.renew()
             except StorageError as exc:
                 sim.count["stopped" if "held up" in str(exc) else "unanswered"] += 1
                 sim.sleep(1.0)
@@ -103,15 +105,20 @@ def leased(seed: str) -> Sim:
             client = sim.start(f"client {number}", script, sim.draw.choice([0.0, 0.0, 1.0, 200.0]))
             client.dies_at = sim.draw.randrange(1, 60) if sim.draw.random() < 0.3 else -1
         sim.run()
+    numbers = [int(key.rpartition("/")[2]) for key in data if not swaps]
+    sim.count["removed"] += max(numbers, default=0) - len(numbers)
     return sim
 
 
+@pytest.mark.parametrize("swaps", [True, False], ids=["swaps", "only creates"])
 @pytest.mark.parametrize("count", [100, pytest.param(ALL, marks=[pytest.mark.proof, pytest.mark.timeout(3600)])])
-def test_no_two_clients_have_one_lease(count: int) -> None:
+def test_no_two_clients_have_one_lease(count: int, swaps: bool) -> None:
     total: Counter[str] = Counter()
     for number in range(count):
-        sim = leased(f"{SEED} lease {number}")
+        sim = leased(f"{SEED} lease {number}", swaps=swaps)
         assert not sim.problems, (number, sim.problems, sim.history[-60:])
         total += sim.count
     assert total["acted"] > 8 * count
-    assert all(total[what] > count / 20 for what in ("client killed", "stopped", "unanswered", "store.swap after"))
+    often = ("client killed", "stopped", "unanswered", "store.swap after", "renewed")
+    assert all(total[what] > count / 20 for what in often), total
+    assert swaps or total["removed"] > count, total

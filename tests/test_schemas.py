@@ -367,6 +367,7 @@ STANDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STANDS)
 def test_a_run_in_every_state(account: Account, name: str) -> None:
     account.submit("r1", **STANDS[name])
@@ -526,6 +527,7 @@ def test_what_was_uploaded(account: Account) -> None:
     assert account.of("wait", "u1", "--store", "memory://schemas")["state"] == "succeeded"
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_on_this_machine(account: Account) -> None:
     """The real thing once: ranks, traceback, lines, what is pulled."""
     (account.folder / "code/bad.py").write_text("print('before', flush=True)\nraise ValueError('THE CAUSE')\n")
@@ -582,6 +584,7 @@ def _raise(kind: type[BaseException]) -> Callable[..., Any]:
     return raising
 
 
+@pytest.mark.slow
 def test_what_a_pipe_gets_is_the_object_and_nothing_else(account: Account) -> None:
     """Through the real process: whatever libraries print, warn or log."""
     account.submit("r1", state="failed", category="oom", reason="é\x1b[31m")

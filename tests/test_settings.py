@@ -436,6 +436,7 @@ def test_a_file_that_is_not_toml_is_named_with_its_line(tmp_path: Path) -> None:
         toml_loads("=", where="here")
 
 
+@pytest.mark.slow
 def test_the_command_line_reads_all_four(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("pass\n")
     (tmp_path / "below").mkdir()

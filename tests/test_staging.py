@@ -111,6 +111,7 @@ def test_a_folder_with_the_store_in_it_is_refused(store: Store, folder: Path, tm
     assert staged(store, staged(store, str(folder)).url).copied == 0, "a folder in the store"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["s3a", "gcs"])
 def test_each_name_of_a_bucket_s_scheme_is_copied(
     s3: FaultyS3, store: Store, request: pytest.FixtureRequest, scheme: str
@@ -224,6 +225,7 @@ stage_input(Store(sys.argv[1]), "s3://bucket/set", cwd=Path("/"), progress=progr
 """
 
 
+@pytest.mark.slow
 def test_the_next_client_continues_what_a_killed_one_left(s3: FaultyS3, store: Store, tmp_path: Path) -> None:
     s3.put("set/small", b"s" * 1000)  # copied first
     whole = FILES | {"small": b"s" * 1000}

@@ -276,6 +276,7 @@ print(json.dumps(store.stage(layout, archive=lambda: b"code", pyz=b"pyz", trees=
 """
 
 
+@pytest.mark.slow
 def test_concurrent_stagers_are_harmless(local: Store, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for number in range(40):
@@ -338,6 +339,7 @@ def test_attempts(store: Store) -> None:
     assert store.attempts(RUN) == [0, 2, 10]
 
 
+@pytest.mark.slow
 def test_one_of_many_processes_starts_an_attempt(local: Store) -> None:
     """Identical requests: what tells the creators apart is not what they write."""
     won = race(ATTEMPT_RACER, local.url, "20", "auto", count=5)

@@ -63,6 +63,7 @@ def on_a_terminal(folder: Path, *argv: str, **extra: str) -> bytes:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terminal", TERMINALS)
 def test_escape_sequences_are_for_a_terminal_that_wants_them(folder: Path, terminal: str) -> None:
     extra, wants = TERMINALS[terminal]
@@ -72,6 +73,7 @@ def test_escape_sequences_are_for_a_terminal_that_wants_them(folder: Path, termi
         assert b"next:" in seen or b"--before" in seen
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_text_alone(folder: Path) -> None:
     for argv in (["pull", "r1", "piped"], ["list", "--help"], ["--help"], ["status", "r1"], ["list"]):
         env = environ(folder, {"TERM": "xterm-256color"})

@@ -96,6 +96,7 @@ def attempts(run: Run, *fields: str) -> list[tuple[Any, ...]]:
 # -------------------------------------------------------------------------------------------------------- what is sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", provider_names())
 def test_every_provider_plans_for_real_and_a_run_ends_well(fake_cloud: FakeCloud, name: str, tmp_path: Path) -> None:
     fake_cloud.succeed(
@@ -457,6 +458,7 @@ def test_without_the_fixtures_they_do():
 """
 
 
+@pytest.mark.slow
 def test_as_a_plugin_it_guards_the_network_and_leaves_others_alone(tmp_path: Path) -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", "import sys, cloudtrain.settings.settings; print(*sys.modules)"],

@@ -126,13 +126,14 @@ def test_a_dry_run_shows_the_plan_and_sends_nothing(torchx: Call) -> None:
 
 @pytest.mark.slow
 def test_torchx_keeps_its_own_schedulers(torchx: Call, home: tuple[Path, Mapping[str, str]]) -> None:
-    """torchx 0.7 forgets them once any package names a scheduler."""
+    """torchx 0.7 forgets them once any package names a scheduler, and takes the first one as its default."""
     python = str(shutil.which("python", path=home[1]["PATH"]))
     code = (
-        "import torchx.schedulers as them;print(*{*them.DEFAULT_SCHEDULER_MODULES} ^ {*them.get_scheduler_factories()})"
+        "import torchx.schedulers as them;print(them.get_default_scheduler_name(), "
+        "*{*them.DEFAULT_SCHEDULER_MODULES} ^ {*them.get_scheduler_factories()})"
     )
     done = subprocess.run([python, "-c", code], cwd=home[0], env=home[1], capture_output=True, text=True, check=True)
-    assert done.stdout == "cloudtrain\n"
+    assert done.stdout == "local_docker cloudtrain\n"
     shown = torchx("run", "-s", "local_cwd", "--dryrun", "utils.echo", "--msg", "hello").stdout
     assert "hello" in shown
 

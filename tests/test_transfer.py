@@ -128,6 +128,7 @@ print(json.dumps(won))
 """
 
 
+@pytest.mark.slow
 def test_swaps_of_many_processes_are_one_after_another(local: LocalFiles) -> None:
     assert sum(race(COUNTER, local.url, "300", count=4)) == 300
     assert local.read("n") == b"300"
@@ -309,6 +310,7 @@ print(json.dumps(wins))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("linkless", [False, True])
 def test_one_of_many_processes_creates(tmp_path: Path, linkless: bool) -> None:
     won = race(_RACER, str(tmp_path), str(linkless), count=6)
@@ -320,6 +322,7 @@ def test_one_of_many_processes_creates(tmp_path: Path, linkless: bool) -> None:
     assert len(tree.list()) == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["create", "write", "download"])
 def test_a_killed_writer_leaves_the_whole_or_nothing(tmp_path: Path, verb: str) -> None:
     """SIGKILL at arbitrary moments of the write; what is there afterwards is one of the whole contents."""

@@ -82,6 +82,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, dict[str, object], str]:
     return process.returncode, json.loads(out), err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_the_run_alone_and_says_how_to_come_back(place: Place, number: signal.Signals) -> None:
     with place.client(*SUBMIT) as process:
@@ -93,6 +94,7 @@ def test_a_signal_leaves_the_run_alone_and_says_how_to_come_back(place: Place, n
     assert place.platform.status("r.0").state == "pending"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_may_mean_that_the_run_is_to_stop(place: Place, number: signal.Signals) -> None:
     with place.client(*SUBMIT, "--on-signal", "cancel") as process:
@@ -105,6 +107,7 @@ def test_a_signal_may_mean_that_the_run_is_to_stop(place: Place, number: signal.
     assert (code, said["exit_code"], said["state"]) == (5, 5, "cancelled"), err
 
 
+@pytest.mark.slow
 def test_a_runner_that_sends_one_signal_after_the_other_gets_its_cancel(place: Place) -> None:
     """GitHub: SIGINT, then SIGTERM; a slow platform is asked all the same."""
     with place.client(*SUBMIT, "--on-signal", "cancel") as process:
@@ -120,6 +123,7 @@ def test_a_runner_that_sends_one_signal_after_the_other_gets_its_cancel(place: P
     assert place.platform.status("r.0").state == "cancelled"
 
 
+@pytest.mark.slow
 def test_a_client_that_only_waits_takes_the_same_word(place: Place) -> None:
     assert place.done(*SUBMIT, "--detach")[0] == 0
     with place.client("wait", "r") as process:
@@ -132,6 +136,7 @@ def test_a_client_that_only_waits_takes_the_same_word(place: Place) -> None:
     assert place.platform.status("r.0").state == "cancelled"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["cancel", "detach"])
 def test_a_signal_while_the_platform_is_taking_the_job(place: Place, word: str) -> None:
     place.slow.touch()
@@ -212,6 +217,7 @@ def test_the_wait_has_a_length_of_its_own(place: Place) -> None:
     assert place.done(*SUBMIT, "--wait-timeout", "soon")[0] == 2
 
 
+@pytest.mark.slow
 def test_credentials_that_expire_while_it_waits_are_lost_contact(place: Place) -> None:
     with place.client(*SUBMIT) as process:
         place.platform.stand("r.0", refused="the token has expired")

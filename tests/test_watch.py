@@ -510,6 +510,7 @@ def cloud(tmp_path: Path) -> Iterator[tuple[World, Callable[..., Terminal]]]:
         terminal.close()
 
 
+@pytest.mark.slow
 def test_a_window_that_shrinks_and_ctrl_c(cloud: tuple[World, Callable[..., Terminal]]) -> None:
     world, open_ = cloud
     terminal = open_(columns=100, lines=30)
@@ -527,6 +528,7 @@ def test_a_window_that_shrinks_and_ctrl_c(cloud: tuple[World, Callable[..., Term
     assert world.result() is None
 
 
+@pytest.mark.slow
 def test_a_dumb_terminal_gets_plain_lines_until_the_end(cloud: tuple[World, Callable[..., Terminal]]) -> None:
     world, open_ = cloud
     terminal = open_(TERM="dumb")

@@ -51,7 +51,7 @@ def build_both(folder: Path) -> tuple[Path, Path]:
     tree, dist = folder / "tree", folder / "dist"
     for name in FOLDERS:
         shutil.copytree(ROOT / name, tree / name, ignore=NO_SOURCE)
-    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tree)
     (tree / "tests").mkdir()
     shutil.copy(__file__, tree / "tests")
@@ -85,8 +85,8 @@ def test_the_archive_has_no_half_of_the_tests(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[0]) as file:
         names = {name.partition("/")[2].partition("/")[0] for name in file.getnames()} - {""}
     assert names == {
-        *FOLDERS, "cloudtrain.egg-info", "pyproject.toml", "setup.cfg", "MANIFEST.in", "PKG-INFO", "README.md",
-        "LICENSE", "CHANGELOG.md",
+        *FOLDERS, "cloudtrain.egg-info", "pyproject.toml", "setup.py", "setup.cfg", "MANIFEST.in", "PKG-INFO",
+        "README.md", "LICENSE", "CHANGELOG.md",
     }  # fmt: skip
 
 

@@ -5,26 +5,38 @@ Nothing here names a platform. Nodes import this module too, so imports that a n
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import itertools
 import json
+import os
 import posixpath
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ..errors import LostContactError, PlatformError, SpecError, UnsupportedError
-from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount
-from ..provider_api.node import NodeEnvironment
-from ..provider_api.protocol import Layout, LogPage, NativeObject, ProviderExtras, Request, Shell, Status
+from ..errors import LostContactError, PlatformError, SpecError, StorageError, UnsupportedError
+from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
+from ..provider_api.node import NodeEnvironment, Topology
+from ..provider_api.protocol import (
+    Layout,
+    LogPage,
+    NativeObject,
+    Need,
+    ProviderExtras,
+    Request,
+    Shell,
+    Status,
+    context_of,
+)
 from ..validate import unix_seconds, url_scheme
 
 if TYPE_CHECKING:
-    from ..job.job import Job
+    from ..job.job import Gpu, Job
     from ..provider_api.catalog import Machine
     from ..provider_api.checks import Check
 
@@ -37,8 +49,10 @@ __all__ = [
     "Clock",
     "CloudProvider",
     "ClusterProvider",
+    "Planned",
     "bucket_url",
-    "check_lines",
+    "check_gpus",
+    "check_request",
     "check_shared",
     "check_size",
     "check_tags",
@@ -53,8 +67,12 @@ __all__ = [
     "processes_of",
     "secret_references",
     "shared_arguments",
-    "shared_mounts",
-    "shared_rules",
+    "shared_environment",
+    "shared_launch_spec",
+    "shared_path",
+    "shared_secret",
+    "shared_store",
+    "shared_url",
     "short_key",
     "size_of",
     "time_of",
@@ -65,10 +83,13 @@ BUCKETS = ("s3", "gs", "abfs", "abfss", "az")
 GIB = 1 << 30
 ANOTHER_ID = "choose another run id (--run-id)"
 """The hint if the platform has a job of the run id already."""
+STAND_IN = "/missing/shared/folder"
+"""The nodes' folder of a plan without a store."""
 GRACE_PATH, FLUSH_PATH = "grace", "flush"
 """The ``--path`` with the grace, and the one with the seconds between two writes of a file on a mounted bucket."""
 FLUSH_SECONDS = 30
 """Seconds between flushes into a mounted bucket: each is a whole new object, which costs money."""
+_LINE = r"[^\x00-\x1f\x7f]*"
 _SYNCED = ("live", "direct", "mounted")
 RESTARTS = 1000
 """Restarts of a job by a cluster: only the time limit of the run ends them."""
@@ -146,6 +167,7 @@ class ClusterProvider(CloudProvider):
     """Methods of a provider of the user's own cluster: it knows its machines, and takes the values of secrets.
 
     Its nodes see folders and mounted buckets as files. Clients start further attempts, and let users into every job.
+    The function ``mounts`` of module request returns their folders by the URL that they show.
     """
 
     schemes: ClassVar[frozenset[str]] = frozenset({"file", *BUCKETS})
@@ -153,6 +175,22 @@ class ClusterProvider(CloudProvider):
     max_wait_by: ClassVar[str] = "client"
     min_poll_s: ClassVar[float] = 0.5
     always_interactive: ClassVar[bool] = True
+
+    def __init__(self, **settings: Any) -> None:
+        for item in dataclasses.fields(self.Settings):
+            value = settings.get(item.name, "")
+            if isinstance(item.default, str) and not (isinstance(value, str) and re.fullmatch(_LINE, value)):
+                raise SpecError(f"must be one line of text, not {value!r}", field=f"{self.name}.{item.name}")
+        super().__init__(**settings)
+        mounts = self._module("request").mounts(self.settings)
+        self.schemes = frozenset(map(url_scheme, mounts))  # type: ignore[misc]
+
+    def without_machines(self, names: Sequence[str]) -> Any:
+        """Return this provider with the nodes ``names`` added to its setting ``exclude``, a list or a text."""
+        own, text = dataclasses.asdict(self.settings), isinstance(self.settings.exclude, str)
+        known = [own["exclude"]] if text else own["exclude"]
+        found = [*dict.fromkeys(filter(None, [*known, *names]))]
+        return type(self)(**{**own, "exclude": ",".join(found) if text else found})
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         return str(self.account.create(request, secrets))
@@ -174,6 +212,49 @@ class ClusterProvider(CloudProvider):
 
     def storage(self, url: str) -> Mapping[str, Any]:
         return {}
+
+
+class Planned(NamedTuple):
+    """The arguments of a cluster's plan, and the time limit in seconds that follows from them."""
+
+    provider: str
+    settings: Any
+    job: Job
+    layout: Layout
+    attempt: int
+    gpu_index: int
+    machine: str
+    seconds: int
+    notes: list[str]
+
+    @classmethod
+    def of(
+        cls, provider: str, settings: Any, job: Job, layout: Layout, attempt: int, gpu_index: int, *, machine: str
+    ) -> Planned:
+        """Return the facts of a plan. ``machine`` is the name of the nodes in the setting ``prices``."""
+        from ..provider_api.limits import hard_limit
+
+        limit = hard_limit(job, provider, lambda _: [machine], gpu_index=gpu_index, own=settings.prices)
+        return cls(provider, settings, job, layout, attempt, gpu_index, machine, *limit)
+
+    @property
+    def gpu(self) -> Gpu | None:
+        return self.job.resources.gpus[self.gpu_index] if self.job.resources.gpu else None
+
+    def request(self, operation: str, body: Mapping[str, Any]) -> Request:
+        """Return the request that holds ``body``, and the notes so far."""
+        processes = self.job.resources.processes(self.gpu_index)
+        return Request(
+            provider=self.provider,
+            operation=operation,
+            body=body,
+            context=context_of(self.provider, self.job, self.layout, processes=processes),
+            run=self.layout.run,
+            attempt=self.attempt,
+            gpu_index=self.gpu_index,
+            instance_types=(self.machine,) if self.settings.prices else (),
+            notes=tuple(self.notes),
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ on a node
@@ -263,14 +344,6 @@ def check_shared(provider: str, job: Job, *, where: str, secrets: str) -> None:
     for name, reference in job.secrets.items():
         if not reference.startswith("env:"):
             raise UnsupportedError(provider, f"secrets.{name}", f"its nodes fetch env:NAME only: {secrets}")
-
-
-def check_lines(settings: Any, names: Iterable[str], provider: str) -> None:
-    """Raise `SpecError` for the first of the settings ``names`` that is not one line of text."""
-    for name in names:
-        value = getattr(settings, name)
-        if not isinstance(value, str) or re.search(r"[\x00-\x1f\x7f]", value):
-            raise SpecError(f"must be one line of text, not {value!r}", field=f"{provider}.{name}")
 
 
 def bucket_url(url: str, field: str) -> str:
@@ -370,14 +443,36 @@ def paths_of(argv: Mapping[str, str]) -> dict[str, str]:
 # ------------------------------------------------------------------------- nodes that see the store and inputs as files
 
 
-def shared_arguments(
-    layout: Layout, attempt: int, path: Callable[[str, str], str], own: Mapping[str, str]
-) -> list[str]:
+def shared_store(example: str, find: str) -> Need:
+    """Return what users are asked for if they name no store."""
+    return Need(example=example, find=find, stand_in=STAND_IN, shown="/<shared>/<folder>")
+
+
+def shared_path(mounts: Mapping[str, str], url: str) -> str | None:
+    """Return the nodes' path of ``url``; None if it is on none of their ``mounts``, folders by the URL they show."""
+    return _with_other_start(url, {**mounts, f"file://{STAND_IN}": STAND_IN}.items())
+
+
+def shared_url(mounts: Mapping[str, str], path: str) -> str:
+    """Return the URL that nodes see at ``path``: the inverse of `shared_path`."""
+    folders = [(folder, shown) for shown, folder in {**mounts, f"file://{STAND_IN}": STAND_IN}.items()]
+    return _with_other_start(path, folders) or f"file://{path}"
+
+
+def _with_other_start(text: str, pairs: Iterable[tuple[str, str]]) -> str | None:
+    """Return ``text`` with the second of a pair in place of the first, the longest that it begins with."""
+    fitting = [pair for pair in pairs if f"{text}/".startswith(f"{pair[0]}/")]
+    old, new = max(fitting, key=lambda pair: (len(pair[0]), len(pair[1])), default=("", None))
+    return None if new is None else new + text.removeprefix(old)
+
+
+def shared_arguments(planned: Planned, path: Callable[[str, str], str], own: Mapping[str, str]) -> list[str]:
     """Return the runtime's command line, without Python, with the ``--path`` pairs ``own``.
 
     ``path(url, field)`` returns the nodes' path. If the store is a bucket, a script writes its own checkpoints by their
     URL: a mount cannot rename.
     """
+    layout = planned.layout
     in_folder = url_scheme(layout.store) == "file"
     urls = {"code": layout.code, "live": layout.live, "direct" if in_folder else "mounted": layout.direct}
     paths = {name: path(url, "store") for name, url in urls.items()}
@@ -385,36 +480,97 @@ def shared_arguments(
         paths["resume"] = path(layout.resume, "resume_from")
     for name, item in sorted(layout.inputs.items()):
         paths[f"file.{name}" if item.file else f"input.{name}"] = path(item.url, f"inputs.{name}")
-    paths |= own if in_folder else {**own, FLUSH_PATH: str(FLUSH_SECONDS)}
+    paths |= {GRACE_PATH: str(planned.settings.stop_grace), **own}
+    paths |= {} if in_folder else {FLUSH_PATH: str(FLUSH_SECONDS)}
     words = [path(layout.runtime, "store"), "run", "--context", path(layout.context, "store")]
-    words += ["--attempt", str(attempt)]
+    words += ["--attempt", str(planned.attempt)]
     return words + [word for name, path in paths.items() for word in ("--path", f"{name}={path}")]
 
 
-def shared_mounts(words: Sequence[str], url: Callable[[str], str], own: Iterable[str]) -> Iterator[Mount]:
-    """Yield each file and folder of `shared_arguments` by itself. ``own`` are names of pairs that are neither.
+def shared_launch_spec(
+    settings: Any,
+    words: Sequence[str],
+    mounts: Mapping[str, str],
+    own: Iterable[str],
+    *,
+    hosts: Sequence[str],
+    rank: str,
+    time_limit: float,
+    again: int,
+    **node: Any,
+) -> LaunchSpec:
+    """Return one node for each of ``hosts``, which has its number in the variable ``rank``, and the cluster's rules.
 
-    ``url(path)`` returns the URL that nodes see at a path.
+    A node sees each file and folder of `shared_arguments`, the ``words`` with Python; ``own`` are names of pairs that
+    are neither. ``node`` are further fields of each node. The cluster starts a job again after exit code ``again``, and
+    after each loss of a node.
     """
     context = words[words.index("--context") + 1]
-    for path in (words[0], context, f"{context.rpartition('/')[0]}/key"):
-        yield Mount(url=url(path), path=path, kind="mount")
+    kinds = dict.fromkeys((words[1], context, f"{context.rpartition('/')[0]}/key"), "mount")
     for before, word in itertools.pairwise(words):
         name, _, path = word.partition("=")
         if before == "--path" and name not in (GRACE_PATH, FLUSH_PATH, *own):
-            yield Mount(url=url(path), path=path, kind="sync" if name in _SYNCED else "mount")
+            kinds[path] = "sync" if name in _SYNCED else "mount"
+    seen = [Mount(url=shared_url(mounts, path), path=path, kind=kind) for path, kind in kinds.items()]
+    counts: dict[str, Any] = dict.fromkeys(("max_restarts", "preemptions", "losses"), RESTARTS)
+    rules = LaunchRules(time_limit=time_limit, restart_on=(again,), stop_grace=settings.stop_grace, **counts)
+    nodes = []
+    for number, host in enumerate(hosts):
+        given = {**node, "env": {**node["env"], rank: str(number)}, "hostname": host if len(hosts) > 1 else None}
+        nodes.append(NodeSpec(command=list(words), mounts=list(seen), **given))
+    return LaunchSpec(nodes=nodes, rules=rules)
 
 
-def shared_rules(*, time_limit: float, again: int, stop_grace: float) -> LaunchRules:
-    """Return the rules of a cluster that starts a job again after exit code ``again`` and after each loss of a node."""
-    return LaunchRules(
-        time_limit=time_limit,
-        restart_on=(again,),
-        max_restarts=RESTARTS,
-        preemptions=RESTARTS,
-        losses=RESTARTS,
-        stop_grace=stop_grace,
-    )
+def shared_environment(
+    environ: Mapping[str, str],
+    argv: Mapping[str, str],
+    *,
+    names: tuple[str, str],
+    what: str,
+    grace: float,
+    **peers: Any,
+) -> dict[str, Any]:
+    """Return the fields of a node's environment that clusters share. ``peers`` are further fields of its topology.
+
+    ``names`` are the variables with the number of nodes and the node's own, and ``grace`` is the default. Raises
+    `SpecError` outside of ``what``.
+    """
+    paths = paths_of(argv)
+    times = {"stop_grace": float(paths.pop(GRACE_PATH, grace))}
+    if FLUSH_PATH in paths:
+        times["flush_seconds"] = float(paths.pop(FLUSH_PATH))
+    try:
+        topology = Topology(nodes=int(environ[names[0]]), node_rank=int(environ[names[1]]), **peers)
+    except (KeyError, ValueError):
+        raise SpecError(f"is not set: this is no {what}", field=names[1]) from None
+    return {"topology": topology, "paths": paths, **times}
+
+
+def shared_secret(name: str, file: Path, read: Callable[[bytes], str], *, lacks: str) -> str:
+    """Return the value of the submitter's variable ``name``. Raises `StorageError`, never with a value.
+
+    ``read`` finds it in the bytes of ``file``; ``lacks`` describes a file without it.
+    """
+    try:
+        return read(file.read_bytes())
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        why = os.strerror(exc.errno) if isinstance(exc, OSError) and exc.errno else lacks
+        raise StorageError(f"secret env:{name} cannot be read from {file}: {why}") from None
+
+
+def check_gpus(account: Any, *, none: str) -> Check:
+    """Return the check of `doctor` that lists the GPUs of the machines; ``none``: there are none."""
+    from ..provider_api.checks import ok
+
+    found = [f"{item.instance_type}: {item.gpus} a node" for item in account.machines() if item.gpu]
+    return ok("gpus", ", ".join(found) or none)
+
+
+def check_request(request: Request | None, test: Callable[[Request], str]) -> Check:
+    """Return the check of `doctor` that lets the cluster judge the request: ``test`` returns its word, or raises."""
+    from ..provider_api.checks import ok, skipped
+
+    return skipped("request", "there is no plan") if request is None else ok("request", test(request))
 
 
 # ----------------------------------------------------------------------------------------------------------- of answers

@@ -141,6 +141,11 @@ class Files(Protocol):
         A file system that only creates exclusively raises `CannotSwapError` unless ``version`` is None.
         """
 
+    @property
+    def swaps(self) -> bool:
+        """True if `swap` replaces contents too. A store without that only creates exclusively."""
+        return True
+
     def size(self, key: str) -> int | None:
         """Return the bytes, or None if there is no such file (a folder is not one)."""
 

@@ -101,6 +101,10 @@ class FsspecMover:
             raise ConnectionError("another object has come to the key meanwhile")
         return Loaded(data, str(after["generation"]), _modified(after))
 
+    @property
+    def swaps(self) -> bool:
+        return self._is_google or self._is_memory
+
     def swap(self, key: str, version: str | None, data: bytes) -> str:
         """Replace the content by the service's own condition; in this process's memory by a lock."""
         with self._writing() as fs:
@@ -113,8 +117,7 @@ class FsspecMover:
                 return _swapped_in_memory(fs, self.at(key), version, data)
             if version is not None:
                 why = "cannot replace a file only while it is unchanged"
-                hint = "remove that file if the client that wrote it has ended"
-                raise CannotSwapError(f"{self.url}/{key}: {self.clients.kind.__name__} {why}", hint=hint)
+                raise CannotSwapError(f"{self.url}/{key}: {self.clients.kind.__name__} {why}")
             fs.pipe_file(self.at(key), data, mode="create")
         return hashlib.sha256(data).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Let one client at a time do a thing in a store: a lease, kept by compare-and-swap. Announce what is being staged.
+"""Let one client at a time do a thing in a store: a lease, by conditional writes. Announce what is being staged.
 
 A client announces the files that it will stage in a file of its own below ``staging/``, then looks for the deleting
 client's lease. The deleting client takes its lease, then looks for announcements. So one of the two sees the other: the
@@ -8,6 +8,12 @@ A holder renews its lease. A lease that a client saw unchanged for its time, by 
 and exactly one client replaces it. A released lease is marked so, and its file stays: a removal could come late, and
 hit another client's lease. A file that an earlier version wrote counts as a lease of an unknown holder, and expires
 like any other.
+
+A store that cannot replace a file gets a new one for each change: ``<key>.versions/<number>``. The highest number
+counts. To change version n, a client exclusively creates n + 1, so one client succeeds: a takeover and a renewal cannot
+both. A release removes versions below the highest that are older than it by more than the lease's time. A client that
+creates a removed number again read its version before that time, so `Lease.check` refuses it, and other clients read
+the highest.
 """
 
 from __future__ import annotations
@@ -24,16 +30,16 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import CloudtrainError, StorageError
-from .errors import CannotSwapError
 from .files import Files, Loaded
 from .timings import CLIENT_TIMINGS
 
-__all__ = ["DELETES", "FOLDER", "MARK", "Lease", "announce", "is_released", "withdraw"]
+__all__ = ["DELETES", "FOLDER", "MARK", "Lease", "announce", "is_mark", "is_released", "load_lease", "withdraw"]
 
 FOLDER = "staging"
 MARK = f"{FOLDER}/deleting"
 DELETES = "waiting: another client deletes from this store"
 _RENEWED = 10
+_VERSIONS = ".versions"
 _CLIENT = secrets.token_hex(8)
 """Tells this process from others where `_machine` is unknown; a forked child has another process id."""
 _HELD: set[str] = set()
@@ -128,13 +134,13 @@ class Lease:
 
     def _set(self, holder: str) -> bool:
         """Write ``holder``, a token or "" for none. Return False if another client holds the lease."""
-        found, since = self._files.load(self._key), (time.monotonic(), time.time())
+        since, found = (time.monotonic(), time.time()), load_lease(self._files, self._key)
         if found is not None and not self._is_free(found):
             return False
         if not holder and (found is None or is_released(found)):
             return True
         try:
-            self._files.swap(self._key, found and found.version, _record(holder))
+            self._swap(found, holder)
         except FileExistsError:
             return False
         self._since = since
@@ -152,28 +158,71 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(self._seconds / _RENEWED):
-            since = (time.monotonic(), time.time())
-            try:
-                self._lost = not self._replace_ours(self._token)
-            except FileExistsError:
-                self._lost = True
-            except (CloudtrainError, OSError):
-                continue  # `check` raises if this lasts too long
-            if self._lost:
-                return
+            with contextlib.suppress(CloudtrainError, OSError):  # `check` raises if this lasts too long
+                if not self.renew():
+                    return
+
+    def renew(self) -> bool:
+        """Renew the lease, as its thread does. Return False if another client has it."""
+        since = (time.monotonic(), time.time())
+        try:
+            self._lost = not self._replace_ours(self._token)
+        except FileExistsError:
+            self._lost = True
+        if not self._lost:
             self._since = since
+        return not self._lost
 
     def _replace_ours(self, holder: str) -> bool:
         """Write ``holder`` over our own lease; return False if it is not ours any more."""
-        found = self._files.load(self._key)
+        found = load_lease(self._files, self._key)
         if found is None or _content(found).get("holder") != self._token:
             return False
-        try:
-            self._files.swap(self._key, found.version, _record(holder))
-        except CannotSwapError:  # so no other client takes it over, and the file is ours until we remove it
-            if not holder:
-                self._files.discard([self._key])
+        self._swap(found, holder)
+        if not holder and not self._files.swaps:
+            self._clean_up()
         return True
+
+    def _swap(self, found: Loaded | None, holder: str) -> None:
+        """Write ``holder`` over the version ``found``. Raises FileExistsError if there is another version."""
+        version = found and found.version
+        if self._files.swaps:
+            self._files.swap(self._key, version, _record(holder))
+        else:
+            self._files.swap(f"{self._key}{_VERSIONS}/{int(version or 0) + 1}", None, _record(holder))
+
+    def _clean_up(self) -> None:
+        """Remove versions that no client can still count as the newest, by the store's clock."""
+        found = self._files.entries(self._key + _VERSIONS)
+        newest = max(found, key=_number, default="")
+        dated = [key for key, entry in found.items() if key != newest and entry.modified]
+        old = [key for key in dated if found[newest].modified - found[key].modified > self._seconds]
+        if old:
+            self._files.discard(old)
+
+
+def load_lease(files: Files, key: str) -> Loaded | None:
+    """Return a lease's file. Its ``version`` is a number if the store cannot replace it."""
+    if files.swaps:
+        return files.load(key)
+    folder = key + _VERSIONS
+    number = max((_number(name) for name in files.names(folder)), default=0)
+    if not number:
+        return None
+    # A version that has been removed since then counts as one of an unknown holder until the next look.
+    found = files.load(f"{folder}/{number}") or Loaded(b"", "", 0.0)
+    return found._replace(version=str(number))
+
+
+def _number(key: str) -> int:
+    """Return the number of a version; 0 for any other file."""
+    name = key.rpartition("/")[2]
+    return int(name) if name.isdecimal() else 0
+
+
+def is_mark(key: str) -> bool:
+    """Return whether a file below `FOLDER` is the deleting client's lease, and no announcement."""
+    return key == MARK or key.startswith(f"{MARK}{_VERSIONS}/")
 
 
 def is_released(found: Loaded) -> bool:

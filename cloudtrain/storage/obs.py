@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import ssl
+import time
 from collections.abc import Mapping
 from email.utils import formatdate
 from functools import cached_property
@@ -28,6 +29,7 @@ from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Requ
 
 from ..errors import AuthError, SpecError
 from .errors import CannotSwapError
+from .local_disk import cache_home
 from .obstore_backend import ObstoreMover
 from .timings import CLIENT_TIMINGS
 
@@ -46,6 +48,8 @@ _FILE = ("HUAWEICLOUD_SDK_CREDENTIALS_FILE", "~/.huaweicloud/credentials")
 _MACHINE = "http://169.254.169.254/openstack/latest/securitykey"
 """Address at which a server of Huawei Cloud gets the temporary keys of its agency."""
 _HINT = "set HUAWEICLOUD_SDK_AK and HUAWEICLOUD_SDK_SK to an access key: console, My Credentials, Access Keys"
+PROBED_SECONDS = 24 * 3600
+"""Time for which a bucket that created exclusively is not probed again, by a file in cloudtrain's cache folder."""
 #: Buckets that are known to create exclusively, by their address.
 _proven: set[str] = set()
 
@@ -121,19 +125,24 @@ class _RefusedError(Exception):
 class ObsMover(ObstoreMover):
     """A mover of OBS. It creates exclusively, and has no other conditional writes."""
 
+    swaps = False
+
     def swap(self, key: str, version: str | None, data: bytes) -> str:
         if version is not None:
-            why = "OBS cannot replace a file only while it is unchanged"
-            hint = "remove the file if its client has ended"
-            raise CannotSwapError(f"{self.url}/{key}: {why}", hint=hint)
+            raise CannotSwapError(f"{self.url}/{key}: OBS cannot replace a file only while it is unchanged")
         self.check_exclusive()
         return str(self._create(self._at(key), data).get("etag"))
 
     def check_exclusive(self) -> None:
-        """Create an object twice, once in a process and bucket. Raises `SpecError` if the second one succeeds too."""
+        """Create an object twice, once a day and bucket. Raises `SpecError` if the second one succeeds too."""
         bucket, where = self._access.bucket, self._address
         if where in _proven:
             return
+        mark = cache_home(os.environ) / "buckets" / hashlib.sha256(where.encode()).hexdigest()[:32]
+        with contextlib.suppress(OSError):
+            if time.time() - mark.stat().st_mtime < PROBED_SECONDS:
+                _proven.add(where)
+                return
         if str(self._ask("HEAD", "").get(PARALLEL_FILES, "")).lower() == "enabled":
             hint = "create a bucket of the kind object storage, and use that"
             raise SpecError(f"obs://{bucket} is a parallel file system, not a bucket", field="store", hint=hint)
@@ -149,6 +158,10 @@ class ObsMover(ObstoreMover):
             with contextlib.suppress(_RefusedError, OSError):
                 self._ask("DELETE", probe)
         _proven.add(where)
+        if self._access.config["virtual_hosted_style_request"]:  # a bare address may be another server's tomorrow
+            with contextlib.suppress(OSError):  # also if cloudtrain has no cache folder yet
+                mark.parent.mkdir(mode=0o700, exist_ok=True)
+                mark.touch()
 
     @cached_property
     def _address(self) -> str:

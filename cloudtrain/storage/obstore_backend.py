@@ -120,6 +120,8 @@ def _apart(work: Callable[P, R]) -> Callable[P, R]:
 class ObstoreMover:
     """A `Mover` with ``access``. It does not survive a fork."""
 
+    swaps = True
+
     def __init__(self, *, url: str, access: ObstoreConfig, retries: Retries) -> None:
         self.url, self.retries, self._access = url, retries, access
         self._keys = _Keys(access.keys) if access.keys is not None else None

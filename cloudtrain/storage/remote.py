@@ -46,6 +46,10 @@ class Mover(Protocol):
 
     retries: Retries
 
+    @property
+    def swaps(self) -> bool:
+        """True if `swap` replaces contents too."""
+
     def read(self, key: str) -> bytes:
         """Return the content."""
 
@@ -234,6 +238,10 @@ class RemoteFiles(Files):
             return self._call(key, lambda mover: mover.load(key))
         except FileNotFoundError:
             return None
+
+    @property
+    def swaps(self) -> bool:
+        return self._open().mover.swaps
 
     def swap(self, key: str, version: str | None, data: bytes) -> str:
         parts_of(key)

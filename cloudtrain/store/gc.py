@@ -22,7 +22,7 @@ from ..job.job import is_run_id
 from ..provider_api.protocol import NativeObject, ProviderExtras
 from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.files import Entry, parallel
-from ..storage.lease import DELETES, FOLDER, MARK, Lease
+from ..storage.lease import DELETES, FOLDER, MARK, Lease, is_mark, load_lease
 from ..storage.local_disk import TEMP, local_path, normalize
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import json_loads
@@ -137,7 +137,7 @@ def collect(
         return _collected(store, named, older_than, time.time(), natives, deleted=False)
     _refuse_unreadable(named)
     with Lease(store.files, MARK, seconds=lease, say=say, waits=DELETES) as deleting:
-        mark = store.files.load(MARK)
+        mark = load_lease(store.files, MARK)
         now = mark.modified if mark is not None else 0.0  # by the store's clock
         named.read(now)  # includes clients that began to stage before the mark was set
         _refuse_unreadable(named)
@@ -220,7 +220,7 @@ class _Named:
         """Read announcements first: if one is gone by then, its run.json exists."""
         files = self._store.files
         for key, entry in files.entries(FOLDER).items():
-            if key != MARK and not (now and entry.modified and now - entry.modified >= ANNOUNCED):
+            if not is_mark(key) and not (now and entry.modified and now - entry.modified >= ANNOUNCED):
                 self._take(files.read, key)
         for sweep_id in self._store.sweeps():  # the next trial needs the sweep's code, data and runtime
             if sweep_id not in self._sweeps and self._take(files.read, f"sweeps/{sweep_id}/sweep.json") is not None:
@@ -287,7 +287,7 @@ def _leftovers(store: Store, named: _Named) -> Iterator[Leftover]:
             files_of = (*first, *found, folder) if link else (*whole, *parts)
             yield _leftover(kind, folder, {**whole, **parts}, files_of)
     for key, entry in files.entries(FOLDER).items():
-        if key != MARK:
+        if not is_mark(key):
             yield _leftover("staging", key, {key: entry}, (key,))
     for key, entry in half.items():
         yield _leftover("upload", key, {key: entry}, (key,))

@@ -162,7 +162,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("clients", [pytest.param(2, marks=pytest.mark.proof), 5])
+@pytest.mark.parametrize("clients", [2, pytest.param(5, marks=pytest.mark.proof)])
 def test_equal_submits_at_once_are_one_run(jobs: Jobs, clients: int) -> None:
     """Held back until all have staged, then let go together."""
     jobs.write(".cloudtrainignore", "go*\n")

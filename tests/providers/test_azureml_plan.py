@@ -51,6 +51,7 @@ layout, planned, refused = PLANS.layout, PLANS.planned, PLANS.refused
 # ---------------------------------------------------------------------------------------------------------------- names
 
 
+@pytest.mark.slow
 @given(st.from_regex(r"[a-z0-9](-?[a-z0-9]){0,39}", fullmatch=True), st.integers(0, 100), st.integers(0, 40))
 def test_names_are_legal(run_id: str, attempt: int, gpu_index: int) -> None:
     if len(run_id) > 40:

@@ -388,6 +388,7 @@ def test_a_wrong_manifest_is_refused(path: tuple[str, ...], value: Any, field: s
     assert caught.value.field.startswith("options.kubernetes.items.")
 
 
+@pytest.mark.slow
 def test_the_table_of_fields_is_the_installed_client_s() -> None:
     done = [sys.executable, "-c", "import json, kubernetes_tables as t; print(json.dumps(t.fields()))"]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "tools")}

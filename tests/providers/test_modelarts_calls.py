@@ -29,7 +29,7 @@ from cloudtrain.errors import (
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.modelarts import Provider, api, logs
 from cloudtrain.providers.modelarts.api import error_of
-from cloudtrain.providers.modelarts.status import ABNORMAL_SECONDS, category_of, status_of
+from cloudtrain.providers.modelarts.status import ABNORMAL_SECONDS, CLOCK_SECONDS, _stopped, category_of, status_of
 from cloudtrain.storage import obs
 from cloudtrain.storage.files import files
 from cloudtrain.testing.tables import Place, Sample, plan_of
@@ -47,6 +47,7 @@ def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
         for name, value in plane.environ().items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(obs, "_proven", set())
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setattr(api, "SETTLE", 0.5)
         plane.no_machines = True
         plane.obs.make("contract-bucket")
@@ -198,6 +199,13 @@ def test_another_request_of_that_attempt_is_a_conflict(plane: Plane, provider: A
     assert caught.value.field == "run_id"
 
 
+def test_a_job_is_looked_for_in_the_workspace_of_its_request(plane: Plane, provider: Any, tmp_path: Path) -> None:
+    wanted = request(provider, tmp_path)
+    native = provider.submit(wanted)
+    assert list(Provider(**{**SAMPLE.settings, "workspace_id": "other"}).account.list_jobs("contract")) == []
+    assert Provider(**{**SAMPLE.settings, "workspace_id": "other"}).find(wanted) == native
+
+
 def test_a_search_reads_all_pages(plane: Plane, provider: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The offset counts pages: a client that counts rows would miss jobs."""
     monkeypatch.setattr(api, "PAGE", 2)
@@ -293,6 +301,39 @@ def test_a_job_that_stays_abnormal_is_lost(plane: Plane, provider: Any, tmp_path
     assert (provider.status(native).state, provider.status(native).category) == ("failed", "infra")
     plane.abnormal.clear()
     assert provider.status(native).native in ("Terminating", "Terminated"), "it must not come back next to another job"
+
+
+@for_each(
+    ("records", "duration", "stopped"),
+    [
+        ([], 1000, None),
+        ([{"start_type": "init_or_rescheduled"}], 1000, None),
+        ([{"start_at": 5000}], 1000, 6000.0),
+        ([{"start_at": 5000, "end_at": 5500}], 1000, 5500.0),
+        ([{"start_at": 1000, "end_at": 1600}, {"start_at": 5000}], 1000, 5400.0),
+        ([{"start_at": 1000, "end_at": 3000}, {"start_at": 5000}], 1000, 5000.0),
+    ],
+)
+def test_the_records_tell_until_when_a_job_has_run(
+    records: list[dict[str, Any]], duration: int, stopped: float | None
+) -> None:
+    assert _stopped({"running_records": records, "duration": duration * 1000}) == stopped
+
+
+def test_a_first_look_knows_a_job_that_is_lost_for_long(plane: Plane, provider: Any, tmp_path: Path) -> None:
+    """`cloudtrain status` looks once. ModelArts' own times count, with room for a wrong clock."""
+    native = provider.submit(request(provider, tmp_path))
+    job = plane.job(native)
+    plane.abnormal.add(job.id)
+    job.records = [{"start_at": int(time.time() - ABNORMAL_SECONDS - CLOCK_SECONDS + 60)}]
+    assert provider.status(native).state == "running"
+    job.records = [{"start_at": int(time.time() - ABNORMAL_SECONDS - CLOCK_SECONDS - 1)}]
+    plane.abnormal.clear()
+    assert provider.status(native).state == "pending", "only in this phase"
+    plane.abnormal.add(job.id)
+    assert (provider.status(native).state, provider.status(native).category) == ("failed", "infra")
+    plane.abnormal.clear()
+    assert provider.status(native).native in ("Terminating", "Terminated")
 
 
 @pytest.mark.parametrize("code", [301, 302, 307, 308])

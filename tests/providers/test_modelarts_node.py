@@ -140,6 +140,7 @@ def rank(folder: Path, script: str, environ: Mapping[str, str]) -> subprocess.Co
     )
 
 
+@pytest.mark.slow
 def test_a_rank_has_torch_npu_before_its_script(tmp_path: Path) -> None:
     own = "'torch_npu' in sys.modules, 'CLOUDTRAIN_BACKEND_MODULES' in os.environ"
     script = f"import os, sys\nprint('the script', {own})\n"
@@ -160,6 +161,7 @@ def test_an_image_without_torch_npu_fails_by_that_name(tmp_path: Path) -> None:
     assert "never" not in done.stdout
 
 
+@pytest.mark.slow
 def test_an_example_takes_the_device_npu(tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "examples/resnet_cifar10.py"), "--device", "npu", "--train", str(tmp_path)]
     done = subprocess.run(words, env=stub(tmp_path / "site"), capture_output=True, text=True, check=False)

@@ -243,6 +243,7 @@ def test_a_secret_s_value_is_in_no_plan(place: Place) -> None:
     [
         ({"spec": {"resource": {"node_count": 3}}}, "spec.resource"),
         ({"algorithm": {"inputs": []}}, "algorithm.inputs"),
+        ({"algorithm": {"outputs": []}}, "algorithm.outputs"),
         ({"metadata": {"annotations": {"fault-tolerance/job-unconditional-retry": "true"}}}, "metadata.annotations"),
         ({"spec": {"notification": {"topic": "x"}}}, "spec.notification.topic"),
         ({"spec": {"log_export_config": {"rotation_enabled": "yes"}}}, "spec.log_export_config.rotation_enabled"),

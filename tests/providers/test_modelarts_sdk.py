@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import string
@@ -39,6 +40,7 @@ def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
         for name, value in plane.environ().items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(obs, "_proven", set())
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         yield plane
 
 
@@ -274,6 +276,30 @@ def test_the_bucket_is_part_of_the_host(plane: Plane, monkeypatch: pytest.Monkey
     store.write("b", b"2")
     assert store.list() == {"a": 1, "b": 1}
     assert {call.headers["host"] for call in plane.wire.calls} == {"virtual.obs.cn-north-4.example"}
+
+
+@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
+def test_later_processes_probe_a_bucket_once_a_day(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: bool
+) -> None:
+    """If cloudtrain has a folder in the user's cache folder. An address that any server may have is not trusted so."""
+    if cache:
+        (tmp_path / "cache/cloudtrain").mkdir(parents=True)
+    plane.obs.make("daily")
+
+    def probes(name: str) -> int:
+        monkeypatch.setattr(obs, "_proven", set())
+        plane.wire.calls.clear()
+        assert files("obs://daily/store").create(name, b"1")
+        return sum(call.method == "PUT" and "probe-" in call.path for call in plane.wire.calls)
+
+    assert (probes("a"), probes("b")) == (2, 2)
+    monkeypatch.setenv("OBS_ENDPOINT", "http://obs.cn-north-4.example")
+    monkeypatch.setenv("http_proxy", plane.url)
+    assert (probes("c"), probes("d")) == (2, 0 if cache else 2)
+    for path in (tmp_path / "cache").rglob("buckets/*"):
+        os.utime(path, (0, time.time() - obs.PROBED_SECONDS - 1))
+    assert probes("e") == 2
 
 
 def test_the_secret_travels_with_temporary_keys(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:

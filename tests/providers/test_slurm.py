@@ -208,6 +208,7 @@ def bucket(whole: SlurmPlatform, tmp_path_factory: pytest.TempPathFactory) -> It
         yield ddp_world(tmp_path_factory.mktemp("world"), whole.cluster, store=f"{made.url}/store", **own)
 
 
+@pytest.mark.proof
 def test_a_preempted_job_whose_store_is_a_bucket_comes_to_the_same_bits(
     whole: SlurmPlatform, bucket: SlurmPlatform, clean: str, tmp_path: Path
 ) -> None:

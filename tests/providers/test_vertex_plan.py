@@ -459,6 +459,7 @@ def test_the_table_of_fields_is_the_installed_sdks() -> None:
     assert {**installed, "source": ""} == {**known_fields(), "source": ""}
 
 
+@pytest.mark.slow
 def test_a_plan_loads_nothing_of_googles() -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"

@@ -147,6 +147,7 @@ def test_nothing_there_is_none_without_a_word(tmp_path: Path, fake: dict[str, st
     assert ask(f"{scheme}://{tmp_path}/empty", fake) == (None, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", ["LastModified", "mtime", "naive", "updated", "created", "modified"])
 def test_times_as_file_systems_tell_them(tmp_path: Path, fake: dict[str, str], told: str) -> None:
     checkpoint(tmp_path / "store/step-1", 1700000000.25, a=1700000000.25)
@@ -410,6 +411,7 @@ def test_what_a_listing_that_fails_means(
     assert type(caught.value) is kind
 
 
+@pytest.mark.slow
 def test_a_store_that_refuses_holds_nothing_of_the_script(tmp_path: Path, fake: dict[str, str]) -> None:
     checkpoint(tmp_path / "store/step-1", 1000.0)
     (tmp_path / "fail").write_text("1000")

@@ -165,6 +165,7 @@ def test_an_error_that_the_ranks_need_not_meet_is_only_said(machine: Path, error
     assert "\n" not in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", ["", "-1", "none", "NoDevFiles", "void"])
 def test_a_job_that_hides_all_gpus_needs_none(machine: Path, hidden: str) -> None:
     broken = torch(machine, error="Torch not compiled with CUDA enabled", cuda="None")

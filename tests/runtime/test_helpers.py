@@ -152,6 +152,7 @@ def test_planned_ranks_that_do_not_split_are_refused(bare: Path, monkeypatch: py
 # -------------------------------------------------------------------------------------------------------------- metrics
 
 
+@pytest.mark.slow
 def test_a_row_is_flat_json_whatever_the_numbers_are(metrics: Path) -> None:
     import torch  # for a second and a half, so not while the tests are collected
 
@@ -454,7 +455,7 @@ def test_another_version_in_the_image_is_the_scripts_and_harms_nobody(jobs: Jobs
     (old / "__init__.py").write_text("__version__ = '0.0.1'\n")
     jobs.write("train.py", "import cloudtrain, sys; print('version', cloudtrain.__version__, sys.path[-1])")
     jobs.write("runtime.py", "raise ImportError('this one is the script\\'s own, and not asked for')")
-    done = jobs.submit("train.py", "--nodes", "2", "--launcher", "python", PYTHONPATH=str(old.parent))
+    done = jobs.submit("train.py", "--nodes", "2", "--launcher", "python", "--env", f"PYTHONPATH={old.parent}")
     assert done.code == 0, done.err
     assert done.err.count("version 0.0.1 ") == 2
     assert "cloudtrain.pyz" in done.err

@@ -249,6 +249,7 @@ def test_a_failed_write_leaves_the_segment_as_it_was_and_loses_no_line(
     assert untimed(*(tmp_path / "s").iterdir()) == pipe.lines()
 
 
+@pytest.mark.slow
 def test_a_week_of_lines_is_a_few_segments(tmp_path: Path) -> None:
     moment, out = [0.0], os.open(os.devnull, os.O_WRONLY)
     writer = LogWriter(node=0, out=out, clock=lambda: moment[0])

@@ -142,6 +142,7 @@ FACTS = '"""Its own docstring."""\nimport sys\nBEFORE = set(sys.modules)\n' + FA
 # ------------------------------------------------------------------------------------------------- as plain python does
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
     [["facts.py"], ["facts.py", "--a", "b c", "", "-m", "é\n{}"], ["pkg/inner.py", "x"], ["./facts.py"],
@@ -321,6 +322,7 @@ ENDINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "code", "kinds", "exception"), ENDINGS, ids=[e[0][:30] for e in ENDINGS])
 def test_every_ending_is_told_and_exits_as_plain_python_does(
     stage: Stage, text: str, code: int, kinds: list[str], exception: str | None

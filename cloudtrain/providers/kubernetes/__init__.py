@@ -7,25 +7,18 @@ the node half.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from tempfile import gettempdir
 from typing import Any, ClassVar
 
 from ...provider_api.protocol import Need
-from ...validate import url_scheme
-from .._cloud import ClusterProvider
+from .._cloud import ClusterProvider, shared_store
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
 NAME = "kubernetes"
-STORE = Need(
-    example="/mnt/training/cloudtrain",
-    find="a folder on the shared volume, below kubernetes.root",
-    stand_in="/missing/shared/folder",
-    shown="/<shared>/<folder>",
-)
+STORE = shared_store("/mnt/training/cloudtrain", "a folder on the shared volume, below kubernetes.root")
 ROOT = Need(
     example="/mnt/training",
     find="the folder where this machine has the cluster's shared volume mounted",
@@ -107,16 +100,6 @@ class Provider(ClusterProvider):
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE, "image": IMAGE}
     shares_gpus: ClassVar[bool] = True
     probe_ports: ClassVar[tuple[int, ...]] = (29500, 29501)
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        scheme = url_scheme(self.settings.bucket) or "file"  # its nodes have one volume
-        self.schemes = frozenset({scheme})  # type: ignore[misc]
-
-    def without_machines(self, names: Sequence[str]) -> Provider:
-        """Return this provider with the nodes ``names`` added to ``kubernetes.exclude``."""
-        settings = dataclasses.asdict(self.settings)
-        return Provider(**{**settings, "exclude": [*dict.fromkeys([*self.settings.exclude, *names])]})
 
 
 DIFFERENCES = (

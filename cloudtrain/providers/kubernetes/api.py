@@ -19,16 +19,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import (
-    AuthError,
-    CloudtrainError,
-    ConflictError,
-    LostContactError,
-    NotFoundError,
-    PlatformError,
-    QuotaError,
-    SpecError,
-)  # fmt: skip
+from ... import errors
 from ...provider_api.protocol import NativeObject, Shell, python_command, shell_arguments
 from ...storage.extras import not_installed
 from .._cloud import ANOTHER_ID, one_line, time_of
@@ -56,7 +47,7 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import Request
     from . import Settings
 
-__all__ = ["FINAL", "HELP", "Account", "ExistsError", "error_of", "is_ending", "job_of", "path_of"]
+__all__ = ["FINAL", "HELP", "Account", "ExistsError", "conditions_of", "error_of", "is_ending", "job_of", "path_of"]
 
 TIMEOUT = 30.0
 """Seconds for one call."""
@@ -78,34 +69,37 @@ HELP: Mapping[str, str] = {
 }
 
 
-class ExistsError(ConflictError):
+class ExistsError(errors.ConflictError):
     """Error: an object of this name is there already."""
 
 
-def error_of(status: int, reason: str, message: str, *, what: str) -> CloudtrainError:
+def error_of(status: int, reason: str, message: str, *, what: str) -> errors.CloudtrainError:
     """Return the error for an answer of the API server: its HTTP status, and reason and message of its body."""
     text = f"{what}: {one_line(message) or f'HTTP {status}'}"
-    if "exceeded quota" in message:
-        return QuotaError(text, hint=HELP["quota"])
-    if "admission webhook" in message and 400 <= status < 500:
-        return SpecError(text)
-    if status in (401, 403):
-        return AuthError(text, hint=HELP["auth"])
-    if status == 404:
-        return NotFoundError(text)
-    if status == 409 and reason == "AlreadyExists":
-        return ExistsError(text)
-    if status in (400, 413, 422):
-        return SpecError(text, hint=HELP["old"] if "unknown field" in message else "")
-    if status in (409, 429) or status >= 500:
-        return LostContactError(text)
-    return PlatformError(f"{text} (HTTP {status})")
+    kinds: Sequence[tuple[bool, type[errors.CloudtrainError], str]] = (
+        ("exceeded quota" in message, errors.QuotaError, HELP["quota"]),
+        ("admission webhook" in message and 400 <= status < 500, errors.SpecError, ""),
+        (status in (401, 403), errors.AuthError, HELP["auth"]),
+        (status == 404, errors.NotFoundError, ""),
+        (status == 409 and reason == "AlreadyExists", ExistsError, ""),
+        (status in (400, 413, 422), errors.SpecError, HELP["old"] if "unknown field" in message else ""),
+        (status in (409, 429) or status >= 500, errors.LostContactError, ""),
+    )
+    for holds, kind, hint in kinds:
+        if holds:
+            return kind(text, hint=hint)
+    return errors.PlatformError(f"{text} (HTTP {status})")
+
+
+def conditions_of(found: Mapping[str, Any], status: str = "True") -> dict[str, Mapping[str, Any]]:
+    """Return an object's conditions of this status by their type."""
+    known = found.get("status", {}).get("conditions") or ()
+    return {item["type"]: item for item in known if item["status"] == status}
 
 
 def is_ending(job: Mapping[str, Any]) -> bool:
     """Return whether the end of a Job is decided."""
-    conditions = job.get("status", {}).get("conditions") or ()
-    return any(item["type"] in _DECIDED and item["status"] == "True" for item in conditions)
+    return not _DECIDED.isdisjoint(conditions_of(job))
 
 
 def _is_over(job: Mapping[str, Any]) -> bool:
@@ -146,7 +140,7 @@ class Account:
                     file or None, own.context or None, client_configuration=found, persist_config=False
                 )
         except (config.ConfigException, OSError, ValueError) as exc:
-            raise AuthError(f"no cluster: {one_line(exc)}", hint=HELP["none"]) from None
+            raise errors.AuthError(f"no cluster: {one_line(exc)}", hint=HELP["none"]) from None
         return found, client.ApiClient(found).rest_client.pool_manager
 
     def call(self, method: str, path: str, *, what: str, body: Any = None, **query: Any) -> Any:
@@ -168,7 +162,7 @@ class Account:
             answer = pool.request(method, url, headers=headers, body=data, retries=False, timeout=TIMEOUT)
         except (HTTPError, OSError, ValueError) as exc:
             text = f"{what}: {found.host} does not answer: {one_line(exc)}"
-            raise LostContactError(text, hint=HELP["none"]) from None
+            raise errors.LostContactError(text, hint=HELP["none"]) from None
         with contextlib.suppress(KeyError, ValueError, TypeError):
             self._ahead = parsedate_to_datetime(answer.headers["Date"]).timestamp() - time.time()
         if answer.status < 300:
@@ -195,13 +189,13 @@ class Account:
             job = self.get(kind, wanted["metadata"]["namespace"], name)
             if not _is_same(job, wanted):
                 text = f"{kind} {native_id_of(wanted)} is of another request"
-                raise ConflictError(text, field="run_id", hint=ANOTHER_ID) from None
+                raise errors.ConflictError(text, field="run_id", hint=ANOTHER_ID) from None
             if is_ending(job):
                 return native
-        except NotFoundError as exc:
+        except errors.NotFoundError as exc:
             if kind == "Job" or "requested resource" not in str(exc):
                 raise
-            raise SpecError("the cluster has no JobSet", field=f"{NAME}.kind", hint=HELP["jobset"]) from None
+            raise errors.SpecError("the cluster has no JobSet", field=f"{NAME}.kind", hint=HELP["jobset"]) from None
         owner = {"apiVersion": wanted["apiVersion"], "kind": kind, "name": name, "uid": job["metadata"]["uid"]}
         for item in _owned(request, secrets or {}):
             with contextlib.suppress(ExistsError):
@@ -212,9 +206,10 @@ class Account:
         where = path_of(item["kind"], item["metadata"]["namespace"])
         return self.call("POST", where, what=f"{what} the {item['kind']}", body=item, fieldValidation="Strict", **query)
 
-    def test(self, request: Request) -> None:
+    def test(self, request: Request) -> str:
         """Let the API server judge the Job or JobSet of a request without creating it. Raises `SpecError`."""
-        self._post(request.body["items"][0], what="test", dryRun="All")
+        self._post(item := request.body["items"][0], what="test", dryRun="All")
+        return f"the API server takes the {item['kind']}"
 
     def find(self, request: Request) -> str | None:
         """Return the native id if the cluster has the request's Job with all that it owns.
@@ -227,9 +222,9 @@ class Account:
             if not _is_same(job, wanted):
                 return None
             for item in () if is_ending(job) else _owned(request, {}):
-                with contextlib.suppress(AuthError):  # a role may create secrets, and not read them
+                with contextlib.suppress(errors.AuthError):  # a role may create secrets, and not read them
                     self.get(item["kind"], item["metadata"]["namespace"], item["metadata"]["name"])
-        except NotFoundError:
+        except errors.NotFoundError:
             return None
         return native_id_of(job_object(request))
 
@@ -248,7 +243,7 @@ class Account:
         job = None
         try:
             job = self.get("Job", namespace, name)
-        except NotFoundError:
+        except errors.NotFoundError:
             if not name.endswith(OF_SET):
                 raise
         if job is not None and not (name.endswith(OF_SET) and job["spec"].get("suspend")):
@@ -275,7 +270,7 @@ class Account:
             if marks_of(pod).get(POD_INDEX) == str(node) and pod["status"].get("phase") == "Running":
                 break
         else:
-            raise SpecError("the node has no running pod now", field="node", hint="try again")
+            raise errors.SpecError("the node has no running pod now", field="node", hint="try again")
         pyz = job_object(request)["spec"]["template"]["spec"]["containers"][0]["args"][1]
         own = {name: getattr(self.settings, name) for name in ("kubeconfig", "context", "namespace")}
         facts = json.dumps({"settings": own, "pod": pod["metadata"]["name"], "tty": tty})
@@ -299,7 +294,7 @@ class Account:
         except WebSocketBadStatusException as exc:
             raise error_of(exc.status_code, "", str(exc), what="open a shell") from None
         except (WebSocketException, OSError) as exc:
-            raise LostContactError(f"open a shell: {one_line(exc)}", hint=HELP["none"]) from None
+            raise errors.LostContactError(f"open a shell: {one_line(exc)}", hint=HELP["none"]) from None
 
     def creations(self, job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Return the events of a Job about pods that it created or could not create, the oldest first."""
@@ -338,7 +333,7 @@ class Account:
         for pod in self.pods(native_id):
             if pod["status"].get("phase") in ("Pending", "Running") and pod["spec"].get("nodeName"):
                 path = path_of("Pod", namespace, pod["metadata"]["name"])
-                with contextlib.suppress(NotFoundError):
+                with contextlib.suppress(errors.NotFoundError):
                     self.call("PATCH", path, what="stop the pod", body={"spec": {"activeDeadlineSeconds": 1}})
                     stopped = True
         began = time_of(job["status"].get("startTime"))
@@ -356,9 +351,9 @@ class Account:
             path = path_of(kind, self.settings.namespace)
             try:
                 items = self.call("GET", path, what=f"list {kind.lower()}s", **query)["items"]
-            except NotFoundError:  # a cluster without JobSet
+            except errors.NotFoundError:  # a cluster without JobSet
                 continue
-            except AuthError:  # so does one whose Roles name no JobSets
+            except errors.AuthError:  # so does one whose Roles name no JobSets
                 if kind != "JobSet" or self.settings.kind == "jobset":
                     raise
                 continue
@@ -372,7 +367,7 @@ class Account:
 
     def remove(self, found: NativeObject) -> None:
         """Delete one of `objects`, with its pods and what it owns."""
-        with contextlib.suppress(NotFoundError):
+        with contextlib.suppress(errors.NotFoundError):
             self.call("DELETE", found.key, what=f"delete the {found.kind}", propagationPolicy="Background")
 
     # ------------------------------------------------------------------------------------------------------ the cluster
@@ -450,5 +445,5 @@ def job_of(native_id: str) -> tuple[str, str]:
     """Return (namespace, name). Raises `NotFoundError`."""
     namespace, slash, name = native_id.partition("/")
     if not (namespace and slash and name) or "/" in name:
-        raise NotFoundError(f"{native_id!r} is not an id of {NAME}, NAMESPACE/JOB")
+        raise errors.NotFoundError(f"{native_id!r} is not an id of {NAME}, NAMESPACE/JOB")
     return namespace, name

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import AuthError, NotFoundError, SpecError
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried
+from .._cloud import check_gpus, check_request
 from . import NAME
 from .api import HELP
 from .request import JOBSETS, marks_of, volume_url
@@ -64,9 +65,10 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
     yield from tried("shared volume", lambda: _volume(account, store), extra=True)
     if account.settings.service_account:
         yield from tried("service account", lambda: _service_account(account), extra=True)
-    yield from tried("gpus", lambda: _gpus(account), extra=True)
+    none = f"no node has {account.settings.gpu_resource} now; an autoscaler may add one"
+    yield from tried("gpus", lambda: check_gpus(account, none=none), extra=True)
     yield from tried("queue", lambda: _queue(account), extra=True)
-    yield from tried("request", lambda: _request(account, request))
+    yield from tried("request", lambda: check_request(request, account.test))
 
 
 def _cluster(account: Account) -> Check:
@@ -138,11 +140,6 @@ def _service_account(account: Account) -> Check:
     return ok(what, f"{own.service_account}, {', '.join(named) or 'which names no identity of a cloud'}")
 
 
-def _gpus(account: Account) -> Check:
-    found = [f"{item.instance_type}: {item.gpus} a node" for item in account.machines() if item.gpu]
-    return ok("gpus", ", ".join(found) or f"no node has {account.settings.gpu_resource} now; an autoscaler may add one")
-
-
 def _queue(account: Account) -> Check:
     own = account.settings
     if not own.queue:
@@ -150,11 +147,3 @@ def _queue(account: Account) -> Check:
     path = f"/apis/kueue.x-k8s.io/v1beta1/namespaces/{own.namespace}/localqueues/{own.queue}"
     found = account.call("GET", path, what="look for the LocalQueue")
     return ok("queue", f"{own.queue} of cluster queue {found['spec'].get('clusterQueue')}")
-
-
-def _request(account: Account, request: Request | None) -> Check:
-    """Let the API server judge the request, without creating it."""
-    if request is None:
-        return skipped("request", "there is no plan")
-    account.test(request)
-    return ok("request", f"the API server takes the {request.body['items'][0]['kind']}")

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...provider_api.launch_spec import LaunchSpec, NodeSpec
+from ...provider_api.launch_spec import LaunchSpec
 from ...provider_api.protocol import Request
-from .._cloud import shared_mounts, shared_rules
+from .._cloud import shared_launch_spec
 from .node import AGAIN, CLOCK_PATH, INDEX, LIMIT_PATH
-from .request import job_object, volume_url
+from .request import job_object, mounts
 from .validate import quantity_of
 
 if TYPE_CHECKING:
@@ -22,32 +22,27 @@ __all__ = ["launch_spec"]
 def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
     """Return one node a pod."""
     job = job_object(request)
-    name, spec = str(job["metadata"]["name"]), job["spec"]["template"]["spec"]
+    name, spec = job["metadata"]["name"], job["spec"]["template"]["spec"]
     container, nodes = spec["containers"][0], int(job["spec"]["completions"])
     limits, words = container["resources"]["limits"], container["args"]
     shm = next(volume["emptyDir"] for volume in spec["volumes"] if volume["name"] == "shm")
-
-    def url(path: str) -> str:
-        below = path.removeprefix(settings.root)
-        return volume_url(settings) + below if below != path else f"file://{path}"
-
-    def node(number: int) -> NodeSpec:
-        return NodeSpec(
-            image=container["image"],
-            entrypoint=list(container["command"]),
-            command=list(words),
-            env={**{item["name"]: item["value"] for item in container["env"] if "value" in item}, INDEX: str(number)},
-            mounts=list(shared_mounts(words[1:], url, (LIMIT_PATH, CLOCK_PATH))),
-            hostname=f"{name}-{number}.{spec['subdomain']}" if nodes > 1 else None,
-            gpus=_whole(limits, settings.gpu_resource) or 0,
-            cpus=_whole(limits, "cpu"),
-            memory=_whole(limits, "memory"),
-            shm=_whole(shm, "sizeLimit"),
-        )
-
-    limit = next(word.partition("=")[2] for word in words if word.startswith(f"{LIMIT_PATH}="))
-    rules = shared_rules(time_limit=float(limit), again=AGAIN, stop_grace=settings.stop_grace)
-    return LaunchSpec(nodes=[node(number) for number in range(nodes)], rules=rules)
+    return shared_launch_spec(
+        settings,
+        words,
+        mounts(settings),
+        (LIMIT_PATH, CLOCK_PATH),
+        hosts=[f"{name}-{number}.{spec['subdomain']}" for number in range(nodes)],
+        rank=INDEX,
+        time_limit=float(next(word.partition("=")[2] for word in words if word.startswith(f"{LIMIT_PATH}="))),
+        again=AGAIN,
+        image=container["image"],
+        entrypoint=list(container["command"]),
+        env={item["name"]: item["value"] for item in container["env"] if "value" in item},
+        gpus=_whole(limits, settings.gpu_resource) or 0,
+        cpus=_whole(limits, "cpu"),
+        memory=_whole(limits, "memory"),
+        shm=_whole(shm, "sizeLimit"),
+    )
 
 
 def _whole(quantities: Mapping[str, Any], name: str) -> int | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...errors import SpecError, StorageError
-from ...provider_api.node import NodeEnvironment, Topology
-from .._cloud import FLUSH_PATH, GRACE_PATH, Clock, paths_of
+from ...provider_api.node import NodeEnvironment
+from .._cloud import Clock, shared_environment, shared_secret
 
 __all__ = ["AGAIN", "GRACE", "TIME_UP", "node_environment", "secret"]
 
@@ -30,39 +28,22 @@ WRITTEN = 2.0
 
 def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
     """Return the facts that the Job gave this pod. Raises `SpecError` outside of one."""
-    paths = paths_of(argv)
-    grace = float(paths.pop(GRACE_PATH, GRACE))
-    file, limit = paths.pop(CLOCK_PATH, ""), float(paths.pop(LIMIT_PATH, 0))
-    flush = float(paths.pop(FLUSH_PATH, 0))
-    try:
-        nodes, rank = int(environ[NODES]), int(environ[INDEX])
-    except (KeyError, ValueError):
-        raise SpecError("is not set: this is no pod of an indexed Job", field=INDEX) from None
+    peers = {"master_addr": environ.get(HOST, "127.0.0.1"), "master_port": PORT}
+    shared = shared_environment(environ, argv, names=(NODES, INDEX), what="pod of an indexed Job", grace=GRACE, **peers)
+    file, limit = shared["paths"].pop(CLOCK_PATH, ""), float(shared["paths"].pop(LIMIT_PATH, 0))
     codes = {"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": AGAIN}
-    clock = Clock(Path(file), limit, codes, TIME_UP, flush or WRITTEN) if file and limit and rank == 0 else None
+    counts = file and limit and shared["topology"].node_rank == 0
+    pause = shared.get("flush_seconds", WRITTEN)
     return NodeEnvironment(
-        topology=Topology(
-            nodes=nodes,
-            node_rank=rank,
-            master_addr=environ[HOST] if nodes > 1 else "127.0.0.1",
-            master_port=PORT,
-        ),
-        paths=paths,
+        **shared,
         scratch=(SCRATCH, "/tmp"),
-        stop_grace=grace,
-        flush_seconds=flush or NodeEnvironment.flush_seconds,
         exit_code=codes,
         secrets=lambda reference: secret(reference.partition(":")[2]),
         machine=environ.get(MACHINE, ""),
-        notices=(clock,) if clock is not None else (),
+        notices=(Clock(Path(file), limit, codes, TIME_UP, pause),) if counts else (),
     )
 
 
 def secret(name: str) -> str:
-    """Return the value of the submitter's variable ``name``. Raises `StorageError`, never with a value."""
-    path = Path(SECRETS) / name
-    try:
-        return path.read_text()
-    except (OSError, ValueError) as exc:
-        why = os.strerror(exc.errno) if isinstance(exc, OSError) and exc.errno else "it is not text"
-        raise StorageError(f"secret env:{name} cannot be read from {path}: {why}") from None
+    """Return the value of the submitter's variable ``name``."""
+    return shared_secret(name, Path(SECRETS) / name, bytes.decode, lacks="it is not text")

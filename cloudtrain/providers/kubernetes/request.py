@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ...errors import SpecError, UnsupportedError
 from ...job.job import job_name, run_tag
 from ...job.options import merge_options
-from ...provider_api.limits import checked_prices, hard_limit
-from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
+from ...provider_api.limits import checked_prices
+from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, python_command
 from ...validate import choice_of, texts_of, whole_number
-from .._cloud import GRACE_PATH, bucket_url, check_lines, check_shared, digest_of, shared_arguments
-from . import NAME, STORE, Provider, devices, validate
+from .._cloud import Planned, bucket_url, check_shared, digest_of, shared_arguments, shared_path
+from . import NAME, Provider, devices, validate
 from .node import AGAIN, CLOCK_PATH, HOST, LIMIT_PATH, MACHINE, NODES, SCRATCH, SECRETS
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CANCELLED", "CONTAINER", "ENDED", "JOBSETS", "LABEL_REQUEST", "LABEL_RUN", "MANAGED_BY", "OF_SET", "OWNED",
-    "POD_INDEX", "RUN_URL", "checked", "job_object", "job_of_set", "marks_of", "native_id_of", "plan", "volume_url",
+    "POD_INDEX", "RUN_URL", "checked", "job_object", "job_of_set", "marks_of", "mounts", "native_id_of",
+    "plan", "volume_url",
 ]  # fmt: skip
 
 LABEL_RUN, LABEL_REQUEST = "cloudtrain.dev/run", "cloudtrain.dev/request"
@@ -70,7 +71,6 @@ _CHOICES = {
 _LEAST = {"ttl": 3600, "pending": 60, "stop_grace": 5, "user": 0}
 _OBJECTS = ("namespace", "claim", "service_account", "priority_class", "runtime_class", "scheduler_name")
 """Settings that are names of objects in the cluster."""
-_TEXTS = ("kubeconfig", "context", "root", "bucket", "queue", "gpu_resource", "gpu_label", *_OBJECTS)
 _BAD_PATH = re.compile(r"[\x00-\x1f\x7f:]")
 """Characters that a mount's path cannot have."""
 _ROOTS = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/root", "/sbin", "/sys", "/usr")
@@ -80,7 +80,6 @@ _ROOTS = ("/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/roo
 def checked(settings: Settings) -> Settings:
     """Return ``settings``, checked. Raises `SpecError`."""
     own = {item.name: getattr(settings, item.name) for item in dataclasses.fields(settings)}
-    check_lines(settings, _TEXTS, NAME)
     if own["kind"] == "trainjob":
         why = "a TrainJob takes the rules of restarts and failures from a runtime object of the cluster"
         raise UnsupportedError(NAME, f"{NAME}.kind", why, hint='set kind = "jobset", which a TrainJob makes in the end')
@@ -94,12 +93,10 @@ def checked(settings: Settings) -> Settings:
     for name in _OBJECTS:
         if own[name] or name == "namespace":
             validate.check_name(own[name], f"{NAME}.{name}", label=name == "namespace")
-    own["image_pull_secrets"] = texts_of(settings.image_pull_secrets, f"{NAME}.image_pull_secrets")
-    for number, item in enumerate(own["image_pull_secrets"]):
-        validate.check_name(item, f"{NAME}.image_pull_secrets[{number}]")
-    own["exclude"] = texts_of(settings.exclude, f"{NAME}.exclude")
-    for name in own["exclude"]:
-        validate.check_name(name, f"{NAME}.exclude")
+    for name in ("image_pull_secrets", "exclude"):
+        own[name] = texts_of(own[name], f"{NAME}.{name}")
+        for number, item in enumerate(own[name]):
+            validate.check_name(item, f"{NAME}.{name}[{number}]")
     for name in ("labels", "annotations", "node_selector"):
         validate.check_labels(own[name], f"{NAME}.{name}", values=name != "annotations")
         own[name] = {key: validate.label_text(value) for key, value in own[name].items()}
@@ -162,14 +159,10 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     check_inputs(Provider, layout.inputs)
     _refuse(settings, job)
     settings = devices.with_gpu_memory(settings, job)
-    gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
     machine = job.resources.instance_type or "node"
-    seconds, notes = hard_limit(job, NAME, lambda _: [machine], gpu_index=gpu_index, own=settings.prices)
-    name, service = _names(settings, layout, attempt, gpu_index)
-    words = _words(settings, job, layout, attempt, gpu_index, seconds)
-    pod = _pod(settings, job, gpu, name=name, service=service, seconds=seconds, words=words)
-    made = _job(settings, job, layout, name=name, attempt=attempt, seconds=seconds, pod=pod)
-    made["spec"]["template"]["metadata"]["annotations"] = _pod_annotations(settings, gpu)
+    planned = Planned.of(NAME, settings, job, layout, attempt, gpu_index, machine=machine)
+    name, service = _names(planned)
+    made = _job(planned, name, _pod(planned, name=name, service=service))
     items = [made, *([_service(made, service)] if job.resources.instance_count > 1 and settings.kind == "job" else [])]
     body: dict[str, Any] = {"apiVersion": "v1", "kind": "List", "items": items}
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
@@ -182,24 +175,16 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     for item in body["items"]:
         item["metadata"]["labels"][LABEL_REQUEST] = unique
     if job.secrets:
-        notes.append(f"submit also creates the Secret {name} from this machine's variables; it goes with the Job")
-    notes += _warnings(settings, gpu, job.resources.instance_count)
-    return Request(
-        provider=NAME,
-        operation=f"kubectl create -n {settings.namespace} -f -",
-        body=body,
-        context=context_of(NAME, job, layout, processes=job.resources.processes(gpu_index)),
-        run=layout.run,
-        attempt=attempt,
-        gpu_index=gpu_index,
-        instance_types=(machine,) if settings.prices else (),
-        notes=tuple(notes),
-    )
+        made_too = f"submit also creates the Secret {name} from this machine's variables; it goes with the Job"
+        planned.notes.append(made_too)
+    planned.notes.extend(_warnings(planned))
+    return planned.request(f"kubectl create -n {settings.namespace} -f -", body)
 
 
-def _warnings(settings: Settings, gpu: Gpu | None, nodes: int) -> list[str]:
+def _warnings(planned: Planned) -> list[str]:
     """Return notes on settings that the cluster takes, and that keep the pods from a start all the same."""
-    volume, shared = str(settings.volume), gpu is not None and bool(settings.hami)
+    settings = planned.settings
+    volume, shared = str(settings.volume), planned.gpu is not None and bool(settings.hami)
     lacks, restricted = "gcsfuse" in volume and "implicit-dirs" not in volume, settings.security == "restricted"
     found = {
         "the volume's mountOptions lack implicit-dirs: without it, nodes do not see the store's folders": lacks,
@@ -208,7 +193,7 @@ def _warnings(settings: Settings, gpu: Gpu | None, nodes: int) -> list[str]:
         f"HAMi leaves pods alone whose scheduler_name, {settings.scheduler_name}, is not its own": shared
         and settings.scheduler_name,
         "two nodes of this run may get shares of one GPU by HAMi, which NCCL refuses": shared
-        and nodes > 1
+        and planned.job.resources.instance_count > 1
         and devices.is_shared(settings),
     }
     return [note for note, holds in found.items() if holds]
@@ -233,15 +218,15 @@ def _check_kept(job: Mapping[str, Any], ours: Mapping[str, Any], gpu: str) -> No
             raise SpecError(why, field=f"{where}.{name}", hint=hint)
 
 
-def _names(settings: Settings, layout: Layout, attempt: int, gpu_index: int) -> tuple[str, str]:
+def _names(planned: Planned) -> tuple[str, str]:
     """Return the names of Job and Service. A Service's name begins with a letter, and a run id with a digit.
 
     So do the names of a JobSet's Jobs and pods, and the latter have five characters more, which its webhook counts.
     """
-    full = job_name(layout.run, attempt, gpu_index)
-    tail = full[full.rindex(run_tag(layout.run)) - 1 :]
+    full = job_name(planned.layout.run, planned.attempt, planned.gpu_index)
+    tail = full[full.rindex(run_tag(planned.layout.run)) - 1 :]
     head, longest, end = full.removesuffix(tail), LONGEST_NAME - len(tail), ""
-    if settings.kind == "jobset":
+    if planned.settings.kind == "jobset":
         head, longest, end = f"ct-{head}", longest - len(OF_SET) - 6, OF_SET
     return head[:longest].rstrip("-") + tail + end, f"ct{tail}"
 
@@ -263,34 +248,32 @@ def volume_url(settings: Settings) -> str:
     return settings.bucket or f"file://{settings.root}"
 
 
+def mounts(settings: Settings) -> Mapping[str, str]:
+    """Return the nodes' one folder by the URL that it shows."""
+    return {volume_url(settings): settings.root}
+
+
 def _path(settings: Settings, url: str, field: str) -> str:
     """Return the nodes' path of ``url``. Raises `UnsupportedError` if it is not on their volume."""
-    base = volume_url(settings)
-    if f"{url}/".startswith(f"{base}/"):
-        return settings.root + url.removeprefix(base)
-    if f"{url}/".startswith(f"file://{STORE.stand_in}/"):  # a plan without a store
-        return url.removeprefix("file://")
-    what = base if settings.bucket else f"{settings.root}, which nodes and this machine share"
+    if (path := shared_path(mounts(settings), url)) is not None:
+        return path
+    what = settings.bucket or f"{settings.root}, which nodes and this machine share"
     hint = f"choose a folder below {what}"
     raise UnsupportedError(NAME, field, f"its nodes see one volume, and {url} is not on it", hint=hint)
 
 
-def _words(settings: Settings, job: Job, layout: Layout, attempt: int, gpu_index: int, seconds: int) -> list[str]:
+def _words(planned: Planned) -> list[str]:
     """Return the runtime's command line, without Python."""
-    own = {
-        GRACE_PATH: str(settings.stop_grace),
-        LIMIT_PATH: str(seconds),
-        CLOCK_PATH: f"{_path(settings, layout.native, 'store')}/{NAME}-{attempt}-{gpu_index}/used",
-    }
-    return shared_arguments(layout, attempt, partial(_path, settings), own)
+    path = partial(_path, planned.settings)
+    folder = f"{path(planned.layout.native, 'store')}/{NAME}-{planned.attempt}-{planned.gpu_index}"
+    return shared_arguments(planned, path, {LIMIT_PATH: str(planned.seconds), CLOCK_PATH: f"{folder}/used"})
 
 
 # ---------------------------------------------------------------------------------------------------------- the objects
 
 
-def _job(
-    settings: Settings, job: Job, layout: Layout, *, name: str, attempt: int, seconds: int, pod: Mapping[str, Any]
-) -> dict[str, Any]:
+def _job(planned: Planned, name: str, pod: Mapping[str, Any]) -> dict[str, Any]:
+    settings, job, layout = planned.settings, planned.job, planned.layout
     nodes = job.resources.instance_count
     for key in job.tags:
         if key.startswith("cloudtrain."):
@@ -300,7 +283,7 @@ def _job(
         MANAGED_BY: "cloudtrain",
         LABEL_RUN: run_tag(layout.run),
         "cloudtrain.dev/run-id": layout.run_id,
-        "cloudtrain.dev/attempt": str(attempt),
+        "cloudtrain.dev/attempt": str(planned.attempt),
         **({QUEUE: settings.queue} if settings.queue else {}),
     }
     annotations = {
@@ -330,11 +313,11 @@ def _job(
             "backoffLimitPerIndex": 3,
             "maxFailedIndexes": 0,
             "podReplacementPolicy": "Failed",
-            "activeDeadlineSeconds": seconds + settings.pending,
+            "activeDeadlineSeconds": planned.seconds + settings.pending,
             "ttlSecondsAfterFinished": settings.ttl,
             "podFailurePolicy": {"rules": rules},
             "template": {
-                "metadata": {"labels": dict(labels), "annotations": {}},
+                "metadata": {"labels": dict(labels), "annotations": _pod_annotations(settings, planned.gpu)},
                 "spec": pod,
             },
         },
@@ -379,10 +362,9 @@ def _pod_annotations(settings: Settings, gpu: Gpu | None) -> dict[str, str]:
     }
 
 
-def _pod(
-    settings: Settings, job: Job, gpu: Gpu | None, *, name: str, service: str, seconds: int, words: list[str]
-) -> dict[str, Any]:
-    wanted, s = job.resources, settings
+def _pod(planned: Planned, *, name: str, service: str) -> dict[str, Any]:
+    s, job, gpu = planned.settings, planned.job, planned.gpu
+    wanted = job.resources
     machine = {"node.kubernetes.io/instance-type": wanted.instance_type} if wanted.instance_type else {}
     expressions = devices.gpu_selector(s, gpu)
     # By name, one value each: the label kubernetes.io/hostname may differ from the name.
@@ -399,7 +381,7 @@ def _pod(
         "enableServiceLinks": False,
         "automountServiceAccountToken": bool(s.service_account),
         "terminationGracePeriodSeconds": s.stop_grace + EXTRA_GRACE,
-        "activeDeadlineSeconds": min(seconds + JOIN, validate.INT32),
+        "activeDeadlineSeconds": min(planned.seconds + JOIN, validate.INT32),
         "serviceAccountName": s.service_account,
         "imagePullSecrets": [{"name": item} for item in s.image_pull_secrets],
         "nodeSelector": {**s.node_selector, **devices.spot_selector(s, wanted.spot), **machine},
@@ -420,13 +402,14 @@ def _pod(
             {"name": "shm", "emptyDir": {"medium": "Memory", **shm}},
             *([secrets] if job.secrets else []),
         ],
-        "containers": [_container(s, job, gpu, host=f"{name}-0.{service}", words=words)],
+        "containers": [_container(planned, host=f"{name}-0.{service}")],
     }
     kept = ("enableServiceLinks", "automountServiceAccountToken")
     return {key: value for key, value in fields.items() if key in kept or value not in ("", [], {}, False)}
 
 
-def _container(settings: Settings, job: Job, gpu: Gpu | None, *, host: str, words: list[str]) -> dict[str, Any]:
+def _container(planned: Planned, *, host: str) -> dict[str, Any]:
+    settings, job, gpu = planned.settings, planned.job, planned.gpu
     wanted = job.resources
     limits = {
         **({"cpu": str(wanted.cpus)} if wanted.cpus else {}),
@@ -437,7 +420,7 @@ def _container(settings: Settings, job: Job, gpu: Gpu | None, *, host: str, word
     env = {NODES: str(wanted.instance_count), HOST: host if wanted.instance_count > 1 else "127.0.0.1"}
     if gpu is None:
         env["NVIDIA_VISIBLE_DEVICES"] = "void"  # else a CUDA image sees every GPU on some clusters
-    command = python_command(words)
+    command = python_command(_words(planned))
     closed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     mounts = [("shared", settings.root), ("scratch", SCRATCH), ("shm", SHM)]
     mounts += [("secrets", SECRETS)] if job.secrets else []

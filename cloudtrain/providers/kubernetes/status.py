@@ -6,6 +6,7 @@ Seen with Kubernetes 1.36.2; the tests hold its answers.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import AuthError, NotFoundError
 from ...provider_api.protocol import AttemptInfo, Status
 from .._cloud import hinted, one_line, time_of
-from .api import is_ending
+from .api import conditions_of, is_ending
 from .node import AGAIN, TIME_UP
 from .request import CANCELLED, ENDED, POD_INDEX, marks_of
 
@@ -83,10 +84,7 @@ def _lacks_pods(job: Object, pods: Sequence[Object]) -> bool:
 
 def status_of(job: Object, pods: Sequence[Object]) -> Status:
     """Return the Status of a Job and its pods, the oldest first."""
-    conditions = {
-        item["type"]: item for item in job.get("status", {}).get("conditions") or () if item["status"] == "True"
-    }
-    marks = marks_of(job)
+    conditions, marks = conditions_of(job), marks_of(job)
     cancelled = CANCELLED in marks
     attempts = _attempts(job, pods)
     began = min((row.started for row in attempts if row.started is not None), default=None)
@@ -100,7 +98,11 @@ def status_of(job: Object, pods: Sequence[Object]) -> Status:
         over = time_of(conditions.get("Failed", {}).get("lastTransitionTime"))
         return replace(base, state="failed", category=category, native="Ended", reason=reason, finished=over)
     if "Failed" in conditions:
-        return _failed(base, conditions["Failed"], pods, cancelled=cancelled)
+        found = _failed(base, conditions["Failed"], pods, cancelled=cancelled)
+        if found.category == "infra" and int(job["spec"]["completions"]) == 1 and pods:
+            named = replace(attempts[-1], machine=str(pods[-1]["spec"].get("nodeName") or ""))
+            return replace(found, attempts=(*attempts[:-1], named))
+        return found
     newest = {_index(pod): pod for pod in pods}
     waiting, why = _waiting([pod for pod in newest.values() if pod["status"].get("phase") == "Pending"])
     if (waiting in _IMAGE or (waiting in _PULL and _NO_IMAGE.search(why))) and not cancelled:
@@ -190,10 +192,8 @@ def _index(pod: Object) -> str:
 
 def _disruption(pod: Object) -> str:
     """Return the reason for which the cluster took the pod; empty if it did not."""
-    for item in pod["status"].get("conditions") or ():
-        if item["type"] == "DisruptionTarget" and item["status"] == "True":
-            return str(item.get("reason") or "DisruptionTarget")
-    return ""
+    found = conditions_of(pod).get("DisruptionTarget")
+    return str(found.get("reason") or "DisruptionTarget") if found else ""
 
 
 def _begins_again(pod: Object) -> bool:
@@ -206,9 +206,8 @@ def _begins_again(pod: Object) -> bool:
 def _waiting(pods: Sequence[Object]) -> tuple[str, str]:
     """Return the platform's word for what pods wait for, and its message."""
     for pod in pods:
-        for item in pod["status"].get("conditions") or ():
-            if item["type"] == "PodScheduled" and item["status"] == "False":
-                return str(item.get("reason") or "Unschedulable"), one_line(item.get("message"))
+        if item := conditions_of(pod, "False").get("PodScheduled"):
+            return str(item.get("reason") or "Unschedulable"), one_line(item.get("message"))
         for item in _containers(pod):
             found = item["state"].get("waiting") or {}
             if found.get("reason") and found["reason"] not in PENDING:
@@ -222,30 +221,26 @@ def _attempts(job: Object, pods: Sequence[Object]) -> tuple[AttemptInfo, ...]:
     Each pod starts again by itself. One that meets a node 0 that is still leaving ends, and starts once more.
     """
     k = str((job["metadata"].get("labels") or {}).get("cloudtrain.dev/attempt", "0"))
-    by_start: dict[int, list[Object]] = {}
-    before: dict[str, int] = {}
-    starts = []
+    before, pairs = Counter[str](), []
     for pod in pods:
-        starts.append(_start(pod, before.get(_index(pod), 0)))
-        before[_index(pod)] = before.get(_index(pod), 0) + 1
-    newest = max((start for pod, start in zip(pods, starts, strict=True) if _index(pod) == "0"), default=0)
-    for pod, start in zip(pods, starts, strict=True):
-        by_start.setdefault(min(start, newest), []).append(pod)
-    last = max(by_start, default=-1)
+        pairs.append((_start(pod, before[_index(pod)]), pod))
+        before[_index(pod)] += 1
+    newest = max((start for start, pod in pairs if _index(pod) == "0"), default=0)
+    last = max((min(start, newest) for start, _ in pairs), default=-1)
     rows = []
-    for start in range(last + 1):
-        found = by_start.get(start, [])
-        began = [moment for moment in (_time(pod, "startedAt") for pod in found) if moment is not None]
-        ended = [moment for moment in (_time(pod, "finishedAt") for pod in found) if moment is not None]
-        over = start < last or len(ended) == len(found)
-        taken = next(filter(None, map(_disruption, found)), "")
+    for number in range(last + 1):
+        found = [pod for start, pod in pairs if min(start, newest) == number]
+        began = [moment for pod in found if (moment := _time(pod, "startedAt")) is not None]
+        ended = [moment for pod in found if (moment := _time(pod, "finishedAt")) is not None]
+        over = number < last or len(ended) == len(found)
+        taken = next(filter(None, map(_disruption, found)), "") if number < last else ""
         rows.append(
             AttemptInfo(
-                number=f"{k}.{start}",
+                number=f"{k}.{number}",
                 started=min(began, default=None),
                 ended=max(ended, default=None) if over else None,
-                category="preempted" if taken and start < last else "",
-                reason=_TAKEN.get(taken, taken) if start < last else "",
+                category="preempted" if taken else "",
+                reason=_TAKEN.get(taken, taken),
             )
         )
     return tuple(rows)

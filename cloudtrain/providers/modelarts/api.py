@@ -213,11 +213,13 @@ class Account:
         found: dict[str, Any] = self.call("GET", path, what="read the log", where=(where[0], where[1]))
         return found
 
-    def list_jobs(self, name: str, where: tuple[str, str] = ("", "")) -> Iterator[Mapping[str, Any]]:
-        """Yield the jobs whose names contain ``name``."""
+    def list_jobs(
+        self, name: str, where: tuple[str, str] = ("", ""), *, workspace: str = ""
+    ) -> Iterator[Mapping[str, Any]]:
+        """Yield the jobs whose names contain ``name``, in a workspace, by default our own."""
         filters = [{"key": "name", "operator": "like", "value": [name]}]
         body = {"limit": PAGE, "sort_by": "create_time", "order": "asc", "filters": filters}
-        body["workspace_id"] = self.settings.workspace_id
+        body["workspace_id"] = workspace or self.settings.workspace_id
         seen, page = 0, 0
         while True:
             own = {**body, "offset": page}
@@ -237,10 +239,10 @@ class Account:
 
     def claimed(self, request: Request) -> str | None:
         """Return the same, the oldest of several. Raises `ConflictError` if that job was another request."""
-        where, name = _place(request), request.body["metadata"]["name"]
-        mark = f"{mark_of(name)}-"
-        own = [job["metadata"] for job in self.list_jobs(mark, where)]
-        ours = [meta for meta in own if str(meta.get("name")).startswith(mark)]
+        where, own = _place(request), request.body["metadata"]
+        mark = f"{mark_of(name := own['name'])}-"
+        found = self.list_jobs(mark, where, workspace=str(own["workspace_id"]))
+        ours = [job["metadata"] for job in found if str(job["metadata"].get("name")).startswith(mark)]
         if not ours:
             return None
         first = min(ours, key=lambda meta: (int(meta.get("create_time") or 0), str(meta["id"])))

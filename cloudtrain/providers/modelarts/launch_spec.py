@@ -80,7 +80,7 @@ def _mounts(body: Mapping[str, Any], words: list[str]) -> Iterator[Mount]:
     }
     runtime, context = words[4], words[words.index("--context") + 1]
     native = body["spec"]["log_export_path"]["obs_url"].rstrip("/")
-    for path in (runtime.rpartition("/")[0], context.rpartition("/")[0]):
+    for path in (runtime.rpartition("/")[0], context, f"{context.rpartition('/')[0]}/key"):
         yield Mount(url=unmounted(path), path=path, kind="mount")
     yield Mount(url=native, path=f"{MOUNT}/{native.removeprefix('obs://')}", kind="sync")
     for before, word in itertools.pairwise(words):

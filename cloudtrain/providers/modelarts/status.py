@@ -7,7 +7,7 @@ seen.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...provider_api.protocol import AttemptInfo, Status
@@ -19,12 +19,14 @@ from .request import auto_stop_hours, words_of
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["ABNORMAL_SECONDS", "HINTS", "PENDING", "category_of", "status", "status_of"]
+__all__ = ["ABNORMAL_SECONDS", "CLOCK_SECONDS", "HINTS", "PENDING", "category_of", "status", "status_of"]
 
 PENDING = {"Creating": "Creating: taken in", "Pending": "Pending: waiting for machines"}
 """Phases in which no script need run. Any other phase that is not final, also an unknown one, counts as running."""
 ABNORMAL_SECONDS = 900.0
 """Seconds of the phase Abnormal (secondary: Lost, Unknown) after which the job counts as failed: it may come back."""
+CLOCK_SECONDS = 900.0
+"""Most difference between ModelArts' clock and ours: with more, no signature counts."""
 HINTS: Mapping[str, str] = {
     "image": "check the image, its architecture, and that ModelArts' agency may pull it from SWR",
     "auth": HELP["agency"],
@@ -64,8 +66,11 @@ def category_of(code: int, message: str, fault: str = "") -> str:
 def status(account: Account, native_id: str) -> Status:
     """Return the job's status, by one call. A job that is Abnormal for too long is stopped: it may come back."""
     job = account.describe(native_id)
-    since = account.abnormal.get(native_id)
-    lost = since is not None and time.monotonic() - since > ABNORMAL_SECONDS
+    since, stopped = account.abnormal.get(native_id), _stopped(job.get("status") or {})
+    lost = since is not None and (
+        time.monotonic() - since > ABNORMAL_SECONDS
+        or (stopped is not None and time.time() - stopped > ABNORMAL_SECONDS + CLOCK_SECONDS)
+    )
     if lost:
         account.cancel(native_id)
     return status_of(job, lost=lost, url=_url(native_id))
@@ -155,6 +160,19 @@ def _finished(own: Mapping[str, Any]) -> float | None:
     if own.get("start_time"):
         ends.append((int(own["start_time"]) + int(own.get("duration") or 0)) / 1000)
     return max(ends, default=0.0) or None
+
+
+def _stopped(own: Mapping[str, Any]) -> float | None:
+    """Return the time until which the newest start of a job has run, by its seconds of running; None if unknown.
+
+    Whether ``duration`` stands still while the phase is Abnormal is unverified. If not, this time is never long ago.
+    """
+    records: Sequence[Mapping[str, Any]] = own.get("running_records") or ({},)
+    *earlier, last = records
+    if last.get("end_at") or not last.get("start_at"):
+        return float(last.get("end_at") or 0) or None
+    before = sum(float(row.get("end_at") or 0) - float(row.get("start_at") or 0) for row in earlier)
+    return float(last["start_at"]) + max(0.0, int(own.get("duration") or 0) / 1000 - before)
 
 
 def _limit(job: Mapping[str, Any]) -> float | None:

@@ -6,24 +6,17 @@ Its Request holds a batch script, complete with its ``#SBATCH`` lines, as ``sbat
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...provider_api.protocol import Need
-from ...validate import url_scheme
-from .._cloud import ClusterProvider
+from .._cloud import ClusterProvider, shared_store
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
 NAME = "slurm"
-STORE = Need(
-    example="/shared/cloudtrain",
-    find="a folder that every node and this machine see under the same path",
-    stand_in="/missing/shared/folder",
-    shown="/<shared>/<folder>",
-)
+STORE = shared_store("/shared/cloudtrain", "a folder that every node and this machine see under the same path")
 ALIASES = ("sbatch", "srun", "hpc", "submitit", "hyperpod")
 """Other words for the platform, for the hint of an unknown provider."""
 
@@ -73,15 +66,6 @@ class Provider(ClusterProvider):
     Settings: ClassVar[type[Any]] = Settings
     max_poll_s: ClassVar[float] = 10.0
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.schemes = frozenset(map(url_scheme, self.settings.mounts)) or frozenset({"file"})  # type: ignore[misc]
-
-    def without_machines(self, names: Sequence[str]) -> Provider:
-        """Return this provider with the nodes ``names`` added to ``slurm.exclude``."""
-        settings = dataclasses.asdict(self.settings)
-        return Provider(**{**settings, "exclude": ",".join(filter(None, [self.settings.exclude, *names]))})
 
 
 DIFFERENCES = (

@@ -45,15 +45,22 @@ TIMEOUT = 120.0
 """Seconds for one script."""
 LOST = 255
 """Exit code of ssh itself. A login node that is gone, and a refused key, give the same one."""
-_REFUSALS: Sequence[tuple[str, type[errors.CloudtrainError], str]] = (
-    (r"Protocol authentication error|munge|Invalid user id|Access/permission denied", errors.AuthError, "auth"),
-    (r"AssocMax|AssocGrp|QOSMax|QOSGrp|accounting/QOS policy|MaxSubmit", errors.QuotaError, "quota"),
-    (r"Unable to contact|Socket timed out|Connection (re|timed)|Zero Bytes|temporarily un|try again|slow down",
-     errors.LostContactError, ""),
-    (r"not available|Memory specification|Invalid|Requested (partition|reservation|time)|too (long|large)|unrecognized",
-     errors.SpecError, ""),
+_ERRORS: Sequence[tuple[int, str, type[errors.CloudtrainError], str, str]] = (
+    (LOST, "denied|verification failed", errors.AuthError, "ssh {where}: {text}", "ssh"),
+    (LOST, "", errors.LostContactError, "ssh {where}: {text}", "ssh"),
+    (127, "command not found", errors.PlatformError, "there are no tools of Slurm on {where}", "none"),
+    (66, "", errors.NotFoundError, "no job has ever used this folder on {where}", ""),
+    (73, "", errors.StorageError, "", ""),
+    (0, r"Protocol authentication error|munge|Invalid user id|Access/permission denied", errors.AuthError, "", "auth"),
+    (75, "", errors.LostContactError, "", ""),  # a look-up or a release failed, not the request
+    (0, r"AssocMax|AssocGrp|QOSMax|QOSGrp|accounting/QOS policy|MaxSubmit", errors.QuotaError, "", "quota"),
+    (0, r"Unable to contact|Socket timed out|Connection (re|timed)|Zero Bytes|temporarily un|try again|slow down",
+     errors.LostContactError, "", ""),
+    (0, r"not available|Memory specification|Invalid|Requested (partition|reservation|time)|too (long|large)"
+     r"|unrecognized", errors.SpecError, "", ""),
 )  # fmt: skip
-"""Rows of (words of sbatch, error, key of `HELP`); the first match counts. Seen with Slurm 22.05."""
+"""Rows of (exit code, 0 for any; words of the tools; error; message, empty for the words; key of `HELP`). The first
+match counts. Our scripts end with 66, 73 and 75. Words are of Slurm 22.05."""
 OOM = "StepId=[^ ]* exceeded memory limit|Detected [0-9]+ oom.kill event|Exceeded (job|step) memory limit"
 """Words of slurmstepd about a kill for memory, by JobAcctGather and by cgroups. Seen with Slurm 22.05."""
 _PROLOGUE = r"""
@@ -74,10 +81,10 @@ waiting() (  # the ids of the jobs of this name that wait for their release
     set -o pipefail
     squeue -h --me -t PENDING --name "$name" -o "%A %r" | sed -n 's/ JobHeldUser$//p'
 )
-held() {  # whether job $1 waits for its release: "yes", or nothing
+is_held() {  # whether job $1 waits for its release
     local ids
     ids=$(waiting) || exit 75
-    case " ${ids//$'\n'/ } " in *" $1 "*) echo yes ;; esac
+    case " ${ids//$'\n'/ } " in *" $1 "*) ;; *) return 1 ;; esac
 }
 """
 _SUBMIT = r"""
@@ -100,9 +107,7 @@ if [ "$is" ]; then
     if [ -n "$secrets" ]; then
         printf %s "$secrets" >"$base/secrets.$$" && mv "$base/secrets.$$" "$base/secrets" || exit 73
     fi
-    if ! scontrol release "$found"; then
-        is=$(held "$found") && [ -z "$is" ] || exit 75
-    fi
+    scontrol release "$found" || ! is_held "$found" || exit 75
 fi
 echo "$found"
 """
@@ -118,10 +123,10 @@ done
 _FIND = r"""
 [ -d "$base" ] || exit 0
 found=$(lowest) || exit 75
-[ "$found" ] || exit 0
-is=$(held "$found") || exit 75
-[ "$is" ] || echo "$found"
+[ -z "$found" ] || is_held "$found" || echo "$found"
+exit 0
 """
+_TEST = 'out=$(printf %s "$batch" | sbatch --test-only 2>&1) || { echo "$out" >&2; exit 65; }; echo "$out"'
 _DESCRIBE = r"""
 [ -d "$base" ] || exit 66
 for mark in end over cancelled; do
@@ -135,7 +140,7 @@ fi
 case $shown in *JobState=FAILED*|*"Invalid job id"*)  # its steps' kills for memory are in its log alone
     tail -qc 9999 "$base"/*.log 2>/dev/null | grep -aqE "^slurmstepd.*($oom)" && echo "mark oom=" ;;
 esac
-sacct -n -D -P -X -j "$job" -o state,exitcode,start,end 2>/dev/null | sed 's/^/row /'
+sacct -n -D -P -X -j "$job" -o state,exitcode,start,end,nodelist 2>/dev/null | sed 's/^/row /'
 exit 0
 """
 _CANCEL = r"""
@@ -165,14 +170,14 @@ def job_of(native_id: str) -> tuple[str, str]:
     return job, base
 
 
-def error_of(said: str, *, what: str, code: int = 1) -> errors.CloudtrainError:
-    """Return the error for what Slurm's tools, or ssh, wrote to stderr."""
-    text = one_line(said) or f"exit code {code}"
-    message = f"{what}: {text}"
-    for pattern, kind, key in _REFUSALS:
-        if re.search(pattern, text, re.IGNORECASE):
-            return kind(message, hint=HELP.get(key, ""))
-    return errors.PlatformError(message)
+def error_of(said: str, *, what: str, code: int = 1, where: str = "") -> errors.CloudtrainError:
+    """Return the error for what Slurm's tools, or ssh, wrote to stderr. ``where`` is the machine."""
+    text = one_line(said) or ("the connection was cut" if code == LOST else f"exit code {code}")
+    for only, pattern, kind, message, key in _ERRORS:
+        if only in (0, code) and re.search(pattern, text, re.IGNORECASE):
+            hint = HELP.get(key, "").replace("HOST", where)
+            return kind(f"{what}: {message.format(text=text, where=where) or text}", hint=hint)
+    return errors.PlatformError(f"{what}: {text}")
 
 
 class Cluster:
@@ -182,7 +187,7 @@ class Cluster:
     """
 
     def __init__(self, host: str) -> None:
-        self.host = host
+        self.host, self.where = host, host or "this machine"
         self._lock, self._at = threading.Lock(), float("-inf")
         self._lines: dict[str, str] = {}
         self.details: dict[str, tuple[str, Job]] = {}
@@ -192,10 +197,9 @@ class Cluster:
         given = "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
         # A connection that is cut leaves half of a script: a function that is not complete does nothing.
         text = f"main() {{\n{_PROLOGUE}{given}{script}\n}}\nmain </dev/null\nexit $?\n"
-        words = ["/bin/bash", "-s"]
-        if self.host:
-            options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15"]
-            words = ["ssh", "-T", *options, "--", self.host, "/bin/bash -s"]
+        options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15"]
+        ssh = ["ssh", "-T", *options, "--", self.host, "/bin/bash -s"]
+        words = ssh if self.host else ["/bin/bash", "-s"]
         try:
             done = subprocess.run(words, input=text.encode(), capture_output=True, timeout=TIMEOUT, check=False)
         except FileNotFoundError:
@@ -203,30 +207,13 @@ class Cluster:
         except subprocess.TimeoutExpired:
             raise errors.LostContactError(f"{what}: no answer within {TIMEOUT:.0f} s") from None
         if done.returncode:
-            raise self._error(done.returncode, one_line(done.stderr.decode("utf-8", "replace")), what)
+            code = done.returncode if self.host or done.returncode != LOST else 1
+            raise error_of(done.stderr.decode("utf-8", "replace"), what=what, code=code, where=self.where)
         return done.stdout
 
     def ask(self, script: str, *, what: str, **values: str) -> str:
         """Return the output of `run` as text."""
         return self.run(script, what=what, **values).decode("utf-8", "replace")
-
-    def _error(self, code: int, said: str, what: str) -> errors.CloudtrainError:
-        where = self.host or "this machine"
-        if self.host and code == LOST:
-            refused = "denied" in said or "verification failed" in said
-            kind = errors.AuthError if refused else errors.LostContactError
-            hint = HELP["ssh"].replace("HOST", self.host)
-            return kind(f"{what}: ssh {self.host}: {said or 'the connection was cut'}", hint=hint)
-        if code == 127 and "command not found" in said:
-            return errors.PlatformError(f"{what}: there are no tools of Slurm on {where}", hint=HELP["none"])
-        if code == 66:
-            return errors.NotFoundError(f"{what}: no job has ever used this folder on {where}")
-        if code == 73:
-            return errors.StorageError(f"{what}: {said}")
-        error = error_of(said, what=what, code=code)
-        # 75: a look-up or a release failed, not the request.
-        lost = code == 75 and not isinstance(error, (errors.AuthError, errors.LostContactError))
-        return errors.LostContactError(str(error)) if lost else error
 
     def line(self, job: str) -> str:
         """Return the job's line of squeue, at most `SQUEUE_S` old; empty for a job that squeue does not list.
@@ -255,18 +242,27 @@ class Account:
 
     def create(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         """Submit the request, unless it has a job already; return the native id."""
-        known = _names(request)
-        own = self.settings.folder and known["base"].startswith(f"{self.settings.folder}/")
-        values = {"run": request.run if own else "", "secrets": json.dumps(dict(secrets)) if secrets else ""}
-        said = self.cluster.ask(_SUBMIT, what="submit", batch=str(request.body["script"]), **known, **values)
-        if (native := _native(said, known["base"])) is None:
-            raise errors.LostContactError(f"submit: Slurm's answer has no id: {one_line(said)!r}")
+        run = request.run if self.settings.folder else ""
+        values = {"run": run, "secrets": json.dumps(dict(secrets)) if secrets else ""}
+        if (native := self._job(_SUBMIT, request, what="submit", batch=str(request.body["script"]), **values)) is None:
+            raise errors.LostContactError("submit: Slurm's answer has no id")
         return native
 
     def find(self, request: Request) -> str | None:
         """Return the native id of the request's job; None also for a held one, which its next submission releases."""
-        known = _names(request)
-        return _native(self.cluster.ask(_FIND, what="find the job", **known), known["base"])
+        return self._job(_FIND, request, what="find the job")
+
+    def _job(self, script: str, request: Request, *, what: str, **values: str) -> str | None:
+        """Return the native id of the job whose number is the last word of an answer; None if that is no number."""
+        options = request.body["sbatch"]
+        name, base = str(options["job-name"]), str(options["output"]).rpartition("/")[0]
+        job = "".join(self.cluster.ask(script, what=what, name=name, base=base, **values).split()[-1:])
+        return f"{job}:{base}" if job.isdecimal() else None
+
+    def test(self, request: Request) -> str:
+        """Return Slurm's word on the request. It starts nothing, but uses up a job's number."""
+        said = self.cluster.ask(_TEST, what="test the request", batch=str(request.body["script"]))
+        return one_line(said).removeprefix("sbatch: ")
 
     def describe(self, native_id: str) -> Job:
         """Return the job's details as they were when its line of squeue was new."""
@@ -304,11 +300,13 @@ class Account:
         found = {}
         for line in self.cluster.ask("sinfo -h -o '%R|%c|%m|%G'", what="ask for the nodes").splitlines():
             partition, cores, memory, gres = line.split("|", 3)
-            vcpus, size = int(cores.rstrip("+")), int(memory.rstrip("+")) / 1024
             for kind, count in re.findall(r"gpu:(?:([^:,()]+):)?(\d+)", gres) or [("", "0")]:
-                gpu = (kind or "gpu").upper() if count != "0" else ""
-                found[(partition, gpu, count)] = Machine(
-                    instance_type=partition, gpu=gpu, gpu_count=int(count), memory_gib=size, vcpus=vcpus
+                found[partition, kind, count] = Machine(
+                    instance_type=partition,
+                    gpu=(kind or "gpu").upper() if count != "0" else "",
+                    gpu_count=int(count),
+                    memory_gib=int(memory.rstrip("+")) / 1024,
+                    vcpus=int(cores.rstrip("+")),
                 )
         return list(found.values())
 
@@ -316,8 +314,8 @@ class Account:
         """Return the folders of runs in the setting ``folder``, without those of jobs that are not over."""
         if not (folder := self.settings.folder):
             return []
-        lines = self.cluster.ask(_OBJECTS, what="list the runs' folders", folder=folder).splitlines()
-        rows = [line.split("\t") for line in lines]
+        answer = self.cluster.ask(_OBJECTS, what="list the runs' folders", folder=folder)
+        rows = [line.split("\t") for line in answer.splitlines()]
         return [NativeObject(kind="folder", key=key, run=run, created=float(at)) for at, key, run in rows]
 
     def remove(self, found: NativeObject) -> None:
@@ -331,20 +329,8 @@ class Account:
 
 def parsed(text: str) -> Job:
     """Return the job of `_DESCRIBE`'s answer."""
-    fields: dict[str, str] = {}
-    for key, value in re.findall(r" ([\w:]+)=(\S*)", "".join(re.findall("^job( .*)", text, re.MULTILINE)[:1])):
-        fields.setdefault(key, value)  # a tag's text comes after the fields that count
+    shown = "".join(re.findall("^job( .*)", text, re.MULTILINE)[:1])
+    fields = dict(reversed(re.findall(r" ([\w:]+)=(\S*)", shown)))  # a tag's text comes after the fields that count
     rows = [row.split("|") for row in re.findall(r"^row (.*)", text, re.MULTILINE)]
     marks = dict(re.findall("^mark ([a-z]+)=(.*)", text, re.MULTILINE))
-    return Job(fields=fields, rows=[row for row in rows if len(row) == 4], marks=marks)
-
-
-def _names(request: Request) -> dict[str, str]:
-    options = request.body["sbatch"]
-    return {"name": str(options["job-name"]), "base": str(options["output"]).rpartition("/")[0]}
-
-
-def _native(said: str, base: str) -> str | None:
-    """Return the native id of the job whose number is the last word of an answer; None if that is no number."""
-    last = "".join(said.split()[-1:])
-    return f"{last}:{base}" if last.isdecimal() else None
+    return Job(fields=fields, rows=[row for row in rows if len(row) == 5], marks=marks)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import SpecError
 from ...provider_api.checks import Check, ok, skipped, tried
+from .._cloud import check_gpus, check_request
 from . import NAME
 from .request import files_folder
 
@@ -28,7 +29,6 @@ _TOOLS = (
 _FOLDER = (
     'while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done; [ ! -w "$folder" ] || stat -f -c %T "$folder"'
 )
-_TEST = 'out=$(printf %s "$batch" | sbatch --test-only 2>&1) || { echo "$out" >&2; exit 65; }; echo "$out"'
 _RUNTIMES = {"pyxis": "srun --help | grep -e --container-image || true", "apptainer": "apptainer --version || true"}
 
 
@@ -38,10 +38,10 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
     if found.status != "ok":
         return
     yield from tried("partition", lambda: _partition(account))
-    yield from tried("gpus", lambda: _gpus(account))
+    yield from tried("gpus", lambda: check_gpus(account, none="there are none"))
     yield from tried("shared folder", lambda: _folder(account, store))
     yield from tried("container", lambda: _container(account))
-    yield from tried("request", lambda: _request(account, request))
+    yield from tried("request", lambda: check_request(request, account.test))
 
 
 def _tools(account: Account) -> Check:
@@ -49,11 +49,7 @@ def _tools(account: Account) -> Check:
     version, sacct, *_ = text.splitlines()
     known = dict(re.findall(r"^(\w+)\s*= (.*)$", text, re.MULTILINE))
     has = ", ".join(f"{name}={known[name].strip()}" for name in _SHOWN if name in known)
-    return ok("slurm", f"{version} on {_where(account)}, as {account.principal()}; {sacct}; {has}")
-
-
-def _where(account: Account) -> str:
-    return str(account.settings.host or "this machine")
+    return ok("slurm", f"{version} on {account.cluster.where}, as {account.principal()}; {sacct}; {has}")
 
 
 def _partition(account: Account) -> Check:
@@ -70,34 +66,22 @@ def _partition(account: Account) -> Check:
     return ok("partition", "; ".join(said))
 
 
-def _gpus(account: Account) -> Check:
-    found = [f"{item.instance_type}: {item.gpus} a node" for item in account.machines() if item.gpu]
-    return ok("gpus", ", ".join(found) or "there are none")
-
-
 def _folder(account: Account, store: str) -> Check:
     """Check that the folder for Slurm's files of a run can be made, where Slurm's tools run."""
     if not store:
         return skipped("shared folder", "there is no store")
-    path = account.settings.folder or files_folder(account.settings, store, store)
-    found = account.cluster.ask(_FOLDER, what="look at the folder", folder=path).strip()
-    if not found:
-        field = f"{NAME}.folder" if account.settings.folder else "store"
-        raise SpecError(f"{path} cannot be written on {_where(account)}", field=field, hint="choose another folder")
+    own, where = account.settings.folder, account.cluster.where
+    path = own or files_folder(account.settings, store, store)
+    if not (found := account.cluster.ask(_FOLDER, what="look at the folder", folder=path).strip()):
+        field, hint = f"{NAME}.folder" if own else "store", "choose another folder"
+        raise SpecError(f"{path} cannot be written on {where}", field=field, hint=hint)
     return ok("shared folder", f"{path} ({found}); doctor --job looks at the store from a node")
 
 
 def _container(account: Account) -> Check:
-    if (kind := account.settings.container) == "none":
+    kind, where = account.settings.container, account.cluster.where
+    if kind == "none":
         return skipped("container", "nodes run their own Python")
     if not account.cluster.ask(_RUNTIMES[kind], what="look for the container runtime"):
-        raise SpecError(f"{_where(account)} has no {kind}", field=f"{NAME}.container", hint="ask your administrator")
-    return ok("container", f"{_where(account)} has {kind}")
-
-
-def _request(account: Account, request: Request | None) -> Check:
-    """Let Slurm judge the request. It starts nothing, but uses up a job's number."""
-    if request is None:
-        return skipped("request", "there is no plan")
-    said = account.cluster.ask(_TEST, what="test the request", batch=str(request.body["script"]))
-    return ok("request", " ".join(said.split()).removeprefix("sbatch: "))
+        raise SpecError(f"{where} has no {kind}", field=f"{NAME}.container", hint="ask your administrator")
+    return ok("container", f"{where} has {kind}")

@@ -21,10 +21,7 @@ _READ = r"""
 cd "$base" || exit 66
 for file in node-*.log batch.log; do
     [ -f "$file" ] || continue
-    at=0
-    for known in $cursor; do
-        [ "${known%%=*}" != "$file" ] || at=${known##*=}
-    done
+    at="$file=0 $cursor"; at=${at##*"$file="}; at=${at%% *}
     size=$(stat -c %s "$file")
     length=$((size - at)); [ "$length" -lt "$most" ] || length=$most
     [ "$length" -gt 0 ] || continue
@@ -37,28 +34,24 @@ done
 
 def page(account: Account, native_id: str, cursor: Any) -> LogPage:
     """Return whole lines from ``cursor``, the offset in each file by its name."""
-    _, base = job_of(native_id)
     offsets: dict[str, int] = dict(cursor or {})
     known = " ".join(f"{name}={at}" for name, at in offsets.items())
-    data = account.cluster.run(_READ, what="read the log", base=base, cursor=known, most=str(PAGE_BYTES))
+    given = {"base": job_of(native_id)[1], "cursor": known, "most": str(PAGE_BYTES)}
+    data = account.cluster.run(_READ, what="read the log", **given)
     lines: list[LogLine] = []
     more = False
     while data:
         head, _, data = data.partition(b"\n")
-        match = re.fullmatch(rb"file ([a-z0-9.-]+) (\d+)", head)
+        match = re.fullmatch(rb"file ((?:node-(\d+)|batch)\.log) (\d+)", head)
         if match is None:
             raise PlatformError("read the log: an answer without its documented form")
-        name, length = match[1].decode(), int(match[2])
-        node = name[len("node-") : -len(".log")] if name.startswith("node-") else ""  # else the batch script's
+        name, node, length = match[1].decode(), (match[2] or b"").decode(), int(match[3])
         text, data = data[:length], data[length + 1 :]
         more |= length == PAGE_BYTES
-        start = offsets.get(name, 0)
-        whole = text[: text.rfind(b"\n") + 1]
-        if not whole and length == PAGE_BYTES:
-            whole = text  # a line longer than a page comes in parts
-        for line in whole.splitlines(keepends=True):
+        long = text if length == PAGE_BYTES else b""  # a line longer than a page comes in parts
+        offsets.setdefault(name, 0)
+        for line in (text[: text.rfind(b"\n") + 1] or long).splitlines(keepends=True):
             shown = line.decode("utf-8", "replace").rstrip("\r\n")
-            lines.append(LogLine(node=node, text=shown, id=f"{name}:{start}"))
-            start += len(line)
-        offsets[name] = start
+            lines.append(LogLine(node=node, text=shown, id=f"{name}:{offsets[name]}"))
+            offsets[name] += len(line)
     return LogPage(lines=tuple(lines), cursor=offsets, more=more)

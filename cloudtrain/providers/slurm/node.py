@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...errors import SpecError, StorageError
-from ...provider_api.node import NodeEnvironment, Topology
-from .._cloud import FLUSH_PATH, GRACE_PATH, paths_of
+from ...provider_api.node import NodeEnvironment
+from .._cloud import shared_environment, shared_secret
 
 __all__ = ["node_environment", "secret"]
 
@@ -34,28 +31,16 @@ issues 18466 and 20056)."""
 
 def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
     """Return the facts that Slurm gave this node. Raises `SpecError` outside of a step."""
-    paths = paths_of(argv)
-    grace, secrets = float(paths.pop(GRACE_PATH, GRACE)), paths.pop(SECRETS_PATH, "")
-    flush = float(paths.pop(FLUSH_PATH, NodeEnvironment.flush_seconds))
-    try:
-        nodes, rank = int(environ["SLURM_NNODES"]), int(environ["SLURM_NODEID"])
-    except (KeyError, ValueError):
-        raise SpecError("is not set: this is no task of srun", field="SLURM_NODEID") from None
-    address = environ.get("SLURM_LAUNCH_NODE_IPADDR") or "127.0.0.1"
-    cores = environ.get("SLURM_CPUS_ON_NODE", "")
+    address, port = environ.get("SLURM_LAUNCH_NODE_IPADDR") or "127.0.0.1", int(environ.get(PORT) or DEFAULT_PORT)
+    names, peers = ("SLURM_NNODES", "SLURM_NODEID"), {"master_addr": address, "master_port": port}
+    shared = shared_environment(environ, argv, names=names, what="task of srun", grace=GRACE, **peers)
+    here = address == "::1" or address.startswith("127.")  # all nodes are on one machine, whose name need not resolve
+    secrets, cores = shared["paths"].pop(SECRETS_PATH, ""), environ.get("SLURM_CPUS_ON_NODE", "")
     return NodeEnvironment(
-        topology=Topology(
-            nodes=nodes,
-            node_rank=rank,
-            master_addr=address,
-            master_port=int(environ.get(PORT) or DEFAULT_PORT),
-        ),
-        paths=paths,
+        **shared,
         scratch=tuple(filter(None, (environ.get("SLURM_TMPDIR"), environ.get("TMPDIR"), "/tmp"))),
-        export_env=_interface(environ, address),
+        export_env={"GLOO_SOCKET_IFNAME": "lo"} if here and "GLOO_SOCKET_IFNAME" not in environ else {},
         hidden_env=HIDDEN,
-        stop_grace=grace,
-        flush_seconds=flush,
         exit_code={"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": LOST},
         secrets=lambda reference: secret(reference.partition(":")[2], secrets),
         cpus=int(cores) if cores.isdecimal() else None,
@@ -65,20 +50,6 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
     )
 
 
-def _interface(environ: Mapping[str, str], address: str) -> dict[str, str]:
-    """Return gloo's interface if all nodes are on this machine: their names need not resolve."""
-    try:
-        loopback = ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        loopback = False
-    return {"GLOO_SOCKET_IFNAME": "lo"} if loopback and "GLOO_SOCKET_IFNAME" not in environ else {}
-
-
 def secret(name: str, file: str) -> str:
-    """Return the value of the submitter's variable ``name``. Raises `StorageError`, never with a value."""
-    try:
-        values = json.loads(Path(file).read_bytes())
-        return str(values[name])
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        why = os.strerror(exc.errno) if isinstance(exc, OSError) and exc.errno else "it lacks this value"
-        raise StorageError(f"secret env:{name} cannot be read from {file}: {why}") from None
+    """Return the value of the submitter's variable ``name``."""
+    return shared_secret(name, Path(file), lambda data: str(json.loads(data)[name]), lacks="it lacks this value")

@@ -5,39 +5,32 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
 from ...job.job import job_name, run_tag
 from ...job.options import merge_options
-from ...provider_api.limits import checked_prices, hard_limit
-from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
+from ...provider_api.limits import checked_prices
+from ...provider_api.protocol import Layout, Request, check_inputs, check_needs
 from ...validate import choice_of, table_of, text_of, texts_of, url_scheme, whole_number
-from .._cloud import (
-    GRACE_PATH,
-    bucket_url,
-    check_lines,
-    check_shared,
-    check_tags,
-    digest_of,
-    shared_arguments,
-)
+from .._cloud import Planned, bucket_url, check_shared, check_tags, digest_of, shared_arguments, shared_path
 from . import NAME, STORE, Provider
 from .node import SECRETS_PATH
-from .script import script_of
+from .script import SRUN, script_of
 from .validate import check_body, check_options
 
 if TYPE_CHECKING:
     from ...job.job import Gpu, Job
     from . import Settings
 
-__all__ = ["OWNED", "checked", "files_folder", "node_path", "plan", "shown_url"]
+__all__ = ["OWNED", "checked", "files_folder", "mounts", "node_path", "plan"]
 
 CONTAINERS = ("none", "pyxis", "apptainer")
 _PASSED = ("partition", "account", "qos", "reservation", "nodelist", "exclude")
 """Settings that are options of sbatch as they are."""
-_TEXTS = ("host", *_PASSED, "constraint", "mem", "python", "folder")
 _OURS = (
     *("job-name", "output", "error", "open-mode", "input", "chdir", "export", "export-file", "comment", "constraint"),
     *("nodes", "ntasks", "ntasks-per-node", "time", "time-min", "requeue", "signal", "gpus", "gpus-per-node"),
@@ -55,7 +48,6 @@ _BAD_PATH = re.compile(r'[\x00-\x1f\x7f"\\%]')
 
 def checked(settings: Settings) -> Settings:
     """Return ``settings``, checked. Raises `SpecError`."""
-    check_lines(settings, _TEXTS, NAME)
     if settings.host.startswith("-"):
         raise SpecError(f"{settings.host!r} is not a host's name", field=f"{NAME}.host")
     text_of(settings.python, f"{NAME}.python")
@@ -66,25 +58,21 @@ def checked(settings: Settings) -> Settings:
         raise SpecError(f"must be at least {LEAST_PART} s, or 0", field=f"{NAME}.max_time")
     types = table_of(settings.gres_type, f"{NAME}.gres_type")
     texts_of(tuple(types.values()), f"{NAME}.gres_type", empty=True)
-    check_options(settings.extra, f"{NAME}.extra")
-    for name in settings.extra:
-        if name in _OURS:
-            raise SpecError("a job's field or another setting sets it", field=f"{NAME}.extra.{name}")
-    mounts = table_of(settings.mounts, f"{NAME}.mounts")
+    check_options(settings.extra, f"{NAME}.extra", owned=_OURS)
     return dataclasses.replace(
         settings,
         setup=texts_of(settings.setup, f"{NAME}.setup", empty=True),
         extra=dict(settings.extra),
         gres_type=types,
-        folder=_folder(settings.folder, f"{NAME}.folder") if settings.folder else "",
-        mounts=dict(_mount(url, folder, f"{NAME}.mounts.{url}") for url, folder in mounts.items()),
+        folder=settings.folder and _folder(settings.folder, f"{NAME}.folder"),
+        mounts=dict(_mount(*pair, f"{NAME}.mounts") for pair in table_of(settings.mounts, f"{NAME}.mounts").items()),
         prices=checked_prices(settings.prices, NAME),
     )
 
 
-def _mount(url: str, folder: Any, field: str) -> tuple[str, str]:
+def _mount(url: str, folder: Any, table: str) -> tuple[str, str]:
     """Return a bucket's URL, or a folder's, and the nodes' folder that shows it, without slashes at their ends."""
-    path = url.removeprefix("file://")
+    path, field = url.removeprefix("file://"), f"{table}.{url}"
     return f"file://{_folder(path, field)}" if path.startswith("/") else bucket_url(url, field), _folder(folder, field)
 
 
@@ -95,34 +83,23 @@ def _folder(path: Any, field: str) -> str:
     return path.rstrip("/")
 
 
-def _shown(settings: Settings) -> list[tuple[str, str]]:
-    """Return the mounts, longest first, and the place of a plan without a store. Without mounts nodes see all paths."""
-    mounts = {**(settings.mounts or {"file://": ""}), f"file://{STORE.stand_in}": STORE.stand_in}
-    return sorted(mounts.items(), key=lambda pair: -len(pair[0]))
+def mounts(settings: Settings) -> Mapping[str, str]:
+    """Return the nodes' folders by the URL that they show. Without the setting, nodes see this machine's paths."""
+    return settings.mounts or {"file://": ""}
 
 
 def node_path(settings: Settings, url: str, field: str) -> str:
     """Return the nodes' path of ``url``. Raises `UnsupportedError` for a URL that is on none of their mounts."""
-    for shown, folder in _shown(settings):
-        if f"{url}/".startswith(f"{shown}/"):
-            path = folder + url.removeprefix(shown)
-            if bad := _BAD_PATH.search(path):
-                raise UnsupportedError(NAME, field, f"its path holds {bad[0]!r}: rename it")
-            return path
+    if (path := shared_path(mounts(settings), url)) is not None:
+        if bad := _BAD_PATH.search(path):
+            raise UnsupportedError(NAME, field, f"its path holds {bad[0]!r}: rename it")
+        return path
     hint = f"choose {STORE.find}"
     if url_scheme(url) in Provider.schemes:
         place = url.removeprefix("file://") if url.startswith("file:") else "/".join(url.split("/")[:3])
         there = place if place.startswith("/") else "/mnt/bucket"
         hint = f'if the nodes have it mounted, say where: [{NAME}.mounts] "{place}" = "{there}"'
     raise UnsupportedError(NAME, field, f"its nodes do not see {url}", hint=hint)
-
-
-def shown_url(settings: Settings, path: str) -> str:
-    """Return the URL that nodes see at ``path``: the inverse of `node_path`."""
-    for shown, folder in sorted(_shown(settings), key=lambda pair: -len(pair[1])):
-        if f"{path}/".startswith(f"{folder}/"):
-            return shown + path.removeprefix(folder)
-    return f"file://{path}"
 
 
 def files_folder(settings: Settings, store: str, native: str) -> str:
@@ -150,63 +127,46 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     path(layout.store, "store")
     check_inputs(Provider, layout.inputs)
     _refuse(settings, job)
-    gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
-    name = settings.partition or "node"
-    seconds, notes = hard_limit(job, NAME, lambda _: [name], gpu_index=gpu_index, own=settings.prices)
+    planned = Planned.of(NAME, settings, job, layout, attempt, gpu_index, machine=settings.partition or "node")
     base = f"{files_folder(settings, layout.store, layout.native)}/{NAME}-{attempt}-{gpu_index}"
-    own = {GRACE_PATH: str(settings.stop_grace), **({SECRETS_PATH: f"{base}/secrets"} if job.secrets else {})}
-    words = shared_arguments(layout, attempt, path, own)
-    minutes, limit = _times(settings, seconds)
-    options = _options(settings, job, layout, gpu, minutes=minutes, base=base)
-    if minutes * 60 < seconds:
+    words = shared_arguments(planned, path, {SECRETS_PATH: f"{base}/secrets"} if job.secrets else {})
+    minutes, limit = _times(settings, planned.seconds)
+    options = _options(planned, minutes=minutes, base=base)
+    if minutes * 60 < planned.seconds:
         options["signal"] = f"TERM@{max(NOTICE, settings.stop_grace)}"
-        notes.append(f"a job has {minutes} min here (slurm.max_time), so Slurm runs this one in parts")
+        planned.notes.append(f"a job has {minutes} min here (slurm.max_time), so Slurm runs this one in parts")
     if not (job.resources.cpus or settings.cpus_per_task or "exclusive" in settings.extra):
-        notes.append("the job asks for no cores, so Slurm's default holds, often 1 a node: set --cpus")
-    body: dict[str, Any] = {"sbatch": options, "limit_s": seconds, "command": [settings.python, *words]}
-    if job.image:
-        body["image"] = job.image
+        planned.notes.append("the job asks for no cores, so Slurm's default holds, often 1 a node: set --cpus")
+    body: dict[str, Any] = {"sbatch": options, "limit_s": planned.seconds, "command": [settings.python, *words]}
+    body |= {"image": job.image} if job.image else {}
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
     check_body(body)
     # A run's id may return for another job after its records are gone, so the name has a digest of the request.
     unique = f"{job_name(layout.run, attempt, gpu_index)}-{digest_of(body)}"
     body["sbatch"] = {"job-name": unique, **body["sbatch"]}
     srun, front = body["container"] = _container(settings, job, layout)
-    script = script_of(
-        body["sbatch"],
-        setup=settings.setup,
-        srun=srun,
-        command=[*front, *body["command"]],
-        values={
-            "base": base,
-            "live": path(layout.live, "store"),
-            "limit": limit,
-            "grace": settings.stop_grace,
-            "k": attempt,
-        },
-    )
-    return Request(
-        provider=NAME,
-        operation="sbatch",
-        body={**body, "script": script},
-        context=context_of(NAME, job, layout, processes=job.resources.processes(gpu_index)),
-        run=layout.run,
-        attempt=attempt,
-        gpu_index=gpu_index,
-        instance_types=(name,) if settings.prices else (),
-        notes=tuple(notes),
-    )
+    parts = {"srun": shlex.join([*SRUN, *srun]), "command": shlex.join([*front, *body["command"]])}
+    values = {
+        "base": base,
+        "live": path(layout.live, "store"),
+        "limit": limit,
+        "grace": settings.stop_grace,
+        "k": attempt,
+    }
+    script = script_of(body["sbatch"], {**parts, "setup": "\n".join(settings.setup)}, values)
+    return planned.request("sbatch", {**body, "script": script})
 
 
 def _refuse(settings: Settings, job: Job) -> None:
-    if job.resources.shm_gb:
-        raise UnsupportedError(NAME, "resources.shm_gb", "a step of Slurm uses the machine's own /dev/shm")
-    if job.resources.spot:
-        why = "a cluster sells no spot machines; set slurm.partition or slurm.qos to one that can be preempted"
-        raise UnsupportedError(NAME, "resources.spot", why)
-    if job.image and settings.container == "none":
-        why = "its nodes run their own Python; set slurm.container to pyxis or apptainer"
-        raise UnsupportedError(NAME, "image", why)
+    spot = "a cluster sells no spot machines; set slurm.partition or slurm.qos to one that can be preempted"
+    image = "its nodes run their own Python; set slurm.container to pyxis or apptainer"
+    for field, given, why in (
+        ("resources.shm_gb", job.resources.shm_gb, "a step of Slurm uses the machine's own /dev/shm"),
+        ("resources.spot", job.resources.spot, spot),
+        ("image", job.image and settings.container == "none", image),
+    ):
+        if given:
+            raise UnsupportedError(NAME, field, why)
     if settings.container != "none" and not job.image:
         raise SpecError(f"is not set, and slurm.container is {settings.container}", field="image")
     how = "the value travels in a file that only you can read, in the run's folder"
@@ -218,21 +178,16 @@ def _times(settings: Settings, seconds: int) -> tuple[int, int]:
 
     Slurm counts each start by itself, so the script adds them up. It ends the job early enough for the grace.
     """
-    minutes, grace = -(-seconds // 60), settings.stop_grace
     if settings.max_time and seconds > settings.max_time:
         return settings.max_time // 60, seconds
-    if seconds < 3600:  # a partition's limit is hours, and may be exactly the job's
-        minutes = -(-(seconds + grace) // 60)
-    return minutes, max(1, min(seconds, minutes * 60 - grace))
+    # A partition's limit is hours, and may be exactly the job's: only short jobs get the grace in addition.
+    minutes = -(-(seconds + (settings.stop_grace if seconds < 3600 else 0)) // 60)
+    return minutes, max(1, min(seconds, minutes * 60 - settings.stop_grace))
 
 
-def _options(
-    settings: Settings, job: Job, layout: Layout, gpu: Gpu | None, *, minutes: int, base: str
-) -> dict[str, Any]:
+def _options(planned: Planned, *, minutes: int, base: str) -> dict[str, Any]:
     """Return the options of sbatch, by their long names."""
-    wanted = job.resources
-    features = "&".join(filter(None, (settings.constraint, wanted.instance_type)))
-    cores = wanted.cpus or settings.cpus_per_task
+    settings, wanted = planned.settings, planned.job.resources
     options: dict[str, Any] = {
         "output": f"{base}/batch.log",
         "open-mode": "append",
@@ -241,11 +196,11 @@ def _options(
         "nodes": wanted.instance_count,
         "ntasks-per-node": 1,
         "time": minutes,
-        "comment": _comment(job, layout),
+        "comment": _comment(planned.job, planned.layout),
         **{name: getattr(settings, name) for name in _PASSED},
-        "constraint": features,
-        "gpus-per-node": _gpus(settings, gpu) if gpu is not None else "",
-        "cpus-per-task": cores,
+        "constraint": "&".join(filter(None, (settings.constraint, wanted.instance_type))),
+        "gpus-per-node": _gpus(settings, planned.gpu) if planned.gpu is not None else "",
+        "cpus-per-task": wanted.cpus or settings.cpus_per_task,
         "mem": f"{wanted.memory_gb}G" if wanted.memory_gb else settings.mem,
         "tmp": f"{wanted.disk_gb}G" if wanted.disk_gb else "",
         **settings.extra,
@@ -284,8 +239,7 @@ def _container(settings: Settings, job: Job, layout: Layout) -> list[list[str]]:
     for folder in sorted(folders):
         if re.search("[,:]", folder):
             raise UnsupportedError(NAME, "image", f"a container's mounts cannot name {folder}: rename it")
-    mounts = ",".join(f"{folder}:{folder}" for folder in sorted(folders))
+    bound = ",".join(f"{folder}:{folder}" for folder in sorted(folders))
     if settings.container == "pyxis":
-        return [[f"--container-image={job.image}", f"--container-mounts={mounts}", "--no-container-mount-home"], []]
-    gpu = ["--nv"] if job.resources.gpu else []
-    return [[], ["apptainer", "exec", *gpu, "--bind", mounts, str(job.image)]]
+        return [[f"--container-image={job.image}", f"--container-mounts={bound}", "--no-container-mount-home"], []]
+    return [[], ["apptainer", "exec", *(["--nv"] if job.resources.gpu else []), "--bind", bound, str(job.image)]]

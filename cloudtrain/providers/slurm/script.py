@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from .node import AGAIN, ATTEMPT, PORT, TIME_UP
 
-__all__ = ["script_of"]
+__all__ = ["SRUN", "script_of"]
 
 SRUN = ("--kill-on-bad-exit=0", "--wait=600", "--mpi=none", "--export=ALL", "--open-mode=append")
 
@@ -85,23 +85,14 @@ exit "$code"
 """
 
 
-def script_of(
-    sbatch: Mapping[str, Any],
-    *,
-    setup: Sequence[str],
-    srun: Sequence[str],
-    command: Sequence[str],
-    values: Mapping[str, object],
-) -> str:
+def script_of(sbatch: Mapping[str, Any], parts: Mapping[str, str], values: Mapping[str, object]) -> str:
     """Return the text of the script, which ``sbatch`` takes as a file or on its standard input.
 
-    ``sbatch`` and ``srun`` are options, ``setup`` lines of bash, ``command`` what each node runs. ``values`` fill in
-    the first lines.
+    ``sbatch`` are options, ``parts`` are lines and words of bash, and ``values`` fill in the first lines.
     """
     head = "\n".join(["#!/bin/bash", *(_option(name, value) for name, value in sbatch.items())])
-    words = {name: shlex.quote(str(value)) for name, value in values.items()}
+    words = {**parts, **{name: shlex.quote(str(value)) for name, value in values.items()}}
     words |= {"port": PORT, "attempt": ATTEMPT, "again": str(AGAIN), "time_up": str(TIME_UP)}
-    words |= {"setup": "\n".join(setup), "srun": shlex.join([*SRUN, *srun]), "command": shlex.join(command)}
     return head + re.sub(r"@([a-z_]+)\b", lambda match: words[match[1]], _SCRIPT)
 
 

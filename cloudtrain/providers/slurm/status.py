@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...errors import NotFoundError
@@ -74,55 +74,54 @@ def status_of(native_id: str, job: Job) -> Status:
     k = re.sub(r".*-(\d+)-\d+$", r"\1", base)
     if not job.fields and not job.rows:
         return _forgotten(number, job.marks)
-    fields, rows = job.fields, job.rows
-    last = rows[-1] if rows else ("", "", "", "")
-    native = fields.get("JobState") or last[0].split(" ")[0]
-    exit_code = fields.get("ExitCode") or last[1]
+    rows = job.rows
+    last = zip(("JobState", "ExitCode", "StartTime", "EndTime", "NodeList"), rows[-1], strict=True) if rows else ()
+    fields = {**dict(last), **job.fields}
+    native, state, category, reason = _state(fields, oom="oom" in job.marks)
+    pending, final = state == "pending", state not in ("pending", "running")
+    began = None if pending else _time(fields.get("StartTime", ""))
+    ended = _time(fields.get("EndTime", "")) if final else None
     restarts = int(fields.get("Restarts") or max(0, len(rows) - 1))
-    start, end = _time(fields.get("StartTime") or last[2]), _time(fields.get("EndTime") or last[3])
-    state, category, reason = _state(native, exit_code, fields, oom="oom" in job.marks)
-    final = state not in ("pending", "running")
+    earlier = itertools.zip_longest(range(restarts), rows[:restarts])
+    attempts = [_attempt(f"{k}.{restart}", row) for restart, row in earlier]
+    machine = _lost(category, fields.get("NodeList", ""))
     return Status(
         state=state,
         native=native,
         reason=hinted(reason, HINTS.get(category)) if category != "capacity" or final else reason,
         category=category,
-        attempts=_attempts(k, restarts, rows, start=start if state != "pending" else None, end=end if final else None),
-        started=None if state == "pending" else _time(rows[0][2]) if len(rows) > 1 and _time(rows[0][2]) else start,
-        finished=end if final else None,
+        attempts=(*attempts, AttemptInfo(number=f"{k}.{restarts}", started=began, ended=ended, machine=machine)),
+        started=attempts[0].started or began if attempts and not pending else began,
+        finished=ended,
         instance_type=fields.get("Partition", ""),
     )
 
 
-def _state(native: str, exit_code: str, fields: Mapping[str, str], *, oom: bool) -> tuple[str, str, str]:
-    """Return (state, category, reason). ``oom``: Slurm's log of the job has a kill for its memory."""
-    why = fields.get("Reason", "").replace("None", "")
+def _state(fields: Mapping[str, str], *, oom: bool) -> tuple[str, str, str, str]:
+    """Return (Slurm's state, ours, category, reason). ``oom``: Slurm's log of the job has a kill for its memory."""
+    native, why = fields.get("JobState", "").partition(" ")[0], fields.get("Reason", "").replace("None", "")
     if native in PENDING:
         if why == "JobHeldUser":
-            return "pending", "", "it is held: submit it again with the same run id, or run scontrol release"
+            return native, "pending", "", "it is held: submit it again with the same run id, or run scontrol release"
         if native == "REQUEUE_HOLD" or why in ("JobHeldAdmin", "job_requeued_in_held_state"):
-            return "pending", "", f"Slurm holds it ({why or native}): ask your administrator"
-        return "pending", first_match(_REASONS, why, ""), f"{native}: {why}" if why else native
+            return native, "pending", "", f"Slurm holds it ({why or native}): ask your administrator"
+        return native, "pending", first_match(_REASONS, why, ""), f"{native}: {why}" if why else native
     if native not in FINAL and native != "REVOKED":
-        return "running", "", "stopping" if native in ("COMPLETING", "STOPPED", "SIGNALING") else ""
-    category, reason = category_of("OUT_OF_MEMORY" if oom and native == "FAILED" else native, exit_code)
+        return native, "running", "", "stopping" if native in ("COMPLETING", "STOPPED", "SIGNALING") else ""
+    end = "OUT_OF_MEMORY" if oom and native == "FAILED" else native
+    category, reason = category_of(end, fields.get("ExitCode", ""))
     if category == "oom":
         for name, of in (("MinMemoryNode", "node"), ("MinMemoryCPU", "core")):
             reason += f", {fields[name]} a {of}" if name in fields else ""
-    return {"COMPLETED": "succeeded", "CANCELLED": "cancelled"}.get(native, "failed"), category, reason
+    return native, {"COMPLETED": "succeeded", "CANCELLED": "cancelled"}.get(native, "failed"), category, reason
 
 
-def _attempts(
-    k: str, restarts: int, rows: Sequence[Sequence[str]], *, start: float | None, end: float | None
-) -> tuple[AttemptInfo, ...]:
-    """Return a row for each start of Slurm. sacct, if there is one, knows the ends of those before the last."""
-    found = [AttemptInfo(number=f"{k}.{restart}") for restart in range(restarts + 1)]
-    for number, row in enumerate(rows[:restarts]):
-        category, reason = category_of(row[0].split(" ")[0], row[1])
-        times = _time(row[2]), _time(row[3])
-        found[number] = replace(found[number], category=category, reason=reason, started=times[0], ended=times[1])
-    found[-1] = replace(found[-1], started=start, ended=end)
-    return tuple(found)
+def _attempt(number: str, row: Sequence[str] | None) -> AttemptInfo:
+    """Return a start before the last one. Its ``row`` is of sacct, if there is one, which knows its end."""
+    state, exit_code, began, ended, nodes = row or [""] * 5
+    category, reason = category_of(state.partition(" ")[0], exit_code) if row else ("", "")
+    times = {"started": _time(began), "ended": _time(ended)}
+    return AttemptInfo(number=number, category=category, reason=reason, machine=_lost(category, nodes), **times)
 
 
 def _forgotten(number: str, marks: Mapping[str, str]) -> Status:
@@ -131,8 +130,13 @@ def _forgotten(number: str, marks: Mapping[str, str]) -> Status:
         raise NotFoundError(f"Slurm no longer knows job {number}, and its script has recorded no end")
     end = marks.get("end")
     native = "CANCELLED" if end is None else "COMPLETED" if end == "0" else "FAILED"
-    state, category, reason = _state(native, f"{end}:0", {}, oom="oom" in marks)
+    _, state, category, reason = _state({"JobState": native, "ExitCode": f"{end}:0"}, oom="oom" in marks)
     return Status(state=state, category=category, native="gone", reason=reason)
+
+
+def _lost(category: str, nodes: str) -> str:
+    """Return the machine of a job that the cluster lost; empty for a NodeList of several, ``n[1-2]``, or of none."""
+    return nodes if category == "infra" and re.fullmatch(r"[\w.-]+", nodes) else ""
 
 
 def _time(text: str) -> float | None:

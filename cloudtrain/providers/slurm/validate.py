@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import SpecError
@@ -24,8 +24,8 @@ def check_body(body: Mapping[str, Any]) -> None:
     check_options(body["sbatch"], "options.slurm.sbatch")
 
 
-def check_options(options: Any, where: str) -> None:
-    """Raise `SpecError` for an option that is unknown, that cloudtrain cannot do with, or whose value is no text."""
+def check_options(options: Any, where: str, *, owned: Sequence[str] = ()) -> None:
+    """Raise `SpecError` for an option that is unknown or ``owned``, that cloudtrain cannot do with, or is no text."""
     if not isinstance(options, Mapping):
         raise SpecError(f"must be a table of options of sbatch, not {options!r}", field=where)
     for name, value in options.items():
@@ -33,6 +33,7 @@ def check_options(options: Any, where: str) -> None:
             raise SpecError("is not the long name of an option of sbatch", field=f"{where}.{name}")
         if name in UNUSABLE:
             raise SpecError("would make another job than the run's", field=f"{where}.{name}")
-        number = isinstance(value, int) and value is not False
-        if not number and not (isinstance(value, str) and not re.search(r"[\x00-\x1f\x7f]", value)):
+        if name in owned:
+            raise SpecError("a job's field or another setting sets it", field=f"{where}.{name}")
+        if value is False or not isinstance(value, (int, str)) or re.search(r"[\x00-\x1f\x7f]", str(value)):
             raise SpecError(f"must be text, a number or true, not {value!r}", field=f"{where}.{name}")

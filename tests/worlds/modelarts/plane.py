@@ -162,6 +162,8 @@ class Plane(Platform):
         names = [row["value"][0] for row in wanted.get("filters") or () if row["key"] == "name"]
         with self._lock:
             rows = [job for job in self.jobs.values() if time.time() - job.created >= self.list_lag]
+        where = wanted.get("workspace_id", "0")
+        rows = [job for job in rows if job.body["metadata"].get("workspace_id", "0") == where]
         rows = [job for job in rows if all(name in job.body["metadata"]["name"] for name in names)]
         rows.sort(key=lambda job: job.created, reverse=wanted.get("order", "desc") == "desc")
         items = [job.described() for job in rows[page * limit : (page + 1) * limit]]
