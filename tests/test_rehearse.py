@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import ipaddress
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import Done, Jobs
+from runtime.test_webhook import Hook
 
+from cloudtrain.engine.docker_api import connect
 from cloudtrain.engine.fault_injection import Injection, InjectionPlan
 from cloudtrain.engine.node_folders import NodeFolders
 from cloudtrain.engine.rehearse import plan_rehearsal
@@ -27,6 +31,7 @@ from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, 
 from cloudtrain.provider_api.registry import find_provider, provider_names
 from cloudtrain.providers._rehearsal import DIRECT, EVERYWHERE, SECRETS
 from cloudtrain.runs.submit import Plan, make_plan
+from cloudtrain.runtime.node_check import address_towards
 from cloudtrain.settings.settings import Settings
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 
@@ -558,18 +563,33 @@ def _attempts(result: Mapping[str, Any]) -> list[tuple[str, str | None, str, boo
     return [(a["number"], a["category"], a["resumed_from"], a["lost"] is not None) for a in result["attempts"]]
 
 
+@pytest.fixture
+def hook() -> Iterator[Hook]:
+    """A webhook at an address of this machine that every container can reach."""
+    (bridge,) = connect().inspect_network("bridge")["IPAM"]["Config"]
+    with Hook(address_towards(str(ipaddress.ip_network(bridge["Subnet"])[-2]))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
 @pytest.mark.docker
 @pytest.mark.slow
 @pytest.mark.parametrize("rehearsals", ["py313", pytest.param("torch", marks=pytest.mark.proof)], indirect=True)
-def test_sagemaker_loses_a_machine(rehearsals: Rehearsals) -> None:
-    """Each node has its own copy of the checkpoints, which come down again with the service's restart."""
-    flags = ["--kill", "node=1,after=checkpoint", "--", "--held"]
+def test_sagemaker_loses_a_machine(rehearsals: Rehearsals, hook: Hook) -> None:
+    """Each node has its own copy of the checkpoints, which come down again with the service's restart.
+
+    Node 0 posts the end of each start to the webhook.
+    """
+    flags = ["--webhook", hook.url, "--kill", "node=1,after=checkpoint", "--", "--held"]
     if not rehearsals.image.endswith(":torch"):  # importing torch takes both cores for seconds, in each of four starts
         flags = ["--launcher", "python", *flags, "--alone"]
     done = rehearsals.run("sagemaker", *flags, data="s3://data-bucket/rows/")
     assert done.code == 0, done.err
     assert _attempts(done.json) == [("0.0", "infra", "", True), ("0.1", None, "step-10", False)]
     assert "node 1 was lost" in done.json["attempts"][0]["reason"]
+    posts = [(body["attempt"], body["state"], body["over"]) for _, _, body in hook.posts]
+    assert posts == [("0.0", "failed", False), ("0.1", "succeeded", True)]
     assert done.json["provider"] == "rehearsal"
     hosts = [rehearsals.seen(rank)["SM_CURRENT_HOST"] for rank in (0, 1)]
     assert hosts == ["algo-1", "algo-2"]

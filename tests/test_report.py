@@ -22,11 +22,11 @@ from test_run import PENDING, ROOT_CAUSE, RUNNING, SUCCEEDED, T0, World, failed,
 from cloudtrain import cli
 from cloudtrain.errors import NotFoundError, SpecError
 from cloudtrain.provider_api.protocol import AttemptInfo, Status
+from cloudtrain.report import live_data as seen_module
 from cloudtrain.report.curves import curves, means, number, spread, ticks
+from cloudtrain.report.live_data import LiveRunReader
 from cloudtrain.report.markup import COLUMNS, HEIGHT, LEFT, RIGHT, WIDTH, quantity, short, tag
 from cloudtrain.report.report import HIDDEN, report, shareable
-from cloudtrain.runs import live_data as seen_module
-from cloudtrain.runs.live_data import LiveRunReader
 from cloudtrain.runs.run import Run
 from cloudtrain.storage.files import files
 from cloudtrain.storage.local_disk import walk

@@ -36,7 +36,7 @@ from cloudtrain import cli
 from cloudtrain.cli.watch import Measured, Picture, Watch, fair, follow, on_terminal, screen, sparkline
 from cloudtrain.errors import LostContactError, StorageError
 from cloudtrain.provider_api.protocol import AttemptInfo, Status
-from cloudtrain.runs.live_data import LiveRunReader, NodeData
+from cloudtrain.report.live_data import LiveRunReader, NodeData
 from cloudtrain.runs.log_order import Line
 
 CLI = [sys.executable, "-m", "cloudtrain"]

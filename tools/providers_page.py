@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from cloudtrain.errors import EXIT_CODES
-from cloudtrain.provider_api.protocol import Provider
+from cloudtrain.provider_api.protocol import Provider, extras_of_type
 from cloudtrain.provider_api.registry import find_provider, provider_names
 from cloudtrain.testing.tables import (
     CASES,
@@ -39,8 +39,8 @@ _INTRO = """# Providers
 What each provider does with each field of a Job. **request**: a change of the field changes the native request;
 **script**: it changes context.json, from which the node starts the script, and the contract suite has seen the script
 see it; **refused**: `plan` ends with exit code 2 and one line that names the field and says why; **always so**: the
-platform does so for every job, and `plan` says so in a note. There is no other way: a test fails for a field that is
-silently ignored, and for one that has no row here.
+platform does so for every job, and `plan` says so in a note; **with** a setting: refused without it. There is no other
+way: a test fails for a field that is silently ignored, and for one that has no row here.
 """
 _ENDS = """
 ## How a run can end
@@ -100,13 +100,16 @@ def _column(provider: type[Provider], folder: Path, notes: list[str]) -> dict[st
     sample = Sample.of(provider)
     store = sample.store or (folder / "store").as_uri()
     place = Place(folder, store=store, provider=provider.name, secret=sample.secret)
-    platform, made = platform_rows(provider), provider(**sample.settings)
+    platform, made, extras = platform_rows(provider), provider(**sample.settings), extras_of_type(provider)
+    warm = provider(**{**sample.settings, extras.warm_setting: "warm"}) if extras.warm_setting else None
 
     def cell(name: str, rows: Sequence[Row]) -> str:
         reached: set[str] = set()
         for row in rows:
             parts, refused = verdict(made, place, row, sample.job)
             if refused is not None:
+                if name == "keep_warm" and warm and verdict(warm, place, row, sample.job)[1] is None:
+                    return f"with `{extras.warm_setting}`"
                 if refused.why not in notes:
                     notes.append(refused.why)
                 return f"refused ({notes.index(refused.why) + 1})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -17,6 +17,9 @@ from .runs import Json, Ours, Since, seconds_of
 
 __all__ = ["budget", "cost"]
 
+USE = ("cost", "gpu_hours", "attempts", "tag.sweep")
+"""Columns of `list_page` with what a run has used, in addition to the column that groups."""
+
 
 def cost(
     *,
@@ -28,7 +31,6 @@ def cost(
 ) -> int:
     """Sum what runs have used, their attempts and the trials of sweeps included."""
     from ..runs.listing import Wanted, list_page
-    from ..runs.spend import COLUMNS, spend
 
     age, settings, column = seconds_of(since, "since"), at.settings(), f"tag.{by}" if by else ""
     page = list_page(
@@ -36,13 +38,41 @@ def cost(
         settings,
         limit=None,
         since=None if age is None else time.time() - age,
-        wanted=Wanted(columns=list(filter(None, [*COLUMNS, column]))),
+        wanted=Wanted(columns=list(filter(None, [*USE, column]))),
     )
-    found = spend(page.rows, column)
+    found = _spend(page.rows, column)
     screen.answer({"since_s": age, "by": by, **found, "exit_code": 0}, _spend_text(found, by or ""))
     if found["total"]["usd_unknown"]:
         screen.hint("to see the runs without a known cost: cloudtrain list --columns cost")
     return 0
+
+
+def _spend(rows: Iterable[Mapping[str, Any]], column: str = "") -> dict[str, Any]:
+    """Return the ``total`` of all runs and the ``groups`` by their values of ``column``, the most expensive first.
+
+    ``usd`` and ``gpu_hours`` are sums of known amounts. ``usd_unknown`` and ``gpu_hours_unknown`` count the runs whose
+    amount is unknown. ``sweeps`` counts the sweeps of the runs. US dollars and GPU hours are never added together.
+    """
+    found: dict[Any, list[Mapping[str, Any]]] = {}
+    every = [row["columns"] for row in rows]
+    for values in every:
+        found.setdefault(values[column] if column else None, []).append(values)
+    groups = [{"value": None if value is None else str(value), **_sums(some)} for value, some in found.items()]
+    groups.sort(key=lambda group: (-group["usd"], -group["gpu_hours"], group["value"] or ""))
+    return {"total": _sums(every), "groups": groups if column else []}
+
+
+def _sums(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+    usd, hours = ([row[name] for row in rows if row[name] is not None] for name in ("cost", "gpu_hours"))
+    return {
+        "runs": len(rows),
+        "attempts": sum(row["attempts"] or 0 for row in rows),
+        "sweeps": len({row["tag.sweep"] for row in rows if row["tag.sweep"] is not None}),
+        "usd": round(sum(usd), 4),
+        "usd_unknown": len(rows) - len(usd),
+        "gpu_hours": round(sum(hours), 4),
+        "gpu_hours_unknown": len(rows) - len(hours),
+    }
 
 
 def _spend_text(found: Mapping[str, Any], by: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +13,15 @@ from ..runs.summary import (
     attempt_history,
     columns,
     failure_place,
+    fallback_text,
     max_runtime,
-    plan_text,
     plural,
     price_text,
     size_text,
     stall_timeout,
     state_line,
     status_text,
+    summary,
     when,
 )  # fmt: skip
 from ..validate import duration
@@ -31,12 +33,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Changes",
-    "Moved", "came", "collected", "collected_line", "duration", "fix", "leftovers", "max_runtime", "outcome",
-    "plan_text", "price_text", "pulled", "run_table", "sent", "size_text", "stall_timeout", "state_line",
+    "Moved", "came", "collected", "collected_line", "duration", "files_text", "fix", "leftovers", "max_runtime",
+    "outcome", "plan_text", "price_text", "pulled", "run_table", "sent", "size_text", "stall_timeout", "state_line",
     "status_text", "still_pending", "table", "when",
 ]  # fmt: skip
 
 
+LARGEST = 20
+"""Files, and excluded files, that a plan lists by default."""
+LONG_TEXT = 400
+"""Longest text in a request, in characters, that a terminal shows whole."""
 WINDOW = 5.0
 """Seconds over which a rate is measured."""
 LONG = 60.0
@@ -250,3 +256,67 @@ def came(report: PullReport) -> str:
     """Return the progress of a pull that follows a run."""
     newest = f", {plural(len(report.checkpoints), 'checkpoint')}" if report.checkpoints else ""
     return f"pulled: {plural(len(report.files), 'file')}{newest}, {size_text(report.transferred)} so far"
+
+
+# -------------------------------------------------------------------------------------------------------- a plan, whole
+
+
+def plan_text(document: Mapping[str, Any], *, verbose: bool = False, terminal: bool = False) -> str:
+    """Return the object of ``plan --json`` for people, whole, but only the largest files unless ``verbose``.
+
+    ``terminal`` puts the summary last, where it is visible, and cuts texts of over `LONG_TEXT` characters.
+    """
+    limit = None if verbose else LARGEST
+    files = [_plan_files(document["code"], limit), _plan_excluded(document["code"], limit)]
+    requests = ["request\n" + _json(document["request"]["body"], terminal)]
+    if not terminal:
+        requests.append("context\n" + _json(document["request"]["context"]))
+    requests += [
+        f"fallback {number}: {fallback_text(further)}\nrequest\n{_json(further['request']['body'], terminal)}"
+        for number, further in enumerate(document.get("fallbacks", ()), 1)
+    ]
+    parts = [*files, *requests, summary(document)] if terminal else [summary(document), *files, *requests]
+    return "\n\n".join(filter(None, parts))
+
+
+def files_text(document: Mapping[str, Any]) -> str:
+    """Return every file that ships, and every excluded one."""
+    return "\n\n".join(filter(None, [_plan_files(document["code"], None), _plan_excluded(document["code"], None)]))
+
+
+def _plan_files(code: Mapping[str, Any], limit: int | None) -> str:
+    files = sorted(code["files"], key=lambda file: (-file["bytes"], file["path"]))[:limit]
+    lines = [f"  {size_text(file['bytes']):>10}  {_plain(file['path'])}" for file in files]
+    return _plan_list("files", lines, len(code["files"]))
+
+
+def _plan_excluded(code: Mapping[str, Any], limit: int | None) -> str:
+    rows = [(f"  {_plain(item['path'])}", item["rule"]) for item in code["excluded"][:limit]]
+    width = max((len(path) for path, _ in rows), default=0)
+    lines = [f"{path.ljust(width)}  {_plain(rule)}" for path, rule in rows]
+    return _plan_list("left out", lines, len(code["excluded"])) if rows else ""
+
+
+def _plan_list(title: str, lines: Sequence[str], count: int) -> str:
+    more = [f"  … and {count - len(lines)} more (--verbose)"] if count > len(lines) else []
+    return "\n".join([f"{title} ({count})", *lines, *more])
+
+
+def _plain(text: str) -> str:
+    """Return a file's name on one line, with unprintable characters escaped."""
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def _json(value: Any, cut: bool = False) -> str:
+    return json.dumps(_cut(value) if cut else value, indent=2, ensure_ascii=False)
+
+
+def _cut(value: Any) -> Any:
+    """Return ``value`` with each long text cut."""
+    if isinstance(value, Mapping):
+        return {key: _cut(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_cut(item) for item in value]
+    if isinstance(value, str) and len(value) > LONG_TEXT:
+        return f"{value[:LONG_TEXT]}… (of {len(value):,} characters; --json shows all)"
+    return value

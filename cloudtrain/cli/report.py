@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from ..errors import SpecError
 from ..provider_api.protocol import FINAL
-from ..runs.live_data import printable as tame
+from ..report.live_data import printable as tame
 from . import format
 from .common_flags import HERE, At, stoppable
 from .output import Screen

@@ -17,7 +17,7 @@ from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, N
 from ..estimator import log_line, ranks
 from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job
 from ..provider_api.protocol import FINAL
-from ..runs.summary import fallback_text, files_text, ranking_rows, summary
+from ..runs.summary import fallback_text, ranking_rows, summary
 from ..settings.settings import Settings
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import toml_loads
@@ -353,7 +353,7 @@ def plan(
     if screen.json:
         screen.emit(document, indent=2)
     elif terminal and not request:
-        screen.data("\n\n".join([*([files_text(document)] if verbose else []), summary(document)]))
+        screen.data("\n\n".join([*([format.files_text(document)] if verbose else []), summary(document)]))
     else:
         screen.data(format.plan_text(document, verbose=verbose, terminal=terminal))
     if description.run_id is None:

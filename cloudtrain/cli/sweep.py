@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from ..errors import EXIT_CODES, AuthError, LostContactError, SpecError
 from ..job.job import Job, anchored
 from ..runs.submit import Plan, make_plan
-from ..runs.summary import columns, plan_text
+from ..runs.summary import columns
 from ..runs.sweeps.samplers import propose
 from ..runs.sweeps.spec import CURRENCIES, SweepSpec
 from ..runs.sweeps.state import State
@@ -25,6 +25,7 @@ from ..runs.sweeps.sweep import CAPS, Sweep, make_sweep, open_sweep, plan_of_swe
 from ..runs.sweeps.view import change_lines, limits_text, value_text
 from ..settings.settings import Settings
 from ..validate import near_or_all, read_table, table_of, url_scheme
+from . import format
 from .common_flags import HERE, At, OnEnd, OnSignal, Where, run_on_end, stoppable, switch, undisturbed
 from .flags import job_of
 from .output import Screen
@@ -186,7 +187,7 @@ def plan_sweep(file: str, settings: Settings, screen: Screen) -> int:
     rows += [("one trial", limits_text({**caps, "parallel": 1}).removesuffix(", 1 at once"))]
     rows += [(f"space {key}", json_.dumps(item)) for key, item in spec.to_dict()["space"].items()]
     rows += [(f"trial 0 {key}", value_text(value)) for key, value in params.items()]
-    screen.data(f"{plan_text(plan.document(), terminal=screen.reads)}\n\nsweep\n{columns(rows)}")
+    screen.data(f"{format.plan_text(plan.document(), terminal=screen.reads)}\n\nsweep\n{columns(rows)}")
     for text in (*_at_worst(caps, limits), *(f"warning: {text}" for text in plan.warnings)):
         screen.talk(text)
     screen.next(["sweep", file])

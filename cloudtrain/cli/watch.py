@@ -16,9 +16,9 @@ from ..errors import CloudtrainError
 from ..provider_api.node import attempt_key
 from ..provider_api.protocol import AttemptInfo, Status
 from ..report.curves import Curve, by_column, curves, is_log, spread
+from ..report.live_data import LiveRunReader, NodeData, printable
 from ..report.markup import quantity
 from ..report.usage import usage_text
-from ..runs.live_data import LiveRunReader, NodeData, printable
 from ..runs.log_order import Line, line_label
 from ..runs.outcome import first_line, public_result, status_of
 from ..runs.run import Run

@@ -16,7 +16,7 @@ from ..job.job import Job
 from ..provider_api.protocol import Provider, recorded_settings
 from ..provider_api.registry import find_provider
 from ..runs.fallback import only_first
-from ..runs.submit import Plan, make_plan, with_resume_warning
+from ..runs.submit import Plan, first_request, make_plan
 from ..settings.settings import Settings
 from ..storage.local_disk import local_path, normalize
 from ..store.store import Store
@@ -85,7 +85,7 @@ def plan_rehearsal(
         provider=chosen,
         store=here,
         layout=layout,
-        request=with_resume_warning(chosen.plan(job, layout), layout),
+        request=first_request(chosen, job, layout),
         later=(),
         settings=dataclasses.replace(real.settings, budget=""),
         upload=dataclasses.replace(real.upload, node_half=type(target)),

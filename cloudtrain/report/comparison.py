@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..runs.live_data import LiveRunReader, printable
 from ..runs.run import Run
 from ..runs.submit import flat_fields
 from . import markup
 from .curves import Curve, curves, spread
+from .live_data import LiveRunReader, printable
 from .markup import Html, drawing, html_table, page, quantity, save_page, tag
 from .report import shareable
 

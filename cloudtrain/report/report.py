@@ -17,7 +17,6 @@ from typing import Any
 
 from ..errors import scrubbed
 from ..provider_api.protocol import FINAL
-from ..runs.live_data import LiveRunReader, printable
 from ..runs.log_order import line_label
 from ..runs.outcome import iso_time, unix_time
 from ..runs.run import Run
@@ -27,6 +26,7 @@ from ..runtime.checkpoint_model import Checkpoint
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import duration, without_secrets
 from .curves import Curve, curves
+from .live_data import LiveRunReader, printable
 from .markup import Html, figure, html_table, page, quantity, save_page, tag
 from .usage import usage_curves
 

@@ -26,35 +26,23 @@ from ..errors import (
     SpecError,
     StorageError,
 )
-from ..job.bundle import Bundle
-from ..job.job import Job, Source
+from ..job.job import Job
 from ..provider_api.protocol import Layout, extras_of
 from ..settings.needs import refusal
 from ..settings.settings import AUTO, Settings
 from ..storage.files import Progress
-from ..store import runtime_zip
 from ..store.store import Store, in_store, next_of
 from ..validate import without_secrets
 from . import handover
 from .attempts import NO_MACHINES
 from .retry import Retry, error_of
 from .run import Run
-from .submit import (
-    Fallbacks,
-    Plan,
-    Upload,
-    later_choices,
-    link_fallbacks,
-    run_of_plan,
-    with_recorded_origin,
-    with_resume_warning,
-)
+from .submit import Fallbacks, Plan, link_fallbacks, plan_of_record, run_of_plan, with_recorded_origin
 from .submit import make_plan as plan_of
 from .submit import send_plan as send
 
 __all__ = [
     "FallbackPolicy",
-    "StoredBundle",
     "name_of",
     "only_first",
     "plan_with_fallbacks",
@@ -385,31 +373,20 @@ class FallbackPolicy(Retry):
         own = with_own_copies(layout)  # else planned by an earlier version
         if own != layout and not store.files.exists(f"runs/{layout.run_id}/run.json"):
             layout = own
-        runtime = partial(self._held, f"runtime/{layout.runtime_digest}/cloudtrain.pyz")
-        known = StoredBundle(
-            root=Path(),
-            entry_point=record["code"]["entry_point"],
-            files=(),
-            git=record["code"]["git"],
-            known=record["code"],
-            fetch=partial(self._held, f"code/{layout.code_digest}/code.tar.gz"),
+        fallbacks = Fallbacks(
+            rest=tuple(rest),
+            first=str(self._run.record.get("first") or self._run.url),
+            refusals=tuple(record.get("refusals") or ()),
         )
-        built_here = runtime_zip.digest(type(provider)) == layout.runtime_digest
-        plan = Plan(
-            job=job,
-            source=Source(path=".", entry_point=record["code"]["entry_point"]),
-            provider=provider,
+        plan = plan_of_record(
+            record,
+            job,
+            layout,
             store=store,
-            layout=layout,
-            request=with_resume_warning(provider.plan(job, layout), layout),
-            later=later_choices(provider, job, layout),
-            upload=Upload(bundle=known, runtime=None if built_here else runtime),
-            fallbacks=Fallbacks(
-                rest=tuple(rest),
-                first=str(self._run.record.get("first") or self._run.url),
-                refusals=tuple(record.get("refusals") or ()),
-            ),
+            provider=provider,
             settings=settings,
+            fetch=self._held,
+            fallbacks=fallbacks,
         )
         try:
             for name, item in layout.inputs.items():
@@ -450,22 +427,3 @@ class FallbackPolicy(Retry):
                 store.files.upload(here, f"data/{digest}/{path}", progress=self._moved)
                 os.unlink(here)
         store.files.write(manifest, old.files.read(manifest))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredBundle(Bundle):
-    """A bundle in a store: ``known`` is its entry in run.json, ``fetch`` returns its archive."""
-
-    known: Mapping[str, Any]
-    fetch: Callable[[], bytes]
-
-    @property
-    def size(self) -> int:
-        return int(self.known["bytes"])
-
-    @property
-    def digest(self) -> str:
-        return str(self.known["digest"])
-
-    def archive(self) -> bytes:
-        return self.fetch()

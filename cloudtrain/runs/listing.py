@@ -21,8 +21,7 @@ from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import parallel
 from ..storage.local_disk import local_path
 from ..store.store import COPIES, Store, checked_run, run_folder
-from .live_data import LiveRunReader
-from .metrics import merge_metrics
+from .metrics import MetricsReader
 from .outcome import first_line, iso_time, one_line
 from .run import Run
 
@@ -164,7 +163,7 @@ def _shown(store: Store, columns: Sequence[str], row: Row) -> Row:
 def _last_metrics(store: Store, run_id: str) -> Row:
     """Return the last value of each metric, over all attempts."""
     last: Row = {}
-    for row in merge_metrics(LiveRunReader(store, run_id).metrics().values()):
+    for row in MetricsReader(store, run_id).merged():
         last |= {name: value for name, value in row.items() if value is not None}
     return last
 

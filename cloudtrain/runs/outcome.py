@@ -34,6 +34,7 @@ __all__ = [
     "verdict_of",
     "was_lost",
     "with_exits",
+    "with_records",
     "with_start",
     "without_machines",
 ]
@@ -234,8 +235,7 @@ def attempts_of(
 
     ``statuses`` are by native id, ``natives`` by attempt, ``exits`` and ``starts`` the nodes' records.
     """
-    before = {str(record["attempt"]): record for record in starts}
-    known = {*before, *(str(record["attempt"]) for record in exits)}
+    known = {str(record["attempt"]) for record in [*starts, *exits]}
     infos: dict[str, AttemptInfo] = {}
     seen: set[str] = set()
     for k, native in sorted(natives.items(), reverse=True):
@@ -245,13 +245,27 @@ def attempts_of(
         status = statuses[native]
         for info in status.attempts or attempts_within(k, status, known, {str(r["attempt"]) for r in exits}):
             infos.setdefault(info.number, replace(info, native_id=info.native_id or native))
-    after = {str(record["after"]): record for record in before.values() if record.get("after")}
-    for number in {*infos, *known}:
+    for number in known - infos.keys():
         native = natives.get(attempt_key(number)[0] if attempt_key(number) else -1, "")
-        info = infos.get(number, AttemptInfo(number=number, native_id=native))
-        records = [r for r in exits if r["attempt"] == number]
-        infos[number] = with_exits(info, records, before=before.get(number, {}), after=after.get(number, {}))
-    return sorted(infos.values(), key=lambda info: attempt_key(info.number))
+        infos[number] = AttemptInfo(number=number, native_id=native)
+    return with_records(infos, exits, starts)
+
+
+def with_records(
+    infos: Mapping[str, AttemptInfo], exits: Sequence[Record], starts: Sequence[Record]
+) -> list[AttemptInfo]:
+    """Return ``infos`` by number, and the attempts that only a node knows, with the facts of both, oldest first."""
+    before = {str(record["attempt"]): record for record in starts}
+    after = {str(record["after"]): record for record in before.values() if record.get("after")}
+    return [
+        with_exits(
+            infos.get(number, AttemptInfo(number=number)),
+            [record for record in exits if record["attempt"] == number],
+            before=before.get(number, {}),
+            after=after.get(number, {}),
+        )
+        for number in sorted({*infos, *before, *(str(r["attempt"]) for r in exits)}, key=attempt_key)
+    ]
 
 
 def attempts_within(

@@ -7,7 +7,6 @@ the run is final, ``result.json`` decides.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,8 +35,8 @@ from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
-from ..store.store import Staged, Store, next_of
-from ..validate import did_you_mean, parse_since, url_scheme, whole_number
+from ..store.store import Staged, Store, next_of, split_ref
+from ..validate import did_you_mean, parse_since, whole_number
 from . import handover
 from .attempts import NO_MACHINES, AttemptPolicy
 from .cost import Account, cost_of, seconds_of
@@ -45,7 +44,7 @@ from .log_order import Line
 from .log_sources import Contact, Tail, last_lines, patiently, written_since
 from .machines import bad_machine_rows
 from .max_wait import MaxWait
-from .metrics import merge_metrics
+from .metrics import MetricsReader
 from .outcome import (
     CANCELLING,
     attempt_row,
@@ -510,9 +509,7 @@ class Run:
         """
         self._check()
         self._follow_handover()
-        from .live_data import LiveRunReader
-
-        return merge_metrics(LiveRunReader(self.store, self.run_id).metrics().values())
+        return MetricsReader(self.store, self.run_id).merged()
 
     def report(self, path: str | Path = ".") -> Path:
         """Write one HTML page about the run and return its path. The page opens without a network.
@@ -927,15 +924,9 @@ def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Set
 
     ``settings`` have this machine's identity. Raises `NotFoundError` with the nearest id if there is none.
     """
-    ref = (ref if url_scheme(ref) else ref.replace(os.sep, "/")).rstrip("/") or ref
-    if url_scheme(ref) or "/" in ref:
-        parent, _, run_id = ref.rpartition("/")
-        place, _, runs = parent.rpartition("/")
-        if runs != "runs":
-            raise NotFoundError(f"{ref!r} is not the URL of a run folder, <store>/runs/<run id>", field="run")
-        where = place or ("." if parent == "runs" else "/")
-    else:
-        where, run_id = store_url, ref
+    where, run_id = split_ref(ref, "runs", store_url)
+    if not where:
+        raise NotFoundError(f"{ref!r} is not the URL of a run folder, <store>/runs/<run id>", field="run")
 
     def read(caller: StoreCredentials) -> tuple[Run, StoreCredentials]:
         run = Run(store=Store(where, cwd=cwd, storage=caller, moving=settings.moving), run_id=run_id, settings=settings)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _version
 from ..errors import AuthError, CloudtrainError, ConflictError, SpecError, StorageError, UnsupportedError, scrubbed
+from ..job.bundle import Bundle, build_bundle, changes
 from ..job.entry_point import check_keeps_batch, check_script
 from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, check_run_id, new_run_id
 from ..job.provenance import digest_of, in_background, origin_of
@@ -45,24 +46,23 @@ from .summary import columns, plan_rows, table_html
 from .warnings import append_cautions, cautions, gpu_memory_gib, gpu_memory_texts, memory_notes, total_gpus
 
 if TYPE_CHECKING:
-    from ..job.bundle import Bundle
     from ..store.copies import PreviousPlace
 
 __all__ = [
     "Fallbacks",
     "Plan",
     "Upload",
+    "first_request",
     "flat_fields",
-    "later_choices",
     "link_fallbacks",
     "load_plan",
     "make_plan",
+    "plan_of_record",
     "plan_record",
     "run_of_plan",
     "send_plan",
     "stage_content",
     "with_recorded_origin",
-    "with_resume_warning",
 ]
 
 MIB = 1 << 20
@@ -351,17 +351,18 @@ def make_plan(
         provider=chosen,
         store=store,
         layout=layout,
-        request=with_resume_warning(planner.plan(whole, layout), layout),
-        later=later_choices(planner, whole, layout),
+        request=first_request(planner, whole, layout),
+        later=_later_choices(planner, whole, layout),
         upload=Upload(bundle=bundle, trees=tuple(trees)),
         settings=settings,
         missing=missing,
     )
 
 
-def with_resume_warning(request: Request, layout: Layout) -> Request:
-    """Return ``request`` with notes about a checkpoint from outside the store: the risk of loading it, and its copy."""
-    given = layout.resume_source or layout.resume
+def first_request(provider: Provider, job: Job, layout: Layout) -> Request:
+    """Return the request of attempt 0. It has notes about a checkpoint from outside the store: the risk of loading it,
+    and its copy."""
+    request, given = provider.plan(job, layout), layout.resume_source or layout.resume
     if given is None or given.startswith(f"{layout.store}/runs/"):
         return request
     why = (
@@ -373,7 +374,7 @@ def with_resume_warning(request: Request, layout: Layout) -> Request:
     return dataclasses.replace(request, notes=(*request.notes, *notes))
 
 
-def later_choices(provider: Provider, job: Job, layout: Layout) -> tuple[Request, ...]:
+def _later_choices(provider: Provider, job: Job, layout: Layout) -> tuple[Request, ...]:
     """Return the requests of every GPU of the list but the first, less those that the provider refuses.
 
     Raises `SpecError` for one that a limit forbids, and for fewer nodes that the provider refuses, so that this shows
@@ -466,7 +467,7 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
         store=store,
         layout=layout,
         request=request,
-        later=later_choices(chosen, job, layout),
+        later=_later_choices(chosen, job, layout),
         upload=Upload(bundle=bundle, trees=tuple(trees)),
         settings=settings,
     )
@@ -474,8 +475,6 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
 
 def _built(source: Source, store: Store, settings: Settings, cwd: Path, *files: Path) -> Bundle:
     """Return the bundle, without the store and ``files`` in the source, or the files that this process writes to."""
-    from ..job.bundle import build_bundle
-
     home, most = local_path(store.url), settings.max_code_mb * MIB
     return build_bundle(
         source, cwd=cwd, max_bytes=most, never=[home] if home else [], outputs=_identities(1, 2, *files)
@@ -656,7 +655,7 @@ def _record(plan: Plan) -> dict[str, Any]:
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """Return the entries of run.json about a plan itself."""
+    """Return the entries of run.json about a plan itself, from which `plan_of_record` makes a plan again."""
     document = plan._document()
     return {
         **{key: document[key] for key in ("run_id", "run", "provider", "settings", "job", "job_digest", "layout")},
@@ -664,6 +663,66 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "runtime": plan.layout.runtime_digest,
         "moving": plan.store.moving._asdict(),
     }
+
+
+def plan_of_record(
+    record: Mapping[str, Any],
+    job: Job,
+    layout: Layout,
+    *,
+    store: Store,
+    provider: Provider,
+    settings: Settings,
+    fetch: Callable[[str], bytes],
+    fallbacks: Fallbacks = Fallbacks(),
+) -> Plan:
+    """Return the plan of a run whose code a store has, by ``record``, the entries of `plan_record`.
+
+    ``job`` and ``layout`` are the run's own. ``fetch`` returns the code and cloudtrain.pyz, by their keys. Raises the
+    errors of `Provider.plan`.
+    """
+    code, runtime = layout.code.removeprefix(f"{layout.store}/"), layout.runtime.removeprefix(f"{layout.store}/")
+    built_here = runtime_zip.digest(type(provider)) == layout.runtime_digest
+    entry_point = record["code"]["entry_point"]
+    bundle = _StoredBundle(
+        root=Path(),
+        entry_point=entry_point,
+        files=(),
+        git=record["code"]["git"],
+        known=record["code"],
+        fetch=partial(fetch, code),
+    )
+    return Plan(
+        job=job,
+        source=Source(path=".", entry_point=entry_point),
+        provider=provider,
+        store=store,
+        layout=layout,
+        request=first_request(provider, job, layout),
+        later=_later_choices(provider, job, layout),
+        upload=Upload(bundle=bundle, runtime=None if built_here else partial(fetch, runtime)),
+        fallbacks=fallbacks,
+        settings=settings,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StoredBundle(Bundle):
+    """A bundle in a store: ``known`` is its entry in run.json, ``fetch`` returns its archive."""
+
+    known: Mapping[str, Any]
+    fetch: Callable[[], bytes]
+
+    @property
+    def size(self) -> int:
+        return int(self.known["bytes"])
+
+    @property
+    def digest(self) -> str:
+        return str(self.known["digest"])
+
+    def archive(self) -> bytes:
+        return self.fetch()
 
 
 def _origin(plan: Plan) -> Callable[[], dict[str, Any]]:
@@ -703,8 +762,8 @@ def with_recorded_origin(plan: Plan) -> Plan | None:
         raise _recorded_otherwise(plan, layout)
     if layout.origin == plan.layout.origin:  # a saved plan is sent as it was saved
         return plan
-    request = with_resume_warning(plan.provider.plan(plan.job, layout), layout)
-    later = later_choices(plan.provider, plan.job, layout)
+    request = first_request(plan.provider, plan.job, layout)
+    later = _later_choices(plan.provider, plan.job, layout)
     return dataclasses.replace(plan, layout=layout, request=request, later=later)
 
 
@@ -717,8 +776,6 @@ def _of_another_job(plan: Plan, record: Mapping[str, Any]) -> ConflictError:
         before, now = flat_fields(record.get("job", {})), flat_fields(plan.job.to_dict())
         words += [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
     if (digest := record["code"].get("digest")) != plan.layout.code_digest:
-        from ..job.bundle import changes
-
         try:
             changed = changes(plan.upload.bundle, plan.store.files.read(f"code/{digest}/code.tar.gz"))
         except (FileNotFoundError, StorageError, ValueError):  # the store no longer has it

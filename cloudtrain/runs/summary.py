@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,11 +16,9 @@ __all__ = [
     "cost_text",
     "failure_place",
     "fallback_text",
-    "files_text",
     "max_runtime",
     "nodes_text",
     "plan_rows",
-    "plan_text",
     "plural",
     "price_text",
     "ranking_rows",
@@ -35,10 +32,6 @@ __all__ = [
     "when",
 ]  # fmt: skip
 
-LARGEST = 20
-"""Files, and excluded files, that a plan lists by default."""
-LONG = 400
-"""Longest text in a request, in characters, that a terminal shows whole."""
 RETRIED_BY = {
     "platform": "the platform itself",
     "supervisor": "a supervisor on this machine, also when no client waits",
@@ -49,29 +42,6 @@ RETRIED_BY = {
 def summary(document: Mapping[str, Any]) -> str:
     """Return the object of ``plan --json`` in a few lines: the machines, limits, price and notes."""
     return columns(plan_rows(document))
-
-
-def plan_text(document: Mapping[str, Any], *, verbose: bool = False, terminal: bool = False) -> str:
-    """Return the object of ``plan --json`` for people, whole, but only the largest files unless ``verbose``.
-
-    ``terminal`` puts the summary last, where it is visible, and cuts texts of over `LONG` characters.
-    """
-    limit = None if verbose else LARGEST
-    files = [_plan_files(document["code"], limit), _plan_excluded(document["code"], limit)]
-    requests = ["request\n" + _json(document["request"]["body"], terminal)]
-    if not terminal:
-        requests.append("context\n" + _json(document["request"]["context"]))
-    requests += [
-        f"fallback {number}: {fallback_text(further)}\nrequest\n{_json(further['request']['body'], terminal)}"
-        for number, further in enumerate(document.get("fallbacks", ()), 1)
-    ]
-    parts = [*files, *requests, summary(document)] if terminal else [columns(plan_rows(document)), *files, *requests]
-    return "\n\n".join(filter(None, parts))
-
-
-def files_text(document: Mapping[str, Any]) -> str:
-    """Return every file that ships, and every excluded one."""
-    return "\n\n".join(filter(None, [_plan_files(document["code"], None), _plan_excluded(document["code"], None)]))
 
 
 def plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -192,44 +162,6 @@ def _plan_disk(disk: Mapping[str, Any]) -> str:
     count = disk["checkpoints"]
     room = f"{count} checkpoints at a time" if count else "every checkpoint (--keep-checkpoints)"
     return f"{known}, and {room}"
-
-
-def _plan_files(code: Mapping[str, Any], limit: int | None) -> str:
-    files = sorted(code["files"], key=lambda file: (-file["bytes"], file["path"]))[:limit]
-    lines = [f"  {size_text(file['bytes']):>10}  {_plain(file['path'])}" for file in files]
-    return _plan_list("files", lines, len(code["files"]))
-
-
-def _plan_excluded(code: Mapping[str, Any], limit: int | None) -> str:
-    rows = [(f"  {_plain(item['path'])}", item["rule"]) for item in code["excluded"][:limit]]
-    width = max((len(path) for path, _ in rows), default=0)
-    lines = [f"{path.ljust(width)}  {_plain(rule)}" for path, rule in rows]
-    return _plan_list("left out", lines, len(code["excluded"])) if rows else ""
-
-
-def _plan_list(title: str, lines: Sequence[str], count: int) -> str:
-    more = [f"  … and {count - len(lines)} more (--verbose)"] if count > len(lines) else []
-    return "\n".join([f"{title} ({count})", *lines, *more])
-
-
-def _plain(text: str) -> str:
-    """Return a file's name on one line, with unprintable characters escaped."""
-    return text if text.isprintable() else ascii(text)[1:-1]
-
-
-def _json(value: Any, cut: bool = False) -> str:
-    return json.dumps(_cut(value) if cut else value, indent=2, ensure_ascii=False)
-
-
-def _cut(value: Any) -> Any:
-    """Return ``value`` with each long text cut."""
-    if isinstance(value, Mapping):
-        return {key: _cut(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_cut(item) for item in value]
-    if isinstance(value, str) and len(value) > LONG:
-        return f"{value[:LONG]}… (of {len(value):,} characters; --json shows all)"
-    return value
 
 
 def nodes_text(counts: Sequence[int]) -> str:

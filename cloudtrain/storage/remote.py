@@ -9,7 +9,6 @@ import errno
 import hashlib
 import itertools
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -171,7 +170,8 @@ class RemoteFiles(Files):
         return FsspecMover.open(self._url, options, moving=self._moving, retries=self._retries or Retries())
 
     def _call(self, key: str, work: Callable[[Mover], R], *, again: bool = True) -> R:
-        """Call ``work(mover)`` with its `Retries`; its errors go through the table."""
+        """Check ``key``, and call ``work(mover)`` with its `Retries`; its errors go through the table."""
+        parts_of(key)
         opened = [self._open()]
 
         def attempt() -> R:
@@ -218,11 +218,9 @@ class RemoteFiles(Files):
             raise StorageError(f"{self._url}: the bucket or container does not exist") from exc
 
     def read(self, key: str) -> bytes:
-        parts_of(key)
         return self._call(key, lambda mover: mover.read(key))
 
     def write(self, key: str, data: bytes) -> None:
-        parts_of(key)
         with self._bucket():
             self._call(key, lambda mover: mover.write(key, data))
 
@@ -236,7 +234,6 @@ class RemoteFiles(Files):
         return True
 
     def load(self, key: str) -> Loaded | None:
-        parts_of(key)
         try:
             return self._call(key, lambda mover: mover.load(key))
         except FileNotFoundError:
@@ -274,7 +271,6 @@ class RemoteFiles(Files):
 
     def entry(self, key: str) -> Entry | None:
         """Return the file at ``key``, None if there is none. ``size`` is -1 if the server does not say."""
-        parts_of(key)
         try:
             return self._call(key, lambda mover: mover.entry(key))
         except FileNotFoundError:
@@ -285,21 +281,18 @@ class RemoteFiles(Files):
         return None if entry is None else entry.size
 
     def entries(self, prefix: str = "") -> dict[str, Entry]:
-        parts_of(prefix)
         with self._bucket():
             found = self._call(prefix, lambda mover: mover.entries(prefix))
         below = f"{prefix}/" if prefix else ""
         return {key: found[key] for key in sorted(found) if key.startswith(below) and key != below}
 
     def names(self, prefix: str = "") -> Names:
-        parts_of(prefix)
         with self._bucket():
             found = self._call(prefix, lambda mover: mover.names(prefix))
         below = f"{prefix}/" if prefix else ""
         return sorted({key[len(below) :] for key in found if key.startswith(below)} - {""})
 
     def upload(self, path: Path, key: str, *, progress: Progress | None = None) -> None:
-        parts_of(key)
         with disk_errors(path):
             size = path.stat().st_size
         with self._bucket():
@@ -316,7 +309,6 @@ class RemoteFiles(Files):
         size: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        parts_of(key)
         meter = _Meter(progress, key, size)
         self._call(key, lambda mover: self._fetch(mover, key, path, sha256, size, meter))
 
@@ -390,7 +382,6 @@ class RemoteFiles(Files):
 
     def receive(self, key: str, size: int, pieces: Callable[[], Generator[bytes, None, None]]) -> None:
         """Replace the content by ``size`` bytes, whole or not at all; ``pieces`` is called for each try."""
-        parts_of(key)
         with self._bucket():
             self._call(key, lambda mover: self._receive(mover, key, size, pieces))
 
@@ -406,24 +397,20 @@ class RemoteFiles(Files):
         return not isinstance(mover, FsspecMover) or mover.copies
 
     def copy(self, source: str, target: str) -> None:
-        parts_of(source)
         parts_of(target)
         if self.copies:
-            try:
+            with contextlib.suppress(TooLargeError):
                 self._call(source, lambda mover: mover.copy(source, target))
-            except TooLargeError:
-                size = self.size(source) or 0
-                self.receive(target, size, lambda: self.pieces(source, size))
-            return
-        with tempfile.TemporaryDirectory(prefix="cloudtrain-") as folder:
-            path = Path(folder, "copy")
-            self.download(source, path)
-            self.upload(path, target)
+                return
+        size = self.size(source)
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self._url}/{source}")
+        # Not by `receive`: here a missing file is the source, not the bucket.
+        self._call(target, lambda mover: self._receive(mover, target, size, lambda: self.pieces(source, size)))
 
     def remove(self, prefix: str) -> None:
         if not prefix:
             raise StorageError(f"{self._url}: cloudtrain never removes a whole store")
-        parts_of(prefix)
         with contextlib.suppress(FileNotFoundError):
             self._call(prefix, lambda mover: mover.remove(prefix))
 

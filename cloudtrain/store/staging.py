@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +29,6 @@ from .store import RELAYED, SOURCES, Store, check_listable, existing_path, file_
 __all__ = ["StagedInput", "stage_at", "stage_input"]
 
 FIELD = "url"
-LARGEST = 5 << 30
-"""Bytes of the largest file that every store copies within itself: S3's limit of one request."""
 TRIES = 3
 """Tries, if another client that stages the same data removes the first copy meanwhile."""
 
@@ -168,23 +166,9 @@ def _place(store: Store, first: str, folder: str, files: Sequence[TreeFile]) -> 
     """Copy the files that ``folder`` lacks within the store, without this machine where the store can do that."""
     there = store.files.list(folder)
 
-    def place(item: TreeFile) -> None:
-        source, target = f"{first}/{item.path}", f"{folder}/{item.path}"
-        if there.get(target) == item.size:
-            return
-        if store.files.copies and item.size <= LARGEST:
-            store.files.copy(source, target)
-        else:
-            store.files.receive(target, item.size, lambda: _pieces(store, source, item.size))
-
-    parallel(place, files, jobs=store.moving.concurrency)
-
-
-def _pieces(store: Store, key: str, size: int) -> Generator[bytes, None, None]:
-    try:
-        yield from store.files.pieces(key, size)
-    except FileNotFoundError:  # `receive` takes that for its target's
-        raise OverwrittenError(f"another client has removed {key}") from None
+    lacking = [item for item in files if there.get(f"{folder}/{item.path}") != item.size]
+    copy = store.files.copy
+    parallel(lambda item: copy(f"{first}/{item.path}", f"{folder}/{item.path}"), lacking, jobs=store.moving.concurrency)
 
 
 @contextlib.contextmanager

@@ -48,6 +48,7 @@ __all__ = [
     "file_of_url",
     "in_store",
     "run_folder",
+    "split_ref",
     "sweep_folder",
     "to_json",
 ]
@@ -567,6 +568,18 @@ def in_store(url: str, settings: Settings, use: Callable[[Store], T]) -> T:
     Raises the errors of ``use``, and `AuthError` if no identity has access.
     """
     return settings.let_in(url, lambda caller: use(Store(url, storage=caller, moving=settings.moving)))
+
+
+def split_ref(ref: str, folder: str, store_url: str) -> tuple[str, str]:
+    """Return the store and the id of ``ref``: the URL or path of a folder in ``folder`` of a store, or an id in
+    ``store_url``. The id is not checked. The store is "" if it is a URL or path of anything else."""
+    ref = (ref if url_scheme(ref) else ref.replace(os.sep, "/")).rstrip("/") or ref
+    if not url_scheme(ref) and "/" not in ref:
+        return store_url, ref
+    parent, _, name = ref.rpartition("/")
+    place, _, found = parent.rpartition("/")
+    where = place or ("." if parent == folder else "/")
+    return where if found == folder else "", name
 
 
 def run_folder(run_id: str) -> str:

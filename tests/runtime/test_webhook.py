@@ -26,15 +26,15 @@ class Hook(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1") -> None:
         self.codes: list[int] = []
         self.slow = 0.0
         self.posts: list[tuple[str, dict[str, str], Any]] = []
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__((address, 0), _Handler)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"http://{self.server_address[0]!s}:{self.server_address[1]}"
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -19,7 +19,7 @@ from ...provider_api.protocol import Provider
 from ...settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ...storage.local_disk import local_path
 from ...storage.timings import CLIENT_TIMINGS
-from ...store.store import Store, sweep_folder
+from ...store.store import Store, split_ref, sweep_folder
 from ...validate import did_you_mean, json_value, url_scheme
 from ..log_sources import Contact
 from ..run import Run
@@ -68,17 +68,6 @@ class Best:
     run: Run
     params: dict[str, Any]
     value: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    """The parts of a handle: sweep.json, its store, and the plan of trial 0 for a sweep that is not recorded yet."""
-
-    record: dict[str, Any]
-    store: Store
-    provider: Provider | None
-    settings: Settings
-    plan: Plan | None = None
 
 
 class Sweep:
@@ -152,14 +141,23 @@ class Sweep:
             settings, job = settings or job.settings, job.job
         where: Any = {"provider": provider, "store": store}
         chosen = Settings.load(overrides=settings, profile=profile, **where)
-        self._fill(_new(plan_of_sweep(job, chosen, sweep_id=sweep_id, cwd=Path.cwd()), spec))
+        plan = plan_of_sweep(job, chosen, sweep_id=sweep_id, cwd=Path.cwd())
+        self._fill(_record_of(plan, spec), plan.store, plan.provider, plan.settings, plan)
 
-    def _fill(self, found: _Found) -> None:
-        self.record, self.store, self._provider = found.record, found.store, found.provider
-        self._settings, self._plan = found.settings, found.plan
-        self.spec, self.id = SweepSpec.from_dict(found.record["spec"]), str(found.record["sweep_id"])
+    def _fill(
+        self,
+        record: dict[str, Any],
+        store: Store,
+        provider: Provider | None,
+        settings: Settings,
+        plan: Plan | None = None,
+    ) -> Sweep:
+        """Make this the handle of the sweep with sweep.json ``record``; ``plan`` is trial 0's, until it is recorded."""
+        self.record, self.store, self._provider, self._settings, self._plan = record, store, provider, settings, plan
+        self.spec, self.id = SweepSpec.from_dict(record["spec"]), str(record["sweep_id"])
         self._live: RunTrials | None = None
-        self._log = Log(found.store, sweep_folder(self.id))
+        self._log = Log(store, sweep_folder(self.id))
+        return self
 
     @classmethod
     def attach(cls, sweep: str, *, store: str | None = None, profile: str | None = None) -> Sweep:
@@ -422,16 +420,17 @@ def make_sweep(plan: Plan, spec: SweepSpec) -> Sweep:
 
     Raises `SpecError` if a trial has no cap in the currency of a limit.
     """
-    return _handle(_new(plan, spec))
+    record = _record_of(plan, spec)
+    return Sweep.__new__(Sweep)._fill(record, plan.store, plan.provider, plan.settings, plan)
 
 
-def _new(plan: Plan, spec: SweepSpec) -> _Found:
+def _record_of(plan: Plan, spec: SweepSpec) -> dict[str, Any]:
+    """Return sweep.json of a new sweep. Raises `SpecError` as `make_sweep` does."""
     cap = {name: value for name in CAPS if (value := getattr(plan.job, name)) is not None}
     check_caps(spec.limits, cap)
     head = {"protocol": 1, "version": _version.__version__, "created": time.time()}
     head |= {"sweep_id": plan.run_id[:-DIGITS], "spec": json_value(spec.to_dict(), "sweep"), "cap": cap}
-    record = {**head, **plan_record(plan)} | ({"budget": plan.settings.budget} if plan.settings.budget else {})
-    return _Found(record=record, store=plan.store, provider=plan.provider, settings=plan.settings, plan=plan)
+    return {**head, **plan_record(plan)} | ({"budget": plan.settings.budget} if plan.settings.budget else {})
 
 
 def _identity(record: Mapping[str, Any]) -> list[Any]:
@@ -439,27 +438,17 @@ def _identity(record: Mapping[str, Any]) -> list[Any]:
     return [*(record.get(key) for key in ("spec", "job_digest", "provider")), record.get("code", {}).get("digest")]
 
 
-def _handle(found: _Found) -> Sweep:
-    sweep = Sweep.__new__(Sweep)
-    sweep._fill(found)
-    return sweep
-
-
 def open_sweep(ref: str, *, store_url: str, cwd: Path | None = None, settings: Settings = NO_SETTINGS) -> Sweep:
     """Return the sweep ``ref``: the URL or path of its folder, or its id in the store at ``store_url``.
 
     Raises `NotFoundError` with the nearest id if there is none.
     """
-    ref = (ref if url_scheme(ref) else ref.replace(os.sep, "/")).rstrip("/")
-    where, sweep_id = store_url, ref
-    if url_scheme(ref) or "/" in ref:
-        parent, _, sweep_id = ref.rpartition("/")
-        where, _, folder = parent.rpartition("/")
-        if folder != "sweeps":
-            raise NotFoundError(f"{ref!r} is not the URL of a sweep, <store>/sweeps/<sweep id>", field="sweep")
+    where, sweep_id = split_ref(ref, "sweeps", store_url)
+    if not where:
+        raise NotFoundError(f"{ref!r} is not the URL of a sweep, <store>/sweeps/<sweep id>", field="sweep")
 
     def read(caller: StoreCredentials) -> tuple[Store, dict[str, Any], StoreCredentials]:
-        store = Store(where or "/", cwd=cwd, storage=caller, moving=settings.moving)
+        store = Store(where, cwd=cwd, storage=caller, moving=settings.moving)
         record = None
         with contextlib.suppress(SpecError):  # no id of a sweep
             record = store.sweep(check_sweep_id(sweep_id))
@@ -476,4 +465,4 @@ def open_sweep(ref: str, *, store_url: str, cwd: Path | None = None, settings: S
         provider = settings.provider_of(record)
         if local_path(store.url) is None and (own := caller.own(store.url, provider)) is not None:
             store = Store(store.url, storage=own, moving=settings.moving_of(record))
-    return _handle(_Found(record=record, store=store, provider=provider, settings=settings))
+    return Sweep.__new__(Sweep)._fill(record, store, provider, settings)

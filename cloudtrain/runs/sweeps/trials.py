@@ -5,22 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ...errors import AuthError, StorageError
-from ...job.job import Job, Source
+from ...job.job import Job
 from ...provider_api.protocol import Layout, Provider
 from ...settings.settings import Settings
-from ...store import runtime_zip
 from ...store.store import Store
 from ..attempts import NO_MACHINES, had_no_machines
-from ..fallback import FallbackPolicy, StoredBundle
+from ..fallback import FallbackPolicy
 from ..handover import REFUSALS, cut_off
-from ..live_data import LiveRunReader
-from ..metrics import merge_metrics
+from ..metrics import MetricsReader
 from ..run import Run
-from ..submit import Plan, Upload, later_choices, send_plan, with_resume_warning
+from ..submit import Plan, plan_of_record, send_plan
 from .prune import Points, costs_of, value_of
 from .spec import RULES, SweepSpec
 from .state import Outcome, Trial
@@ -48,7 +45,7 @@ class RunTrials:
     ) -> None:
         self._record, self._spec, self._environ, self._say = record, spec, environ, say
         self._store, self._provider, self._settings = store, provider, settings
-        self._readers: dict[int, LiveRunReader] = {}
+        self._readers: dict[int, MetricsReader] = {}
         self._final: dict[int, Points] = {}
         self._sent: set[int] = set()
 
@@ -95,8 +92,7 @@ class RunTrials:
         return points
 
     def _rows(self, trial: Trial) -> list[dict[str, Any]]:
-        reader = self._readers.setdefault(trial.n, LiveRunReader(self._store, trial.run))
-        return merge_metrics(reader.metrics().values())
+        return self._readers.setdefault(trial.n, MetricsReader(self._store, trial.run)).merged()
 
     def _send(self, trial: Trial) -> None:
         """Send the trial, unless a client has. A refusal is recorded in the run, and no error here."""
@@ -164,26 +160,14 @@ def trial_plan(
 
     inputs = {name: dataclasses.replace(item, url=own(item.url)) for name, item in base.inputs.items()}
     layout = dataclasses.replace(layout, inputs=inputs, resume=base.resume and own(base.resume))
-    code, runtime = f"code/{base.code_digest}/code.tar.gz", f"runtime/{base.runtime_digest}/cloudtrain.pyz"
-    built_here = runtime_zip.digest(type(provider)) == base.runtime_digest
-    bundle = StoredBundle(
-        root=Path(),
-        entry_point=record["code"]["entry_point"],
-        files=(),
-        git=record["code"]["git"],
-        known=record["code"],
-        fetch=partial(_held, store, code),
-    )
-    return Plan(
-        job=job,
-        source=Source(path=".", entry_point=record["code"]["entry_point"]),
-        provider=provider,
+    return plan_of_record(
+        record,
+        job,
+        layout,
         store=store,
-        layout=layout,
-        request=with_resume_warning(provider.plan(job, layout), layout),
-        later=later_choices(provider, job, layout),
-        upload=Upload(bundle=bundle, runtime=None if built_here else partial(_held, store, runtime)),
+        provider=provider,
         settings=dataclasses.replace(settings, budget=record.get("budget", "")),
+        fetch=partial(_held, store),
     )
 
 

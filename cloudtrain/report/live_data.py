@@ -9,17 +9,19 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ..provider_api.node import attempt_key
 from ..provider_api.protocol import AttemptInfo, LogLine
+from ..runs.log_order import Line, parse_line
+from ..runs.log_sources import LOOKS, index_segments
+from ..runs.metrics import MetricsReader, json_rows
+from ..runs.outcome import with_records
 from ..runtime.segments import Span
 from ..storage.files import Entry, parallel
-from ..store.store import Store, run_folder
-from .log_order import Line, parse_line
-from .log_sources import LOOKS, index_segments
-from .metrics import json_rows
-from .outcome import with_exits
+
+if TYPE_CHECKING:
+    from ..store.store import Store
 
 __all__ = ["LiveRunReader", "NodeData", "printable"]
 
@@ -28,14 +30,12 @@ SEGMENTS, BYTES = 40, 4 << 20
 several MiB."""
 USAGE_SECONDS = 15
 """Samples of all nodes within so many seconds are one row."""
-_METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
 _ATTEMPT = re.compile(r"\d+\.\d+")
 _NAMED = re.compile(r"(\d+\.\d+)(?:-node-\d+\.jsonl|\.json)?")
 #: Terminals obey these, and people print them unintentionally: colours of a progress bar, titles, bells.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
 _CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
-T = TypeVar("T")
 _Segment = tuple[Span, str, Entry]
 
 
@@ -51,13 +51,11 @@ class NodeData:
     outcome: str = ""
 
 
-class LiveRunReader:
+class LiveRunReader(MetricsReader):
     """A reader of one run. Methods raise the errors of its `Store`; files deleted meanwhile count as missing."""
 
     def __init__(self, store: Store, run_id: str) -> None:
-        self._store, self._run_id = store, run_id
-        self._live = f"{run_folder(run_id)}/live"
-        self._rows: dict[str, tuple[str, list[dict[str, Any]]]] = {}
+        super().__init__(store, run_id)
         self._segments: dict[str, tuple[str, list[Line]]] = {}
         self.begun: frozenset[str] = frozenset()
         """The attempts with a start record at the last `infos`."""
@@ -72,31 +70,13 @@ class LiveRunReader:
 
     def infos(self, told: Sequence[AttemptInfo] = ()) -> list[AttemptInfo]:
         """Return every attempt known to the nodes or given by the platform, oldest first, with the facts of both."""
-        exits, starts = self._store.exits(self._run_id), self._store.starts(self._run_id)
-        before = {str(record.get("attempt")): record for record in starts}
-        self.begun = frozenset(before)
-        after = {str(record["after"]): record for record in starts if record.get("after")}
-        known = {info.number: info for info in told}
-        numbers = {*known, *before, *(str(record.get("attempt")) for record in exits), *self.attempts()}
-        return [
-            with_exits(
-                known.get(number, AttemptInfo(number=number)),
-                [record for record in exits if record.get("attempt") == number],
-                before=before.get(number, {}),
-                after=after.get(number, {}),
-            )
-            for number in sorted(numbers, key=attempt_key)
-            if _ATTEMPT.fullmatch(number)
-        ]
-
-    def metrics(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the rows of each attempt that has any, oldest first."""
-        rows: dict[str, list[dict[str, Any]]] = {}
-        for attempt, _, key, entry in self._metric_files():
-            with contextlib.suppress(FileNotFoundError):
-                some = self._read(self._rows, key, entry, json_rows)
-                rows.setdefault(attempt, []).extend(some)
-        return {attempt: some for attempt, some in rows.items() if some}
+        exits, starts = (
+            [record for record in records if _ATTEMPT.fullmatch(str(record.get("attempt")))]
+            for records in (self._store.exits(self._run_id), self._store.starts(self._run_id))
+        )
+        self.begun = frozenset(str(record["attempt"]) for record in starts)
+        found = {number: AttemptInfo(number=number) for number in self.attempts()}
+        return with_records(found | {info.number: info for info in told}, exits, starts)
 
     def usage(self) -> dict[str, list[dict[str, float]]]:
         """Return how busy the nodes of each attempt were, as the mean of all nodes in each quarter of a minute.
@@ -104,29 +84,12 @@ class LiveRunReader:
         A row has ``time`` and the numbers of `runtime.usage.UsageSampler`.
         """
         found: dict[str, dict[int, list[dict[str, Any]]]] = {}
-        for attempt, _, key, entry in self._metric_files("usage"):
+        for attempt, _, key, entry in self.metric_files("usage"):
             with contextlib.suppress(FileNotFoundError):
-                for row in self._read(self._rows, key, entry, json_rows):
+                for row in self.read(self._rows, key, entry, json_rows):
                     if isinstance(at := row.get("time"), (int, float)):
                         found.setdefault(attempt, {}).setdefault(int(at // USAGE_SECONDS), []).append(row)
         return {attempt: [_mean(rows) for _, rows in sorted(some.items())] for attempt, some in found.items()}
-
-    def _metric_files(self, kind: str = "metrics") -> list[tuple[str, int, str, Entry]]:
-        """Return attempt, node, key and entry of each file of metrics, or of usage, oldest attempt first."""
-        root = f"{self._live}/{kind}"
-        found = [
-            (match[1], int(match[2]), key, entry)
-            for key, entry in self._store.files.entries(root).items()
-            if (match := _METRICS.fullmatch(key[len(root) + 1 :]))
-        ]
-        return sorted(found, key=lambda file: (attempt_key(file[0]), *file[1:3]))
-
-    def _read(self, known: dict[str, tuple[str, T]], key: str, entry: Entry, parse: Callable[[bytes], T]) -> T:
-        """Return the parsed file; one that has not changed is not read again."""
-        found = known.get(key)
-        if found is None or found[0] != entry.version:
-            found = known[key] = entry.version, parse(self._store.files.read(key))
-        return found[1]
 
     def nodes(self, attempt: str, expected: int = 0) -> list[NodeData]:
         """Return the nodes of an attempt, at least ``expected``, each with its last write of a line or metric."""
@@ -134,7 +97,7 @@ class LiveRunReader:
         for node, segments in self._index(attempt).items():
             own = [entry.modified for span, _, entry in segments if not span.last]
             signs[node] = max(own or [self._merged(attempt, segments)]) or None
-        for owner, node, _, entry in self._metric_files():
+        for owner, node, _, entry in self.metric_files():
             if owner == attempt:
                 signs[node] = max(signs.get(node) or 0.0, entry.modified) or None
         ended = {
@@ -183,7 +146,7 @@ class LiveRunReader:
     def _tail(self, segments: Sequence[_Segment], count: int, keep: Callable[[Line], bool]) -> list[Line]:
         found: list[Line] = []
         for _, key, entry in _last(segments):
-            found = [line for line in self._read(self._segments, key, entry, _parsed_lines) if keep(line)] + found
+            found = [line for line in self.read(self._segments, key, entry, _parsed_lines) if keep(line)] + found
             if len(found) >= count:
                 break
         return found[-count:] if count else []
