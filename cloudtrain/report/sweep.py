@@ -86,7 +86,7 @@ def _best_chart(trials: Sequence[Row], metric: str, sign: int) -> Html:
             line += [(n, sign * best)] if line else []
             best = sign * value
         line.append((n, sign * best))
-    low, high = (value_text(end(value for _, value in known)) for end in (min, max))
+    low, high = value_text(min(value for _, value in known)), value_text(max(value for _, value in known))
     words = f"{len(known)} values from {low} to {high}; the best is {value_text(sign * best)}."
     dots = [markup.polyline([point], across, up, "line") for point in known]
     parts = [*markup.grid("trial", across, up), markup.polyline(line, across, up, "line"), *dots]
