@@ -21,7 +21,7 @@ from ..errors import LostContactError, PlatformError, SpecError, UnsupportedErro
 from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount
 from ..provider_api.node import NodeEnvironment
 from ..provider_api.protocol import Layout, LogPage, NativeObject, ProviderExtras, Request, Shell, Status
-from ..validate import unix_seconds, url_scheme
+from ..validate import did_you_mean, unix_seconds, url_scheme
 
 if TYPE_CHECKING:
     from ..job.job import Job
@@ -50,6 +50,7 @@ __all__ = [
     "paths_of",
     "patterns",
     "pinned_machine",
+    "problems",
     "processes_of",
     "secret_references",
     "shared_arguments",
@@ -365,6 +366,70 @@ def paths_of(argv: Mapping[str, str]) -> dict[str, str]:
             path = posixpath.dirname(path)
         paths[f"input.{channel}" if kind in ("file", "copy", "copyfile") else name] = path
     return paths
+
+
+# -------------------------------------------------------------------------------------------------- fields of a request
+
+_FORMS: Mapping[str, tuple[type[Any] | tuple[type[Any], ...], str]] = {
+    **dict.fromkeys(("structure", "map"), (Mapping, "a table")),
+    **dict.fromkeys(("integer", "long"), (int, "a whole number")),
+    "int64": ((int, str), "a whole number"),  # as JSON sends it
+    "list": (list, "a list"),
+    "string": (str, "text"),
+    "boolean": (bool, "true or false"),
+    "any": (object, "any value"),
+}
+"""The types of each form of a value, and the words for it."""
+
+
+def problems(
+    shapes: Mapping[str, Any], name: str, value: Any, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Yield (path, reason, hint) of each part of ``value`` that is not as the shape ``name`` of ``shapes`` has it.
+
+    A shape has a ``type`` of `_FORMS`; ``X[]`` is a list of X. It may have ``members`` and ``required`` (structure),
+    ``member`` (list), ``key`` and ``value`` (map), ``min``, ``max``, ``enum`` and ``pattern`` (``python``: the same for
+    `re`). If it has ``words`` for its legal values, they are the reason for every limit.
+    """
+    shape = {"type": "list", "member": name[:-2]} if name.endswith("[]") else shapes[name]
+    form = shape["type"]
+    types, words = _FORMS[form]
+    if not isinstance(value, types) or (isinstance(value, bool) and form not in ("boolean", "any")):
+        yield path, f"must be {shape.get('words', words)}, not {value!r}", ""
+        return
+    for why, hint in _limits_broken(shape, value):
+        yield path, f"must be {shape['words']}, not {value!r}" if "words" in shape else why, hint
+    if form == "structure":
+        for missing in (key for key in shape.get("required", ()) if key not in value):
+            yield (*path, missing), "is missing", ""
+        for key, item in value.items():
+            if key in shape["members"]:
+                yield from problems(shapes, shape["members"][key], item, (*path, key))
+            else:
+                yield (*path, key), shape.get("unknown", "no such field"), did_you_mean(key, shape["members"])
+    elif form == "list":
+        for number, item in enumerate(value):
+            yield from problems(shapes, shape["member"], item, (*path, str(number)))
+    elif form == "map":
+        for key, item in value.items():
+            yield from problems(shapes, shape["key"], key, (*path, key))
+            yield from problems(shapes, shape["value"], item, (*path, key))
+
+
+def _limits_broken(shape: Mapping[str, Any], value: Any) -> Iterator[tuple[str, str]]:
+    """Yield (reason, hint) of each limit of a shape that a value of its type breaks."""
+    sized = isinstance(value, (str, list, Mapping))
+    size = len(value) if sized else value
+    said = f"has {size} {'characters' if isinstance(value, str) else 'entries'}" if sized else f"is {size}"
+    if "max" in shape and size > shape["max"]:
+        yield f"{said}, at most {shape['max']}", ""
+    if "min" in shape and size < shape["min"]:
+        yield f"{said}, at least {shape['min']}", ""
+    if isinstance(value, str) and value not in shape.get("enum", (value,)):
+        yield f"{value!r} is none of {', '.join(shape['enum'])}", did_you_mean(value, shape["enum"])
+    if "pattern" in shape and not re.fullmatch(shape.get("python", shape["pattern"]), str(value)):
+        shown = value if len(value) <= 80 else value[:77] + "..."
+        yield f"{shown!r} does not match {shape['pattern']}", ""
 
 
 # ------------------------------------------------------------------------- nodes that see the store and inputs as files
