@@ -40,12 +40,12 @@ __all__ = [
     "bucket_url",
     "check_lines",
     "check_shared",
-    "check_size",
     "check_tags",
     "decoded",
     "digest_of",
     "first_match",
     "hinted",
+    "machine_of",
     "one_line",
     "paths_of",
     "patterns",
@@ -282,38 +282,63 @@ def bucket_url(url: str, field: str) -> str:
     return url.rstrip("/")
 
 
+def machine_of(
+    provider: str,
+    job: Job,
+    gpu_index: int,
+    *,
+    form: re.Pattern[str],
+    prefix: str = "",
+    families: Sequence[str],
+    first: str,
+) -> tuple[str, Machine | None]:
+    """Return the job's instance type, and its entry in the catalogue, or None for a new machine.
+
+    It is the job's own, else the cheapest with what the job asks for, else ``first``. ``families`` are those without
+    GPUs. Raises `UnsupportedError`; see `pinned_machine`.
+    """
+    from ..provider_api import catalog
+
+    wanted = job.resources
+    if wanted.instance_type:
+        return pinned_machine(provider, job, gpu_index, form=form, prefix=prefix)
+    if wanted.gpu:
+        found = catalog.for_gpu(provider, wanted.gpus[gpu_index], cpus=wanted.cpus, memory_gb=wanted.memory_gb)
+    elif wanted.cpus or wanted.memory_gb:
+        found = catalog.for_cpus(provider, families, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
+    else:
+        found = next(m for m in catalog.machines(provider) if m.instance_type == first and not m.gpu)
+    return found.instance_type, found
+
+
 def pinned_machine(
     provider: str, job: Job, gpu_index: int, *, form: re.Pattern[str], prefix: str = ""
 ) -> tuple[str, Machine | None]:
     """Return the job's own instance type, and its entry in the catalogue, or None for a new machine.
 
     Raises `UnsupportedError` for a name that does not have the platform's ``form``, which also decides if case counts,
-    and for a machine that lacks what the job asks for.
+    and for a machine that lacks what the job asks for. A name may stand for a machine with any of several GPUs.
     """
     from ..provider_api import catalog
 
-    name = str(job.resources.instance_type)
+    wanted = job.resources
+    name = str(wanted.instance_type)
     same = re.compile(re.escape(name), form.flags)
-    known = next((m for m in catalog.machines(provider) if same.fullmatch(m.instance_type)), None)
-    if known is None:
+    known = [m for m in catalog.machines(provider) if same.fullmatch(m.instance_type)]
+    if not known:
         catalog.check_name(provider, name, form, prefix=prefix)
         return name, None
-    name = known.instance_type
-    check_size(provider, job, known)
-    gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
-    if gpu is not None and not (known.is_for(gpu) and known.gpu_count == gpu.count):
-        why = f"{name} has {known.gpus or 'no GPU'}, not {gpu}"
+    gpu, name = wanted.gpus[gpu_index] if wanted.gpu else None, known[0].instance_type
+    fitting = [m for m in known if gpu is None or (m.is_for(gpu) and m.gpu_count == gpu.count)]
+    if not fitting:
+        why = f"{name} has {', '.join(m.gpus for m in known if m.gpu) or 'no GPU'}, not {gpu}"
         raise UnsupportedError(provider, "resources.gpu", why, hint="leave out gpu or instance_type")
-    return name, known
-
-
-def check_size(provider: str, job: Job, machine: Machine) -> None:
-    """Raise `UnsupportedError` for a job that asks for more cores or memory than its ``machine`` has."""
+    machine = min(fitting, key=lambda m: m.gpu_count)  # without GPUs if it can be
     for field in ("cpus", "memory_gb"):
-        if not machine.has(**{"cpus": None, "memory_gb": None, field: getattr(job.resources, field)}):
-            has = f"{machine.vcpus} cores and {machine.memory_gib or 0:g} GiB"
-            why, hint = f"{machine.instance_type} has {has}", f"leave out {field} or instance_type"
-            raise UnsupportedError(provider, f"resources.{field}", why, hint=hint)
+        if not machine.has(**{"cpus": None, "memory_gb": None, field: getattr(wanted, field)}):
+            why = f"{name} has {machine.vcpus} cores and {machine.memory_gib or 0:g} GiB"
+            raise UnsupportedError(provider, f"resources.{field}", why, hint=f"leave out {field} or instance_type")
+    return name, machine
 
 
 def processes_of(job: Job, gpu_index: int, machine: Machine | None) -> int:

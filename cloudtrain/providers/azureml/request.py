@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from ...errors import SpecError, UnsupportedError
 from ...job.job import job_name, run_tag
 from ...job.options import merge_options
-from ...provider_api import catalog
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
 from ...validate import choice_of, duration, url_scheme
-from .._cloud import check_tags, digest_of, pinned_machine, processes_of, secret_references
+from .._cloud import check_tags, digest_of, machine_of, processes_of, secret_references
 from . import KEEP_WARM, NAME, Provider
 from .node import LIVE, NODES, OWN_INPUTS, RESUME
 from .urls import FSSPEC, Blob, check_url, cloud_of, datastore_uri, for_job, storage
@@ -220,19 +219,11 @@ def _machine(settings: Settings, job: Job, gpu_index: int) -> tuple[str, Machine
     if settings.compute:
         _check_cluster(settings, job)
         return "", None
-    if wanted.instance_type:
-        name, known = pinned_machine(NAME, job, gpu_index, form=FORM, prefix="Standard_")
-        if known is None and ACCELERATED.match(name) and not (wanted.nproc_per_node or wanted.gpu):
-            why = f"is not set, and cloudtrain does not know how many GPUs {name} has"
-            raise SpecError(why, field="resources.nproc_per_node", hint="add --nproc-per-node N")
-        return name, known
-    if wanted.gpu:
-        found = catalog.for_gpu(NAME, wanted.gpus[gpu_index], cpus=wanted.cpus, memory_gb=wanted.memory_gb)
-    elif wanted.cpus or wanted.memory_gb:
-        found = catalog.for_cpus(NAME, FAMILIES, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
-    else:
-        return FIRST, catalog.machine(NAME, FIRST)
-    return found.instance_type, found
+    name, known = machine_of(NAME, job, gpu_index, form=FORM, prefix="Standard_", families=FAMILIES, first=FIRST)
+    if known is None and ACCELERATED.match(name) and not (wanted.nproc_per_node or wanted.gpu):
+        why = f"is not set, and cloudtrain does not know how many GPUs {name} has"
+        raise SpecError(why, field="resources.nproc_per_node", hint="add --nproc-per-node N")
+    return name, known
 
 
 def _check_cluster(settings: Settings, job: Job) -> None:
