@@ -28,13 +28,11 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import LayoutInput
     from . import Settings
 
-LABEL_RUN, LABEL_RUN_ID, LABEL_ATTEMPT, LABEL_NAME = (
-    f"cloudtrain-{word}" for word in ("run", "run-id", "attempt", "name")
-)
+LABELS = tuple(f"cloudtrain-{word}" for word in ("run", "run-id", "attempt", "job", "name"))
+LABEL_RUN, LABEL_JOB = LABELS[0], LABELS[3]
+"""LABEL_JOB is `job_name` again: a list of jobs can be filtered by a label, and the service chooses its own ids."""
 LABEL_REVISION, LABEL_CI = "cloudtrain-revision", "cloudtrain-ci"
 """Origin of the run: the commit, and the CI service with its number of the run; no label can be a URL."""
-LABEL_JOB = "cloudtrain-job"
-"""`job_name` again: a list of jobs can be filtered by a label, and the service chooses its own ids."""
 LABEL_REQUEST = "cloudtrain-request"
 """Digest of the rest of the body. A run's id may return for another job after its records are gone."""
 LABEL_COUNT, VALUE_LENGTH = 56, 63
@@ -355,19 +353,13 @@ def _switches(settings: Settings, job: Job) -> dict[str, Any]:
 
 def _labels(job: Job, layout: Layout, attempt: int, name: str) -> dict[str, str]:
     """Return our labels, then the job's tags, which have a smaller alphabet here."""
-    own = {
-        LABEL_RUN: run_tag(layout.run),
-        LABEL_RUN_ID: layout.run_id,
-        LABEL_ATTEMPT: str(attempt),
-        LABEL_JOB: name,
-        LABEL_NAME: job.name,
-    }
+    own = zip(LABELS, (run_tag(layout.run), layout.run_id, str(attempt), name, job.name), strict=True)
     check_tags(job.tags, reserved=("cloudtrain-", "goog"), most=LABEL_COUNT)
     for key, value in job.tags.items():
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}", key) or not re.fullmatch(r"[a-z0-9_-]{0,63}", value):
             why = "a label holds at most 63 lower-case letters, digits, _ and -, and begins with a letter"
             raise SpecError(why, field=f"tags.{key}")
-    return {**own, **_origin(layout.origin), **dict(sorted(job.tags.items()))}
+    return {**dict(own), **_origin(layout.origin), **dict(sorted(job.tags.items()))}
 
 
 def _origin(origin: Mapping[str, str]) -> dict[str, str]:
