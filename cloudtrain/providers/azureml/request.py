@@ -155,7 +155,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     if known and known.retired:
         notes.append(f"{instance_type} was retired on {known.retired}: no machine may ever come")
     priced = instance_type or settings.compute  # a cluster has a price under its own name
-    timeout = _timeout(settings, job, gpu_index, notes)
+    timeout = _limits(settings, job, gpu_index, notes)
     inputs, paths = _inputs(settings, layout)
     shm = max(1, int(known.memory_gib / 2)) if known is not None and known.memory_gib else SHM_GIB
     count = job.resources.instance_count
@@ -317,7 +317,7 @@ def _channel(settings: Settings, layout: Layout, item: LayoutInput, field: str) 
     return {"type": kind, "mode": mode, "path": path if item.file or registered else f"{path}/"}
 
 
-def _timeout(settings: Settings, job: Job, gpu_index: int, notes: list[str]) -> int:
+def _limits(settings: Settings, job: Job, gpu_index: int, notes: list[str]) -> int:
     """Return the hard limit in seconds of running time."""
     if job.max_runtime < TIMEOUT:
         raise UnsupportedError(NAME, "max_runtime", f"a job's time limit is at least {TIMEOUT} s")

@@ -69,7 +69,7 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
             yield skipped(name, "there is no plan, so no machine is named" if name == "quota" else "there is no plan")
         return
     body = request.body
-    yield from tried("quota", lambda: _quotas(account, body), extra=True)
+    yield from tried("quota", lambda: _quota(account, body), extra=True)
     if "KmsKeyId" in body["OutputDataConfig"] or "VolumeKmsKeyId" in body["ResourceConfig"]:
         yield from tried("keys", lambda: _keys(account, body), extra=True)
     if "VpcConfig" in body:
@@ -206,7 +206,7 @@ def _limits(body: Mapping[str, Any]) -> dict[str, list[_Limit]]:
     return {"quota": machine, "limits": account}
 
 
-def _quotas(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
+def _quota(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
     """Check the quotas of the machine and of the account by one listing."""
     limits = _limits(body)
     listed = _listed(account, [limit.name for found in limits.values() for limit in found])

@@ -140,7 +140,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     _check_unknown(job, [name for name in types if found[name] is None])
     image = job.image or _image(settings, job, types, known, arch)
     notes: list[str] = []
-    stopping = _stopping(settings, job, types, gpu_index, notes)
+    stopping = _limits(settings, job, types, gpu_index, notes)
     tags = _tags(job, layout, attempt)
     specification: dict[str, Any] = {"TrainingImage": image, "TrainingInputMode": "File", **_command(attempt)}
     if not check_image(image, region=settings.region, arch=arch, in_vpc=bool(settings.subnets), provider=NAME):
@@ -149,7 +149,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
         "TrainingJobName": job_name(layout.run, attempt, gpu_index),
         "RoleArn": settings.role,
         "AlgorithmSpecification": specification,
-        "InputDataConfig": _channels(layout),
+        "InputDataConfig": _inputs(layout),
         "OutputDataConfig": {"S3OutputPath": f"{layout.native}/", "CompressionType": "NONE"},
         "ResourceConfig": _resources(settings, job, types, known),
         "StoppingCondition": stopping,
@@ -301,7 +301,7 @@ def _command(attempt: int) -> dict[str, list[str]]:
     return {"ContainerEntrypoint": ["/bin/sh", "-c"], "ContainerArguments": [line]}
 
 
-def _channels(layout: Layout) -> list[dict[str, Any]]:
+def _inputs(layout: Layout) -> list[dict[str, Any]]:
     folders = {
         "container": layout.context.rpartition("/")[0],
         "runtime": layout.runtime.rpartition("/")[0],
@@ -361,7 +361,7 @@ def _file_system(name: str, url: str, *, mode: str, shard: bool) -> dict[str, An
     return {"ChannelName": name, "InputMode": "File", "DataSource": {"FileSystemDataSource": source}}
 
 
-def _stopping(settings: Settings, job: Job, types: Sequence[str], gpu_index: int, notes: list[str]) -> dict[str, int]:
+def _limits(settings: Settings, job: Job, types: Sequence[str], gpu_index: int, notes: list[str]) -> dict[str, int]:
     """Return the hard limits, and add notes on them. A warm pool is paid for too."""
     if job.max_runtime > MAX_RUNTIME:
         why = "a training job runs for at most 28 days"

@@ -43,7 +43,7 @@ from .._cloud import ANOTHER_ID, Backoff, decoded
 from . import NAME
 from .machines import REGIONS, REGIONS_DATE
 from .node import GCS
-from .request import LABEL_JOB, LABEL_REQUEST, LABEL_RUN
+from .request import TAG_BODY, TAG_JOB, TAG_RUN
 
 if TYPE_CHECKING:
     from . import Settings
@@ -384,19 +384,19 @@ class Account:
     def claimed(self, request: Request) -> str | None:
         """Return the same, the oldest of several. Raises `ConflictError` if the labelled job was another request."""
         name = request.body["displayName"]
-        query = {"filter": f'labels.{LABEL_JOB}="{name}"', "pageToken": ""}
+        query = {"filter": f'labels.{TAG_JOB}="{name}"', "pageToken": ""}
         jobs, more = list[dict[str, Any]](), True
         while more:
             page = self.ask("GET", f"{_parent(request)}/customJobs", what="list jobs", params=query)
             jobs += page.get("customJobs") or ()
             query["pageToken"] = page.get("nextPageToken") or ""
             more = bool(query["pageToken"])
-        ours = [job for job in jobs if (job.get("labels") or {}).get(LABEL_RUN) == run_tag(request.run)]
+        ours = [job for job in jobs if (job.get("labels") or {}).get(TAG_RUN) == run_tag(request.run)]
         found = sorted(ours, key=lambda job: (unix_seconds(job["createTime"]), job["name"]))
         if not found:
             return None
         labels = found[0]["labels"]
-        if labels.get(LABEL_REQUEST) != request.body["labels"][LABEL_REQUEST]:
+        if labels.get(TAG_BODY) != request.body["labels"][TAG_BODY]:
             why = f"Vertex AI has a job {name} of an earlier run of that id, which was another job"
             raise ConflictError(why, field="run_id", hint=ANOTHER_ID)
         return str(found[0]["name"])
