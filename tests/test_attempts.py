@@ -44,6 +44,10 @@ def after(category: str, **given: Any) -> History:
     return History(state="failed", category=category, **given)
 
 
+def of_one_gpu(category: str, *nodes: int, **given: Any) -> History:
+    return after(category, newest=len(nodes) - 1, nodes=nodes, choices=(0,) * len(nodes), **given)
+
+
 def test_every_category_by_retries() -> None:
     for category, retries, newest in product(CATEGORIES, range(3), range(3)):
         policy, history = AttemptPolicy(max_runtime=HOUR, retries=retries), after(category, newest=newest)
@@ -101,12 +105,30 @@ def test_a_refused_first_request_is_not_retried_and_a_later_one_is() -> None:
 
 
 @for_each(("choices", "newest", "follows"), [
-    ({0}, 0, True), ({0}, 1, False), ({0, 1}, 1, True), ({0, 1}, 2, False), ({0, 1, 2}, 2, True), ({0, 1, 2}, 3, False),
-    (set(), 0, True), (set(), 1, False),
+    ((0,), 0, True), ((0, 0), 1, False), ((0, 1), 1, True), ((0, 1, 1), 2, False), ((0, 1, 2), 2, True),
+    ((0, 1, 2, 0), 3, False), ((0, 0, 1), 2, False), ((0, 2), 1, True), ((), 0, True), ((), 1, False),
 ])  # fmt: skip
-def test_another_gpu_is_not_a_retry(choices: set[int], newest: int, follows: bool) -> None:
+def test_another_gpu_is_not_a_retry(choices: tuple[int, ...], newest: int, follows: bool) -> None:
     policy = AttemptPolicy(max_runtime=HOUR, retries=1)
-    assert policy.retries_here(after("infra", newest=newest, choices=frozenset(choices))) is follows
+    history = after("infra", newest=newest, choices=choices, nodes=(1,) * len(choices))
+    assert policy.retries_here(history) is follows
+
+
+@for_each("retries", [0, 1, 2])
+def test_every_gpu_is_asked_for_with_each_number_of_nodes_before_a_retry(retries: int) -> None:
+    """The order is that of the list for the most nodes, then for the next smaller number; a retry begins again."""
+    policy, counts, gpus = AttemptPolicy(max_runtime=HOUR, retries=retries), (4, 2, 1), 3
+    asked = [(4, 0)]
+    while True:
+        nodes, choices = zip(*asked, strict=True)
+        next_gpu = choices[-1] + 1 if choices[-1] + 1 < gpus else None
+        given = {"nodes": nodes, "choices": choices, "node_counts": counts, "next_gpu": next_gpu}
+        found = decided(policy, after("capacity", newest=len(asked) - 1, **given))
+        if not isinstance(found, Next):
+            break
+        assert found.choice is not None
+        asked.append((found.nodes, found.choice))
+    assert asked == [(n, gpu) for n in counts for gpu in range(gpus)] * (retries + 1)
 
 
 @for_each(("category", "nodes", "counts", "next_gpu", "expected"), [
@@ -125,7 +147,7 @@ def test_another_gpu_is_not_a_retry(choices: set[int], newest: int, follows: boo
 def test_the_number_of_nodes_of_the_next_attempt(
     category: str, nodes: tuple[int, ...], counts: tuple[int, ...], next_gpu: int | None, expected: int
 ) -> None:
-    history = after(category, newest=len(nodes) - 1, nodes=nodes, node_counts=counts, next_gpu=next_gpu)
+    history = of_one_gpu(category, *nodes, node_counts=counts, next_gpu=next_gpu)
     assert next_nodes(history) == expected
     found = decided(AttemptPolicy(max_runtime=HOUR, retries=9), history)
     assert isinstance(found, Next)
@@ -137,7 +159,7 @@ def test_fewer_nodes_are_not_a_retry() -> None:
     counts, lost = (4, 2, 1), "capacity"
 
     def follows(category: str, *nodes: int) -> bool:
-        return policy.retries_here(after(category, newest=len(nodes) - 1, nodes=nodes, node_counts=counts))
+        return policy.retries_here(of_one_gpu(category, *nodes, node_counts=counts))
 
     assert [follows(lost, 4), follows(lost, 4, 2), follows(lost, 4, 2, 1)] == [True, True, True]
     assert not follows(lost, 4, 2, 1, 4, 2, 1), "the one retry is used"
@@ -145,7 +167,7 @@ def test_fewer_nodes_are_not_a_retry() -> None:
     assert [follows("infra", 4, 2), follows("infra", 4, 2, 4), follows("infra", 4, 2, 4, 2)] == [True, False, False]
     none = replace(policy, retries=0)
     assert none.retries_here(after(lost, nodes=(4,), node_counts=counts))
-    assert not none.retries_here(after(lost, newest=2, nodes=(4, 2, 1), node_counts=counts))
+    assert not none.retries_here(of_one_gpu(lost, 4, 2, 1, node_counts=counts))
     assert not none.retries_here(after("infra", nodes=(4,), node_counts=counts))
     refused = after("quota", refused=True, nodes=(4,), node_counts=counts, may_leave=True)
     assert decided(none, refused) == Next(number=1, choice=0, nodes=2, limits={"max_runtime": HOUR}), "then the place"

@@ -62,5 +62,10 @@ def test_an_attempt_has_the_machine_of_its_root_cause() -> None:
     info = with_exits(AttemptInfo(number="0.0"), [record], before={}, after={})
     assert (info.machine, info.node, info.category) == ("b", 1, "infra")
     assert attempt_info(attempt_row(info)) == info
+    other = with_exits(AttemptInfo(number="0.0", machine="c"), [record], before={}, after={})
+    assert other == info, "a node's record says more than the platform"
+    gone = with_exits(AttemptInfo(number="0.0", machine="c"), [], before={}, after={})
+    assert (gone.machine, gone.category) == ("c", "infra")
+    assert bad_machines([attempt_row(gone)] * 2) == {"c": 2}
     assert exception_of("infra", "x", failure) == "", "a retry may get another machine"
     assert exception_of("infra", "x", {**failure, "machine": "", "process_exit_code": None}) == "it has 7 GPUs"

@@ -379,9 +379,24 @@ def test_it_begins_again_as_often_as_the_platform_does(
     assert reason.endswith("6 restarts are used up") is (starts > 1)
 
 
-def supervised(site: Site) -> tuple[Supervisor, LaunchRules]:
+@pytest.mark.parametrize("files", ["rank_0.pt", "model.pt"])
+def test_fewer_nodes_are_asked_for_only_if_they_can_restore_the_given_checkpoint(vertex: Site, files: str) -> None:
+    """A folder of the user's own stands for what ``resume_from`` names in the cloud, until the run has its own."""
+    (vertex.folder / "given").mkdir()
+    (vertex.folder / "given" / files).write_text("x")
+    (vertex.folder / "train.py").write_text("# runtime.accumulation_steps()\n")
+    job = vertex.job(instance_count="1:2", resume_from="gs://other/given")
+    supervisor, _ = supervised(vertex, job, maps={"gs://other": str(vertex.folder)})
+    mounts = _Mounts(folder=supervisor.folder, store=supervisor.store, run_id="r")
+    found = supervisor._history(mounts, "failed", "capacity", supervisor.request)
+    why = "checkpoint given has files of single ranks (rank_0.pt), and does not say how many nodes wrote it"
+    own = files == "rank_0.pt"
+    assert (found.node_counts, found.bound) == (((2,), f"{why}, so it needs 2 nodes") if own else ((2, 1), ""))
+
+
+def supervised(site: Site, job: Job | None = None, **given: Any) -> tuple[Supervisor, LaunchRules]:
     """The supervisor of a rehearsal that is recorded and has not begun, and its platform's rules."""
-    plan = site.rehearsed()
+    plan = site.rehearsed(job, **given)
     plan.store.create_run(plan.layout, {**plan.document(), "runtime": plan.layout.runtime_digest})
     folder = site.folder / "supervisor"
     folder.mkdir()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -92,14 +92,16 @@ def numbered(ends: list[Status]) -> list[Status]:
     ]
 
 
-def begun(tmp_path: Path, *ends: Status, chooses: bool = False, **fields: Any) -> tuple[Run, Platform]:
+def begun(
+    tmp_path: Path, *ends: Status, chooses: bool = False, layout: Mapping[str, Any] | None = None, **fields: Any
+) -> tuple[Run, Platform]:
     """A run whose first attempt was sent, on a platform where attempts end so; which ``chooses`` a GPU of the list."""
     store, job = Store(str(tmp_path)), Job.make(entry_point="train.py", **fields)
-    layout = Layout(store=store.url, run_id="r", code_digest="c", runtime_digest="d")
+    placed = Layout(store=store.url, run_id="r", code_digest="c", runtime_digest="d", **(layout or {}))
     platform = Platform(numbered(list(ends)), chooses=chooses)
-    plain = {"store": store.url, "run_id": "r", "code_digest": "c", "runtime_digest": "d", "inputs": {}, "resume": None}
-    store.create_run(layout, {"job": job.to_dict(), "provider": "memory", "settings": {}, "layout": plain})
-    store.create_attempt("r", 0, platform.plan(job, layout))
+    plain = {**asdict(placed), "inputs": {}}
+    store.create_run(placed, {"job": job.to_dict(), "provider": "memory", "settings": {}, "layout": plain})
+    store.create_attempt("r", 0, platform.plan(job, placed))
     store.write_submitted("r", 0, "0")
     return Run(store=store, run_id="r", provider=platform), platform  # type: ignore[arg-type]
 
@@ -171,10 +173,19 @@ def test_a_list_with_a_gpu_without_quota_is_tried_from_the_next_on(tmp_path: Pat
 
 
 def test_going_through_the_list_takes_no_retry_away(tmp_path: Path) -> None:
-    ends = [failed("capacity"), failed("capacity"), failed("capacity"), failed("capacity"), DONE]
-    run, platform = begun(tmp_path, *ends, gpu=["H100:8", "A100:8"], retries=2)
+    run, platform = begun(tmp_path, *[failed("capacity")] * 9, gpu=["H100:8", "A100:8"], retries=2)
     assert waited(run)["category"] == "capacity"
-    assert [r.gpu_index for r in platform.sent] == [1, 0, 1]
+    assert [r.gpu_index for r in platform.sent] == [1, 0, 1, 0, 1]
+
+
+def test_every_gpu_is_asked_for_before_fewer_nodes_and_neither_takes_a_retry(tmp_path: Path) -> None:
+    ends = [*[failed("capacity")] * 3, failed("preempted"), *[failed("capacity")] * 9]
+    run, platform = begun(tmp_path, *ends, gpu=["H100:8", "A100:8"], instance_count="2:4", retries=1)
+    assert waited(run)["category"] == "capacity"
+    first = [(4, 1), (2, 0), (2, 1)]  # the first request was for (4, 0)
+    # The one retry follows the preemption, with all nodes and the GPU that the run had; then without machines again.
+    again = [(4, 1), (2, 0), (2, 1)]
+    assert [(r.context["nodes"], r.gpu_index) for r in platform.sent] == [*first, *again]
 
 
 def test_without_capacity_fewer_nodes_are_asked_for_and_all_again_after_them(tmp_path: Path) -> None:
@@ -187,20 +198,49 @@ def test_without_capacity_fewer_nodes_are_asked_for_and_all_again_after_them(tmp
     assert run.store.attempt_request("r", 2) == platform.sent[1]
 
 
-def test_a_checkpoint_of_single_ranks_keeps_its_number_of_nodes(tmp_path: Path) -> None:
-    run, platform = begun(tmp_path, failed("capacity"), failed("capacity"), instance_count="2:4")
-    folder = tmp_path / "runs/r/live/checkpoints/step-3/0.0-1"
+def of_ranks(store: Path, run_id: str, nodes: int | None) -> None:
+    """A run ``run_id`` with a checkpoint of a file for each of 4 ranks."""
+    folder = store / f"runs/{run_id}/live/checkpoints/step-3/0.0-1"
     files = {f"node-{node}/step-3/rank_{node}.pt": {"size": 1, "sha256": "0"} for node in range(4)}
     for name in files:
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_bytes(b"x")
-    commit = {"protocol": 1, "name": "step-3", "attempt": "0.0", "seq": 1, "run_nodes": 4, "time": 1.0, "files": files}
+    known = {"run_nodes": nodes} if nodes else {}
+    commit = {"protocol": 1, "name": "step-3", "attempt": "0.0", "seq": 1, "time": 1.0, "files": files, **known}
     (folder / "commit.json").write_text(json.dumps(commit))
+
+
+def test_a_checkpoint_of_single_ranks_keeps_its_number_of_nodes(tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, failed("capacity"), failed("capacity"), instance_count="2:4")
+    of_ranks(tmp_path, "r", 4)
     said: list[str] = []
     assert run.wait(retry=Retry(run, said.append))["category"] == "capacity"
     assert platform.sent == []
     why = "checkpoint step-3 has files of single ranks (step-3/rank_0.pt), so it needs 4 nodes again"
     assert said == [f"no further attempt: {why}"]
+
+
+@pytest.mark.parametrize("there", ["runs/other/live/checkpoints", "runs/other/live/checkpoints/step-3", "own", "gone"])
+@pytest.mark.parametrize("store", ["the same store", "another store"])
+def test_a_given_checkpoint_of_single_ranks_keeps_its_number_of_nodes(store: str, there: str, tmp_path: Path) -> None:
+    """Until the run has one of its own, ``resume_from`` decides: another run, or a folder of the user's own."""
+    place = tmp_path / ("here" if store == "the same store" else "there")
+    of_ranks(place, "other", 4)
+    (place / "own").mkdir()
+    (place / "own/rank_0.pt").write_bytes(b"x")
+    layout = {"resume": (place / there).as_uri()}
+    ends = [failed("capacity"), failed("capacity")]
+    run, platform = begun(tmp_path / "here", *ends, layout=layout, instance_count="2:4")
+    said: list[str] = []
+    assert run.wait(retry=Retry(run, said.append))["category"] == "capacity"
+    assert platform.sent == []
+    unknown = "and does not say how many nodes wrote it, so it needs 4 nodes"
+    why = {
+        "own": f"checkpoint own has files of single ranks (rank_0.pt), {unknown}",
+        "gone": f"resume_from: nothing at {place.as_uri()}/gone, so it needs 4 nodes",
+    }
+    of_run = "checkpoint step-3 has files of single ranks (step-3/rank_0.pt), so it needs 4 nodes again"
+    assert said == [f"no further attempt: {why.get(there, of_run)}"]
 
 
 def test_limits_are_sums_over_attempts(tmp_path: Path) -> None:

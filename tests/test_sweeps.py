@@ -719,6 +719,24 @@ def test_verbs_name_commands_that_take_a_sweep(
     assert "cancelled: cancelled" not in capsys.readouterr().out
 
 
+def test_a_command_runs_at_the_end_of_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    job, at = Job.make(entry_point="train.py"), ["--store", str(tmp_path / "store")]
+    sweep = Sweep(job, space={"lr": [1]}, metric="loss", trials=1, store=at[1], sweep_id="s")
+    assert sweep.create()
+    assert main(["sweep", "s", *at, "--detach", "--on-end", "true"]) == 2
+    assert "on_end: needs a client that waits" in capsys.readouterr().err
+    sweep.cancel()
+    words = " ".join(f"$CLOUDTRAIN_{name}" for name in ("RUN_ID", "RUN", "STATE", "EXIT_CODE"))
+    for verb in ("sweep", "wait"):
+        assert main([verb, "s", *at, "--on-end", f'echo "{words}" >> end; exit 3']) == 5
+        assert "--on-end ended with 3; the exit code here is that of the sweep" in capsys.readouterr().err
+    assert (tmp_path / "end").read_text().splitlines() == [f"s {sweep.url} cancelled 5"] * 2
+
+
 def test_gc_keeps_the_content_of_a_sweep_that_has_no_run_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print('hello')\n")

@@ -68,19 +68,20 @@ OnEnd = Annotated[
     Parameter(
         name="--on-end",
         metavar="CMD",
-        help="shell command to run once the run has ended; CLOUDTRAIN_STATE and others describe the end",
+        help="shell command to run once the run, or sweep, has ended; CLOUDTRAIN_STATE and others describe the end",
     ),
 ]
 
 
 def run_on_end(command: str | None, result: Mapping[str, Any], say: Callable[[str], object]) -> None:
-    """Run the command of ``--on-end`` with the outcome in its environment. Its own end only gives a line.
+    """Run the command of ``--on-end`` with the outcome of a run or sweep in its environment.
 
-    It writes to stderr: stdout is for this verb's results.
+    Its own end only gives a line. It writes to stderr: stdout is for this verb's results.
     """
     if command is None:
         return
-    values = {name: result[name] for name in ("run_id", "run", "state", "category", "reason", "exit_code")}
+    values = {name: result.get(name) for name in ("state", "category", "reason", "exit_code")}
+    values |= {name: result.get(name, result.get(name.replace("run", "sweep"))) for name in ("run_id", "run")}
     given = {f"CLOUDTRAIN_{name.upper()}": "" if value is None else str(value) for name, value in values.items()}
     try:
         code = subprocess.run(
@@ -90,7 +91,9 @@ def run_on_end(command: str | None, result: Mapping[str, Any], say: Callable[[st
         say(f"--on-end cannot run: {exc}")
     else:
         if code:
-            say(f"--on-end ended with {code}; the exit code here is the run's")
+            say(
+                f"--on-end ended with {code}; the exit code here is that of the {'run' if 'run' in result else 'sweep'}"
+            )
 
 
 def stoppable() -> AbstractContextManager[None]:

@@ -238,10 +238,7 @@ def wait(
             if not isinstance(opened, Run):
                 from .sweep import drive_sweep
 
-                if on_end is not None:
-                    raise SpecError("is for a run, not for a sweep", field="on_end", hint="leave --on-end out")
-
-                return drive_sweep(opened, at, screen, timeout=seconds, on_signal=on_signal, json=json)
+                return drive_sweep(opened, at, screen, timeout=seconds, on_signal=on_signal, on_end=on_end, json=json)
             handle, run = opened, _called(run, screen.about)
             retry = FallbackPolicy(handle, screen.talk)
             result = handle.wait(timeout=seconds, on_status=changes, retry=retry)

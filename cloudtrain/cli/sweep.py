@@ -25,7 +25,7 @@ from ..runs.sweeps.sweep import CAPS, Sweep, make_sweep, open_sweep, plan_of_swe
 from ..runs.sweeps.view import change_lines, limits_text, value_text
 from ..settings.settings import Settings
 from ..validate import near_or_all, read_table, table_of, url_scheme
-from .common_flags import HERE, At, OnSignal, Where, stoppable, switch, undisturbed
+from .common_flags import HERE, At, OnEnd, OnSignal, Where, run_on_end, stoppable, switch, undisturbed
 from .flags import job_of
 from .output import Screen
 from .runs import EXIT_DETACHED, Json, Ours, WaitTimeout, seconds_of
@@ -70,6 +70,7 @@ def sweep(
     detach: Annotated[bool, switch("start the first trials and return", "--detach", "-d")] = False,
     wait_timeout: WaitTimeout = None,
     on_signal: OnSignal = "detach",
+    on_end: OnEnd = None,
     provider: Provider = None,
     settings: Set = None,
     at: At = HERE,
@@ -84,6 +85,8 @@ def sweep(
         "max_gpu_hours": max_gpu_hours,
     }
     given |= {"max_runtime": max_runtime, "failures": failures}
+    if detach and on_end is not None:
+        raise SpecError("needs a client that waits, and --detach leaves", field="on_end", hint="leave --detach out")
     limits = {key: value for key, value in given.items() if value is not None}
     chosen = at.settings(overrides=settings_pairs(settings), cwd=Path.cwd(), provider=provider)
     if target.endswith(".toml"):
@@ -96,9 +99,8 @@ def sweep(
     _say_start(handle, screen)
     if detach:
         return _emit(handle.step(on_change=screen.talk), screen, at, json, code=0)
-    return drive_sweep(
-        handle, at, screen, timeout=seconds_of(wait_timeout, "wait_timeout"), on_signal=on_signal, json=json
-    )
+    seconds = seconds_of(wait_timeout, "wait_timeout")
+    return drive_sweep(handle, at, screen, timeout=seconds, on_signal=on_signal, on_end=on_end, json=json)
 
 
 def _rehearsal(store: str, image: str) -> Callable[..., Plan]:
@@ -192,8 +194,17 @@ def plan_sweep(file: str, settings: Settings, screen: Screen, *, json: bool) -> 
     return 0
 
 
-def drive_sweep(handle: Sweep, at: Where, screen: Screen, *, timeout: float | None, on_signal: str, json: bool) -> int:
-    """Drive a sweep to its end. Return the exit code of its outcome, or 7 if a signal ended the drive."""
+def drive_sweep(
+    handle: Sweep,
+    at: Where,
+    screen: Screen,
+    *,
+    timeout: float | None,
+    on_signal: str,
+    on_end: str | None = None,
+    json: bool,
+) -> int:
+    """Drive a sweep to its end, then run ``on_end``. Return the exit code of its outcome, or 7 after a signal."""
     with stoppable():
         try:
             handle.run(timeout=timeout, on_change=screen.talk)
@@ -204,7 +215,10 @@ def drive_sweep(handle: Sweep, at: Where, screen: Screen, *, timeout: float | No
             raise (
                 exc if isinstance(exc, LostContactError) else LostContactError(f"{exc}; the trials continue")
             ) from None
-    return _emit(handle.result(), screen, at, json)
+    result = handle.result()
+    if result["exit_code"] is not None:
+        run_on_end(on_end, result, screen.talk)
+    return _emit(result, screen, at, json)
 
 
 def _stopped(handle: Sweep, at: Where, screen: Screen, on_signal: str, json: bool) -> int:

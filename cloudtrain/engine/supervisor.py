@@ -31,10 +31,12 @@ from ..provider_api.registry import find_provider
 from ..runs.attempts import AttemptPolicy, Ending, History, Next, Usage, exception_of
 from ..runs.handover import nodes_of
 from ..runs.outcome import records_of, was_lost
+from ..runs.resume import nodes_that_restore
 from ..runs.run import Run
 from ..runtime.checkpoint_model import resumable
 from ..runtime.checkpoints import COMMIT, complete
 from ..runtime.node import UNMIRRORED
+from ..settings.settings import NO_SETTINGS
 from ..storage.files import Files, TransferOptions, files
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
@@ -43,6 +45,7 @@ from . import Engine, NodeError, NodeHandle, boot_id, last_line, make_engine
 from .fault_injection import Injection, InjectionPlan
 from .node_folders import NodeFolders
 from .supervised import SupervisedProvider, all_succeeded, last_sign, locked, refuse, write_json
+from .url_map import stand_in_for
 
 __all__ = ["Supervisor", "main"]
 
@@ -281,10 +284,12 @@ class Supervisor:
         if not wanted.min_instance_count:
             return history
         requests = [self.store.attempt_request(self.run_id, k) for k in range(request.attempt + 1)]
-        history = replace(history, nodes=tuple(nodes_of(item, wanted) for item in requests))
-        if not (found := resumable(complete(mounts.live / "checkpoints"))):
-            return history
-        counts, bound = found[-1].node_counts(wanted.node_counts)
+        nodes, choices = tuple(nodes_of(item, wanted) for item in requests), (request.gpu_index,) * len(requests)
+        history = replace(history, nodes=nodes, choices=choices)
+        own = next(reversed(resumable(complete(mounts.live / "checkpoints"))), None)
+        resume, stand_ins = Layout.from_dict(self.record["layout"]).resume, self.record["settings"].get("maps") or {}
+        there = stand_in_for(resume, stand_ins, or_same=True) if resume else None
+        counts, bound = nodes_that_restore(own, there, wanted.node_counts, store=self.store, settings=NO_SETTINGS)
         return replace(history, node_counts=counts, bound=bound)
 
     def _cancelled(self, mounts: _Mounts) -> bool:

@@ -159,7 +159,8 @@ class AttemptInfo:
     """One start of all nodes. ``number`` is ``k.r``; times are Unix seconds.
 
     ``reason`` and ``category`` say why it ended, ``node`` and ``rank`` where that began. ``machine`` is that node's, if
-    the machine was at fault. ``resumed_from`` is its checkpoint. ``lost`` is the work that the next attempt repeated:
+    the machine was at fault. A platform may name the only node's, which counts if the node left no record.
+    ``resumed_from`` is its checkpoint. ``lost`` is the work that the next attempt repeated:
     ``{"seconds": s, "steps": n}``, each None if unknown. The last attempt has lost nothing yet: None. ``nodes`` is the
     number that its request asks for.
     """

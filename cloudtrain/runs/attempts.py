@@ -79,17 +79,17 @@ class Usage:
 class History:
     """The facts about a run's attempts in one region or provider, once the newest one has ended.
 
-    ``newest`` is its number, ``choices`` are the GPUs of the list in the requests so far. ``refused``: the platform
-    refused the newest one. ``starts``: the caller starts further attempts, not the platform. ``next_gpu`` is the next
-    GPU of the list that can be requested, if there were no machines. ``may_leave``: the run never ran, and another
-    region or provider may follow. ``nodes`` are the numbers of nodes in the requests so far, oldest first.
-    ``node_counts`` are those that the next one may have, the most first. ``bound`` says why there are no others.
+    ``newest`` is its number. ``nodes`` and ``choices`` are the number of nodes and the GPU of the list in each request
+    so far, oldest first. ``refused``: the platform refused the newest one. ``starts``: the caller starts further
+    attempts, not the platform. ``next_gpu`` is the next GPU of the list that can be requested, if there were no
+    machines. ``may_leave``: the run never ran, and another region or provider may follow. ``node_counts`` are the
+    numbers of nodes that the next one may have, the most first. ``bound`` says why there are no others.
     """
 
     state: str
     category: str
     newest: int = 0
-    choices: frozenset[int] = frozenset({0})
+    choices: tuple[int, ...] = (0,)
     refused: bool = False
     cancelled: bool = False
     starts: bool = True
@@ -163,9 +163,9 @@ class AttemptPolicy:
         """Return whether another attempt may follow here, if neither the limits nor the same failure forbid it."""
         if history.state != "failed" or history.cancelled or not history.starts:
             return False
-        # Another GPU of the list, or fewer nodes, is not a retry: the job has not had its machines yet.
-        fewer = sum(later < earlier for earlier, later in itertools.pairwise(history.nodes))
-        used = history.newest - max(0, len(history.choices) - 1) - fewer
+        # The next GPU of the list, or fewer nodes, is not a retry: the job has not had its machines yet.
+        order = [(-nodes, gpu) for nodes, gpu in zip(history.nodes, history.choices, strict=True)]
+        used = history.newest - sum(earlier < later for earlier, later in itertools.pairwise(order))
         # A refused first request is not a failed attempt: its submitter got an error.
         sent = history.newest > 0 or not history.refused
         more = sent and used < self.retries and history.category not in NOT_RETRIED

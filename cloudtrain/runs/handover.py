@@ -23,6 +23,7 @@ from ..storage.lease import Lease, is_released
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, next_of, run_folder, to_json
 from .attempts import NO_MACHINES, AttemptPolicy, History
+from .resume import nodes_that_restore
 
 if TYPE_CHECKING:
     from ..job.job import Resources
@@ -188,13 +189,14 @@ def history_of(run: Run, newest: int, result: Record) -> History:
     requests = [store.attempt_request(run_id, k) for k in range(newest + 1)]
     unserved, last, wanted = category in NO_MACHINES, requests[-1], run.job.at(run.provider_name).resources
     counts, bound = wanted.node_counts, ""
-    if wanted.min_instance_count and (newest_checkpoint := run.checkpoint()) is not None:
-        counts, bound = newest_checkpoint.node_counts(counts)
+    if wanted.min_instance_count:
+        resume = Layout.from_dict(run.record["layout"]).resume
+        counts, bound = nodes_that_restore(run.checkpoint(), resume, counts, store=store, settings=run._settings)
     return History(
         state=result["state"],
         category=category or "",
         newest=newest,
-        choices=frozenset(request.gpu_index for request in requests if request is not None),
+        choices=tuple(request.gpu_index if request is not None else 0 for request in requests),
         refused=store.refused(run_id, newest) is not None,
         cancelled=store.cancelled(run_id),
         starts=clients_retry(run, result["native_id"]),

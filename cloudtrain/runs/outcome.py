@@ -285,16 +285,17 @@ def with_exits(info: AttemptInfo, records: Sequence[Record], *, before: Record, 
     where = verdict.failure or {"node": root.get("told")}  # the node that got a stop signal, if that ended the attempt
     resumed = next((r["resumed_from"] for r in records if r.get("resumed_from")), "")
     begins = [r["started"] for r in [*records, before] if r.get("started")]
+    lost = info.machine if not records else ""  # nothing else says what the platform's machine did
     return replace(
         info,
         started=info.started or min(begins, default=None),
         ended=info.ended or max((r["ended"] for r in records if r.get("ended")), default=after.get("started")),
         reason="; ".join(filter(None, [reason, *root.get("remarks", ())])),
         resumed_from=info.resumed_from or resumed or before.get("resumed_from") or "",
-        category=info.category or verdict.category,
+        category=info.category or verdict.category or ("infra" if lost else ""),
         node=info.node if info.node is not None else where.get("node"),
         rank=info.rank if info.rank is not None else where.get("rank"),
-        machine=info.machine or where.get("machine") or "",
+        machine=lost or where.get("machine") or "",
         lost=after.get("lost"),
     )
 

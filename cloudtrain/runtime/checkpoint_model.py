@@ -17,7 +17,8 @@ from .checkpoint_names import is_beside, step_of, training_states, unversioned
 __all__ = ["METADATA", "Checkpoint", "companions", "newest_checkpoint", "resumable", "written_directly"]
 
 _NODE = re.compile(r"node-\d+/")
-_RANK = re.compile(r"rank[-_.]?\d", re.IGNORECASE)
+_RANK = re.compile(r"rank[-_.]?0*[01](?!\d)", re.IGNORECASE)
+"""Ranks that have a file if each rank has one. Another number alone is a size: ``lora_rank16``."""
 _RANDOM = re.compile(r"(?:/|^)(?:rng|random)[-_]?state", re.IGNORECASE)
 METADATA = ".metadata"
 """File that ``torch.distributed.checkpoint`` writes last."""
@@ -96,8 +97,8 @@ class Checkpoint:
     def ranks_own(self) -> str:
         """Return a file that only the rank that wrote it can restore, so another number of nodes cannot; "" for none.
 
-        It has the rank in its path, or is not on node 0. ``torch.distributed.checkpoint`` reshards the files beside its
-        `METADATA`. States of random numbers count for nothing, and neither do logs and settings.
+        Its path has the rank 0 or 1, or it is not on node 0. ``torch.distributed.checkpoint`` reshards the files beside
+        its `METADATA`. States of random numbers count for nothing, and neither do logs and settings.
         """
         paths = [_NODE.sub("", path) for path in self.files]
         first = {path.removeprefix("node-0/") for path in self.files if path.startswith("node-0/")}
@@ -109,15 +110,18 @@ class Checkpoint:
         return ""
 
     def node_counts(self, wanted: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """Return those of ``wanted`` that can restore it, and why there are no others; "" if all can.
+        """Return those of ``wanted`` (the most first) that can restore it, and why no others can; "" if all can.
 
-        The ``nodes`` of a commit are those that held a part, ``run_nodes`` all of the attempt.
+        The ``nodes`` of a commit are those that held a part, ``run_nodes`` all of the attempt. Commits of earlier
+        versions, and files without a commit, do not say how many those were. Then only the most nodes may try.
         """
         file, nodes = self.ranks_own, int(self.commit.get("run_nodes") or 0)
-        if not file or not nodes:
+        if not file:
             return wanted, ""
-        why = f"checkpoint {self.name} has files of single ranks ({file}), so it needs {nodes} nodes again"
-        return (nodes,), why
+        why = f"checkpoint {self.name} has files of single ranks ({file}), "
+        if not nodes:
+            return wanted[:1], f"{why}and does not say how many nodes wrote it, so it needs {wanted[0]} nodes"
+        return tuple(n for n in wanted if n == nodes), f"{why}so it needs {nodes} nodes again"
 
     def missing(self, size_of: Callable[[str], int | None]) -> str | None:
         """Return the first file that is not there with its size; None if the checkpoint is complete."""

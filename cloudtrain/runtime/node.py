@@ -111,6 +111,7 @@ class Node:
         self._handlers = self._make_handlers()
 
     def _make_resume(self) -> Resume:
+        planned = self.context.get("planned_nodes")
         return Resume(
             live=self.live,
             given=self.site.paths.get("resume"),
@@ -119,7 +120,7 @@ class Node:
             say=self.log.say,
             archive=self.archive,
             marks=self.site.marks,
-            nodes=self.nodes if self.context.get("planned_nodes") else None,
+            nodes=(planned, self.nodes) if planned else None,
         )
 
     # -------------------------------------------------------------------------------------------------- the whole run

@@ -36,8 +36,8 @@ Message = dict[str, Any]
 class Resume:
     """The resume of one node. ``live`` is this run's own folder, ``given`` the path here of ``resume_from``, a ``url``.
 
-    ``source`` is the URL that the checkpoint at ``url`` was copied from, if it was. ``nodes`` is the number of nodes of
-    this attempt, if it can differ from that of others.
+    ``source`` is the URL that the checkpoint at ``url`` was copied from, if it was. ``nodes`` are the planned number of
+    nodes and that of this attempt, if they can differ.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Resume:
         source: str | None = None,
         archive: Archive | None = None,
         marks: tuple[str, ...] = (),
-        nodes: int | None = None,
+        nodes: tuple[int, int] | None = None,
     ) -> None:
         self._archive, self._marks, self._nodes = archive, marks, nodes
         self._live, self._given = live, Path(given).absolute() if given and url else None
@@ -92,8 +92,8 @@ class Resume:
     ) -> tuple[str, float, Message]:
         """Return one of `candidates`, which lies below ``folder``. Undamaged ones of ``live`` come back with it."""
         if self._nodes is not None:
-            counts, why = item.node_counts((self._nodes,))
-            if self._nodes not in counts:
+            counts, why = item.node_counts(self._nodes)
+            if self._nodes[1] not in counts:
                 raise SpecError(why)
         named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
         whole = [other for other in live if other.folder not in self.damaged]

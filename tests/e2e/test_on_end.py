@@ -68,7 +68,7 @@ def test_a_waiting_client_runs_the_command_once_with_the_outcome(tmp_path: Path)
     assert (tmp_path / "end").read_text().strip().split("|") == [
         "r1", result["run"], "failed", "user_error", result["reason"], "1",
     ]  # fmt: skip
-    assert "--on-end ended with 7; the exit code here is the run's" in said
+    assert "--on-end ended with 7; the exit code here is that of the run" in said
     code, _, _ = cloudtrain(tmp_path, "wait", "r1", "--on-end", "echo $CLOUDTRAIN_STATE > end")
     assert (code, (tmp_path / "end").read_text()) == (1, "failed\n")
 

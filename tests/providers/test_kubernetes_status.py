@@ -153,6 +153,13 @@ def test_the_meaning_of_an_exit_code(code: int, category: str) -> None:
     assert status_of(*failed_with(code)).category == category
 
 
+@pytest.mark.parametrize(("code", "pods", "machine"), [(137, 1, "w-7"), (137, 2, ""), (1, 1, "")])
+def test_the_cluster_names_the_only_machine_of_a_job_whose_pod_was_killed(code: int, pods: int, machine: str) -> None:
+    job, found = failed_with(code)
+    job["spec"]["completions"], found[0]["spec"]["nodeName"] = pods, "w-7"
+    assert status_of(job, found).attempts[-1].machine == machine
+
+
 def test_a_job_that_completed_before_its_cancel_has_succeeded() -> None:
     job, pods = scene("ok")
     job["metadata"]["annotations"][CANCELLED] = "true"

@@ -251,6 +251,16 @@ def test_a_state_of_slurm_is_one_of_ours(fields: dict[str, str], state: str, cat
     assert bool(found.reason) == (state not in ("succeeded", "running")) or fields["JobState"] == "COMPLETING"
 
 
+@pytest.mark.parametrize(
+    ("state", "nodes", "machine"),
+    [("NODE_FAIL", "n2", "n2"), ("NODE_FAIL", "n[2-3]", ""), ("BOOT_FAIL", "(null)", ""), ("PREEMPTED", "n2", "")],
+)
+def test_slurm_names_the_only_machine_of_a_job_that_it_lost(state: str, nodes: str, machine: str) -> None:
+    assert status_of(NATIVE, known(JobState=state, NodeList=nodes)).attempts[-1].machine == machine
+    rows = ((state, "0:0", "100", "150", nodes),)
+    assert status_of(NATIVE, known(rows)).attempts[-1].machine == machine
+
+
 def test_a_kill_for_memory_names_the_memory_that_the_job_asked_for() -> None:
     """slurmstepd writes of it into the job's log; the job itself has failed, or lost its batch script."""
     for fields, said in (({"MinMemoryNode": "4G"}, ", 4G a node"), ({"MinMemoryCPU": "500M"}, ", 500M a core")):
@@ -264,15 +274,16 @@ def test_a_kill_for_memory_names_the_memory_that_the_job_asked_for() -> None:
 
 def test_starts_are_attempts_with_their_own_ends() -> None:
     rows = (
-        ("NODE_FAIL", "0:0", "100", "150"),
-        ("PREEMPTED", "0:0", "None", "190"),
-        ("RUNNING", "0:0", "200", "Unknown"),
+        ("NODE_FAIL", "0:0", "100", "150", "n3"),
+        ("PREEMPTED", "0:0", "None", "190", "n3"),
+        ("RUNNING", "0:0", "200", "Unknown", "n4"),
     )
     found = status_of(NATIVE, known(rows, JobState="RUNNING", Restarts="2", StartTime="200"))
     assert [(row.number, row.category, row.started, row.ended) for row in found.attempts] == [
         ("2.0", "infra", 100.0, 150.0), ("2.1", "preempted", None, 190.0), ("2.2", "", 200.0, None),
     ]  # fmt: skip
     assert found.started == 100.0
+    assert [row.machine for row in found.attempts] == ["n3", "", ""]
     without = status_of(NATIVE, known(JobState="PENDING", Restarts="2", Reason="BeginTime", StartTime="300"))
     assert [(row.number, row.started) for row in without.attempts] == [("2.0", None), ("2.1", None), ("2.2", None)]
 
@@ -289,10 +300,10 @@ def test_a_forgotten_job_has_the_end_that_its_script_wrote() -> None:
 
 
 def test_a_tag_cannot_pass_for_a_field() -> None:
-    text = "job JobId=7 JobState=RUNNING Restarts=1 Comment={a JobState=FAILED Restarts=9}\nrow FAILED|1:0|1|2\n"
+    text = "job JobId=7 JobState=RUNNING Restarts=1 Comment={a JobState=FAILED Restarts=9}\nrow FAILED|1:0|1|2|n1\n"
     found = parsed(f"mark end=1\n{text}")
     assert (found.fields["JobState"], found.fields["Restarts"]) == ("RUNNING", "1")
-    assert found.rows == [["FAILED", "1:0", "1", "2"]]
+    assert found.rows == [["FAILED", "1:0", "1", "2", "n1"]]
     assert found.marks == {"end": "1"}
 
 

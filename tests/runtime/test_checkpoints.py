@@ -587,6 +587,14 @@ def test_shapes_tell_kinds_and_how_many() -> None:
     (["node-0/a/0.pt", "node-1/a/1.pt"], "a/1.pt"),
     (["node-0/a/zero_pp_rank_0_mp_rank_00_optim_states.pt"], "a/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     (["node-1/rank1-last.pt"], "rank1-last.pt"),
+    (["node-0/a/rank-3/state.pt", "node-0/a/rank-0/state.pt"], "a/rank-0/state.pt"),
+    (["node-0/a/rank_00_of_16.pt"], "a/rank_00_of_16.pt"),
+    (["node-1/a/rank_9.pt", "node-0/a/model.pt"], "a/rank_9.pt"),
+    # A size is no rank.
+    (["node-0/lora_rank16/adapter.pt"], ""),
+    (["node-0/a/adapter_rank-8.safetensors", "node-1/a/adapter_rank-8.safetensors"], ""),
+    (["node-0/a/lora_rank16.pt", "node-0/a/lora_rank32.pt"], ""),
+    (["node-0/a/lora_rank10.pt"], ""),
     (["node-1/last.pt"], ""),
 ])  # fmt: skip
 def test_files_of_single_ranks_need_their_number_of_nodes(files: list[str], own: str) -> None:
@@ -597,14 +605,30 @@ def test_files_of_single_ranks_need_their_number_of_nodes(files: list[str], own:
     assert item.node_counts((4, 2))[0] == ((2,) if own else (4, 2))
 
 
+def test_files_of_single_ranks_of_an_unknown_number_of_nodes_need_the_most() -> None:
+    """As commits of earlier versions have it, and a folder without a commit."""
+    item = Checkpoint(name="a", key="k", committed=1.0, saved=1.0, files={"node-0/a/rank_0.pt": (1, "")})
+    why = "checkpoint a has files of single ranks (a/rank_0.pt), and does not say how many nodes wrote it"
+    assert item.node_counts((4, 2)) == ((4,), f"{why}, so it needs 4 nodes")
+    whole = Checkpoint(name="a", key="k", committed=1.0, saved=1.0, files={"node-0/a/model.pt": (1, "")})
+    assert whole.node_counts((4, 2)) == ((4, 2), "")
+
+
 def test_a_node_does_not_resume_from_files_of_ranks_that_are_gone(tmp_path: Path) -> None:
+    """Neither from its own, nor from those of another run."""
     files = {f"node-{node}/step-1/rank_{node}.pt": b"x" for node in range(4)}
-    committed(tmp_path / "checkpoints", files=files, run_nodes=4)
+    committed(tmp_path / "own/checkpoints", files=files, run_nodes=4)
+    committed(tmp_path / "other/checkpoints", files=files)  # of an earlier version
 
-    def names(nodes: int | None) -> list[str]:
-        given = {"live": tmp_path, "given": None, "url": None, "say": print, "nodes": nodes}
-        return [name for name, _, _ in Resume(**given).candidates()]
+    def names(nodes: tuple[int, int] | None, *, own: bool = True) -> list[str]:
+        given = {"live": tmp_path / ("own" if own else "none"), "url": "u/live/checkpoints", "say": print}
+        given["given"] = None if own else str(tmp_path / "other/checkpoints")
+        return [name for name, _, _ in Resume(**given, nodes=nodes).candidates()]
 
-    assert names(4) == names(None) == ["step-1"]
+    assert names((4, 4)) == names(None) == names((4, 4), own=False) == names((8, 8), own=False) == ["step-1"]
     with pytest.raises(SpecError, match=r"files of single ranks \(step-1/rank_0.pt\), so it needs 4 nodes again"):
-        names(2)
+        names((4, 2))
+    with pytest.raises(SpecError, match=r"so it needs 4 nodes again"):
+        names((8, 8))
+    with pytest.raises(SpecError, match=r"does not say how many nodes wrote it, so it needs 4 nodes"):
+        names((4, 2), own=False)

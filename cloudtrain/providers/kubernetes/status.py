@@ -100,7 +100,11 @@ def status_of(job: Object, pods: Sequence[Object]) -> Status:
         over = time_of(conditions.get("Failed", {}).get("lastTransitionTime"))
         return replace(base, state="failed", category=category, native="Ended", reason=reason, finished=over)
     if "Failed" in conditions:
-        return _failed(base, conditions["Failed"], pods, cancelled=cancelled)
+        found = _failed(base, conditions["Failed"], pods, cancelled=cancelled)
+        if found.category == "infra" and int(job["spec"]["completions"]) == 1 and pods:
+            named = replace(attempts[-1], machine=str(pods[-1]["spec"].get("nodeName") or ""))
+            return replace(found, attempts=(*attempts[:-1], named))
+        return found
     newest = {_index(pod): pod for pod in pods}
     waiting, why = _waiting([pod for pod in newest.values() if pod["status"].get("phase") == "Pending"])
     if (waiting in _IMAGE or (waiting in _PULL and _NO_IMAGE.search(why))) and not cancelled:

@@ -135,7 +135,7 @@ fi
 case $shown in *JobState=FAILED*|*"Invalid job id"*)  # its steps' kills for memory are in its log alone
     tail -qc 9999 "$base"/*.log 2>/dev/null | grep -aqE "^slurmstepd.*($oom)" && echo "mark oom=" ;;
 esac
-sacct -n -D -P -X -j "$job" -o state,exitcode,start,end 2>/dev/null | sed 's/^/row /'
+sacct -n -D -P -X -j "$job" -o state,exitcode,start,end,nodelist 2>/dev/null | sed 's/^/row /'
 exit 0
 """
 _CANCEL = r"""
@@ -336,7 +336,7 @@ def parsed(text: str) -> Job:
         fields.setdefault(key, value)  # a tag's text comes after the fields that count
     rows = [row.split("|") for row in re.findall(r"^row (.*)", text, re.MULTILINE)]
     marks = dict(re.findall("^mark ([a-z]+)=(.*)", text, re.MULTILINE))
-    return Job(fields=fields, rows=[row for row in rows if len(row) == 4], marks=marks)
+    return Job(fields=fields, rows=[row for row in rows if len(row) == 5], marks=marks)
 
 
 def _names(request: Request) -> dict[str, str]:

@@ -75,19 +75,23 @@ def status_of(native_id: str, job: Job) -> Status:
     if not job.fields and not job.rows:
         return _forgotten(number, job.marks)
     fields, rows = job.fields, job.rows
-    last = rows[-1] if rows else ("", "", "", "")
+    last = rows[-1] if rows else ("", "", "", "", "")
     native = fields.get("JobState") or last[0].split(" ")[0]
     exit_code = fields.get("ExitCode") or last[1]
     restarts = int(fields.get("Restarts") or max(0, len(rows) - 1))
     start, end = _time(fields.get("StartTime") or last[2]), _time(fields.get("EndTime") or last[3])
     state, category, reason = _state(native, exit_code, fields, oom="oom" in job.marks)
     final = state not in ("pending", "running")
+    attempts = _attempts(k, restarts, rows, start=start if state != "pending" else None, end=end if final else None)
+    if category == "infra":
+        machine = _only_one(fields.get("NodeList") or last[4])
+        attempts = (*attempts[:-1], replace(attempts[-1], machine=machine))
     return Status(
         state=state,
         native=native,
         reason=hinted(reason, HINTS.get(category)) if category != "capacity" or final else reason,
         category=category,
-        attempts=_attempts(k, restarts, rows, start=start if state != "pending" else None, end=end if final else None),
+        attempts=attempts,
         started=None if state == "pending" else _time(rows[0][2]) if len(rows) > 1 and _time(rows[0][2]) else start,
         finished=end if final else None,
         instance_type=fields.get("Partition", ""),
@@ -119,8 +123,10 @@ def _attempts(
     found = [AttemptInfo(number=f"{k}.{restart}") for restart in range(restarts + 1)]
     for number, row in enumerate(rows[:restarts]):
         category, reason = category_of(row[0].split(" ")[0], row[1])
-        times = _time(row[2]), _time(row[3])
-        found[number] = replace(found[number], category=category, reason=reason, started=times[0], ended=times[1])
+        machine = _only_one(row[4]) if category == "infra" else ""
+        found[number] = replace(
+            found[number], category=category, reason=reason, started=_time(row[2]), ended=_time(row[3]), machine=machine
+        )
     found[-1] = replace(found[-1], started=start, ended=end)
     return tuple(found)
 
@@ -133,6 +139,11 @@ def _forgotten(number: str, marks: Mapping[str, str]) -> Status:
     native = "CANCELLED" if end is None else "COMPLETED" if end == "0" else "FAILED"
     state, category, reason = _state(native, f"{end}:0", {}, oom="oom" in marks)
     return Status(state=state, category=category, native="gone", reason=reason)
+
+
+def _only_one(nodes: str) -> str:
+    """Return the node of a NodeList with only one; empty for several, ``n[1-2]``, and for none."""
+    return nodes if re.fullmatch(r"[\w.-]+", nodes) else ""
 
 
 def _time(text: str) -> float | None:
