@@ -189,12 +189,20 @@ def test_words_are_those_of_the_code() -> None:
 
 @pytest.mark.parametrize(
     ("tool", "page"),
-    [("json_page", "json.md"), ("python_page", "python.md"), ("llms", "llms.txt")],
+    [
+        ("json_page", "json.md"),
+        ("python_page", "python.md"),
+        ("providers_page", "providers.md"),
+        ("llms", "llms.txt"),
+    ],
 )
 def test_a_made_page_is_not_stale(tool: str, page: str, capsys: pytest.CaptureFixture[str]) -> None:
     with suppress(SystemExit):
         runpy.run_path(str(ROOT / f"tools/{tool}.py"), run_name="__main__")
-    assert capsys.readouterr().out == (ROOT / "docs" / page).read_text(), f"python tools/{tool}.py > docs/{page}"
+    made = capsys.readouterr()
+    assert made.out == (ROOT / "docs" / page).read_text(), f"python tools/{tool}.py > docs/{page}"
+    assert made.err == ""
+    assert "| ignored |" not in made.out, "a provider silently ignores a field"
 
 
 # ------------------------------------------------------------------------------------------------- what must be refused

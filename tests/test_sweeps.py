@@ -27,6 +27,7 @@ from cloudtrain.errors import SpecError
 from cloudtrain.job.job import Job
 from cloudtrain.report.comparison import Compared, comparison_page
 from cloudtrain.report.curves import curves
+from cloudtrain.report.sweep import sweep_page
 from cloudtrain.runs.handover import sending
 from cloudtrain.runs.reconcile import reconcile_store
 from cloudtrain.runs.submit import plan_record
@@ -643,6 +644,30 @@ def test_a_page_compares_runs() -> None:
     assert ">hyperparameters.lr</th>" in page
     assert ">name</th>" not in page  # it is the same
     assert "The jobs have the same fields." in comparison_page([compared("a", 0.1, ()), compared("b", 0.1, ())])
+    assert {">2<", ">3<", ">step<"} <= {f">{word}<" for word in (2, 3, "step") if f">{word}<" in page}, (
+        "both axes have marks"
+    )
+
+
+def test_a_page_draws_the_trials_of_a_sweep() -> None:
+    trials = [
+        {
+            "trial": n, "run_id": f"r{n}", "state": "succeeded", "value": value, "reason": "", "cost_usd": None,
+            "params": {"lr": 10.0**-n, "same": 1, "kind": "ab"[n % 2]},
+        }
+        for n, value in enumerate([3.0, 2.0, 2.5])
+    ]  # fmt: skip
+    budget = {key: {"used": 0.0, "limit": None, "reserved": 0.0} for key in ("max_cost", "max_gpu_hours")}
+    result = {
+        "sweep_id": "s", "state": "succeeded", "reason": "", "provider": "local", "metric": "loss", "goal": "minimize",
+        "best": None, "counts": {}, "limits": {"trials": 3, "parallel": 1}, "budget": budget, "trials": trials,
+    }  # fmt: skip
+    page = sweep_page(result, store="s3://bucket")
+    assert page.count("<polyline") == 1 + 3
+    assert page.count("<circle") == 3
+    assert page.count(",107.0 ") == 4, "a parameter that all trials share stands in the middle"
+    assert "3 values from 2 to 3; the best is 2." in page
+    assert page.count("<circle") == sweep_page({**result, "trials": trials[:1]}, store="s3://b").count("<circle") + 1
 
 
 # ----------------------------------------------------------------------------------------------------------- the store

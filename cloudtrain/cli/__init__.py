@@ -205,6 +205,7 @@ def parse(tokens: Sequence[str], args: list[str] | None, screen: Screen) -> part
     if args is not None and "args" not in ours and "screen" in ours:
         raise SpecError(f"cloudtrain {tokens[0]} takes nothing after '--'", hint=_help_of(tokens[0]))
     kwargs = {**bound.kwargs, **{name: given[name] for name in ours}}
+    screen.json = bool(getattr(kwargs.get("following"), "json", kwargs.get("json")))
     return partial(verb, *bound.args, **kwargs)
 
 
@@ -262,7 +263,7 @@ def _usage_error(exc: Exception, app: App, tokens: list[str], args: list[str] | 
 
 def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
     """Run the verb. Every failure becomes one line on stderr and, with --json, the one object on stdout."""
-    wants_json = any(t == "--json" or t.startswith("--json=") for t in tokens)
+    screen.json = any(token.partition("=")[0] == "--json" for token in tokens)  # also if the line cannot be parsed
     try:
         from ..storage.errors import report_retries
 
@@ -274,7 +275,7 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
     except KeyboardInterrupt:
         known = screen.about.get("run")
         hint = f"to see the state of the run, run: cloudtrain status {known}" if known else ""
-        return _refuse(screen, "interrupted" if known else screen.interrupted, EXIT_DETACHED, wants_json, hint=hint)
+        return screen.refuse("interrupted" if known else screen.interrupted, EXIT_DETACHED, hint=hint)
     except Exception as exc:  # noqa: BLE001 - the last resort of a command line: one line instead of a traceback
         if os.environ.get("CLOUDTRAIN_DEBUG") == "1":
             import traceback
@@ -284,13 +285,6 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
 
         if isinstance(exc, CloudtrainError):
             field = getattr(exc, "field", "")
-            return _refuse(screen, str(exc), exc.exit_code, wants_json, field=field, hint=exc.hint)
+            return screen.refuse(str(exc), exc.exit_code, field=field, hint=exc.hint)
         text = f"{type(exc).__name__}: {exc}; this is a bug in cloudtrain"
-        return _refuse(screen, text, EXIT_BUG, wants_json, hint="to see the traceback, set CLOUDTRAIN_DEBUG=1")
-
-
-def _refuse(screen: Screen, text: str, code: int, wants_json: bool, **words: str) -> int:
-    value = screen.refusal(text, code, **words)
-    if wants_json:
-        screen.emit(value)
-    return code
+        return screen.refuse(text, EXIT_BUG, hint="to see the traceback, set CLOUDTRAIN_DEBUG=1")

@@ -40,7 +40,7 @@ def config(
         if key not in known:
             raise NotFoundError("no such setting", field=key, hint=near_or_all(key, known))
         rows = [known[key]]
-    if json:
+    if screen.json:
         about = {"file": found.file or None, "profile": found.profile or None, "profiles": list(found.profiles)}
         screen.emit({**about, "provider": found.provider, "settings": rows})
         return 0

@@ -41,10 +41,7 @@ def cost(
         wanted=Wanted(columns=list(filter(None, [*USE, column]))),
     )
     found = _spend(page.rows, column)
-    if json:
-        screen.emit({"since_s": age, "by": by, **found, "exit_code": 0})
-    else:
-        screen.show(_spend_text(found, by or ""))
+    screen.answer({"since_s": age, "by": by, **found, "exit_code": 0}, _spend_text(found, by or ""))
     if found["total"]["usd_unknown"]:
         screen.hint("to see the runs without a known cost: cloudtrain list --columns cost")
     return 0
@@ -120,10 +117,8 @@ def budget(
         raise NotFoundError(f"there is no budget {name!r} in this store", field="budget", hint=hint)
     rows = {key: {"limit": most, "used": round(state.spent(key), 4), "reserved": round(state.reserved(key), 4)}
             for key, most in state.limits.items()}  # fmt: skip
-    if json:
-        runs = [{"run_id": run, **{key: cap.get(key) for key in UNITS}} for run, cap in state.held.items()]
-        screen.emit({"budget": name, "limits": {key: rows.get(key) for key in UNITS}, "runs": runs, "exit_code": 0})
-        return 0
+    runs = [{"run_id": run, **{key: cap.get(key) for key in UNITS}} for run, cap in state.held.items()]
+    found = {"budget": name, "limits": {key: rows.get(key) for key in UNITS}, "runs": runs, "exit_code": 0}
     lines = [
         (key, f"{row['used']:.2f} used, {row['reserved']:.2f} reserved of {row['limit']:g} {UNITS[key]}")
         for key, row in rows.items()
@@ -131,5 +126,5 @@ def budget(
     held = [
         (run, f"{', '.join(f'{cap[key]:g} {UNITS[key]}' for key in cap)} reserved") for run, cap in state.held.items()
     ]
-    screen.show(columns([("budget", name), *lines, *held]))
+    screen.answer(found, columns([("budget", name), *lines, *held]))
     return 0

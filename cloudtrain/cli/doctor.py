@@ -72,7 +72,7 @@ def doctor(
         chosen, others = only_first(at.settings(overrides=given, cwd=cwd, provider=provider, fallback=fallback))
         if others:
             screen.talk(others)
-        return _on_nodes(chosen, fields, run_id, measure_grace, at, cwd, json, screen)
+        return _on_nodes(chosen, fields, run_id, measure_grace, at, cwd, screen)
     if measure_grace:
         raise SpecError("without --job no node starts", field="measure_grace", hint="add --job")
     if run_id is not None:
@@ -81,9 +81,9 @@ def doctor(
 
     where: dict[str, Any] = {"provider": provider, "store": at.store, "profile": at.profile, "settings": given}
     where |= {"fallback": fallback}
-    found = looked(checked_places(**where, fields=fields, cwd=cwd, job=job), None if json else screen)
+    found = looked(checked_places(**where, fields=fields, cwd=cwd, job=job), screen)
     code = gravest(check for _, checks in found for check in checks)
-    if json:
+    if screen.json:
         (first, checks), *later = found
         screen.emit({
             "provider": first.provider,
@@ -113,19 +113,19 @@ def _meant(what: str | None, provider: str | None, cwd: Path) -> tuple[str | Non
     raise NotFoundError(f"{what!r} is neither a provider nor a file here", field="provider", hint=hint)
 
 
-def looked(some: Iterable[CheckedPlace], screen: Screen | None) -> list[tuple[CheckedPlace, list[Check]]]:
+def looked(some: Iterable[CheckedPlace], screen: Screen) -> list[tuple[CheckedPlace, list[Check]]]:
     """Return each place and its checks, printed as they are made. With a fallback, print the name of each. Skip a
     check that an earlier one of the provider had word for word."""
     found: list[tuple[CheckedPlace, list[Check]]] = []
     told: set[tuple[str | None, Check]] = set()
     places = list(some)
     for place in places:
-        if screen is not None and len(places) > 1:
+        if not screen.json and len(places) > 1:
             screen.data(f"{place}:")
         found.append((place, []))
         for check in place.checks:
             found[-1][1].append(check)
-            if screen is not None and (place.provider, check) not in told:
+            if not screen.json and (place.provider, check) not in told:
                 told.add((place.provider, check))
                 screen.show(f"{check.status:<{WIDTH}}  {check.name}: {check.detail}")
                 if check.fix:
@@ -148,7 +148,6 @@ def _on_nodes(
     measure: bool,
     at: Where,
     cwd: Path,
-    json: bool,
     screen: Screen,
 ) -> int:
     """Send the job as any other, wait for it, and print its findings."""
@@ -169,7 +168,7 @@ def _on_nodes(
             try:
                 result = run.wait(on_line=grace, on_status=format.Changes(screen.talk), retry=Retry(run, screen.talk))
             except KeyboardInterrupt:
-                return stopped(run, run.run_id, at, "detach", json, screen)
+                return stopped(run, run.run_id, at, "detach", screen)
             except (AuthError, LostContactError) as exc:
                 raise left(exc, run, run.run_id, at, screen) from None
     code = 0 if grace is not None and grace.asked and result["state"] == "cancelled" else int(result["exit_code"])
@@ -177,7 +176,7 @@ def _on_nodes(
         screen.talk(format.outcome(result))
     found, wrong = _found(planned, run, grace, must=code == 0)
     code = code or (EXIT_UNLIKE if wrong else 0)
-    if json:
+    if screen.json:
         told = {name: result[name] for name in ("state", "category", "reason")}
         screen.emit({**screen.about, **told, "report": found, "problems": wrong, "exit_code": code})
     elif found is not None:

@@ -91,7 +91,7 @@ def gpus(
     if max_price is not None:
         rows = [row for row in rows if row["usd_per_hour"] is not None and row["usd_per_hour"] <= max_price]
     rows.sort(key=lambda row: (_cost(row, sort), row["provider"], row["gpu"], row["gpu_count"], _cost(row, "price")))
-    if json:
+    if screen.json:
         screen.emit({"machines": rows, "exit_code": 0})
     else:
         priced = [row for row in rows if row["usd_per_hour"] is not None]

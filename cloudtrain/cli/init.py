@@ -62,7 +62,7 @@ def init(
 
     cwd, given = Path.cwd(), settings_pairs(settings)
     kept = at.settings(overrides=given, cwd=cwd, provider=provider).file  # answers could not be written there
-    asks = sys.stdin.isatty() and screen.err.isatty() and not json and not kept
+    asks = sys.stdin.isatty() and screen.err.isatty() and not screen.json and not kept
     if provider is None and asks:
         provider = _asked_provider(screen)
     chosen = at.settings(overrides=given, cwd=cwd, provider=provider)
@@ -81,7 +81,7 @@ def init(
     files = shipped | {name: text.encode() for name, text in texts.items()}
     rows = [{"path": name, "status": _written(cwd / name, content)} for name, content in files.items()]
     is_there = (cwd / str(job.source.entry_point)).exists()
-    if not json:
+    if not screen.json:
         folders = Counter((row["status"], row["path"].partition("/")[0]) for row in rows if row["path"] in shipped)
         for (status, folder), count in folders.items():
             screen.talk(f"{status} {folder}/ ({plural(count, 'file')})")
@@ -91,8 +91,8 @@ def init(
             screen.talk(f"note: there is no {job.source.entry_point} here yet")
     where: dict[str, Any] = {"provider": chosen.provider, "store": at.store, "profile": at.profile}
     places = checked_places(**where, settings=given, fields={}, cwd=cwd, job=job if is_there else None)
-    found = looked(places, None if json else screen)
-    if json:
+    found = looked(places, screen)
+    if screen.json:
         checks = [dataclasses.asdict(check) for _, some in found for check in some]
         now = at.settings(overrides=given, cwd=cwd, provider=chosen.provider)  # of the new file
         left = list(find_missing(now, now.make_provider(), job.at(chosen.provider)))

@@ -37,11 +37,11 @@ class Say(Protocol):
 
 
 class Screen:
-    """The output of a verb. ``about`` is added to an error: the run, once known. ``interrupted`` is Ctrl-C's
-    message."""
+    """The output of a verb. ``json``: the command line has --json. ``about`` is added to an error: the run, once known.
+    ``interrupted`` is Ctrl-C's message."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
-        self.out, self.err = out, err
+        self.out, self.err, self.json = out, err, False
         self.about: dict[str, Any] = {}
         self.interrupted = "interrupted"
         self.emitted = False
@@ -61,8 +61,20 @@ class Screen:
         """Print data for a person, with coloured states on a terminal that supports colour."""
         self.data(painted(text) if self.reads and not plain(os.environ) else text)
 
+    def answer(self, value: Mapping[str, Any], text: str = "") -> None:
+        """Print the result of a verb: the object ``value`` with --json, else ``text``, if any, for a person."""
+        if self.json:
+            self.emit(value)
+        elif text:
+            self.show(text)
+
     def value(self, word: str, text: str = "") -> None:
-        """Print the result of a verb: the bare ``word`` for a program, ``text`` for a person at a terminal."""
+        """Print the result of a verb: the bare ``word`` for a program, ``text`` for a person at a terminal.
+
+        With --json, which has an object instead, this prints nothing.
+        """
+        if self.json:
+            return
         if not self.reads:
             self.data(word)
         elif text:
@@ -99,6 +111,11 @@ class Screen:
         self.error(line, hint)
         return {**self.about, "error": line, "field": field, "hint": hint, "exit_code": code}
 
+    def refuse(self, text: str, code: int, *, field: str = "", hint: str = "") -> int:
+        """Print an error, with --json as the object too. Return ``code``."""
+        self.answer(self.refusal(text, code, field=field, hint=hint))
+        return code
+
     def emit(self, value: Mapping[str, Any], *, indent: int | None = None) -> None:
         """Print the one JSON object of ``--json``, indented on a terminal; never a second one. An error names its
         field."""
@@ -124,8 +141,13 @@ class Screen:
 
     @property
     def draws(self) -> bool:
-        """Return whether stdout is a terminal for a live view."""
-        return self.out.isatty() and os.environ.get("TERM", "") not in ("", "unknown") and not plain(os.environ)
+        """Return whether stdout is a terminal for a live view, and not for an object."""
+        return (
+            not self.json
+            and self.out.isatty()
+            and os.environ.get("TERM", "") not in ("", "unknown")
+            and not plain(os.environ)
+        )
 
     @property
     def now(self) -> float | None:

@@ -45,8 +45,7 @@ def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json 
         else:
             path = handle.report(out or ".")
             states.append("succeeded")
-        if not json:
-            screen.value(str(path), f"wrote {path}")
+        screen.value(str(path), f"wrote {path}")
         return {**screen.about, "report": str(path), "exit_code": 0}
 
     def then(run: str, _: dict[str, Any]) -> list[list[str]]:
@@ -60,13 +59,12 @@ def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json 
         if len(found) < 2:
             return {"comparison": None}
         path = write_comparison(found, Path(out or "."))
-        if not json:
-            screen.value(str(path), f"wrote {path}")
+        screen.value(str(path), f"wrote {path}")
         return {"comparison": str(path)}
 
     states: list[str] = []
     found: list[tuple[Run, dict[str, Any]]] = []
-    return each_run(runs, one, then, at, screen, json=json, also=compare)
+    return each_run(runs, one, then, at, screen, also=compare)
 
 
 def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
@@ -79,24 +77,23 @@ def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen
         if not isinstance(handle, Run):
             from .sweep import watch_sweep
 
-            return watch_sweep(handle, at, screen, json=json)
+            return watch_sweep(handle, at, screen)
         run = _called(run, screen.about)
         try:
-            if not json and screen.draws:
+            if screen.draws:
                 from rich.console import Console
 
                 last = on_terminal(Watch(handle), Console(file=screen.out))
             else:
-                last = follow(lambda draw: Watch(handle, on_picture=draw), screen.talk if json else screen.data)
+                last = follow(lambda draw: Watch(handle, on_picture=draw), screen.talk if screen.json else screen.data)
         except KeyboardInterrupt:
             screen.talk("\nno longer watching; the run continues")
             screen.next(["watch", run], ["wait", run], ["cancel", run], where=at.flags)
-            if json:
-                screen.emit({**screen.about, "error": "interrupted; the run continues", "exit_code": EXIT_DETACHED})
+            screen.answer({**screen.about, "error": "interrupted; the run continues", "exit_code": EXIT_DETACHED})
             return EXIT_DETACHED
     if last.result and last.result["state"] != "succeeded":
         screen.talk("\n".join(tame(line) for line in format.outcome(last.result).split("\n")))
-    if json and last.result:
-        screen.emit(last.result)
+    if last.result:
+        screen.answer(last.result)
     screen.next(["report", run], ["pull", run], ["logs", run], where=at.flags)
     return 0

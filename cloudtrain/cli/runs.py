@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "after", "cancel", "each_run", "gc", "left", "list_runs", "logs", "open_one", "pull", "pull_into", "reconcile",
-    "say_empty", "seconds_of", "status", "stopped", "wait",
+    "say_end", "seconds_of", "status", "stopped", "wait",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -43,6 +43,7 @@ Ref = Annotated[
     str, Parameter(name="RUN", help="run id, its beginning, `last` for the newest run, or the URL of a run folder")
 ]
 More = Annotated[str, Parameter(show=False)]
+#: `cloudtrain.cli.parse` gives its value to `Screen.json`, which the verbs use.
 Json = Annotated[bool, switch("one JSON object on stdout, messages on stderr")]
 JsonLines = Annotated[bool, switch("a JSON object for each line")]
 Follow = Annotated[bool, switch("continue until the run ends", "--follow", "-f")]
@@ -87,8 +88,13 @@ def after(result: Mapping[str, Any], run: str, *, pulled: bool = False) -> list[
     return [*(report + pull if result["exit_code"] else pull + report), ["logs", run]]
 
 
-def say_empty(run: Run, result: Mapping[str, Any], screen: Screen) -> None:
-    """Print a note and a hint for a run that succeeded and left nothing to pull. Lists the run's folder once."""
+def say_end(run: Run, result: Mapping[str, Any], screen: Screen) -> None:
+    """Print the outcome, and a note with a hint for a run that succeeded and left nothing to pull.
+
+    For that, it lists the run's folder once.
+    """
+    screen.talk(format.outcome(result))
+    screen.hint(format.fix(result))
     if result["state"] != "succeeded" or result["checkpoint"] is not None:
         return
     from ..store.store import run_folder
@@ -113,10 +119,9 @@ def each_run(
     at: Where,
     screen: Screen,
     *,
-    json: bool,
     also: Callable[[], dict[str, Any]] = dict,
 ) -> int:
-    """Call ``one`` for each run and return the exit code. With ``json``, print the objects that it made.
+    """Call ``one`` for each run and return the exit code. With --json, print the objects that it made.
 
     ``also`` is called after several runs, and gives further fields.
 
@@ -125,8 +130,7 @@ def each_run(
     """
     if len(words) == 1:
         row = one(words[0])
-        if json:
-            screen.emit(row)
+        screen.answer(row)
         screen.next(*then(_called(words[0], row), row), where=at.flags)
         return 0
     rows, code = [], 0
@@ -139,9 +143,7 @@ def each_run(
             rows.append(refusal)
             code = max(code, exc.exit_code)
     screen.about = {}
-    more = also()
-    if json:
-        screen.emit({"runs": rows, **more, "exit_code": code})
+    screen.answer({"runs": rows, **also(), "exit_code": code})
     return code
 
 
@@ -153,13 +155,14 @@ def status(*runs: Ref, at: At = HERE, json: Json = False, screen: Ours[Screen]) 
 
     def one(word: str) -> dict[str, Any]:
         handle = _open_any(word, at, screen, names=False)
-        if not isinstance(handle, Run):
-            from .sweep import show_sweep
-
-            return show_sweep(handle, screen, json=json)
         result = handle.result()
-        texts.append(format.status_text(result, screen.now))
-        if not json:
+        if isinstance(handle, Run):
+            texts.append(format.status_text(result, screen.now))
+        else:
+            from .sweep import sweep_text
+
+            texts.append(sweep_text(result))
+        if not screen.json:
             screen.show(texts[-1] if len(texts) == 1 else "\n" + texts[-1])
         return result
 
@@ -171,7 +174,7 @@ def status(*runs: Ref, at: At = HERE, json: Json = False, screen: Ours[Screen]) 
         cancel = [] if str(result["reason"]).startswith(CANCELLING) else [["cancel", run]]
         return [["logs", "-f", run], ["wait", run], *cancel]
 
-    return each_run(runs or (LAST,), one, then, at, screen, json=json)
+    return each_run(runs or (LAST,), one, then, at, screen)
 
 
 def logs(
@@ -238,7 +241,7 @@ def wait(
             if not isinstance(opened, Run):
                 from .sweep import drive_sweep
 
-                return drive_sweep(opened, at, screen, timeout=seconds, on_signal=on_signal, on_end=on_end, json=json)
+                return drive_sweep(opened, at, screen, timeout=seconds, on_signal=on_signal, on_end=on_end)
             handle, run = opened, _called(run, screen.about)
             retry = FallbackPolicy(handle, screen.talk)
             result = handle.wait(timeout=seconds, on_status=changes, retry=retry)
@@ -247,24 +250,20 @@ def wait(
                 raise
             with undisturbed():
                 handle = handle or open_one(run, at, screen)
-            return stopped(handle, run, at, on_signal, json, screen)
+            return stopped(handle, run, at, on_signal, screen)
         except (AuthError, LostContactError) as exc:
             if handle is None or not changes.heard:  # no wait began: the error was there before
                 raise
             raise left(exc, handle, run, at, screen) from None
-    screen.talk(format.outcome(result))
-    screen.hint(format.fix(result))
-    say_empty(handle, result, screen)
+    say_end(handle, result, screen)
     run_on_end(on_end, result, screen.talk)
-    if json:
-        screen.emit(result)
-    else:
-        screen.value(str(result["state"]))
+    screen.answer(result)
+    screen.value(str(result["state"]))
     screen.next(*after(result, run), where=at.flags)
     return int(result["exit_code"])
 
 
-def stopped(run: Run, name: str, at: Where, on_signal: str, json: bool, screen: Screen) -> int:
+def stopped(run: Run, name: str, at: Where, on_signal: str, screen: Screen) -> int:
     """Leave ``run``, called ``name``, alone after a signal ended the waiting for it, or stop it too."""
     if on_signal == "cancel":
         screen.talk("\nstopping the run (--on-signal cancel)")
@@ -272,13 +271,11 @@ def stopped(run: Run, name: str, at: Where, on_signal: str, json: bool, screen: 
             run.cancel()
             result = run.result()
         code = int(result["exit_code"]) if result["exit_code"] is not None else EXIT_CODES["cancelled"]
-        if json:
-            screen.emit({**result, "exit_code": code})
+        screen.answer({**result, "exit_code": code})
         screen.next(["status", name], ["pull", name], where=at.flags)
         return code
     screen.talk("\nno longer waiting; the run continues")
-    if json:
-        screen.emit({**screen.about, "error": "interrupted; the run continues", "exit_code": EXIT_DETACHED})
+    screen.answer({**screen.about, "error": "interrupted; the run continues", "exit_code": EXIT_DETACHED})
     screen.next(["wait", name], ["logs", "-f", name], ["cancel", name], where=at.flags)
     return EXIT_DETACHED
 
@@ -320,11 +317,10 @@ def pull(
         place = Path(out or folder or handle.run_id)
         to = place / handle.run_id if len(runs) > 1 else place
         pulled = pull_into(handle, to, screen, what=parts, follow=follow)
-        if not json:
-            screen.value(pulled["folder"])
+        screen.value(pulled["folder"])
         return {**screen.about, **pulled, "exit_code": 0}
 
-    return each_run(runs, one, lambda run, _: [["status", run], ["logs", run]], at, screen, json=json)
+    return each_run(runs, one, lambda run, _: [["status", run], ["logs", run]], at, screen)
 
 
 def cancel(
@@ -346,18 +342,17 @@ def cancel(
         if not isinstance(handle, Run):
             from .sweep import cancel_sweep
 
-            return cancel_sweep(handle, screen, wait=wait, json=json)
+            return cancel_sweep(handle, screen, wait=wait)
         handle.cancel()
         if wait:
             handle.wait(on_status=format.Changes(screen.talk))
         result = handle.result()
         state = str(result["state"]) if wait or result["state"] != "running" else "cancelling"
         text = f"{handle.run_id}: {state}"
-        if not json:
-            screen.value(state if len(runs) == 1 else text, text)
+        screen.value(state if len(runs) == 1 else text, text)
         return result
 
-    return each_run(runs, one, lambda run, _: [["status", run], ["pull", run]], at, screen, json=json)
+    return each_run(runs, one, lambda run, _: [["status", run], ["pull", run]], at, screen)
 
 
 Limit = Annotated[
@@ -404,7 +399,7 @@ def list_runs(
     if sweep is not None:
         from .sweep import list_trials
 
-        return list_trials(sweep, at, screen, json=json)
+        return list_trials(sweep, at, screen)
     for word in state or ():
         choice_of(word, (*STATES, "unknown"), "state")
     age = seconds_of(since, "since")
@@ -421,10 +416,8 @@ def list_runs(
         wanted=wanted,
     )
     runs = page.rows
-    if json:
-        screen.emit({"runs": runs, "next": page.next, "order": page.order})
-    else:
-        screen.show(format.run_table(runs, names, screen.now))
+    found = {"runs": runs, "next": page.next, "order": page.order}
+    screen.answer(found, format.run_table(runs, names, screen.now))
     if runs:
         newest = str(runs[0]["run_id"])
         more = [_next_page(page.next, limit, since, wanted)] if page.next is not None else []
@@ -465,17 +458,15 @@ def reconcile(
         if not isinstance(found, Run):
             from .sweep import reconcile_sweep
 
-            return reconcile_sweep(found, screen, json=json)
+            return reconcile_sweep(found, screen)
         rows = act(found.run_id)
     code = max((int(row["exit_code"]) for row in rows), default=0)
     for row in rows:
         if row["error"]:
             screen.talk(f"{'error' if row['exit_code'] else 'note'}: {row['run_id']}: {row['error']}")
-    if json:
-        screen.emit({"runs": rows, "exit_code": code})
-    elif rows:
-        screen.show(format.table(rows, ("run_id", "state", "category", "provider", "reason")))
-    else:
+    text = format.table(rows, ("run_id", "state", "category", "provider", "reason")) if rows else ""
+    screen.answer({"runs": rows, "exit_code": code}, text)
+    if not (rows or screen.json):
         screen.talk("no unfinished run here")
     return code
 
@@ -509,10 +500,7 @@ def gc(
         say=screen.talk,
         objects=partial(_objects, settings, screen, own=target is None and at.store is None),
     )
-    if json:
-        screen.emit(format.collected(found))
-    elif found.found:
-        screen.data(format.leftovers(found))
+    screen.answer(format.collected(found), format.leftovers(found) if found.found else "")
     screen.talk(format.collected_line(found))
     if found.unreadable:
         screen.talk(f"note: nothing would be removed: run.json of {', '.join(found.unreadable)} cannot be read")

@@ -33,10 +33,7 @@ def stage(
     with screen.progress() as say:
         moved = format.Moved("copied", say if screen.interactive else None)
         found = stage_at(settings.store, url, settings=settings, cwd=Path.cwd(), progress=moved, say=say)
-    if json:
-        screen.emit({**dataclasses.asdict(found), "exit_code": 0})
-    else:
-        screen.data(found.url)
+    screen.answer({**dataclasses.asdict(found), "exit_code": 0}, found.url)
     size = f"{plural(found.files, 'file')}, {format.size_text(found.bytes)}"
     new = f"{format.size_text(found.copied)} copied{moved.pace}" if found.copied else "nothing copied: the store has it"
     screen.talk(f"staged {size}; {new}")

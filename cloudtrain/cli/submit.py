@@ -26,7 +26,7 @@ from .common_flags import HERE, At, OnEnd, OnSignal, Where, many, run_on_end, st
 from .flags import JobFlags, given_flags, job_of
 from .key_value import pairs
 from .output import Screen
-from .runs import EXIT_DETACHED, Json, Ours, WaitTimeout, after, left, pull_into, say_empty, seconds_of, stopped
+from .runs import EXIT_DETACHED, Json, Ours, WaitTimeout, after, left, pull_into, say_end, seconds_of, stopped
 
 if TYPE_CHECKING:
     from ..runs.run import Run
@@ -150,7 +150,7 @@ def submit(
 
         planned = plan_with_fallbacks(job, settings=chosen, run_id=description.run_id, cwd=cwd)
     at = _found_by(planned.store.url, description.at, chosen.store if plan_file is None else planned.store.url, cwd)
-    above = None if yes or following.json else chosen.confirm_above_usd
+    above = None if yes or screen.json else chosen.confirm_above_usd
     return _send_and_follow(planned, at, following, screen, ask_above=above)
 
 
@@ -232,13 +232,13 @@ def _send_and_follow(
                 screen.about["refusals"] = [dict(item) for item in exc.refusals]
             raise
         except KeyboardInterrupt:
-            return (_cancel if following.on_signal == "cancel" else _interrupted)(planned, at, following.json, screen)
+            return (_cancel if following.on_signal == "cancel" else _interrupted)(planned, at, screen)
         if following.detach:
-            return _detached(run, at, following.json, screen)
+            return _detached(run, at, screen)
         try:
             return _follow(run, at, seconds, following, screen)
         except KeyboardInterrupt:
-            return stopped(run, run.run_id, at, following.on_signal, following.json, screen)
+            return stopped(run, run.run_id, at, following.on_signal, screen)
 
 
 def _is_declined(planned: Plan, above: float, screen: Screen) -> bool:
@@ -273,18 +273,18 @@ def _send(planned: Plan, screen: Screen) -> Run:
     return run
 
 
-def _cancel(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
+def _cancel(planned: Plan, at: Where, screen: Screen) -> int:
     """Stop a job after a signal that came while it was being sent."""
     from ..runs.submit import run_of_plan
 
     run = run_of_plan(planned)
     try:
-        return stopped(run, run.run_id, at, "cancel", json, screen)
+        return stopped(run, run.run_id, at, "cancel", screen)
     except NotFoundError:
-        return _stop(NO_RUN, "", EXIT_CODES["cancelled"], json, screen)
+        return screen.refuse(NO_RUN, EXIT_CODES["cancelled"])
 
 
-def _interrupted(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
+def _interrupted(planned: Plan, at: Where, screen: Screen) -> int:
     """Report the state of a run after an interrupted submission: submitted, only recorded, or missing."""
     from ..runs.submit import run_of_plan
 
@@ -295,11 +295,11 @@ def _interrupted(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
         result = run.result()
         sent = result["native_id"] is not None
     except NotFoundError:
-        return _stop(NO_RUN, "", EXIT_DETACHED, json, screen)
+        return screen.refuse(NO_RUN, EXIT_DETACHED)
     except CloudtrainError as exc:
         known = shlex.join(["cloudtrain", "status", run.run_id, *at.flags])
         why = f"interrupted; it is unknown if the run was submitted: {exc}"
-        return _stop(why, f"to look, run: {known}", EXIT_DETACHED, json, screen)
+        return screen.refuse(why, EXIT_DETACHED, hint=f"to look, run: {known}")
     if sent:
         text, hint = "interrupted; the run was submitted and continues", f"to stop it, run: {cancel}"
     elif result["state"] in FINAL:
@@ -310,7 +310,7 @@ def _interrupted(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
     else:
         again = f"to send it, run the same command with --run-id {run.run_id}"
         text, hint = "interrupted; the run is recorded and was not sent", f"{again}\nto drop it, run: {cancel}"
-    return _stop(text, hint, EXIT_DETACHED, json, screen)
+    return screen.refuse(text, EXIT_DETACHED, hint=hint)
 
 
 def _arrived(run: Run) -> bool:
@@ -323,14 +323,6 @@ def _arrived(run: Run) -> bool:
             return True
         time.sleep(0.2)
     return not cut_off(run.store, run.run_id, 0)
-
-
-def _stop(text: str, hint: str, code: int, json: bool, screen: Screen) -> int:
-    """End a verb that a signal has stopped."""
-    screen.error(text, hint)
-    if json:
-        screen.emit({**screen.about, "error": text, "hint": hint, "exit_code": code})
-    return code
 
 
 def plan(
@@ -351,14 +343,14 @@ def plan(
 
         if given := [*given_flags(description.flags), *(["args"] if args is not None else [])]:
             raise SpecError("a sweep's file has the whole job", field=given[0], hint="write the field below [job]")
-        return plan_sweep(script, chosen, screen, json=json)
+        return plan_sweep(script, chosen, screen)
     job = description.job(script, args)
     from ..runs.fallback import plan_with_fallbacks
 
     planned = plan_with_fallbacks(job, settings=chosen, run_id=description.run_id, cwd=Path.cwd(), preview=True)
     document = planned.document()
     terminal = screen.out.isatty()
-    if json:
+    if screen.json:
         screen.emit(document, indent=2)
     elif terminal and not request:
         screen.data("\n\n".join([*([format.files_text(document)] if verbose else []), summary(document)]))
@@ -374,9 +366,9 @@ def plan(
     for item in incomplete:
         say_missing(item, chosen.file, screen)
     if not incomplete:
-        if terminal and not (request or json):
+        if terminal and not (request or screen.json):
             screen.talk("to see the exact request: add --request")
-        save = "save this output" if json else "add --json > plan.json"
+        save = "save this output" if screen.json else "add --json > plan.json"
         screen.talk(f"to send exactly this: {save}, then cloudtrain submit --plan plan.json")
     return 0
 
@@ -449,8 +441,8 @@ def _found_by(store: str, at: Where, meant: str, cwd: Path) -> Where:
     return dataclasses.replace(at, store=at.store or store)
 
 
-def _detached(run: Run, at: Where, json: bool, screen: Screen) -> int:
-    if json:
+def _detached(run: Run, at: Where, screen: Screen) -> int:
+    if screen.json:
         from ..runs.handover import refusals_of
 
         ended = run.store.result(run.run_id)  # a run that was sent before
@@ -459,8 +451,7 @@ def _detached(run: Run, at: Where, json: bool, screen: Screen) -> int:
         refusals = refusals_of(run, run.store.attempts(run.run_id)[-1:])
         told = {"refusals": refusals} if refusals else {}
         screen.emit({**screen.about, **_uploaded(run), "state": state, "exit_code": code, **told})
-    else:
-        screen.value(run.url)
+    screen.value(run.url)
     screen.next(["logs", "-f", run.run_id], ["wait", run.run_id], ["cancel", run.run_id], where=at.flags)
     return 0
 
@@ -469,7 +460,7 @@ def _follow(run: Run, at: Where, seconds: float | None, following: Following, sc
     """Print log lines until the end, then the outcome, and pull. Ctrl-C leaves the run alone."""
     from ..runs.fallback import FallbackPolicy
 
-    write = screen.relay if following.json else screen.data
+    write = screen.relay if screen.json else screen.data
     many_ranks = ranks(run.job.at(run.provider_name)) > 1
     try:
         result = run.wait(
@@ -481,9 +472,7 @@ def _follow(run: Run, at: Where, seconds: float | None, following: Following, sc
     except (AuthError, LostContactError) as exc:
         raise left(exc, run, run.run_id, at, screen) from None
     code, extra = int(result["exit_code"]), dict[str, Any]()
-    screen.talk(format.outcome(result))
-    screen.hint(format.fix(result))
-    say_empty(run, result, screen)
+    say_end(run, result, screen)
     if following.pull_to is not None:
         try:
             extra["pulled"] = pull_into(run, Path(following.pull_to), screen)
@@ -492,8 +481,7 @@ def _follow(run: Run, at: Where, seconds: float | None, following: Following, sc
             code = code or exc.exit_code
             extra |= {"error": f"pull: {exc}", "exit_code": code}
     run_on_end(following.on_end, result, screen.talk)
-    if following.json:
-        screen.emit({**result, **_uploaded(run), **extra})
+    screen.answer({**result, **_uploaded(run), **extra})
     screen.next(*after(result, run.run_id, pulled=following.pull_to is not None), where=at.flags)
     return code
 

@@ -39,7 +39,6 @@ __all__ = [
     "list_trials",
     "plan_sweep",
     "reconcile_sweep",
-    "show_sweep",
     "sweep",
     "sweep_screen",
     "sweep_text",
@@ -99,9 +98,9 @@ def sweep(
         handle.change(limits)
     _say_start(handle, screen)
     if detach:
-        return _emit(handle.step(on_change=screen.talk), screen, at, json, code=0)
+        return _emit(handle.step(on_change=screen.talk), screen, at, code=0)
     seconds = seconds_of(wait_timeout, "wait_timeout")
-    return drive_sweep(handle, at, screen, timeout=seconds, on_signal=on_signal, on_end=on_end, json=json)
+    return drive_sweep(handle, at, screen, timeout=seconds, on_signal=on_signal, on_end=on_end)
 
 
 def _rehearsal(store: str, image: str) -> Callable[..., Plan]:
@@ -172,7 +171,7 @@ def _at_worst(caps: Mapping[str, float], limits: Mapping[str, Any]) -> Iterator[
             yield f"the limit of {limit:g} {unit} lets at least {math.floor(limit / cap + 1e-9)} trials run"
 
 
-def plan_sweep(file: str, settings: Settings, screen: Screen, *, json: bool) -> int:
+def plan_sweep(file: str, settings: Settings, screen: Screen) -> int:
     """Print the request of trial 0, the space, the limits and the caps of the sweep in ``file``. Write nothing."""
     job, tables = _read(Path(file))
     spec = SweepSpec.from_dict(tables)
@@ -181,7 +180,7 @@ def plan_sweep(file: str, settings: Settings, screen: Screen, *, json: bool) -> 
     name = f"{job.name[:20].rstrip('-')}-plan"
     plan = plan_of_sweep(first, settings, sweep_id=name, cwd=Path.cwd(), make=partial(make_plan, preview=True))
     caps, limits = make_sweep(plan, spec).cap, dataclasses.asdict(spec.limits)
-    if json:
+    if screen.json:
         screen.emit({**plan.document(), "sweep": {"spec": spec.to_dict(), "cap": caps}}, indent=2)
         return 0
     rows = [("metric", f"{spec.metric}, {spec.goal}"), ("sampler", spec.sampler), ("limits", limits_text(limits))]
@@ -203,14 +202,13 @@ def drive_sweep(
     timeout: float | None,
     on_signal: str,
     on_end: str | None = None,
-    json: bool,
 ) -> int:
     """Drive a sweep to its end, then run ``on_end``. Return the exit code of its outcome, or 7 after a signal."""
     with stoppable():
         try:
             handle.run(timeout=timeout, on_change=screen.talk)
         except KeyboardInterrupt:
-            return _stopped(handle, at, screen, on_signal, json)
+            return _stopped(handle, at, screen, on_signal)
         except (AuthError, LostContactError) as exc:
             screen.next(["sweep", handle.id], ["status", handle.id], where=at.flags)
             raise (
@@ -219,31 +217,26 @@ def drive_sweep(
     result = handle.result()
     if result["exit_code"] is not None:
         run_on_end(on_end, result, screen.talk)
-    return _emit(result, screen, at, json)
+    return _emit(result, screen, at)
 
 
-def _stopped(handle: Sweep, at: Where, screen: Screen, on_signal: str, json: bool) -> int:
+def _stopped(handle: Sweep, at: Where, screen: Screen, on_signal: str) -> int:
     if on_signal == "cancel":
         screen.talk("\nstopping every trial (--on-signal cancel)")
         with undisturbed():
-            result = cancel_sweep(handle, screen, wait=False, json=json)
+            result = cancel_sweep(handle, screen, wait=False)
         code = EXIT_CODES["cancelled"]
-        if json:
-            screen.emit({**result, "exit_code": code})
+        screen.answer({**result, "exit_code": code})
         return code
     screen.talk("\nno longer driving the sweep; its trials continue, and no new one starts")
-    if json:
-        screen.emit({**screen.about, "error": "interrupted; the trials continue", "exit_code": EXIT_DETACHED})
+    screen.answer({**screen.about, "error": "interrupted; the trials continue", "exit_code": EXIT_DETACHED})
     screen.next(["sweep", handle.id], ["status", handle.id], ["cancel", handle.id], where=at.flags)
     return EXIT_DETACHED
 
 
-def _emit(result: Mapping[str, Any], screen: Screen, at: Where, json: bool, code: int | None = None) -> int:
+def _emit(result: Mapping[str, Any], screen: Screen, at: Where, code: int | None = None) -> int:
     """Print the summary and the next commands. Return the exit code."""
-    if json:
-        screen.emit(result)
-    else:
-        screen.show(sweep_text(result))
+    screen.answer(result, sweep_text(result))
     name = str(result["sweep_id"])
     more = [["pull", name, "--what", "checkpoints:best"], ["report", name]] if result["best"] else [["list", name]]
     screen.next(*([["sweep", name], ["cancel", name]] if result["exit_code"] is None else more), where=at.flags)
@@ -268,14 +261,6 @@ def sweep_text(result: Mapping[str, Any]) -> str:
     return columns(rows)
 
 
-def show_sweep(handle: Sweep, screen: Screen, *, json: bool) -> dict[str, Any]:
-    """Print the summary for ``status`` and return it."""
-    result = handle.result()
-    if not json:
-        screen.show(sweep_text(result))
-    return result
-
-
 def trial_table(result: Mapping[str, Any]) -> str:
     """Return the trials as a table, in order."""
     names = list(dict.fromkeys(name for row in result["trials"] for name in row["params"]))
@@ -292,52 +277,45 @@ def trial_table(result: Mapping[str, Any]) -> str:
     return columns([head, *rows])
 
 
-def list_trials(word: str, at: Where, screen: Screen, *, json: bool) -> int:
+def list_trials(word: str, at: Where, screen: Screen) -> int:
     """Print one line a trial of the sweep that ``word`` names."""
     handle = find_sweep(word, at.settings())
     result = handle.result()
-    if json:
-        screen.emit(result)
-    else:
-        screen.show(trial_table(result))
+    screen.answer(result, trial_table(result))
     screen.next(["status", handle.id], ["report", handle.id], where=at.flags)
     return 0
 
 
-def cancel_sweep(handle: Sweep, screen: Screen, *, wait: bool, json: bool) -> dict[str, Any]:
+def cancel_sweep(handle: Sweep, screen: Screen, *, wait: bool) -> dict[str, Any]:
     """Stop every trial of a sweep and return the summary; with ``wait`` once they have stopped."""
     handle.cancel()
     if wait:
         handle.run(on_change=screen.talk)
     result = handle.result()
     word = str(result["state"]) if result["exit_code"] is not None else "cancelling"
-    if not json:
-        screen.value(word, f"{handle.id}: {word}")
+    screen.value(word, f"{handle.id}: {word}")
     return result
 
 
-def reconcile_sweep(handle: Sweep, screen: Screen, *, json: bool) -> int:
+def reconcile_sweep(handle: Sweep, screen: Screen) -> int:
     """Make the steps of a sweep that are possible now. Return 0."""
     result = handle.step(on_change=screen.talk)
-    if json:
-        screen.emit(result)
-    else:
-        screen.show(sweep_text(result))
+    screen.answer(result, sweep_text(result))
     return 0
 
 
-def watch_sweep(handle: Sweep, at: Where, screen: Screen, *, json: bool) -> int:
+def watch_sweep(handle: Sweep, at: Where, screen: Screen) -> int:
     """Show a live table of a sweep until it ends; without a terminal, a line for each change. It starts no trial and
     stops none. Return 0."""
     with stoppable():
         try:
-            draws = screen.draws and not json
-            result = _draw(handle, screen) if draws else _follow(handle, screen.talk if json else screen.data)
+            say = screen.talk if screen.json else screen.data
+            result = _draw(handle, screen) if screen.draws else _follow(handle, say)
         except KeyboardInterrupt:
             screen.talk("\nno longer watching; the sweep continues")
             screen.next(["watch", handle.id], ["sweep", handle.id], where=at.flags)
             return EXIT_DETACHED
-    return _emit(result, screen, at, json, code=0)
+    return _emit(result, screen, at, code=0)
 
 
 def _follow(handle: Sweep, say: Callable[[str], None]) -> dict[str, Any]:

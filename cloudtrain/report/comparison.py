@@ -10,18 +10,17 @@ from typing import Any
 
 from ..runs.run import Run
 from ..runs.submit import flat_fields
+from . import markup
 from .curves import Curve, curves, spread
 from .live_data import LiveRunReader, printable
-from .markup import Html, drawing, html_table, label, page, quantity, save_page, tag
+from .markup import Html, drawing, html_table, page, quantity, save_page, tag
 from .report import shareable
-from .sweep import BOTTOM, LEFT, RIGHT, TOP, axes, scaled
 
 __all__ = ["Compared", "comparison_page", "write_comparison"]
 
 COLOURS = ("#2f6fde", "#e8590c", "#2b8a3e", "#ae3ec9", "#e03131", "#1098ad", "#f59f00", "#7950f2")
 CHARTS = 12
 """Metrics that are drawn, at most."""
-COLUMNS = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +84,14 @@ def _table(runs: Sequence[Compared], names: Sequence[str]) -> Html:
 def _chart(name: str, runs: Sequence[Compared]) -> Html:
     """Return one metric of all runs in one drawing, each run in its colour."""
     found = {n: curve for n, run in enumerate(runs) for curve in run.curves if curve.name == name and curve.history}
-    points = [point for curve in found.values() for point in curve.history] or [(0.0, 0.0)]
-    (left, right), (low, high) = ((min(part), max(part)) for part in zip(*points, strict=True))
-    lines = []
+    points = [point for curve in found.values() for point in curve.history]
+    across, up = markup.widths([x for x, _ in points]), markup.heights(points)
+    parts = markup.grid(next((curve.axis for curve in found.values()), "step"), across, up)
     for number, curve in found.items():
-        some = spread(curve.history, COLUMNS, curve.history[0][0], curve.history[-1][0])
-        at = [f"{scaled(x, left, right, LEFT, RIGHT):.1f},{scaled(y, low, high, BOTTOM, TOP):.1f}" for x, y in some]
-        colour = COLOURS[number % len(COLOURS)]
-        lines.append(tag("polyline", points=" ".join(at), class_="line", style=f"stroke: {colour}"))
-    axis = next((curve.axis for curve in found.values()), "step")
-    labels = [label(quantity(high), LEFT - 6, TOP + 4, "end"), label(quantity(low), LEFT - 6, BOTTOM + 4, "end")]
-    labels += [label(quantity(left), LEFT, BOTTOM + 20, "middle")]
-    labels += [label(f"{axis} {quantity(right)}", RIGHT, BOTTOM + 20, "end")]
+        some = spread(curve.history, markup.COLUMNS, across.low, across.high)
+        parts.append(markup.polyline(some, across, up, "line", COLOURS[number % len(COLOURS)]))
     ends = ", ".join(f"{runs[n].run_id} {quantity(curve.history[-1][1])}" for n, curve in found.items())
-    return drawing(name, name, f"Last values: {ends}.", [*axes(), *lines, *labels])
+    return drawing(name, name, f"Last values: {ends}.", parts)
 
 
 def _differences(runs: Sequence[Compared]) -> Html | None:

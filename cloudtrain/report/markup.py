@@ -16,7 +16,10 @@ from ..errors import SpecError
 from ..storage.local_disk import disk_errors, make_durable, temp_file
 from .curves import DERIVED, AttemptSeries, Curve, Point, is_log, means, spread, ticks
 
-__all__ = ["Html", "drawing", "figure", "html_table", "label", "page", "quantity", "save_page", "short", "tag"]
+__all__ = [
+    "BOTTOM", "COLUMNS", "TOP", "Html", "Scale", "drawing", "figure", "grid", "heights", "html_table",
+    "label", "page", "polyline", "quantity", "save_page", "short", "tag", "upright", "widths",
+]  # fmt: skip
 
 WIDTH, HEIGHT = 560.0, 230.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 546.0, 22.0, 192.0  # the edges of the curve within the drawing
@@ -166,7 +169,7 @@ def _sentences(curve: Curve, show: Callable[[float], str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Scale:
+class Scale:
     """The position of a value in the drawing, from ``low`` at ``start`` to ``high`` at ``end``."""
 
     low: float
@@ -178,18 +181,23 @@ class _Scale:
     def __call__(self, value: float) -> float:
         value = math.log10(value) if self.log else value
         width = self.high / 2 - self.low / 2  # halves: their difference is finite
-        share = (value / 2 - self.low / 2) / (width or 1.0)
+        share = (value / 2 - self.low / 2) / width if width else 0.5
         return self.start + share * (self.end - self.start)
 
 
-def _heights(curve: Curve) -> _Scale:
+def heights(points: Sequence[Point], *, log: bool = False) -> Scale:
     """Return the scale of the values, with a little room above and below; from zero if zero is near."""
-    log = is_log(curve)
-    values = [math.log10(y) if log else y for _, y in curve.points] or [0.0, 1.0]
+    values = [math.log10(y) if log else y for _, y in points] or [0.0, 1.0]
     low, high = min(values), max(values)
     room = (abs(low) * 0.1 or 1.0) if high <= low else (high - low) * 0.04 if math.isfinite(high - low) else 0.0
     zero = not log and low < high and 0 <= low <= (high - low) * 0.5
-    return _Scale(0.0 if zero else low - room, high + room, BOTTOM, TOP, log)
+    return Scale(0.0 if zero else low - room, high + room, BOTTOM, TOP, log)
+
+
+def widths(xs: Sequence[float]) -> Scale:
+    """Return the scale of the steps or trials."""
+    low, high = min(xs, default=0.0), max(xs, default=0.0)
+    return Scale(low, high if high > low else low + 1, LEFT, RIGHT)
 
 
 def chart(curve: Curve, unit: float, show: Callable[[float], str]) -> tuple[list[Html], bool]:
@@ -197,10 +205,9 @@ def chart(curve: Curve, unit: float, show: Callable[[float], str]) -> tuple[list
 
     Attempts begin at upright lines; what was done again is shaded and dashed. ``unit``: of the marks at the left.
     """
-    xs = [x for x, _ in curve.points] + curve.odd
-    low, high = min(xs), max(xs)
-    across, up = _Scale(low, high if high > low else low + 1, LEFT, RIGHT), _heights(curve)
-    parts = _grid(curve.axis, across, up, unit, short if show is quantity else show)
+    across = widths([x for x, _ in curve.points] + curve.odd)
+    up = heights(curve.points, log=is_log(curve))
+    parts = grid(curve.axis, across, up, unit, short if show is quantity else show)
     begun = [part for part in curve.stretches if part.points or part.odd]
     for part in begun[:-1]:
         if part.lost:
@@ -219,9 +226,9 @@ def chart(curve: Curve, unit: float, show: Callable[[float], str]) -> tuple[list
             line = spread(piece, COLUMNS, across.low, across.high)
             if len(line) < len(piece):
                 dense = True
-                parts.append(_polyline(line, across, up, f"band {kind}"))
+                parts.append(polyline(line, across, up, f"band {kind}"))
                 line = means(piece, COLUMNS // 2, across.low, across.high)
-            parts.append(_polyline(line, across, up, kind))
+            parts.append(polyline(line, across, up, kind))
     odd = sorted({round(across(x)) for x in curve.odd})
     return [*parts, *[tag("path", d=f"M{x - 3} {BOTTOM:g}l3 -7l3 7z", class_="odd") for x in odd]], dense
 
@@ -235,7 +242,13 @@ def label(text: str, x: float, y: float, anchor: str, kind: str | None = None) -
     return tag("text", text, x=x, y=y, text_anchor=anchor, class_=kind)
 
 
-def _grid(axis: str, across: _Scale, up: _Scale, unit: float, show: Callable[[float], str]) -> list[Html]:
+def upright(x: float) -> Html:
+    """Return the axis of one parameter, or the left one, at ``x``."""
+    return _rule(x, x, BOTTOM, TOP, "axis")
+
+
+def grid(axis: str, across: Scale, up: Scale, unit: float = 1.0, show: Callable[[float], str] = short) -> list[Html]:
+    """Return the marks of both scales, and the name of the lower one."""
     marks = [mark * unit for mark in ticks(up.low / unit, up.high / unit, 4)]
     if up.log:
         marks = [10.0**mark for mark in ticks(up.low, up.high, 5) if mark == round(mark) and abs(mark) <= 308]
@@ -263,11 +276,13 @@ def _pieces(part: AttemptSeries) -> list[tuple[list[Point], str]]:
     ]
 
 
-def _polyline(points: Sequence[Point], across: _Scale, up: _Scale, kind: str) -> Html:
+def polyline(points: Sequence[Point], across: Scale, up: Scale, kind: str, colour: str | None = None) -> Html:
     """Return a line through the points; a point that stands alone is a dot."""
     if len(points) == 1:
-        return tag("circle", cx=across(points[0][0]), cy=up(points[0][1]), r=2.5, class_=f"dot {kind}")
-    return tag("polyline", points=" ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points), class_=kind)
+        style = f"fill: {colour}" if colour else None
+        return tag("circle", cx=across(points[0][0]), cy=up(points[0][1]), r=2.5, class_=f"dot {kind}", style=style)
+    marks = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
+    return tag("polyline", points=marks, class_=kind, style=f"stroke: {colour}" if colour else None)
 
 
 def _numbers(curve: Curve, name: str, show: Callable[[float], str]) -> Html:

@@ -11,11 +11,12 @@ from ..runs.sweeps.spec import CURRENCIES
 from ..runs.sweeps.sweep import Sweep
 from ..runs.sweeps.view import limits_text, value_text
 from ..validate import without_secrets
+from . import markup
+from .curves import Point
 from .markup import Html, drawing, html_table, label, page, save_page, tag
 
-__all__ = ["BOTTOM", "LEFT", "RIGHT", "TOP", "axes", "scaled", "sweep_page", "write_sweep"]
+__all__ = ["sweep_page", "write_sweep"]
 
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 540.0, 24.0, 196.0
 BEST_LINES = 3
 """Trials whose lines stand out among the parallel coordinates."""
 Row = Mapping[str, Any]
@@ -77,25 +78,18 @@ def _trials(result: Row, known: Sequence[Row], store: str) -> Html:
 
 def _best_chart(trials: Sequence[Row], metric: str, sign: int) -> Html:
     """Return the values of the trials as dots, and the best one so far as a line."""
-    known = [(row["trial"], row["value"]) for row in trials if row["value"] is not None]
-    low, high = min(value for _, value in known), max(value for _, value in known)
-    last = max(trials[-1]["trial"], 1)
-    dots, line, best = list[Html](), list[str](), math.inf
+    known = [(float(row["trial"]), row["value"]) for row in trials if row["value"] is not None]
+    across, up = markup.widths([row["trial"] for row in trials]), markup.heights(known)
+    line, best = list[Point](), math.inf
     for n, value in known:
-        x, y = scaled(n, 0, last, LEFT, RIGHT), scaled(value, low, high, BOTTOM, TOP)
-        dots.append(tag("circle", cx=x, cy=y, r="3", class_="dot line"))
         if sign * value < best:
-            line += [f"{x:.1f},{scaled(sign * best, low, high, BOTTOM, TOP):.1f}"] if line else []
+            line += [(n, sign * best)] if line else []
             best = sign * value
-        line.append(f"{x:.1f},{scaled(sign * best, low, high, BOTTOM, TOP):.1f}")
-    words = f"{len(known)} values from {value_text(low)} to {value_text(high)}; the best is {value_text(sign * best)}."
-    labels = [
-        label(value_text(high), LEFT - 6, TOP + 4, "end"),
-        label(value_text(low), LEFT - 6, BOTTOM + 4, "end"),
-        label("0", LEFT, BOTTOM + 20, "middle"),
-        label(f"trial {last}", RIGHT, BOTTOM + 20, "end"),
-    ]
-    parts = [*axes(), tag("polyline", points=" ".join(line), class_="line"), *dots, *labels]
+        line.append((n, sign * best))
+    low, high = (value_text(end(value for _, value in known)) for end in (min, max))
+    words = f"{len(known)} values from {low} to {high}; the best is {value_text(sign * best)}."
+    dots = [markup.polyline([point], across, up, "line") for point in known]
+    parts = [*markup.grid("trial", across, up), markup.polyline(line, across, up, "line"), *dots]
     title = f"{metric}, the best so far"
     return drawing(title, title, words, parts)
 
@@ -104,47 +98,31 @@ def _coordinates(known: Sequence[Row], metric: str) -> Html:
     """Return the parallel coordinates: a line for each trial through its parameters and its value."""
     names = [*dict.fromkeys(name for row in known for name in row["params"]), metric]
     columns = [[row["value"] if name == metric else row["params"].get(name) for row in known] for name in names]
-    heights = [_heights(column) for column in columns]
-    across = [scaled(number, 0, max(len(names) - 1, 1), LEFT, RIGHT) for number in range(len(names))]
+    placed = [_placed(column) for column in columns]
+    across = [*map(markup.widths(range(len(names))), range(len(names)))]
     lines = []
     for number in reversed(range(len(known))):  # the best ones last, on top
-        points = " ".join(f"{x:.1f},{column[number]:.1f}" for x, column in zip(across, heights, strict=True))
+        points = " ".join(f"{x:.1f},{column[number]:.1f}" for x, (column, *_) in zip(across, placed, strict=True))
         lines.append(tag("polyline", points=points, class_="line" if number < BEST_LINES else "line band"))
-    parts = [tag("line", x1=x, x2=x, y1=TOP, y2=BOTTOM, class_="axis") for x in across]
-    for x, name, column in zip(across, names, columns, strict=True):
-        low, high = _ends(column)
-        parts += [label(name, x, BOTTOM + 32, "middle"), label(low, x, BOTTOM + 16, "middle")]
-        parts.append(label(high, x, TOP - 8, "middle"))
+    parts = [markup.upright(x) for x in across]
+    for x, name, (_, low, high) in zip(across, names, placed, strict=True):
+        parts += [label(name, x, markup.BOTTOM + 32, "middle"), label(low, x, markup.BOTTOM + 16, "middle")]
+        parts.append(label(high, x, markup.TOP - 8, "middle"))
     words = f"Each line is a trial; the {min(BEST_LINES, len(known))} best ones are strong. The last axis is {metric}."
     return drawing("Parallel coordinates", "Parallel coordinates", words, [*parts, *lines])
 
 
-def _heights(column: Sequence[Any]) -> list[float]:
-    """Return the height of each value: by size (logarithmic for a wide range), else by order of appearance."""
-    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in column):
-        low, high = min(column), max(column)
-        if low > 0 and high / low >= 100:
-            return [scaled(math.log(value), math.log(low), math.log(high), BOTTOM, TOP) for value in column]
-        return [scaled(value, low, high, BOTTOM, TOP) for value in column]
-    kinds = list(dict.fromkeys(str(value) for value in column))
-    return [scaled(kinds.index(str(value)), 0, max(len(kinds) - 1, 1), BOTTOM, TOP) for value in column]
+def _placed(column: Sequence[Any]) -> tuple[list[float], str, str]:
+    """Return the height of each value, and the texts of both ends.
 
-
-def _ends(column: Sequence[Any]) -> tuple[str, str]:
-    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in column):
-        return value_text(min(column)), value_text(max(column))
-    kinds = list(dict.fromkeys(str(value) for value in column))
-    return kinds[0], kinds[-1]
-
-
-def scaled(value: float, low: float, high: float, start: float, end: float) -> float:
-    """Return the position of a value in the drawing, from ``low`` at ``start`` to ``high`` at ``end``."""
-    return (start + end) / 2 if high == low else start + (value - low) / (high - low) * (end - start)
-
-
-def axes() -> list[Html]:
-    """Return the lines below and to the left of a drawing."""
-    return [
-        tag("line", x1=LEFT, x2=RIGHT, y1=BOTTOM, y2=BOTTOM, class_="axis"),
-        tag("line", x1=LEFT, x2=LEFT, y1=TOP, y2=BOTTOM, class_="axis"),
-    ]
+    Numbers stand by size (logarithmic for a wide range), other values by order of appearance.
+    """
+    numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in column)
+    kinds = list(dict.fromkeys(map(str, column)))
+    values = column if numeric else [kinds.index(str(value)) for value in column]
+    low, high = min(values), max(values)
+    ends = (value_text(low), value_text(high)) if numeric else (kinds[0], kinds[-1])
+    log = numeric and low > 0 and high / low >= 100
+    edges = (math.log10(low), math.log10(high)) if log else (low, high)
+    up = markup.Scale(*edges, markup.BOTTOM, markup.TOP, log)
+    return [up(value) for value in values], *ends

@@ -29,7 +29,6 @@ real one) and a subclass of the suite::
 * `cloudtrain.testing.contract`: the suite, made of its quick half in `planning` and the half that runs jobs in
   `running`. Only these three, `plugin` and `network` import pytest.
 * `cloudtrain.testing.probe`: the script that the suite submits; it records its view.
-* ``python -m cloudtrain.testing.matrix``: a page of each provider's use of every field.
 
 A subclass cannot drop or replace a test. If a platform cannot pass a test, ``xfails`` names it with the reason, and
 the test must then fail. Tests that run jobs are marked ``slow``.

@@ -1,4 +1,4 @@
-"""Print ``python -m cloudtrain.testing.matrix > docs/providers.md``: each provider's use of every field of a Job.
+"""Print ``python tools/providers_page.py > docs/providers.md``: each provider's use of every field of a Job.
 
 The rows are those of the contract suite, planned here and now with each provider of the package. Nothing is written by
 hand, so the page cannot differ from the code.
@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ..errors import EXIT_CODES
-from ..provider_api.protocol import Provider, extras_of_type
-from ..provider_api.registry import find_provider, provider_names
-from .tables import (
+from cloudtrain.errors import EXIT_CODES
+from cloudtrain.provider_api.protocol import Provider, extras_of_type
+from cloudtrain.provider_api.registry import find_provider, provider_names
+from cloudtrain.testing.tables import (
     CASES,
     ELSEWHERE,
     PLATFORM,
@@ -32,11 +32,9 @@ from .tables import (
     verdict,
 )
 
-__all__ = ["main", "page"]
-
 _INTRO = """# Providers
 
-<!-- Generated: python -m cloudtrain.testing.matrix > docs/providers.md -->
+<!-- Generated: python tools/providers_page.py > docs/providers.md -->
 
 What each provider does with each field of a Job. **request**: a change of the field changes the native request;
 **script**: it changes context.json, from which the node starts the script, and the contract suite has seen the script
