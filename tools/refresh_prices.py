@@ -24,7 +24,6 @@ from cloudtrain.errors import CloudtrainError, PlatformError, SpecError
 from cloudtrain.provider_api import catalog
 from cloudtrain.provider_api.catalog import Machine
 from cloudtrain.provider_api.registry import find_provider
-from cloudtrain.providers._cloud import decoded
 from cloudtrain.providers.azureml import api as azure
 from cloudtrain.providers.azureml.api import refusal
 from cloudtrain.providers.sagemaker import api as aws
@@ -326,11 +325,8 @@ def _google_pages(account: google.Account) -> Iterator[Mapping[str, Any]]:
     token = ""
     for _ in range(PAGES):
         parameters = {"pageSize": "5000", "currencyCode": "USD", **({"pageToken": token} if token else {})}
-        where = google.endpoint("CLOUDBILLING", "https://cloudbilling.googleapis.com")
-        url = f"{where}/v1/{GOOGLE_SERVICE}/skus"
-        answer = decoded(
-            account.rest("billing", "GET", url, what=GOOGLE_WHAT, params=parameters).content, what=GOOGLE_WHAT
-        )
+        url = f"{google.endpoint('cloudbilling')}/v1/{GOOGLE_SERVICE}/skus"
+        answer = account.call("billing", "GET", url, what=GOOGLE_WHAT, params=parameters)
         yield from answer.get("skus") or ()
         token = str(answer.get("nextPageToken") or "")
         if not token:

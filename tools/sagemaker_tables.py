@@ -1,8 +1,8 @@
 """``python tools/sagemaker_tables.py limits|images FOLDER``: what the SageMaker provider must know without an SDK.
 
 ``limits``: what botocore's model says of CreateTrainingJob, into FOLDER/limits.json (from the installed botocore).
-``images``: AWS's PyTorch images by version and region, into FOLDER/images.json (from sagemaker-core's tables, wherever
-it is unpacked: PYTHONPATH finds it). FOLDER is ``cloudtrain/providers/sagemaker``.
+``images``: AWS's PyTorch images by version and region, and the GPUs that each serves, into FOLDER/images.json (from
+sagemaker-core's tables, wherever it is unpacked: PYTHONPATH finds it). FOLDER is ``cloudtrain/providers/sagemaker``.
 """
 
 from __future__ import annotations
@@ -40,6 +40,27 @@ CUDA = {
 }
 """CUDA of the images whose tag does not name it: the folders ``pytorch/training/docker/VERSION/py3/cuNNN`` of
 aws/deep-learning-containers."""
+
+CAPABILITIES = {
+    **dict.fromkeys(("V100-16GB", "V100-32GB"), (7, 0)),
+    **dict.fromkeys(("A100-40GB", "A100-80GB"), (8, 0)),
+    **dict.fromkeys(("L4", "L40S"), (8, 9)),
+    **dict.fromkeys(("H100", "H200"), (9, 0)),
+    **dict.fromkeys(("B200", "GB200"), (10, 0)),
+    **dict.fromkeys(("RTXPRO4500", "RTXPRO6000"), (12, 0)),
+    "K80": (3, 7),
+    "T4": (7, 5),
+    "A10G": (8, 6),
+    "B300": (10, 3),
+}
+"""Compute capability of each GPU in the catalogue: developer.nvidia.com/cuda-gpus and cuda-legacy-gpus."""
+SERVED = (((12, 7), (7, 5), 12), ((0, 0), (5, 0), 9))
+"""Range of PyTorch's builds: from this CUDA version on, the lowest compute capability and the highest major one.
+
+The source is the support matrix of pytorch/pytorch's RELEASE.md. CUDA 13 dropped Volta; builds for CUDA 12.8 and 12.9
+have it in some releases only (pytorch/pytorch#157517), so they count as without it. Builds for CUDA 11.8 had Kepler,
+but Kepler's last driver (470) is older than the drivers of SageMaker's machines.
+"""
 
 
 # -------------------------------------------------------------------------------------------------------------- limits
@@ -93,7 +114,8 @@ def images() -> dict[str, Any]:
             if tuple(map(int, number.split(".")[:2])) < OLDEST:
                 continue
             tags = _tags(number, told)
-            versions[number] = {**tags, "cuda": cuda_of(number, tags["gpu"]), "regions": sorted(told["registries"])}
+            cuda = cuda_of(number, tags["gpu"])
+            versions[number] = {**tags, "cuda": cuda, "regions": sorted(told["registries"]), "serves": serves(cuda)}
             for region, account in told["registries"].items():
                 registry = f"{account}.dkr.ecr.{region}.{_suffix(region)}"
                 if registries.setdefault(region, registry) != registry:
@@ -101,6 +123,7 @@ def images() -> dict[str, Any]:
     source = (folder / "VERSION").read_text().strip() if (folder / "VERSION").exists() else _core_version(folder)
     return {
         "source": f"sagemaker-core {source}",
+        "gpus": sorted(CAPABILITIES),
         "registries": dict(sorted(registries.items())),
         "versions": dict(sorted(versions.items(), key=lambda item: tuple(map(int, item[0].split("."))))),
     }
@@ -122,6 +145,14 @@ def cuda_of(number: str, tag: str) -> str:
     """Return the CUDA version of a GPU image, such as ``13.3``, from its tag or from `CUDA`."""
     named = re.search(r"-cu(\d\d)(\d)\b", tag)
     return f"{named[1]}.{named[2]}" if named else CUDA[number]
+
+
+def serves(cuda: str) -> list[str]:
+    """Return the GPUs that an image with this CUDA serves, by PyTorch's builds."""
+    number = tuple(map(int, cuda.split(".")))
+    lowest, major = next((low, high) for first, low, high in SERVED if number >= first)
+    # Code for 10.0 also runs on 10.3: a device runs the code of lower minor versions.
+    return sorted(gpu for gpu, its in CAPABILITIES.items() if lowest <= its and its[0] <= major)
 
 
 def _suffix(region: str) -> str:

@@ -33,7 +33,7 @@ from ..provider_api.protocol import (
     Status,
     context_of,
 )
-from ..validate import unix_seconds, url_scheme
+from ..validate import did_you_mean, unix_seconds, url_scheme
 
 if TYPE_CHECKING:
     from ..job.job import Gpu, Job
@@ -54,16 +54,17 @@ __all__ = [
     "check_gpus",
     "check_request",
     "check_shared",
-    "check_size",
     "check_tags",
     "decoded",
     "digest_of",
     "first_match",
     "hinted",
+    "machine_of",
     "one_line",
     "paths_of",
     "patterns",
     "pinned_machine",
+    "problems",
     "processes_of",
     "secret_references",
     "shared_arguments",
@@ -354,38 +355,63 @@ def bucket_url(url: str, field: str) -> str:
     return url.rstrip("/")
 
 
+def machine_of(
+    provider: str,
+    job: Job,
+    gpu_index: int,
+    *,
+    form: re.Pattern[str],
+    prefix: str = "",
+    families: Sequence[str],
+    first: str,
+) -> tuple[str, Machine | None]:
+    """Return the job's instance type, and its entry in the catalogue, or None for a new machine.
+
+    It is the job's own, else the cheapest with what the job asks for, else ``first``. ``families`` are those without
+    GPUs. Raises `UnsupportedError`; see `pinned_machine`.
+    """
+    from ..provider_api import catalog
+
+    wanted = job.resources
+    if wanted.instance_type:
+        return pinned_machine(provider, job, gpu_index, form=form, prefix=prefix)
+    if wanted.gpu:
+        found = catalog.for_gpu(provider, wanted.gpus[gpu_index], cpus=wanted.cpus, memory_gb=wanted.memory_gb)
+    elif wanted.cpus or wanted.memory_gb:
+        found = catalog.for_cpus(provider, families, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
+    else:
+        found = next(m for m in catalog.machines(provider) if m.instance_type == first and not m.gpu)
+    return found.instance_type, found
+
+
 def pinned_machine(
     provider: str, job: Job, gpu_index: int, *, form: re.Pattern[str], prefix: str = ""
 ) -> tuple[str, Machine | None]:
     """Return the job's own instance type, and its entry in the catalogue, or None for a new machine.
 
     Raises `UnsupportedError` for a name that does not have the platform's ``form``, which also decides if case counts,
-    and for a machine that lacks what the job asks for.
+    and for a machine that lacks what the job asks for. A name may stand for a machine with any of several GPUs.
     """
     from ..provider_api import catalog
 
-    name = str(job.resources.instance_type)
+    wanted = job.resources
+    name = str(wanted.instance_type)
     same = re.compile(re.escape(name), form.flags)
-    known = next((m for m in catalog.machines(provider) if same.fullmatch(m.instance_type)), None)
-    if known is None:
+    known = [m for m in catalog.machines(provider) if same.fullmatch(m.instance_type)]
+    if not known:
         catalog.check_name(provider, name, form, prefix=prefix)
         return name, None
-    name = known.instance_type
-    check_size(provider, job, known)
-    gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
-    if gpu is not None and not (known.is_for(gpu) and known.gpu_count == gpu.count):
-        why = f"{name} has {known.gpus or 'no GPU'}, not {gpu}"
+    gpu, name = wanted.gpus[gpu_index] if wanted.gpu else None, known[0].instance_type
+    fitting = [m for m in known if gpu is None or (m.is_for(gpu) and m.gpu_count == gpu.count)]
+    if not fitting:
+        why = f"{name} has {', '.join(m.gpus for m in known if m.gpu) or 'no GPU'}, not {gpu}"
         raise UnsupportedError(provider, "resources.gpu", why, hint="leave out gpu or instance_type")
-    return name, known
-
-
-def check_size(provider: str, job: Job, machine: Machine) -> None:
-    """Raise `UnsupportedError` for a job that asks for more cores or memory than its ``machine`` has."""
+    machine = min(fitting, key=lambda m: m.gpu_count)  # without GPUs if it can be
     for field in ("cpus", "memory_gb"):
-        if not machine.has(**{"cpus": None, "memory_gb": None, field: getattr(job.resources, field)}):
-            has = f"{machine.vcpus} cores and {machine.memory_gib or 0:g} GiB"
-            why, hint = f"{machine.instance_type} has {has}", f"leave out {field} or instance_type"
-            raise UnsupportedError(provider, f"resources.{field}", why, hint=hint)
+        if not machine.has(**{"cpus": None, "memory_gb": None, field: getattr(wanted, field)}):
+            why = f"{name} has {machine.vcpus} cores and {machine.memory_gib or 0:g} GiB"
+            raise UnsupportedError(provider, f"resources.{field}", why, hint=f"leave out {field} or instance_type")
+    return name, machine
 
 
 def processes_of(job: Job, gpu_index: int, machine: Machine | None) -> int:
@@ -438,6 +464,70 @@ def paths_of(argv: Mapping[str, str]) -> dict[str, str]:
             path = posixpath.dirname(path)
         paths[f"input.{channel}" if kind in ("file", "copy", "copyfile") else name] = path
     return paths
+
+
+# -------------------------------------------------------------------------------------------------- fields of a request
+
+_FORMS: Mapping[str, tuple[type[Any] | tuple[type[Any], ...], str]] = {
+    **dict.fromkeys(("structure", "map"), (Mapping, "a table")),
+    **dict.fromkeys(("integer", "long"), (int, "a whole number")),
+    "int64": ((int, str), "a whole number"),  # as JSON sends it
+    "list": (list, "a list"),
+    "string": (str, "text"),
+    "boolean": (bool, "true or false"),
+    "any": (object, "any value"),
+}
+"""The types of each form of a value, and the words for it."""
+
+
+def problems(
+    shapes: Mapping[str, Any], name: str, value: Any, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Yield (path, reason, hint) of each part of ``value`` that is not as the shape ``name`` of ``shapes`` has it.
+
+    A shape has a ``type`` of `_FORMS`; ``X[]`` is a list of X. It may have ``members`` and ``required`` (structure),
+    ``member`` (list), ``key`` and ``value`` (map), ``min``, ``max``, ``enum`` and ``pattern`` (``python``: the same for
+    `re`). If it has ``words`` for its legal values, they are the reason for every limit.
+    """
+    shape = {"type": "list", "member": name[:-2]} if name.endswith("[]") else shapes[name]
+    form = shape["type"]
+    types, words = _FORMS[form]
+    if not isinstance(value, types) or (isinstance(value, bool) and form not in ("boolean", "any")):
+        yield path, f"must be {shape.get('words', words)}, not {value!r}", ""
+        return
+    for why, hint in _limits_broken(shape, value):
+        yield path, f"must be {shape['words']}, not {value!r}" if "words" in shape else why, hint
+    if form == "structure":
+        for missing in (key for key in shape.get("required", ()) if key not in value):
+            yield (*path, missing), "is missing", ""
+        for key, item in value.items():
+            if key in shape["members"]:
+                yield from problems(shapes, shape["members"][key], item, (*path, key))
+            else:
+                yield (*path, key), shape.get("unknown", "no such field"), did_you_mean(key, shape["members"])
+    elif form == "list":
+        for number, item in enumerate(value):
+            yield from problems(shapes, shape["member"], item, (*path, str(number)))
+    elif form == "map":
+        for key, item in value.items():
+            yield from problems(shapes, shape["key"], key, (*path, key))
+            yield from problems(shapes, shape["value"], item, (*path, key))
+
+
+def _limits_broken(shape: Mapping[str, Any], value: Any) -> Iterator[tuple[str, str]]:
+    """Yield (reason, hint) of each limit of a shape that a value of its type breaks."""
+    sized = isinstance(value, (str, list, Mapping))
+    size = len(value) if sized else value
+    said = f"has {size} {'characters' if isinstance(value, str) else 'entries'}" if sized else f"is {size}"
+    if "max" in shape and size > shape["max"]:
+        yield f"{said}, at most {shape['max']}", ""
+    if "min" in shape and size < shape["min"]:
+        yield f"{said}, at least {shape['min']}", ""
+    if isinstance(value, str) and value not in shape.get("enum", (value,)):
+        yield f"{value!r} is none of {', '.join(shape['enum'])}", did_you_mean(value, shape["enum"])
+    if "pattern" in shape and not re.fullmatch(shape.get("python", shape["pattern"]), str(value)):
+        shown = value if len(value) <= 80 else value[:77] + "..."
+        yield f"{shown!r} does not match {shape['pattern']}", ""
 
 
 # ------------------------------------------------------------------------- nodes that see the store and inputs as files

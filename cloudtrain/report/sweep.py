@@ -123,6 +123,6 @@ def _placed(column: Sequence[Any]) -> tuple[list[float], str, str]:
     low, high = min(values), max(values)
     ends = (value_text(low), value_text(high)) if numeric else (kinds[0], kinds[-1])
     log = numeric and low > 0 and high / low >= 100
-    edges = (math.log10(low), math.log10(high)) if log else (low, high)
-    up = markup.Scale(*edges, markup.BOTTOM, markup.TOP, log)
+    first, last = (math.log10(low), math.log10(high)) if log else (low, high)
+    up = markup.Scale(first, last, markup.BOTTOM, markup.TOP, log)
     return [up(value) for value in values], *ends

@@ -23,7 +23,7 @@ from cloudtrain.job.job import Job, check_run_id, job_name
 from cloudtrain.provider_api import catalog
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
-from cloudtrain.providers.sagemaker.images import CAPABILITIES, images
+from cloudtrain.providers.sagemaker.images import images
 from cloudtrain.providers.sagemaker.status import attempt_of
 from cloudtrain.providers.sagemaker.validate import broken, limits, translated
 from cloudtrain.runs.submit import make_plan
@@ -339,7 +339,7 @@ def test_the_commands_that_copy_an_image_name_the_registry_of_the_partition(regi
 
 
 def test_every_gpu_of_the_catalogue_has_a_compute_capability() -> None:
-    assert {machine.gpu for machine in catalog.machines("sagemaker") if machine.gpu} <= CAPABILITIES.keys()
+    assert {machine.gpu for machine in catalog.machines("sagemaker") if machine.gpu} <= {*images()["gpus"]}
 
 
 def test_every_image_has_a_cuda_version() -> None:

@@ -31,7 +31,7 @@ from cloudtrain.providers.sagemaker import api as aws
 from cloudtrain.providers.sagemaker import status as sagemaker
 from cloudtrain.providers.vertex import Provider as Vertex
 from cloudtrain.providers.vertex import status as vertex
-from cloudtrain.providers.vertex.request import LABEL_COUNT, _origin
+from cloudtrain.providers.vertex.request import TAG_COUNT, _origin
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 
 ARN = "arn:aws:sagemaker:eu-west-1:123456789012:training-job/run-a0"
@@ -357,7 +357,7 @@ def test_a_container_that_could_not_write_is_refused_and_an_image_is_looked_for(
 
 
 def test_as_many_labels_as_vertex_takes() -> None:
-    tags = {f"t{i}": "x" for i in range(LABEL_COUNT)}
+    tags = {f"t{i}": "x" for i in range(TAG_COUNT)}
     request = IN_VERTEX.planned(tags=tags)
     assert tags.items() <= request.body["labels"].items()
     assert (request.provider, request.attempt) == ("vertex", 0)

@@ -356,8 +356,8 @@ def test_a_service_that_asks_to_be_left_alone_is(
     with pytest.raises(LostContactError, match=r"^Google Cloud does not answer now: get job: Too many .*status"):
         provider.status(NOWHERE)
     spent = time.monotonic() - began
-    assert least - spent < provider.account.held("jobs") <= most
-    assert provider.account.held("storage") <= 0
+    assert least - spent < provider.account.backoff.left("jobs") <= most
+    assert provider.account.backoff.left("storage") <= 0
     before = len(plane.wire.calls)
     with pytest.raises(CloudtrainError) as caught:
         provider.status(NOWHERE)
@@ -368,7 +368,7 @@ def test_a_service_that_asks_to_be_left_alone_is(
     other = client()
     with pytest.raises(LostContactError, match=r"^Google Cloud does not answer now: create job: Too many"):
         other.submit(PLANS.planned())
-    assert least - 60 < other.account.held("jobs") <= most
+    assert least - 60 < other.account.backoff.left("jobs") <= most
 
 
 # --------------------------------------------------------------------------------------------------- status and cancel
@@ -732,9 +732,13 @@ def test_credentials_that_are_refused_are_asked_for_anew_with_the_next_call(plan
 def test_services_are_where_gclouds_own_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
     override = "CLOUDSDK_API_ENDPOINT_OVERRIDES_"
     for find, variable, public in (
-        (own.logging_endpoint, f"{override}LOGGING", "https://logging.googleapis.com"),
+        (partial(own.endpoint, "logging"), f"{override}LOGGING", "https://logging.googleapis.com"),
         (own.storage_endpoint, "STORAGE_EMULATOR_HOST", "https://storage.googleapis.com"),
-        (partial(own._jobs_endpoint, "l"), f"{override}AIPLATFORM", "https://l-aiplatform.googleapis.com"),
+        (
+            partial(own.endpoint, "aiplatform", location="l"),
+            f"{override}AIPLATFORM",
+            "https://l-aiplatform.googleapis.com",
+        ),
     ):
         monkeypatch.delenv(variable, raising=False)
         assert find() == public

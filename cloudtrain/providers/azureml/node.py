@@ -13,6 +13,7 @@ import os
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 
 from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
@@ -102,25 +103,15 @@ def _network(environ: Mapping[str, str]) -> dict[str, str]:
 def _ports() -> tuple[list[str], list[str]]:
     """Return active ports (``device:number``) of InfiniBand, and of other RDMA devices."""
     found: tuple[list[str], list[str]] = ([], [])
-    for device in _names(DEVICES):
-        for port in _names(f"{DEVICES}/{device}/ports"):
-            here = f"{DEVICES}/{device}/ports/{port}"
-            if "ACTIVE" in _said(f"{here}/state"):
-                found[_said(f"{here}/link_layer") != "InfiniBand"].append(f"{device}:{port}")
+    for here in sorted(Path(DEVICES).glob("*/ports/*")):
+        if "ACTIVE" in _read(here / "state"):
+            found[_read(here / "link_layer") != "InfiniBand"].append(f"{here.parts[-3]}:{here.name}")
     return found
 
 
-def _names(folder: str) -> list[str]:
+def _read(path: Path) -> str:
     try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
-
-
-def _said(path: str) -> str:
-    try:
-        with open(path, encoding="ascii") as stream:
-            return stream.read().strip()
+        return path.read_text(encoding="ascii").strip()
     except OSError:
         return ""
 

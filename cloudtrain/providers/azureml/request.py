@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from ...errors import SpecError, UnsupportedError
 from ...job.job import job_name, run_tag
 from ...job.options import merge_options
-from ...provider_api import catalog
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
 from ...validate import choice_of, duration, url_scheme
-from .._cloud import check_tags, digest_of, pinned_machine, processes_of, secret_references
+from .._cloud import check_tags, digest_of, machine_of, processes_of, secret_references
 from . import KEEP_WARM, NAME, Provider
 from .node import LIVE, NODES, OWN_INPUTS, RESUME
 from .urls import FSSPEC, Blob, check_url, cloud_of, datastore_uri, for_job, storage
@@ -156,7 +155,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     if known and known.retired:
         notes.append(f"{instance_type} was retired on {known.retired}: no machine may ever come")
     priced = instance_type or settings.compute  # a cluster has a price under its own name
-    timeout = _timeout(settings, job, gpu_index, notes)
+    timeout = _limits(settings, job, gpu_index, notes)
     inputs, paths = _inputs(settings, layout)
     shm = max(1, int(known.memory_gib / 2)) if known is not None and known.memory_gib else SHM_GIB
     count = job.resources.instance_count
@@ -220,19 +219,11 @@ def _machine(settings: Settings, job: Job, gpu_index: int) -> tuple[str, Machine
     if settings.compute:
         _check_cluster(settings, job)
         return "", None
-    if wanted.instance_type:
-        name, known = pinned_machine(NAME, job, gpu_index, form=FORM, prefix="Standard_")
-        if known is None and ACCELERATED.match(name) and not (wanted.nproc_per_node or wanted.gpu):
-            why = f"is not set, and cloudtrain does not know how many GPUs {name} has"
-            raise SpecError(why, field="resources.nproc_per_node", hint="add --nproc-per-node N")
-        return name, known
-    if wanted.gpu:
-        found = catalog.for_gpu(NAME, wanted.gpus[gpu_index], cpus=wanted.cpus, memory_gb=wanted.memory_gb)
-    elif wanted.cpus or wanted.memory_gb:
-        found = catalog.for_cpus(NAME, FAMILIES, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
-    else:
-        return FIRST, catalog.machine(NAME, FIRST)
-    return found.instance_type, found
+    name, known = machine_of(NAME, job, gpu_index, form=FORM, prefix="Standard_", families=FAMILIES, first=FIRST)
+    if known is None and ACCELERATED.match(name) and not (wanted.nproc_per_node or wanted.gpu):
+        why = f"is not set, and cloudtrain does not know how many GPUs {name} has"
+        raise SpecError(why, field="resources.nproc_per_node", hint="add --nproc-per-node N")
+    return name, known
 
 
 def _check_cluster(settings: Settings, job: Job) -> None:
@@ -326,7 +317,7 @@ def _channel(settings: Settings, layout: Layout, item: LayoutInput, field: str) 
     return {"type": kind, "mode": mode, "path": path if item.file or registered else f"{path}/"}
 
 
-def _timeout(settings: Settings, job: Job, gpu_index: int, notes: list[str]) -> int:
+def _limits(settings: Settings, job: Job, gpu_index: int, notes: list[str]) -> int:
     """Return the hard limit in seconds of running time."""
     if job.max_runtime < TIMEOUT:
         raise UnsupportedError(NAME, "max_runtime", f"a job's time limit is at least {TIMEOUT} s")

@@ -91,28 +91,26 @@ def error_of(exc: Exception) -> CloudtrainError | None:
     import boto3.exceptions
     import botocore.exceptions as known
 
-    text = " ".join(str(exc).split())
     if isinstance(exc, known.ClientError):
         return _refusal(exc)
-    if isinstance(exc, known.ProfileNotFound):
-        hint = "to list the profiles, run: aws configure list-profiles"
-        return SpecError(text, field="sagemaker.profile", hint=hint)
-    if isinstance(exc, known.NoRegionError):
-        return SpecError("is not set", field="sagemaker.region", hint=_REGION)
-    if isinstance(exc, known.ParamValidationError):
-        why = f"the installed boto3 does not know this request: {text}"
-        return SpecError(why, field="options", hint="run: pip install --upgrade boto3")
-    if isinstance(exc, (known.UnauthorizedSSOTokenError, known.SSOTokenLoadError, known.TokenRetrievalError)):
-        return AuthError(text, hint=HELP["expired"])
-    if isinstance(exc, (known.NoCredentialsError, known.PartialCredentialsError)):
-        return AuthError("no AWS credentials", hint=HELP["none"])
-    if isinstance(exc, (known.CredentialRetrievalError, known.NoAuthTokenError, known.RefreshWithMFAUnsupportedError)):
-        return AuthError(text, hint=HELP["none"])
-    if isinstance(exc, (known.HTTPClientError, known.ConnectionError)):
-        return LostContactError(f"AWS does not answer: {text}")
-    if isinstance(exc, (known.BotoCoreError, boto3.exceptions.Boto3Error)):
-        return PlatformError(f"{type(exc).__name__}: {text}")
-    return None
+    text = " ".join(str(exc).split())
+    unknown = f"the installed boto3 does not know this request: {text}"
+    no_profile = SpecError(
+        text, field="sagemaker.profile", hint="to list the profiles, run: aws configure list-profiles"
+    )
+    expired = (known.UnauthorizedSSOTokenError, known.SSOTokenLoadError, known.TokenRetrievalError)
+    unread = (known.CredentialRetrievalError, known.NoAuthTokenError, known.RefreshWithMFAUnsupportedError)
+    rows: tuple[tuple[Any, CloudtrainError], ...] = (
+        (known.ProfileNotFound, no_profile),
+        (known.NoRegionError, SpecError("is not set", field="sagemaker.region", hint=_REGION)),
+        (known.ParamValidationError, SpecError(unknown, field="options", hint="run: pip install --upgrade boto3")),
+        (expired, AuthError(text, hint=HELP["expired"])),
+        ((known.NoCredentialsError, known.PartialCredentialsError), AuthError("no AWS credentials", hint=HELP["none"])),
+        (unread, AuthError(text, hint=HELP["none"])),
+        ((known.HTTPClientError, known.ConnectionError), LostContactError(f"AWS does not answer: {text}")),
+        ((known.BotoCoreError, boto3.exceptions.Boto3Error), PlatformError(f"{type(exc).__name__}: {text}")),
+    )
+    return next((error for kinds, error in rows if isinstance(exc, kinds)), None)
 
 
 def _refusal(exc: Any) -> CloudtrainError:

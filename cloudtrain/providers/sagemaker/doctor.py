@@ -19,6 +19,7 @@ from ...provider_api import catalog
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
 from ...validate import url_scheme
 from . import NAME
+from .images import ECR
 
 if TYPE_CHECKING:
     from ...provider_api.protocol import Request
@@ -41,9 +42,6 @@ PAGES = 60
 """Pages of a hundred quotas each; SageMaker has over a thousand."""
 _ASSUMED = re.compile(r"arn:(aws[a-z-]*):sts::(\d{12}):assumed-role/([^/]+)/.*")
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/(?:.*/)?(?P<name>[^/]+)")
-_IMAGE = re.compile(
-    r"(?P<account>\d{12})\.dkr\.ecr(?:-fips)?\.(?P<region>[a-z0-9-]+)\.[a-z0-9.-]+/(?P<name>[^:@]+)(?P<tag>[:@].+)?"
-)
 
 
 ADDRESSES, EFA_ADDRESSES = 2, 5
@@ -71,7 +69,7 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
             yield skipped(name, "there is no plan, so no machine is named" if name == "quota" else "there is no plan")
         return
     body = request.body
-    yield from tried("quota", lambda: _quotas(account, body), extra=True)
+    yield from tried("quota", lambda: _quota(account, body), extra=True)
     if "KmsKeyId" in body["OutputDataConfig"] or "VolumeKmsKeyId" in body["ResourceConfig"]:
         yield from tried("keys", lambda: _keys(account, body), extra=True)
     if "VpcConfig" in body:
@@ -208,7 +206,7 @@ def _limits(body: Mapping[str, Any]) -> dict[str, list[_Limit]]:
     return {"quota": machine, "limits": account}
 
 
-def _quotas(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
+def _quota(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
     """Check the quotas of the machine and of the account by one listing."""
     limits = _limits(body)
     listed = _listed(account, [limit.name for found in limits.values() for limit in found])
@@ -269,14 +267,14 @@ def _keys(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def _image(account: Account, image: str, own: str) -> Check:
-    match = _IMAGE.fullmatch(image)
+    match = ECR.fullmatch(image)
     if match is None:
         return unknown("image", f"{image} is in no registry of ECR, so it is not checked")
     if match["account"] != own:
         return unknown("image", f"{image} is another account's ({match['account']}), which does not answer")
     tag = (match["tag"] or ":latest").partition("@")
     which = {"imageDigest": tag[2]} if tag[1] else {"imageTag": tag[0].lstrip(":")}
-    where: dict[str, Any] = {"registryId": match["account"], "repositoryName": match["name"], "imageIds": [which]}
+    where: dict[str, Any] = {"registryId": match["account"], "repositoryName": match["repository"], "imageIds": [which]}
     try:
         answer = account.call("ecr", "describe_images", region=match["region"], **where)
     except NotFoundError:

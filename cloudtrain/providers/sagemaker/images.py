@@ -15,27 +15,7 @@ from .s3 import DNS
 
 __all__ = ["check_image", "default_image", "images"]
 
-CAPABILITIES = {
-    **dict.fromkeys(("V100-16GB", "V100-32GB"), (7, 0)),
-    **dict.fromkeys(("A100-40GB", "A100-80GB"), (8, 0)),
-    **dict.fromkeys(("L4", "L40S"), (8, 9)),
-    **dict.fromkeys(("H100", "H200"), (9, 0)),
-    **dict.fromkeys(("B200", "GB200"), (10, 0)),
-    **dict.fromkeys(("RTXPRO4500", "RTXPRO6000"), (12, 0)),
-    "K80": (3, 7),
-    "T4": (7, 5),
-    "A10G": (8, 6),
-    "B300": (10, 3),
-}
-"""Compute capability of each GPU in the catalogue: developer.nvidia.com/cuda-gpus and cuda-legacy-gpus."""
-SERVED = (((12, 7), (7, 5), 12), ((0, 0), (5, 0), 9))
-"""Range of PyTorch's builds: from this CUDA version on, the lowest compute capability and the highest major one.
-
-The source is the support matrix of pytorch/pytorch's RELEASE.md. CUDA 13 dropped Volta; builds for CUDA 12.8 and 12.9
-have it in some releases only (pytorch/pytorch#157517), so they count as without it. Builds for CUDA 11.8 had Kepler,
-but Kepler's last driver (470) is older than the drivers of SageMaker's machines.
-"""
-_ECR = re.compile(
+ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr(?:-fips)?\.(?P<region>[a-z0-9-]+)\.(?P<suffix>[a-z0-9.-]+)/(?P<repository>[^:@]+)(?P<tag>.*)"
 )
 _PUBLIC_ECR = "public.ecr.aws/"
@@ -52,10 +32,11 @@ def images() -> dict[str, Any]:
 def default_image(region: str, *, gpus: Sequence[str], accelerated: bool, version: str = "") -> str:
     """Return AWS's newest PyTorch image in ``region`` that serves every GPU in ``gpus``.
 
-    ``gpus`` are names of the catalogue; a name that `CAPABILITIES` lacks restricts nothing. ``accelerated`` asks for an
+    ``gpus`` are names of the catalogue; others than those of the table restrict nothing. ``accelerated`` asks for an
     image with CUDA. ``version`` restricts the choice (``2.13``). Raises `SpecError` if no image is left.
     """
     table = images()
+    judged = {*gpus} & {*table["gpus"]}
     there = {number: facts for number, facts in table["versions"].items() if region in facts["regions"]}
     if not there:
         why = f"cloudtrain knows no PyTorch image of AWS in {region}"
@@ -68,24 +49,16 @@ def default_image(region: str, *, gpus: Sequence[str], accelerated: bool, versio
             field="sagemaker.framework_version",
             hint=did_you_mean(version, there) or f"set framework_version = {next(reversed(there))!r}, or name an image",
         )
-    serving = [n for n, facts in found.items() if not accelerated or _serves(facts["cuda"], gpus)]
+    serving = [n for n, facts in found.items() if not accelerated or judged <= {*facts["serves"]}]
     if serving:
         return f"{table['registries'][region]}/{found[serving[-1]]['gpu' if accelerated else 'cpu']}"
     names = " and ".join(dict.fromkeys(gpus))
-    if version and (others := [n for n, facts in there.items() if _serves(facts["cuda"], gpus)]):
+    if version and (others := [n for n, facts in there.items() if judged <= {*facts["serves"]}]):
         cuda = next(reversed(found.values()))["cuda"]
         why = f"the PyTorch {version} image has CUDA {cuda}, which does not serve {names}"
         raise SpecError(why, field="sagemaker.framework_version", hint=f"set framework_version = {others[-1]!r}")
     why = f"none of AWS's PyTorch images in {region} serves {names}"
     raise SpecError(why, field="image", hint="choose another GPU, or name an image of your own with --image")
-
-
-def _serves(cuda: str, gpus: Sequence[str]) -> bool:
-    number = tuple(map(int, cuda.split(".")))
-    lowest, major = next((low, high) for first, low, high in SERVED if number >= first)
-    wanted = [CAPABILITIES[name] for name in gpus if name in CAPABILITIES]
-    # Code for 10.0 also runs on 10.3: a device runs the code of lower minor versions.
-    return all(lowest <= capability and capability[0] <= major for capability in wanted)
 
 
 def check_image(image: str, *, region: str, arch: str, in_vpc: bool, provider: str) -> bool:
@@ -95,7 +68,7 @@ def check_image(image: str, *, region: str, arch: str, in_vpc: bool, provider: s
         other = "linux/arm64" if arch == "arm64" else "linux/amd64"
         why, hint = f"{image} is for another architecture than the machines", f"docker build --platform {other} …"
         raise UnsupportedError(provider, "image", why, hint=f"to build it for them, run: {hint}")
-    match, why, path = _ECR.fullmatch(image), "", image
+    match, why, path = ECR.fullmatch(image), "", image
     if match is None and not in_vpc:
         why = "it pulls from Amazon ECR only, or in a VPC (subnets) from a registry that is reached there"
     elif match is not None and match["region"] != region:

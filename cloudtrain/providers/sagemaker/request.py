@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import configparser
 import dataclasses
+import itertools
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
@@ -18,7 +18,7 @@ from ...provider_api import catalog
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
 from ...validate import duration, url_scheme
-from .._cloud import check_tags, pinned_machine, processes_of, secret_references
+from .._cloud import check_tags, machine_of, processes_of, secret_references
 from . import NAME, Provider
 from .images import check_image, default_image, images
 from .node import CHANNELS, CONTEXT, FAILURE, FAILURE_VARIABLE, INPUTS, LIVE, RESUME
@@ -134,13 +134,13 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     if job.resources.shm_gb:
         why, hint = "SageMaker itself sets the size of /dev/shm", "leave shm_gb out, and use fewer DataLoader workers"
         raise UnsupportedError(NAME, "resources.shm_gb", why, hint=hint)
-    types = _instance_types(job, gpu_index)
-    known = [found for name in types if (found := catalog.machine(NAME, name)) is not None]
+    found = _machines(job, gpu_index)
+    types, known = list(found), [machine for machine in found.values() if machine is not None]
     arch = known[0].arch if known else "x86_64"
-    _check_unknown(job, [name for name in types if catalog.machine(NAME, name) is None])
+    _check_unknown(job, [name for name in types if found[name] is None])
     image = job.image or _image(settings, job, types, known, arch)
     notes: list[str] = []
-    stopping = _stopping(settings, job, types, gpu_index, notes)
+    stopping = _limits(settings, job, types, gpu_index, notes)
     tags = _tags(job, layout, attempt)
     specification: dict[str, Any] = {"TrainingImage": image, "TrainingInputMode": "File", **_command(attempt)}
     if not check_image(image, region=settings.region, arch=arch, in_vpc=bool(settings.subnets), provider=NAME):
@@ -149,7 +149,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
         "TrainingJobName": job_name(layout.run, attempt, gpu_index),
         "RoleArn": settings.role,
         "AlgorithmSpecification": specification,
-        "InputDataConfig": _channels(layout),
+        "InputDataConfig": _inputs(layout),
         "OutputDataConfig": {"S3OutputPath": f"{layout.native}/", "CompressionType": "NONE"},
         "ResourceConfig": _resources(settings, job, types, known),
         "StoppingCondition": stopping,
@@ -200,29 +200,26 @@ def _check_secrets(settings: Settings, job: Job) -> None:
 # ------------------------------------------------------------------------------------------------------------- machines
 
 
-def _instance_types(job: Job, gpu_index: int) -> list[str]:
-    """Return the job's instance types, best first; several only if SageMaker itself can choose between them."""
-    wanted = job.resources
-    if wanted.instance_type:
-        return [pinned_machine(NAME, job, gpu_index, form=FORM, prefix="ml.")[0]]
-    if not wanted.gpu:
-        if not wanted.cpus and not wanted.memory_gb:
-            return [FIRST]
-        return [catalog.for_cpus(NAME, FAMILIES, cpus=wanted.cpus, memory_gb=wanted.memory_gb).instance_type]
-    first = wanted.gpus[gpu_index]
-    # All of them share one context: as many ranks, and no spot, which has no preferences.
-    same = wanted.gpus[gpu_index:] if not wanted.spot else (first,)
-    found: dict[str, None] = {}
-    arch = ""
-    for gpu in same:
-        if gpu.count != first.count:
+def _machines(job: Job, gpu_index: int) -> dict[str, Machine | None]:
+    """Return the job's machines, best first; several only if SageMaker itself can choose between them.
+
+    All of them share one image and context: as many ranks, and no spot, which has no preferences.
+    """
+    first, known = _machine(job, gpu_index)
+    found = {first: known}
+    gpus = () if job.resources.spot or job.resources.instance_type else job.resources.gpus[gpu_index + 1 :]
+    for at, gpu in enumerate(gpus, gpu_index + 1):
+        if gpu.count != job.resources.gpus[gpu_index].count:
             break
-        machine = catalog.for_gpu(NAME, gpu, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
-        if found and machine.arch != arch:  # one job has one image
+        name, machine = _machine(job, at)
+        if machine is None or known is None or machine.arch != known.arch:
             break
-        arch = machine.arch
-        found[machine.instance_type] = None
-    return list(found)[:PREFERENCES]
+        found[name] = machine
+    return dict(itertools.islice(found.items(), PREFERENCES))
+
+
+def _machine(job: Job, gpu_index: int) -> tuple[str, Machine | None]:
+    return machine_of(NAME, job, gpu_index, form=FORM, prefix="ml.", families=FAMILIES, first=FIRST)
 
 
 def _check_unknown(job: Job, types: Sequence[str]) -> None:
@@ -304,7 +301,7 @@ def _command(attempt: int) -> dict[str, list[str]]:
     return {"ContainerEntrypoint": ["/bin/sh", "-c"], "ContainerArguments": [line]}
 
 
-def _channels(layout: Layout) -> list[dict[str, Any]]:
+def _inputs(layout: Layout) -> list[dict[str, Any]]:
     folders = {
         "container": layout.context.rpartition("/")[0],
         "runtime": layout.runtime.rpartition("/")[0],
@@ -364,12 +361,12 @@ def _file_system(name: str, url: str, *, mode: str, shard: bool) -> dict[str, An
     return {"ChannelName": name, "InputMode": "File", "DataSource": {"FileSystemDataSource": source}}
 
 
-def _stopping(settings: Settings, job: Job, types: Sequence[str], gpu_index: int, notes: list[str]) -> dict[str, int]:
+def _limits(settings: Settings, job: Job, types: Sequence[str], gpu_index: int, notes: list[str]) -> dict[str, int]:
     """Return the hard limits, and add notes on them. A warm pool is paid for too."""
     if job.max_runtime > MAX_RUNTIME:
         why = "a training job runs for at most 28 days"
         raise UnsupportedError(NAME, "max_runtime", why, hint="add --max-runtime 28d, or less")
-    held, names = _warm_seconds(settings, job), partial(_instance_types, job)
+    held, names = _warm_seconds(settings, job), lambda at: list(_machines(job, at))
     runtime, said = hard_limit(job, NAME, names, gpu_index=gpu_index, own=settings.prices, held=held)
     notes += said
     condition = {"MaxRuntimeInSeconds": runtime}

@@ -114,14 +114,14 @@ def status_of(job: Mapping[str, Any]) -> Status:
         attempts=attempts,
         started=time_of(job.get("TrainingStartTime")),
         finished=finished,
-        url=_console(str(job["TrainingJobArn"]), region, name),
+        url=_url(str(job["TrainingJobArn"]), region, name),
         instance_type=str(resources.get("SelectedInstanceType") or resources.get("InstanceType") or ""),
         billed_s=float(billed * count) if billed is not None else None,
         saved=round(1 - billed / trained, 4) if spot and billed is not None and trained else None,
     )
 
 
-def _console(arn: str, region: str, name: str) -> str:
+def _url(arn: str, region: str, name: str) -> str:
     """Return the page of a job; empty in a partition whose console is not public."""
     host = CONSOLES.get(arn.split(":")[1])
     return f"https://{region}.{host}/sagemaker/home?region={region}#/jobs/{name}" if host else ""

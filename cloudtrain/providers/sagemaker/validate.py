@@ -9,19 +9,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ...errors import SpecError
-from ...validate import did_you_mean
+from .._cloud import problems
 from . import NAME
 
-__all__ = ["Broken", "broken", "check_body", "field_at", "limits", "translated"]
+__all__ = ["broken", "check_body", "field_at", "limits", "translated"]
 
-#: Choices that a newer service may extend, so others are not refused.
-OPEN = frozenset({"TrainingInstanceType", "InstanceType"})
+_OPEN = "TrainingInstanceType"
+"""Choices that a newer service may extend, so others are not refused."""
 #: Java's classes of characters that Python's ``re`` lacks, inside brackets. ``\\w`` holds letters, numbers and the
 #: underscore. Wherever the model uses these classes, the underscore is allowed too.
 _CLASSES = {
@@ -30,25 +29,6 @@ _CLASSES = {
     r"\p{Z}": " \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000",
     r"\p{Alnum}": "A-Za-z0-9",
 }
-_KINDS: Mapping[str, tuple[type[Any], ...]] = {
-    **dict.fromkeys(("structure", "map"), (Mapping,)),
-    **dict.fromkeys(("integer", "long"), (int,)),
-    **dict.fromkeys(("float", "double"), (int, float)),
-    "list": (list,),
-    "string": (str,),
-    "boolean": (bool,),
-    "timestamp": (str, int, float),
-}
-_WORDS = {"structure": "a table", "map": "a table", "list": "a list", "string": "text", "boolean": "true or false"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Broken:
-    """A limit that the value at ``path`` breaks, and the nearest legal value."""
-
-    path: tuple[str, ...]
-    message: str
-    hint: str = ""
 
 
 def field_at(fields: Mapping[str, str], path: Sequence[str]) -> str:
@@ -80,11 +60,10 @@ def check_body(body: Mapping[str, Any], fields: Mapping[str, str], options: Mapp
     The error's field comes from the user's own ``options``, else from ``fields``, a map from parts of a request (dotted
     paths) to the user's fields.
     """
-    for item in broken(body):
-        option = _option_at(options, item.path)
-        field = field_at(fields, item.path) if option is None else _dotted(("options", NAME, *option))
-        why = f"{item.message} ({_dotted(item.path)} of the request)"
-        raise SpecError(why, field=field or "options", hint=item.hint)
+    for path, why, hint in broken(body):
+        option = _option_at(options, path)
+        field = field_at(fields, path) if option is None else _dotted(("options", NAME, *option))
+        raise SpecError(f"{why} ({_dotted(path)} of the request)", field=field or "options", hint=hint)
 
 
 def _dotted(path: Sequence[str]) -> str:
@@ -92,59 +71,21 @@ def _dotted(path: Sequence[str]) -> str:
     return ".".join(key if key.isprintable() else repr(key)[1:-1] for key in path)
 
 
-def broken(body: Mapping[str, Any]) -> Iterator[Broken]:
-    """Yield every limit of the model that ``body`` breaks."""
-    table = limits()
-    yield from _walk(table["shapes"], table["input"], body, ())
-
-
-def _walk(shapes: Mapping[str, Any], name: str, value: Any, path: tuple[str, ...]) -> Iterator[Broken]:
-    shape = shapes[name]
-    kind = shape["type"]
-    if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "boolean"):
-        yield Broken(path=path, message=f"must be {_WORDS.get(kind, 'a number')}, not {value!r}")
-        return
-    yield from _size(shape, value, path)
-    if kind == "structure":
-        for missing in (key for key in shape["required"] if key not in value):
-            yield Broken(path=(*path, missing), message="is missing")
-        for key, item in value.items():
-            if key not in shape["members"]:
-                near = did_you_mean(key, shape["members"])
-                yield Broken(path=(*path, key), message="no such field", hint=near)
-            else:
-                yield from _walk(shapes, shape["members"][key], item, (*path, key))
-    elif kind == "list":
-        for number, item in enumerate(value):
-            yield from _walk(shapes, shape["member"], item, (*path, str(number)))
-    elif kind == "map":
-        for key, item in value.items():
-            yield from _walk(shapes, shape["key"], key, (*path, key))
-            yield from _walk(shapes, shape["value"], item, (*path, key))
-    elif kind == "string":
-        yield from _text(name, shape, value, path)
-
-
-def _size(shape: Mapping[str, Any], value: Any, path: tuple[str, ...]) -> Iterator[Broken]:
-    what = {"string": "characters", "list": "entries", "map": "entries"}.get(shape["type"], "")
-    size = len(value) if what else value
-    problem = f"has {size} {what}" if what else f"is {size}"
-    if "max" in shape and size > shape["max"]:
-        yield Broken(path=path, message=f"{problem}, at most {shape['max']}")
-    if "min" in shape and size < shape["min"]:
-        yield Broken(path=path, message=f"{problem}, at least {shape['min']}")
-
-
-def _text(name: str, shape: Mapping[str, Any], value: str, path: tuple[str, ...]) -> Iterator[Broken]:
-    if "enum" in shape and value not in shape["enum"] and name not in OPEN:
-        near = did_you_mean(value, shape["enum"])
-        yield Broken(path=path, message=f"{value!r} is none of {', '.join(shape['enum'])}", hint=near)
-    if "pattern" in shape and not translated(shape["pattern"]).fullmatch(value):
-        shown = value if len(value) <= 80 else value[:77] + "..."
-        yield Broken(path=path, message=f"{shown!r} does not match {shape['pattern']}")
+def broken(body: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Yield (path, reason, hint) of every limit of the model that ``body`` breaks."""
+    yield from problems(_shapes(), limits()["input"], body)
 
 
 @cache
+def _shapes() -> dict[str, Any]:
+    """Return the model's shapes as `problems` reads them."""
+    found = {
+        name: {**shape, "python": translated(shape["pattern"])} if "pattern" in shape else shape
+        for name, shape in limits()["shapes"].items()
+    }
+    return {**found, _OPEN: {"type": "string"}}
+
+
 def translated(pattern: str) -> re.Pattern[str]:
     """Return a pattern of the model, which is Java's, as Python's."""
     for java, python in _CLASSES.items():

@@ -120,8 +120,8 @@ def _attempt(number: str, row: Sequence[str] | None) -> AttemptInfo:
     """Return a start before the last one. Its ``row`` is of sacct, if there is one, which knows its end."""
     state, exit_code, began, ended, nodes = row or [""] * 5
     category, reason = category_of(state.partition(" ")[0], exit_code) if row else ("", "")
-    times = {"started": _time(began), "ended": _time(ended)}
-    return AttemptInfo(number=number, category=category, reason=reason, machine=_lost(category, nodes), **times)
+    start, end, lost = _time(began), _time(ended), _lost(category, nodes)
+    return AttemptInfo(number=number, category=category, reason=reason, started=start, ended=end, machine=lost)
 
 
 def _forgotten(number: str, marks: Mapping[str, str]) -> Status:

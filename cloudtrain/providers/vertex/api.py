@@ -43,7 +43,7 @@ from .._cloud import ANOTHER_ID, Backoff, decoded
 from . import NAME
 from .machines import REGIONS, REGIONS_DATE
 from .node import GCS
-from .request import LABEL_JOB, LABEL_REQUEST, LABEL_RUN
+from .request import TAG_BODY, TAG_JOB, TAG_RUN
 
 if TYPE_CHECKING:
     from . import Settings
@@ -286,7 +286,7 @@ class Account:
         self._session: Any = None
         self._own_quota = True
         self._clients: dict[str, Any] = {}
-        self._backoff = Backoff(first=FIRST_HOLD)
+        self.backoff = Backoff(first=FIRST_HOLD)
         self._unsure: dict[str, float] = {}
         self._places: dict[str, tuple[str, str]] = {}
         self.ended: dict[str, float] = {}
@@ -322,7 +322,7 @@ class Account:
                 from google.cloud.aiplatform_v1.services.job_service import JobServiceClient
                 from google.cloud.aiplatform_v1.services.job_service.transports.rest import JobServiceRestTransport
 
-                url, known = urlsplit(_jobs_endpoint(location)), self.session.credentials
+                url, known = urlsplit(endpoint("aiplatform", location=location)), self.session.credentials
                 transport = JobServiceRestTransport(host=url.netloc, url_scheme=url.scheme, credentials=known)
                 self._clients[location] = JobServiceClient(transport=transport)
             return self._clients[location]
@@ -330,45 +330,41 @@ class Account:
     @contextlib.contextmanager
     def _calling(self, service: str, what: str) -> Iterator[None]:
         """Guard one call: raise before it while the service is held, and translate its errors."""
-        self._backoff.check(service, name="Google Cloud", what=what)
+        self.backoff.check(service, name="Google Cloud", what=what)
         with translated(what):
             try:
                 yield
             except Exception as exc:  # recorded here, and raised unchanged
-                self._backoff.note(service, getattr(exc, "response", None))
+                self.backoff.note(service, getattr(exc, "response", None))
                 if type(exc).__name__ == "RefreshError":  # google-auth's, which may be absent
                     self._forget()
                 raise
 
-    def held(self, service: str) -> float:
-        """Return the seconds for which ``service`` is held; 0 or less if it is not."""
-        return self._backoff.left(service)
-
-    def rest(self, service: str, method: str, url: str, *, what: str, body: Any = None, **more: Any) -> Any:
-        """Return the answer to a call over REST (requests' Response). Raises only cloudtrain's errors."""
+    def call(self, service: str, method: str, url: str, *, what: str, body: Any = None, **more: Any) -> dict[str, Any]:
+        """Return the JSON object of the answer to a call over REST. Raises only cloudtrain's errors."""
         with self._calling(service, what):
             answer = self.session.request(method, url, json=body, timeout=TIMEOUT, **more)
         if answer.status_code >= 400:
-            self._backoff.note(service, answer)
+            self.backoff.note(service, answer)
             message, reason, metadata = answered(answer.content)
             if self._own_quota and CONSUMER.search(f"{reason} {message}"):
                 self._own_quota = False
                 self._forget()
-                return self.rest(service, method, url, what=what, body=body, **more)
+                return self.call(service, method, url, what=what, body=body, **more)
             raise refusal(answer.status_code, message, what=what, reason=reason, metadata=metadata)
-        return answer
+        return decoded(answer.content, what=what)
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
-    def _ask(self, method: str, name: str, *, what: str, **more: Any) -> dict[str, Any]:
-        """Return the JSON of a job, or of a list of jobs; ``name`` is a resource name, or begins with one."""
-        url = f"{_jobs_endpoint(name.split('/')[3])}/v1/{name}"
-        return decoded(self.rest("jobs", method, url, what=what, **more).content, what=what)
+    def ask(self, method: str, name: str, *, what: str, **more: Any) -> dict[str, Any]:
+        """Return the answer of Vertex AI; ``name`` is a resource name (``projects/P/locations/L/…``) or begins so."""
+        where = endpoint("aiplatform", location=name.split("/")[3])
+        return self.call("jobs", method, f"{where}/v1/{name}", what=what, **more)
 
     def describe(self, native_id: str) -> dict[str, Any]:
         """Return the CustomJob in JSON. Raises `NotFoundError`."""
         job_of(native_id)
-        job = self._ask("GET", native_id, what="get job")
+        job = self.ask("GET", native_id, what="get job")
         if job.get("state") not in FINAL:
             self.alive[native_id] = time.monotonic()
         elif native_id not in self.ended:
@@ -377,14 +373,6 @@ class Account:
             # If we saw the job alive, the monotonic clock is enough: this machine's wall clock may be fast.
             self.ended[native_id] = time.monotonic() - (0.0 if native_id in self.alive else over_for(job))
         return job
-
-    def list_jobs(self, parent: str, **query: Any) -> dict[str, Any]:
-        """Return one page of the jobs below ``parent`` (``projects/P/locations/L``)."""
-        return self._ask("GET", f"{parent}/customJobs", what="list jobs", params=query)
-
-    def persistent_resource(self, name: str) -> dict[str, Any]:
-        """Return a persistent resource by its full name. Raises `NotFoundError`."""
-        return self._ask("GET", name, what="get persistent resource")
 
     def find(self, request: Request) -> str | None:
         """Return the resource name of the request's job, if it was ever created."""
@@ -396,19 +384,19 @@ class Account:
     def claimed(self, request: Request) -> str | None:
         """Return the same, the oldest of several. Raises `ConflictError` if the labelled job was another request."""
         name = request.body["displayName"]
-        query = {"filter": f'labels.{LABEL_JOB}="{name}"', "pageToken": ""}
+        query = {"filter": f'labels.{TAG_JOB}="{name}"', "pageToken": ""}
         jobs, more = list[dict[str, Any]](), True
         while more:
-            page = self.list_jobs(_parent(request), **query)
+            page = self.ask("GET", f"{_parent(request)}/customJobs", what="list jobs", params=query)
             jobs += page.get("customJobs") or ()
             query["pageToken"] = page.get("nextPageToken") or ""
             more = bool(query["pageToken"])
-        ours = [job for job in jobs if (job.get("labels") or {}).get(LABEL_RUN) == run_tag(request.run)]
+        ours = [job for job in jobs if (job.get("labels") or {}).get(TAG_RUN) == run_tag(request.run)]
         found = sorted(ours, key=lambda job: (unix_seconds(job["createTime"]), job["name"]))
         if not found:
             return None
         labels = found[0]["labels"]
-        if labels.get(LABEL_REQUEST) != request.body["labels"][LABEL_REQUEST]:
+        if labels.get(TAG_BODY) != request.body["labels"][TAG_BODY]:
             why = f"Vertex AI has a job {name} of an earlier run of that id, which was another job"
             raise ConflictError(why, field="run_id", hint=ANOTHER_ID)
         return str(found[0]["name"])
@@ -487,7 +475,7 @@ class Account:
         """Request the cancellation. A job that has ended stays as it is."""
         job_of(native_id)
         try:
-            self._ask("POST", f"{native_id}:cancel", what="cancel job", body={})
+            self.ask("POST", f"{native_id}:cancel", what="cancel job", body={})
         except NotFoundError:
             raise
         except SpecError:
@@ -532,7 +520,7 @@ class Account:
             what = f"{LOOK} gs://{bucket}"
             try:
                 url = f"{storage_endpoint()}/storage/v1/b/{bucket}?fields=location,locationType"
-                answer = decoded(self.rest("storage", "GET", url, what=what).content, what=what)
+                answer = self.call("storage", "GET", url, what=what)
             except NotFoundError:
                 if missing:
                     raise SpecError(f"there is no bucket {bucket}", field="store") from None
@@ -585,18 +573,10 @@ def name_of(known: Any) -> str:
     return str(getattr(known, "service_account_email", "") or getattr(known, "account", "") or "")
 
 
-def endpoint(service: str, public: str) -> str:
-    """Return a service's endpoint: ``public``, unless gcloud's own variable names another."""
-    return (os.environ.get(_OVERRIDE + service) or public).rstrip("/")
-
-
-def _jobs_endpoint(location: str) -> str:
-    return endpoint("AIPLATFORM", f"https://{location}-aiplatform.googleapis.com")
-
-
-def logging_endpoint() -> str:
-    """Return the endpoint of Cloud Logging."""
-    return endpoint("LOGGING", "https://logging.googleapis.com")
+def endpoint(service: str, *, location: str = "") -> str:
+    """Return a service's endpoint, in a location if it has one there, unless gcloud's own variable names another."""
+    host = f"{location}-{service}" if location else service
+    return (os.environ.get(_OVERRIDE + service.upper()) or f"https://{host}.googleapis.com").rstrip("/")
 
 
 def storage_endpoint() -> str:

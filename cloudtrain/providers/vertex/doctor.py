@@ -14,7 +14,6 @@ from urllib.parse import quote, urlsplit
 from ...errors import AuthError, CapacityError, CloudtrainError, NotFoundError, QuotaError, SpecError, StorageError
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
 from ...validate import url_scheme
-from .._cloud import decoded
 from .api import AGENT, HELP, endpoint, name_of, pull_hint, translated
 from .machines import known_machine
 
@@ -99,9 +98,8 @@ def _caller(account: Account) -> Check:
 
 def _get(account: Account, service: str, path: str, *, what: str, body: Any = None, **query: Any) -> dict[str, Any]:
     """Return a Google API's answer to GET, or to POST of ``body``. ``service`` is the API's name in its host."""
-    url = endpoint(service.upper(), f"https://{service}.googleapis.com") + path
     method = "GET" if body is None else "POST"
-    return decoded(account.rest(service, method, url, what=what, body=body, params=query).content, what=what)
+    return account.call(service, method, endpoint(service) + path, what=what, body=body, params=query)
 
 
 def _api(account: Account) -> Check:
@@ -110,7 +108,8 @@ def _api(account: Account) -> Check:
     for name in ("project", "location"):
         if not getattr(settings, name):
             raise SpecError("is not set", field=f"vertex.{name}")
-    account.list_jobs(f"projects/{settings.project}/locations/{settings.location}", pageSize=1)
+    jobs = f"projects/{settings.project}/locations/{settings.location}/customJobs"
+    account.ask("GET", jobs, what="list jobs", params={"pageSize": 1})
     return ok("api", f"Vertex AI answers for {settings.project} in {settings.location}")
 
 
@@ -176,7 +175,7 @@ def _persistent(account: Account, spec: Mapping[str, Any]) -> Check:
     place, name = f"projects/{settings.project}/locations/{settings.location}", str(spec["persistentResourceId"])
     seen = f"gcloud ai persistent-resources list --region={settings.location}"
     try:
-        found = account.persistent_resource(f"{place}/persistentResources/{name}")
+        found = account.ask("GET", f"{place}/persistentResources/{name}", what="get persistent resource")
     except NotFoundError:
         fix = f"to list those there are, run: {seen}"
         return failed(title, f"there is no {name} in {settings.location}", fix=fix, code=SpecError.exit_code)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import CloudtrainError, LostContactError, SpecError
 from ...provider_api.protocol import LogLine, LogPage
 from ...validate import unix_seconds
-from .._cloud import decoded, short_key
-from .api import READ, job_of, logging_endpoint
+from .._cloud import short_key
+from .api import READ, endpoint, job_of
 
 if TYPE_CHECKING:
     from .api import Account
@@ -92,12 +92,12 @@ def _entries(account: Account, native_id: str, state: Mapping[str, Any], *, fina
         "pageSize": PAGE_SIZE,
         **({"pageToken": state["token"]} if state["token"] else {}),
     }
-    url, end = f"{logging_endpoint()}/v2/entries:list", time.monotonic() + HELD
+    url, end = f"{endpoint('logging')}/v2/entries:list", time.monotonic() + HELD
     while True:
         try:
-            return decoded(account.rest("logging", "POST", url, what=READ, body=body).content, what=READ)
+            return account.call("logging", "POST", url, what=READ, body=body)
         except LostContactError as exc:
-            held = account.held("logging")
+            held = account.backoff.left("logging")
             wait = max(held, 1.0)
             if not final or time.monotonic() + wait > end:
                 raise (LostContactError(f"{exc}: {SHARED}", throttled=True) if held > 0 else exc) from None

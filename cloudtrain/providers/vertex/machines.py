@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
 from ...provider_api import catalog
-from .._cloud import check_size
+from .. import _cloud
 from . import NAME
 from .node import SCRIPTS, TRANSPORTS
 
@@ -58,42 +58,22 @@ REGIONS: Mapping[str, Sequence[str]] = _PAGE["regions"]
 def machine_of(job: Job, gpu_index: int) -> Machine:
     """Return the machine. Raises `UnsupportedError`, or `SpecError` if too little is known of it."""
     wanted = job.resources
+    if wanted.instance_type and TPU.match(wanted.instance_type):
+        why = f"{wanted.instance_type} has TPUs, which PyTorch's torchrun does not use"
+        raise UnsupportedError(NAME, "resources.instance_type", why)
+    name, found = _cloud.machine_of(NAME, job, gpu_index, form=FORM, families=FAMILIES, first=FIRST)
     gpu = wanted.gpus[gpu_index] if wanted.gpu else None
-    if wanted.instance_type:
-        return _pinned(job, wanted.instance_type, gpu)
-    if gpu is not None:
-        found = catalog.for_gpu(NAME, gpu, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
-        if found.instance_type.startswith(ATTACHED):
-            cores = wanted.cpus or CORES * gpu.count
-            with contextlib.suppress(UnsupportedError):  # our default size, which a job need not have
-                return catalog.for_gpu(NAME, gpu, cpus=cores, memory_gb=wanted.memory_gb or MEMORY_GB * cores)
-        return found
-    if wanted.cpus or wanted.memory_gb:
-        return catalog.for_cpus(NAME, FAMILIES, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
-    return next(m for m in catalog.machines(NAME) if m.instance_type == FIRST and not m.gpu)
-
-
-def _pinned(job: Job, name: str, gpu: Gpu | None) -> Machine:
-    same = [m for m in catalog.machines(NAME) if m.instance_type == name]
-    if not same:
+    if found is None:
         return _unknown(name, gpu)
-    bare = [m for m in same if not m.gpu]
-    fitting = [m for m in same if m.is_for(gpu) and m.gpu_count == gpu.count] if gpu else bare or same
-    if not fitting:
-        there = ", ".join(m.gpus for m in same if m.gpu) or "no GPU"
-        why = f"{name} has {there}, not {gpu}"
-        raise UnsupportedError(NAME, "resources.gpu", why, hint="leave out gpu or instance_type")
-    found = fitting[0]
-    check_size(NAME, job, found)
+    if gpu is not None and not wanted.instance_type and name.startswith(ATTACHED):
+        cores = wanted.cpus or CORES * gpu.count
+        with contextlib.suppress(UnsupportedError):  # our default size, which a job need not have
+            return catalog.for_gpu(NAME, gpu, cpus=cores, memory_gb=wanted.memory_gb or MEMORY_GB * cores)
     return found
 
 
 def _unknown(name: str, gpu: Gpu | None) -> Machine:
     """Return a machine that the table lacks, if it has no GPU: Vertex needs a GPU's own name and number."""
-    if TPU.match(name):
-        why = f"{name} has TPUs, which PyTorch's torchrun does not use"
-        raise UnsupportedError(NAME, "resources.instance_type", why)
-    catalog.check_name(NAME, name, FORM)
     if gpu is not None or ACCELERATED.match(name):
         why, hint = f"cloudtrain does not know which GPUs {name} has", "name another machine, or only a GPU with --gpu"
         raise UnsupportedError(NAME, "resources.instance_type", why, hint=hint)

@@ -28,17 +28,15 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import LayoutInput
     from . import Settings
 
-LABEL_RUN, LABEL_RUN_ID, LABEL_ATTEMPT, LABEL_NAME = (
-    f"cloudtrain-{word}" for word in ("run", "run-id", "attempt", "name")
-)
-LABEL_REVISION, LABEL_CI = "cloudtrain-revision", "cloudtrain-ci"
+TAGS = tuple(f"cloudtrain-{word}" for word in ("run", "run-id", "attempt", "job", "name"))
+TAG_RUN, TAG_JOB = TAGS[0], TAGS[3]
+"""TAG_JOB is `job_name` again: a list of jobs can be filtered by a label, and the service chooses its own ids."""
+TAG_REVISION, TAG_CI = "cloudtrain-revision", "cloudtrain-ci"
 """Origin of the run: the commit, and the CI service with its number of the run; no label can be a URL."""
-LABEL_JOB = "cloudtrain-job"
-"""`job_name` again: a list of jobs can be filtered by a label, and the service chooses its own ids."""
-LABEL_REQUEST = "cloudtrain-request"
+TAG_BODY = "cloudtrain-request"
 """Digest of the rest of the body. A run's id may return for another job after its records are gone."""
-LABEL_COUNT, VALUE_LENGTH = 56, 63
-"""Upper limits. LABEL_COUNT is the platform's 64 labels less our own eight; VALUE_LENGTH the characters of a value."""
+TAG_COUNT, VALUE_LENGTH = 56, 63
+"""Upper limits. TAG_COUNT is the platform's 64 labels less our own eight; VALUE_LENGTH the characters of a value."""
 DISK_GB = 100
 """Default boot disk, as by the API itself. Its type is the machine's: not every machine has pd-ssd."""
 STRATEGIES = ("STANDARD", "FLEX_START")
@@ -114,7 +112,7 @@ def _reserved(settings: Settings) -> bool:
     return settings.reservation not in ("", "none")
 
 
-def _check_store(store: str) -> None:
+def _check_account(store: str) -> None:
     if url_scheme(store) != "gs" or not _BUCKET.fullmatch(store):
         hint = 'add to cloudtrain.toml: store = "gs://BUCKET/PREFIX", a bucket in the job\'s region'
         raise UnsupportedError(NAME, "store", f"its nodes see Cloud Storage, not {store}", hint=hint)
@@ -132,7 +130,7 @@ def _check_url(url: str, field: str) -> None:
 def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_index: int) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
     check_needs(Provider, settings, job)
-    _check_store(layout.store)
+    _check_account(layout.store)
     check_inputs(Provider, layout.inputs)
     _check_secrets(settings, job)
     if job.resources.shm_gb:
@@ -147,18 +145,18 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     name = job_name(layout.run, attempt, gpu_index)
     spec: dict[str, Any] = {
         "workerPoolSpecs": _pools(settings, job, layout, machine, attempt),
-        "scheduling": _scheduling(settings, job, machine, gpu_index, notes),
+        "scheduling": _limits(settings, job, machine, gpu_index, notes),
         "baseOutputDirectory": {"outputUriPrefix": layout.native},
         **_switches(settings, job),
     }
-    body: dict[str, Any] = {"displayName": name, "jobSpec": spec, "labels": _labels(job, layout, attempt, name)}
+    body: dict[str, Any] = {"displayName": name, "jobSpec": spec, "labels": _tags(job, layout, attempt, name)}
     if settings.encryption_key:
         body["encryptionSpec"] = {"kmsKeyName": settings.encryption_key}
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
     check_body(body)
     if body["jobSpec"]["scheduling"].get("disableRetries"):  # the API forces that, too
         del body["jobSpec"]["scheduling"]["restartJobOnWorkerRestart"]
-    body["labels"][LABEL_REQUEST] = digest_of(body)
+    body["labels"][TAG_BODY] = digest_of(body)
     return Request(
         provider=NAME,
         operation=f"POST v1/projects/{settings.project}/locations/{settings.location}/customJobs",
@@ -293,7 +291,7 @@ def _file_systems(settings: Settings, layout: Layout) -> list[dict[str, str]]:
     return found
 
 
-def _scheduling(settings: Settings, job: Job, machine: Machine, gpu_index: int, notes: list[str]) -> dict[str, Any]:
+def _limits(settings: Settings, job: Job, machine: Machine, gpu_index: int, notes: list[str]) -> dict[str, Any]:
     seconds, said = hard_limit(
         job, NAME, lambda at: [_priced(settings, job, at)], gpu_index=gpu_index, own=settings.prices
     )
@@ -353,26 +351,20 @@ def _switches(settings: Settings, job: Job) -> dict[str, Any]:
     return {name: value for name, value in names.items() if value}
 
 
-def _labels(job: Job, layout: Layout, attempt: int, name: str) -> dict[str, str]:
+def _tags(job: Job, layout: Layout, attempt: int, name: str) -> dict[str, str]:
     """Return our labels, then the job's tags, which have a smaller alphabet here."""
-    own = {
-        LABEL_RUN: run_tag(layout.run),
-        LABEL_RUN_ID: layout.run_id,
-        LABEL_ATTEMPT: str(attempt),
-        LABEL_JOB: name,
-        LABEL_NAME: job.name,
-    }
-    check_tags(job.tags, reserved=("cloudtrain-", "goog"), most=LABEL_COUNT)
+    own = zip(TAGS, (run_tag(layout.run), layout.run_id, str(attempt), name, job.name), strict=True)
+    check_tags(job.tags, reserved=("cloudtrain-", "goog"), most=TAG_COUNT)
     for key, value in job.tags.items():
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}", key) or not re.fullmatch(r"[a-z0-9_-]{0,63}", value):
             why = "a label holds at most 63 lower-case letters, digits, _ and -, and begins with a letter"
             raise SpecError(why, field=f"tags.{key}")
-    return {**own, **_origin(layout.origin), **dict(sorted(job.tags.items()))}
+    return {**dict(own), **_origin(layout.origin), **dict(sorted(job.tags.items()))}
 
 
 def _origin(origin: Mapping[str, str]) -> dict[str, str]:
     """Return the run's origin, in a label's alphabet and length."""
     commit, dash, dirty = origin.get("revision", "").partition("-")
     page = "-".join(filter(None, (origin.get("ci"), origin.get("ci_run"))))
-    said = {LABEL_REVISION: commit[: VALUE_LENGTH - len(dash + dirty)] + dash + dirty, LABEL_CI: page}
+    said = {TAG_REVISION: commit[: VALUE_LENGTH - len(dash + dirty)] + dash + dirty, TAG_CI: page}
     return {key: re.sub(r"[^a-z0-9_-]", "-", text.lower())[:VALUE_LENGTH] for key, text in said.items() if text}

@@ -14,15 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SpecError
-from ...validate import did_you_mean
+from .._cloud import problems
 from . import NAME
 from .node import NODES
 
 ENV_COUNT = 100
 """Most variables of a container, besides the service's own: docs of ContainerSpec.env."""
-DURATION = re.compile(r"\d{1,12}s")
-_INT = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1)}
-_WORDS = {"string": "text", "bool": "true or false", "map": "a table of texts", "Duration": "seconds, like 3600s"}
+_FORMS: Mapping[str, Mapping[str, Any]] = {
+    "string": {"type": "string", "pattern": r"[^\ud800-\udfff]*", "words": "text"},  # halves of pairs have no UTF-8
+    "bool": {"type": "boolean"},
+    "int32": {"type": "integer", "min": -(2**31), "max": 2**31 - 1, "words": "a whole number"},
+    "int64": {"type": "int64", "pattern": r"-?\d{1,18}", "words": "a whole number"},
+    "map": {"type": "map", "key": "string", "value": "string"},
+    "Duration": {"type": "string", "pattern": r"\d{1,11}s", "words": "seconds, like 3600s"},
+}
+"""The protobufs' scalars, as `problems` reads them."""
 
 
 @cache
@@ -32,11 +38,22 @@ def fields() -> dict[str, Any]:
     return table
 
 
+@cache
+def _shapes() -> dict[str, Any]:
+    """Return the protobufs as `problems` reads them."""
+    messages = {
+        name: {"type": "structure", "members": members, "unknown": f"no such field of a {name}"}
+        for name, members in fields()["messages"].items()
+    }
+    enums = {name: {"type": "string", "enum": names} for name, names in fields()["enums"].items()}
+    return {**messages, **enums, **_FORMS}
+
+
 def check_body(body: Mapping[str, Any]) -> None:
     """Raise `SpecError`, named by its place in ``options``, for values that the API refuses. Only `options` can be
     wrong."""
-    table = fields()
-    _message(table, table["input"], body, f"options.{NAME}")
+    for path, why, hint in problems(_shapes(), fields()["input"], body):
+        raise SpecError(why, field=".".join(("options", NAME, *path)), hint=hint)
     pools = body["jobSpec"]["workerPoolSpecs"]
     for pool in pools:
         _check_env(pool["containerSpec"].get("env", []), sum(int(pool["replicaCount"]) for pool in pools))
@@ -48,57 +65,6 @@ def check_body(body: Mapping[str, Any]) -> None:
         where = f"options.{NAME}.jobSpec.scheduling.disableRetries"
         why = "is set, and a job on spot machines needs such retries"
         raise SpecError(why, field=where, hint="remove disableRetries, or spot")
-
-
-def _message(table: Mapping[str, Any], name: str, value: Any, where: str) -> None:
-    if not isinstance(value, Mapping):
-        raise SpecError(f"must be a table, not {value!r}", field=where)
-    known = table["messages"][name]
-    for key, item in value.items():
-        there = f"{where}.{key}"
-        if key not in known:
-            raise SpecError(f"no such field of a {name}", field=there, hint=did_you_mean(key, known))
-        kind = known[key]
-        if not kind.endswith("[]"):
-            _value(table, kind, item, there)
-        elif not isinstance(item, list):
-            raise SpecError(f"must be a list, not {item!r}", field=there)
-        else:
-            for number, one in enumerate(item):
-                _value(table, kind[:-2], one, f"{there}.{number}")
-
-
-def _value(table: Mapping[str, Any], kind: str, value: Any, where: str) -> None:
-    if kind in table["messages"]:
-        return _message(table, kind, value, where)
-    if kind in table["enums"]:
-        if value not in table["enums"][kind]:
-            choices = table["enums"][kind]
-            near = did_you_mean(str(value), choices)
-            raise SpecError(f"{value!r} is none of {', '.join(choices)}", field=where, hint=near)
-    elif not _fits(kind, value):
-        raise SpecError(f"must be {_WORDS.get(kind, 'a whole number')}, not {value!r}", field=where)
-    return None
-
-
-def _fits(kind: str, value: Any) -> bool:
-    if kind == "map":
-        return isinstance(value, Mapping) and all(_is_text(part) for pair in value.items() for part in pair)
-    if kind == "Duration":
-        return isinstance(value, str) and bool(DURATION.fullmatch(value)) and int(value[:-1]) <= 315_576_000_000
-    if kind == "string":
-        return _is_text(value)
-    if kind == "bool":
-        return isinstance(value, bool)
-    least, most = _INT[kind]
-    if kind == "int64" and isinstance(value, str) and re.fullmatch(r"-?\d{1,19}", value):
-        value = int(value)  # JSON sends an int64 as text
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _is_text(value: Any) -> bool:
-    """Return True for text that UTF-8 can encode: half of a surrogate pair cannot be."""
-    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _check_env(variables: list[Mapping[str, str]], count: int) -> None:
