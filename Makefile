@@ -79,8 +79,7 @@ lint: install
 
 # Each worker would rewrite the asserts of every module in a new clone. One does it for all of them.
 $(VENV)/.collected: $(VENV)/.installed
-	$(PYTEST) --collect-only -qq -m '$(ELSEWHERE)' >/dev/null || true
-	touch $@
+	$(PYTEST) --collect-only -qq -m '$(ELSEWHERE)' >/dev/null && touch $@ || true
 
 # Four workers on two cores, as whole runs mostly wait. They come first, as they are collected: sorted by their number,
 # the few long ones would be left to the end. tests/conftest.py says which tests one worker runs together.

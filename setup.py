@@ -16,9 +16,13 @@ class EggInfo(egg_info):
         super().run()
         file = Path(self.egg_info, "entry_points.txt")
         text = file.read_text(encoding="utf-8")
-        [line] = re.findall(rf"^{DEFAULT} = .*\n", text, re.MULTILINE)
         group = "[torchx.schedulers]\n"
-        file.write_text(text.replace(line, "").replace(group, group + line), encoding="utf-8")
+        before, _, rest = text.partition(group)
+        own, end, after = rest.partition("\n\n")
+        line = re.search(rf"^{DEFAULT} = .*\n", own, re.MULTILINE)
+        if line is None:
+            raise SystemExit(f"setup.py: pyproject.toml names no {DEFAULT} in torchx.schedulers")
+        file.write_text(before + group + line[0] + own.replace(line[0], "") + end + after, encoding="utf-8")
 
 
 setup(cmdclass={"egg_info": EggInfo})

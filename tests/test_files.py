@@ -18,6 +18,7 @@ from servers import check_swap
 from cloudtrain.errors import DigestError, StorageError
 from cloudtrain.storage.files import Files, files, parallel
 from cloudtrain.storage.local_disk import walk
+from cloudtrain.storage.remote import RemoteFiles
 
 # aiohttp, of a body of bytes above 1 MiB; gcsfs chooses what it hands over.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
@@ -283,3 +284,16 @@ def test_a_swap_of_many_threads_is_one_s(swapping: Files) -> None:
         made = at_once(trees, swap)
         (version,) = filter(None, made)
         assert swapping.read("key") == f"{attempt} {made.index(version)}".encode()
+
+
+def test_a_copy_of_a_file_without_a_known_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the store cannot copy by itself, the bytes come here: without their number an empty file would go there."""
+    tree = files("memory://copies")
+    tree.write("a", b"content")
+    monkeypatch.setattr(RemoteFiles, "copies", False)
+    tree.copy("a", "b")
+    assert tree.read("b") == b"content"
+    monkeypatch.setattr(RemoteFiles, "size", lambda *_: -1)
+    with pytest.raises(StorageError, match="does not say how large it is"):
+        tree.copy("a", "c")
+    assert tree.load("c") is None

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from cloudtrain.errors import LostContactError, PlatformError, QuotaError, SpecError
+from cloudtrain.errors import LostContactError, PlatformError, QuotaError, SpecError, StorageError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import (
     AttemptInfo,
@@ -21,9 +21,12 @@ from cloudtrain.provider_api.protocol import (
     Status,
     context_of,
 )
+from cloudtrain.runs import resume
 from cloudtrain.runs.log_sources import patiently
 from cloudtrain.runs.retry import Retry
 from cloudtrain.runs.run import Run
+from cloudtrain.settings.settings import NO_SETTINGS
+from cloudtrain.storage.files import files
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
 
@@ -241,6 +244,39 @@ def test_a_given_checkpoint_of_single_ranks_keeps_its_number_of_nodes(store: str
     }
     of_run = "checkpoint step-3 has files of single ranks (step-3/rank_0.pt), so it needs 4 nodes again"
     assert said == [f"no further attempt: {why.get(there, of_run)}"]
+
+
+def test_a_given_checkpoint_that_cannot_be_read_keeps_the_number_of_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only an attempt that failed reads it: a store that is away does not change how a run ends."""
+    read: list[str] = []
+
+    def away(_: Any, root: str) -> Any:
+        read.append(root)
+        raise StorageError("there: the bucket or container does not exist")
+
+    monkeypatch.setattr(resume, "_newest_in", away)
+    layout = {"resume": (tmp_path / "there/own").as_uri()}
+    run, platform = begun(tmp_path / "a", failed("capacity"), layout=layout, instance_count="2:4")
+    said: list[str] = []
+    assert run.wait(retry=Retry(run, said.append))["category"] == "capacity"
+    assert platform.sent == []
+    why = "resume_from: there: the bucket or container does not exist, so it needs 4 nodes"
+    assert said == [f"no further attempt: {why}"]
+    read.clear()
+    run, _ = begun(tmp_path / "b", DONE, layout=layout, instance_count="2:4")
+    assert waited(run)["state"] == "succeeded"
+    assert read == []
+
+
+def test_a_given_checkpoint_may_be_a_whole_bucket() -> None:
+    tree = files("memory://given-bucket")
+    tree.write("rank_0.pt", b"x")
+    store = Store(url="memory://store")
+    found = resume.nodes_that_restore(None, tree.url, (4, 3), store=store, settings=NO_SETTINGS)
+    unknown = "and does not say how many nodes wrote it, so it needs 4 nodes"
+    assert found == ((4,), f"checkpoint given-bucket has files of single ranks (rank_0.pt), {unknown}")
 
 
 def test_limits_are_sums_over_attempts(tmp_path: Path) -> None:

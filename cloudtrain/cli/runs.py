@@ -238,13 +238,10 @@ def wait(
         changes = format.Changes(screen.talk)
         try:
             opened = _open_any(run, at, screen)
-            if not isinstance(opened, Run):
-                from .sweep import drive_sweep
-
-                return drive_sweep(opened, at, screen, timeout=seconds, on_signal=on_signal, on_end=on_end)
-            handle, run = opened, _called(run, screen.about)
-            retry = FallbackPolicy(handle, screen.talk)
-            result = handle.wait(timeout=seconds, on_status=changes, retry=retry)
+            if isinstance(opened, Run):
+                handle, run = opened, _called(run, screen.about)
+                retry = FallbackPolicy(handle, screen.talk)
+                result = handle.wait(timeout=seconds, on_status=changes, retry=retry)
         except KeyboardInterrupt:
             if handle is None and on_signal != "cancel":
                 raise
@@ -255,7 +252,11 @@ def wait(
             if handle is None or not changes.heard:  # no wait began: the error was there before
                 raise
             raise left(exc, handle, run, at, screen) from None
-    say_end(handle, result, screen)
+    if not isinstance(opened, Run):
+        from .sweep import drive_sweep
+
+        return drive_sweep(opened, at, screen, timeout=seconds, on_signal=on_signal, on_end=on_end)
+    say_end(opened, result, screen)
     run_on_end(on_end, result, screen.talk)
     screen.answer(result)
     screen.value(str(result["state"]))

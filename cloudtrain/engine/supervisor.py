@@ -33,7 +33,7 @@ from ..runs.handover import nodes_of
 from ..runs.outcome import records_of, was_lost
 from ..runs.resume import nodes_that_restore
 from ..runs.run import Run
-from ..runtime.checkpoint_model import resumable
+from ..runtime.checkpoint_model import newest_checkpoint, resumable
 from ..runtime.checkpoints import COMMIT, complete
 from ..runtime.node import UNMIRRORED
 from ..settings.settings import NO_SETTINGS
@@ -281,12 +281,12 @@ class Supervisor:
         """Return the facts about the attempts so far."""
         wanted = self._job.resources
         history = History(state=state, category=category, newest=request.attempt, node_counts=wanted.node_counts)
-        if not wanted.min_instance_count:
+        if not wanted.min_instance_count or state != "failed":
             return history
         requests = [self.store.attempt_request(self.run_id, k) for k in range(request.attempt + 1)]
         nodes, choices = tuple(nodes_of(item, wanted) for item in requests), (request.gpu_index,) * len(requests)
         history = replace(history, nodes=nodes, choices=choices)
-        own = next(reversed(resumable(complete(mounts.live / "checkpoints"))), None)
+        own = newest_checkpoint(complete(mounts.live / "checkpoints"), self.store.direct(self.run_id))
         resume, stand_ins = Layout.from_dict(self.record["layout"]).resume, self.record["settings"].get("maps") or {}
         there = stand_in_for(resume, stand_ins, or_same=True) if resume else None
         counts, bound = nodes_that_restore(own, there, wanted.node_counts, store=self.store, settings=NO_SETTINGS)

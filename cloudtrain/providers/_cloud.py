@@ -526,7 +526,7 @@ def _limits_broken(shape: Mapping[str, Any], value: Any) -> Iterator[tuple[str, 
     if isinstance(value, str) and value not in shape.get("enum", (value,)):
         yield f"{value!r} is none of {', '.join(shape['enum'])}", did_you_mean(value, shape["enum"])
     if "pattern" in shape and not re.fullmatch(shape.get("python", shape["pattern"]), str(value)):
-        shown = value if len(value) <= 80 else value[:77] + "..."
+        shown = value if len(str(value)) <= 80 else str(value)[:77] + "..."
         yield f"{shown!r} does not match {shape['pattern']}", ""
 
 

@@ -98,7 +98,7 @@ def _coordinates(known: Sequence[Row], metric: str) -> Html:
     """Return the parallel coordinates: a line for each trial through its parameters and its value."""
     names = [*dict.fromkeys(name for row in known for name in row["params"]), metric]
     columns = [[row["value"] if name == metric else row["params"].get(name) for row in known] for name in names]
-    placed = [_placed(column) for column in columns]
+    placed = [_heights_and_ends(column) for column in columns]
     across = [*map(markup.widths(range(len(names))), range(len(names)))]
     lines = []
     for number in reversed(range(len(known))):  # the best ones last, on top
@@ -112,7 +112,7 @@ def _coordinates(known: Sequence[Row], metric: str) -> Html:
     return drawing("Parallel coordinates", "Parallel coordinates", words, [*parts, *lines])
 
 
-def _placed(column: Sequence[Any]) -> tuple[list[float], str, str]:
+def _heights_and_ends(column: Sequence[Any]) -> tuple[list[float], str, str]:
     """Return the height of each value, and the texts of both ends.
 
     Numbers stand by size (logarithmic for a wide range), other values by order of appearance.

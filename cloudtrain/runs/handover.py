@@ -189,7 +189,7 @@ def history_of(run: Run, newest: int, result: Record) -> History:
     requests = [store.attempt_request(run_id, k) for k in range(newest + 1)]
     unserved, last, wanted = category in NO_MACHINES, requests[-1], run.job.at(run.provider_name).resources
     counts, bound = wanted.node_counts, ""
-    if wanted.min_instance_count:
+    if wanted.min_instance_count and result["state"] == "failed":
         resume = Layout.from_dict(run.record["layout"]).resume
         counts, bound = nodes_that_restore(run.checkpoint(), resume, counts, store=store, settings=run._settings)
     return History(

@@ -11,7 +11,7 @@ import os
 import re
 from pathlib import Path, PurePath
 
-from ..errors import AuthError, NotFoundError, SpecError
+from ..errors import AuthError, NotFoundError, SpecError, StorageError
 from ..job.job import is_run_id
 from ..runtime.checkpoint_model import Checkpoint, resumable
 from ..settings.settings import Settings
@@ -136,17 +136,19 @@ def nodes_that_restore(
     """Return the numbers of ``wanted`` nodes (the most first) that can resume the run, and why no others can.
 
     The run resumes from its ``own`` newest checkpoint, else from what is at the URL ``resume``. If that cannot be
-    known, only the most nodes may try. Raises `StorageError`.
+    read, only the most nodes may try.
     """
     found = own
     if own is None and resume:
         parent, _, name = resume.rpartition("/")
+        if parent.endswith("/"):  # a whole bucket
+            parent, name = resume, ""
         try:
             if resume.startswith(f"{store.url}/"):
                 found = _newest_in(store.files, resume[len(store.url) + 1 :])
             else:
                 found = settings.let_in(resume, lambda caller: _newest_in(files(parent, storage=caller), name))
-        except (AuthError, NotFoundError, SpecError) as exc:
+        except (AuthError, NotFoundError, SpecError, StorageError) as exc:
             why = exc.message if isinstance(exc, SpecError) else str(exc)
             return wanted[:1], f"{FIELD}: {why}, so it needs {wanted[0]} nodes"
     counts, why = found.node_counts(wanted) if found is not None else (wanted, "")
@@ -158,18 +160,23 @@ def _newest_in(there: Files, root: str) -> Checkpoint:
 
     Raises `NotFoundError` if there are none.
     """
-    sizes, committed = {key[len(root) + 1 :]: size for key, size in there.list(root).items()}, []
+    cut, committed = len(f"{root}/".lstrip("/")), []
+    sizes = {key[cut:]: size for key, size in there.list(root).items()}
     for folder, name in (key.rpartition("/")[::2] for key in sizes):
         if name == COMMIT and folder.count("/") < 2:
             with contextlib.suppress(FileNotFoundError, ValueError):
-                at = f"{root}/{folder}".rstrip("/")
+                at = f"{root}/{folder}".strip("/")
                 item = Checkpoint.of(json_loads(there.read(f"{at}/{COMMIT}")), at)
                 if item.missing(lambda path: sizes.get(f"{folder}/{path}".lstrip("/"))) is None:  # noqa: B023
                     committed.append(item)
     if states := resumable(sorted(committed, key=lambda item: item.order)):
         return states[-1]
-    if not sizes and not there.exists(root):
-        raise NotFoundError(f"nothing at {there.url}/{root}")
+    if not sizes and not (root and there.exists(root)):
+        raise NotFoundError(f"nothing at {there.url}/{root}".rstrip("/"))
     return Checkpoint(
-        name=root.rpartition("/")[2], key=root, committed=0.0, saved=0.0, files=dict.fromkeys(sizes, (0, ""))
+        name=f"{there.url}/{root}".rstrip("/").rpartition("/")[2],
+        key=root,
+        committed=0.0,
+        saved=0.0,
+        files=dict.fromkeys(sizes, (0, "")),
     )

@@ -7,13 +7,13 @@ first waits, the second spares the announced files.
 A holder renews its lease. A lease that a client saw unchanged for its time, by that client's own clock, has expired,
 and exactly one client replaces it. A released lease is marked so, and its file stays: a removal could come late, and
 hit another client's lease. A file that an earlier version wrote counts as a lease of an unknown holder, and expires
-like any other.
+like any other, if the store can replace it.
 
 A store that cannot replace a file gets a new one for each change: ``<key>.versions/<number>``. The highest number
 counts. To change version n, a client exclusively creates n + 1, so one client succeeds: a takeover and a renewal cannot
-both. A release removes versions below the highest that are older than it by more than the lease's time. A client that
-creates a removed number again read its version before that time, so `Lease.check` refuses it, and other clients read
-the highest.
+both succeed. A release removes versions below the highest that are older than it by more than the lease's time. A
+client that creates a removed number again read its version before that time, so `Lease.check` refuses it, and other
+clients read the highest.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class ObsMover(ObstoreMover):
             return
         mark = cache_home(os.environ) / "buckets" / hashlib.sha256(where.encode()).hexdigest()[:32]
         with contextlib.suppress(OSError):
-            if time.time() - mark.stat().st_mtime < PROBED_SECONDS:
+            if 0 <= time.time() - mark.stat().st_mtime < PROBED_SECONDS:
                 _proven.add(where)
                 return
         if str(self._ask("HEAD", "").get(PARALLEL_FILES, "")).lower() == "enabled":

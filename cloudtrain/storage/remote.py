@@ -405,6 +405,8 @@ class RemoteFiles(Files):
         size = self.size(source)
         if size is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self._url}/{source}")
+        if size < 0:
+            raise StorageError(f"{self._url}/{source}: its file system does not say how large it is")
         # Not by `receive`: here a missing file is the source, not the bucket.
         self._call(target, lambda mover: self._receive(mover, target, size, lambda: self.pieces(source, size)))
 

@@ -43,7 +43,7 @@ def test_node_0_posts_each_end_with_the_secret_by_reference(jobs: Jobs, hook: Ho
 
 @pytest.mark.parametrize(
     ("url", "code"),
-    [*(pytest.param(url, 0, marks=pytest.mark.proof) for url in ("http://127.0.0.1:9/x", "{slow}")), ("{bad}", 3)],
+    [("http://127.0.0.1:9/x", 0), pytest.param("{slow}", 0, marks=pytest.mark.proof), ("{bad}", 3)],
 )
 def test_a_bad_webhook_changes_no_outcome(jobs: Jobs, hook: Hook, url: str, code: int) -> None:
     hook.slow, hook.codes = (30.0, []) if "slow" in url else (0.0, [500, 500, 500])

@@ -537,6 +537,8 @@ def test_a_pod_knows_its_rank_and_node_0() -> None:
     assert found.exit_code == {"succeeded": 0, "failed": 1, "preempted": 75, "lost": 75}
     with pytest.raises(SpecError, match="no pod of an indexed Job"):
         node.node_environment({}, {})
+    with pytest.raises(SpecError, match="the nodes cannot find node 0"):
+        node.node_environment({node.NODES: "2", node.INDEX: "1"}, {})
 
 
 def test_the_clock_sums_all_starts_and_changes_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

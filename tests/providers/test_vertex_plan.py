@@ -23,9 +23,10 @@ from trials import TRIALS
 from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.provider_api import catalog
 from cloudtrain.provider_api.protocol import Request
+from cloudtrain.providers._cloud import problems
 from cloudtrain.providers.vertex import SAMPLE, Provider
 from cloudtrain.providers.vertex import machines as own_machines
-from cloudtrain.providers.vertex.validate import check_body
+from cloudtrain.providers.vertex.validate import _shapes, check_body
 from cloudtrain.providers.vertex.validate import fields as known_fields
 
 ROOT = Path(__file__).parents[2]
@@ -407,6 +408,11 @@ def test_options_that_the_api_does_not_take(field: str, options: dict[str, Any],
     error = refused(options={"vertex": options})
     assert error.field.startswith(field.rpartition(".")[0]), error
     assert says in f"{error}; {error.hint}"
+
+
+def test_a_number_with_too_many_digits_is_named() -> None:
+    [(_, why, _)] = problems(_shapes(), "int64", 10**18)
+    assert why == r"1000000000000000000 does not match -?\d{1,18}"
 
 
 def test_the_number_of_nodes_is_that_of_the_pools() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from ...errors import SpecError
 from ...provider_api.node import NodeEnvironment
 from .._cloud import Clock, shared_environment, shared_secret
 
@@ -30,6 +31,8 @@ def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> Nod
     """Return the facts that the Job gave this pod. Raises `SpecError` outside of one."""
     peers = {"master_addr": environ.get(HOST, "127.0.0.1"), "master_port": PORT}
     shared = shared_environment(environ, argv, names=(NODES, INDEX), what="pod of an indexed Job", grace=GRACE, **peers)
+    if shared["topology"].nodes > 1 and HOST not in environ:
+        raise SpecError("is not set: the nodes cannot find node 0", field=HOST)
     file, limit = shared["paths"].pop(CLOCK_PATH, ""), float(shared["paths"].pop(LIMIT_PATH, 0))
     codes = {"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": AGAIN}
     counts = file and limit and shared["topology"].node_rank == 0

@@ -7,7 +7,7 @@ seen.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...provider_api.protocol import AttemptInfo, Status
@@ -163,16 +163,15 @@ def _finished(own: Mapping[str, Any]) -> float | None:
 
 
 def _stopped(own: Mapping[str, Any]) -> float | None:
-    """Return the time until which the newest start of a job has run, by its seconds of running; None if unknown.
+    """Return a time that is no earlier than the end of the newest start's running; None if that is unknown.
 
-    Whether ``duration`` stands still while the phase is Abnormal is unverified. If not, this time is never long ago.
+    Whether ``duration`` counts earlier starts too, and whether it stands still while the phase is Abnormal, is
+    unverified. In each case the time is late rather than early: a job that runs must not be stopped.
     """
-    records: Sequence[Mapping[str, Any]] = own.get("running_records") or ({},)
-    *earlier, last = records
-    if last.get("end_at") or not last.get("start_at"):
-        return float(last.get("end_at") or 0) or None
-    before = sum(float(row.get("end_at") or 0) - float(row.get("start_at") or 0) for row in earlier)
-    return float(last["start_at"]) + max(0.0, int(own.get("duration") or 0) / 1000 - before)
+    last: Mapping[str, Any] = (own.get("running_records") or [{}])[-1]
+    start, end = float(last.get("start_at") or 0), float(last.get("end_at") or 0)
+    seconds = int(own.get("duration") or 0) / 1000
+    return end or (start + seconds if start and seconds else None)
 
 
 def _limit(job: Mapping[str, Any]) -> float | None:

@@ -242,27 +242,27 @@ class Account:
 
     def create(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         """Submit the request, unless it has a job already; return the native id."""
-        run = request.run if self.settings.folder else ""
-        values = {"run": run, "secrets": json.dumps(dict(secrets)) if secrets else ""}
-        if (native := self._job(_SUBMIT, request, what="submit", batch=str(request.body["script"]), **values)) is None:
-            raise errors.LostContactError("submit: Slurm's answer has no id")
+        own = self.settings.folder and str(request.body["sbatch"]["output"]).startswith(f"{self.settings.folder}/")
+        values = {"run": request.run if own else "", "secrets": json.dumps(dict(secrets)) if secrets else ""}
+        native, answer = self._job(_SUBMIT, request, what="submit", batch=str(request.body["script"]), **values)
+        if native is None:
+            raise errors.LostContactError(f"submit: Slurm's answer has no id: {one_line(answer)!r}")
         return native
 
     def find(self, request: Request) -> str | None:
         """Return the native id of the request's job; None also for a held one, which its next submission releases."""
-        return self._job(_FIND, request, what="find the job")
+        return self._job(_FIND, request, what="find the job")[0]
 
-    def _job(self, script: str, request: Request, *, what: str, **values: str) -> str | None:
-        """Return the native id of the job whose number is the last word of an answer; None if that is no number."""
-        options = request.body["sbatch"]
-        name, base = str(options["job-name"]), str(options["output"]).rpartition("/")[0]
-        job = "".join(self.cluster.ask(script, what=what, name=name, base=base, **values).split()[-1:])
-        return f"{job}:{base}" if job.isdecimal() else None
+    def _job(self, script: str, request: Request, *, what: str, **values: str) -> tuple[str | None, str]:
+        """Return the native id of the job whose number is an answer's last word, None if it is none; and the answer."""
+        base = str(request.body["sbatch"]["output"]).rpartition("/")[0]
+        answer = self.cluster.ask(script, what=what, name=request.body["sbatch"]["job-name"], base=base, **values)
+        return (f"{job}:{base}" if (job := "".join(answer.split()[-1:])).isdecimal() else None), answer
 
     def test(self, request: Request) -> str:
         """Return Slurm's word on the request. It starts nothing, but uses up a job's number."""
-        said = self.cluster.ask(_TEST, what="test the request", batch=str(request.body["script"]))
-        return one_line(said).removeprefix("sbatch: ")
+        answer = self.cluster.ask(_TEST, what="test the request", batch=str(request.body["script"]))
+        return one_line(answer).removeprefix("sbatch: ")
 
     def describe(self, native_id: str) -> Job:
         """Return the job's details as they were when its line of squeue was new."""

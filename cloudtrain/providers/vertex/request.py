@@ -112,7 +112,7 @@ def _reserved(settings: Settings) -> bool:
     return settings.reservation not in ("", "none")
 
 
-def _check_account(store: str) -> None:
+def _check_store(store: str) -> None:
     if url_scheme(store) != "gs" or not _BUCKET.fullmatch(store):
         hint = 'add to cloudtrain.toml: store = "gs://BUCKET/PREFIX", a bucket in the job\'s region'
         raise UnsupportedError(NAME, "store", f"its nodes see Cloud Storage, not {store}", hint=hint)
@@ -130,7 +130,7 @@ def _check_url(url: str, field: str) -> None:
 def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_index: int) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
     check_needs(Provider, settings, job)
-    _check_account(layout.store)
+    _check_store(layout.store)
     check_inputs(Provider, layout.inputs)
     _check_secrets(settings, job)
     if job.resources.shm_gb:
