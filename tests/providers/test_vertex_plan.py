@@ -412,7 +412,7 @@ def test_options_that_the_api_does_not_take(field: str, options: dict[str, Any],
 
 def test_a_number_with_too_many_digits_is_named() -> None:
     [(_, why, _)] = problems(_shapes(), "int64", 10**18)
-    assert why == r"1000000000000000000 does not match -?\d{1,18}"
+    assert why == "must be a whole number, not 1000000000000000000"
 
 
 def test_the_number_of_nodes_is_that_of_the_pools() -> None:
