@@ -483,7 +483,7 @@ _FORMS: Mapping[str, tuple[type[Any] | tuple[type[Any], ...], str]] = {
 def problems(
     shapes: Mapping[str, Any], name: str, value: Any, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Yield (path, reason, hint) of each part of ``value`` that is not as the shape ``name`` of ``shapes`` has it.
+    """Yield (path, reason, hint) of each part of ``value`` that breaks the shape ``name`` of ``shapes``.
 
     A shape has a ``type`` of `_FORMS`; ``X[]`` is a list of X. It may have ``members`` and ``required`` (structure),
     ``member`` (list), ``key`` and ``value`` (map), ``min``, ``max``, ``enum`` and ``pattern`` (``python``: the same for
@@ -649,7 +649,7 @@ def shared_secret(name: str, file: Path, read: Callable[[bytes], str], *, lacks:
 
 
 def check_gpus(account: Any, *, none: str) -> Check:
-    """Return the check of `doctor` that lists the GPUs of the machines; ``none``: there are none."""
+    """Return the check of `doctor` that lists the machines' GPUs. ``none`` is the text if there are none."""
     from ..provider_api.checks import ok
 
     found = [f"{item.instance_type}: {item.gpus} a node" for item in account.machines() if item.gpu]
@@ -657,7 +657,7 @@ def check_gpus(account: Any, *, none: str) -> Check:
 
 
 def check_request(request: Request | None, test: Callable[[Request], str]) -> Check:
-    """Return the check of `doctor` that lets the cluster judge the request: ``test`` returns its word, or raises."""
+    """Return the check of `doctor` that lets the cluster judge the request: ``test`` returns its answer, or raises."""
     from ..provider_api.checks import ok, skipped
 
     return skipped("request", "there is no plan") if request is None else ok("request", test(request))

@@ -1,4 +1,4 @@
-"""Read metrics, last lines and signs of life that a run's nodes have left in its store so far.
+"""Read the last lines and signs of life that a run's nodes have left in its store so far.
 
 Made for repeated looks: unchanged files are not read twice, and long logs only at their end. No platform is asked.
 """

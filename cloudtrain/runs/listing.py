@@ -163,7 +163,7 @@ def _shown(store: Store, columns: Sequence[str], row: Row) -> Row:
 def _last_metrics(store: Store, run_id: str) -> Row:
     """Return the last value of each metric, over all attempts."""
     last: Row = {}
-    for row in MetricsReader(store, run_id).merged():
+    for row in MetricsReader(store, run_id).history():
         last |= {name: value for name, value in row.items() if value is not None}
     return last
 

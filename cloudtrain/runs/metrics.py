@@ -30,7 +30,7 @@ class MetricsReader:
         self._live = f"{run_folder(run_id)}/live"
         self._rows: dict[str, tuple[str, list[dict[str, Any]]]] = {}
 
-    def merged(self) -> list[dict[str, Any]]:
+    def history(self) -> list[dict[str, Any]]:
         """Return the rows of all attempts as one history."""
         return merge_metrics(self.metrics().values())
 

@@ -509,7 +509,7 @@ class Run:
         """
         self._check()
         self._follow_handover()
-        return MetricsReader(self.store, self.run_id).merged()
+        return MetricsReader(self.store, self.run_id).history()
 
     def report(self, path: str | Path = ".") -> Path:
         """Write one HTML page about the run and return its path. The page opens without a network.

@@ -260,7 +260,7 @@ class Account:
         return (f"{job}:{base}" if (job := "".join(answer.split()[-1:])).isdecimal() else None), answer
 
     def test(self, request: Request) -> str:
-        """Return Slurm's word on the request. It starts nothing, but uses up a job's number."""
+        """Return Slurm's answer to the request. It starts nothing, but uses up a job's number."""
         answer = self.cluster.ask(_TEST, what="test the request", batch=str(request.body["script"]))
         return one_line(answer).removeprefix("sbatch: ")
 

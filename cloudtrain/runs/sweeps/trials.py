@@ -92,7 +92,7 @@ class RunTrials:
         return points
 
     def _rows(self, trial: Trial) -> list[dict[str, Any]]:
-        return self._readers.setdefault(trial.n, MetricsReader(self._store, trial.run)).merged()
+        return self._readers.setdefault(trial.n, MetricsReader(self._store, trial.run)).history()
 
     def _send(self, trial: Trial) -> None:
         """Send the trial, unless a client has. A refusal is recorded in the run, and no error here."""
