@@ -287,7 +287,7 @@ def test_a_swap_of_many_threads_is_one_s(swapping: Files) -> None:
 
 
 def test_a_copy_of_a_file_without_a_known_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the store cannot copy by itself, the bytes come here: without their number an empty file would go there."""
+    """If the store cannot copy by itself, the client moves the bytes, and must know how many there are."""
     tree = files("memory://copies")
     tree.write("a", b"content")
     monkeypatch.setattr(RemoteFiles, "copies", False)

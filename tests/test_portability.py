@@ -83,10 +83,13 @@ def test_a_cell_has_the_bits_of_a_plain_run(name: str, images: Any, trainings: T
     images("torch")
     for folder in ("whole", "cell"):
         (tmp_path / folder).mkdir()
-    told = cells.TRAININGS[CELLS[name].script]
-    task, data = cells.ROOT / f"entrypoints/tasks/{told['args'][3]}.py", cells.ROOT / "examples/data" / told["data"]
-    flags = [*told["args"][4:], "--task", str(task), "--train", str(data)]
-    whole = trainings.run(tmp_path / "whole", told["entry_point"], *flags, processes=4).losses()
+    training = cells.TRAININGS[CELLS[name].script]
+    task, data = (
+        cells.ROOT / f"entrypoints/tasks/{training['args'][3]}.py",
+        cells.ROOT / "examples/data" / training["data"],
+    )
+    flags = [*training["args"][4:], "--task", str(task), "--train", str(data)]
+    whole = trainings.run(tmp_path / "whole", training["entry_point"], *flags, processes=4).losses()
     found = cells.run(CELLS[name], tmp_path / "cell")
     assert found["wrong"] == ""
     assert json.loads(json.dumps(found))["bits"] == whole[max(whole)].hex()

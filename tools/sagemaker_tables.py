@@ -78,20 +78,20 @@ def limits() -> dict[str, Any]:
 def _shape(shape: Any, shapes: dict[str, Any]) -> None:
     if shape.name in shapes:
         return
-    told: dict[str, Any] = {"type": shape.type_name, **{k: v for k, v in shape.metadata.items() if k in KEPT}}
-    shapes[shape.name] = told
+    row: dict[str, Any] = {"type": shape.type_name, **{k: v for k, v in shape.metadata.items() if k in KEPT}}
+    shapes[shape.name] = row
     if shape.type_name == "structure":
         members = {name: member for name, member in shape.members.items() if name not in NO_REQUEST}
-        told["members"] = {name: member.name for name, member in members.items()}
-        told["required"] = list(shape.required_members)
+        row["members"] = {name: member.name for name, member in members.items()}
+        row["required"] = list(shape.required_members)
         parts = list(members.values())
     elif shape.type_name == "list":
-        told["member"], parts = shape.member.name, [shape.member]
+        row["member"], parts = shape.member.name, [shape.member]
     elif shape.type_name == "map":
-        told["key"], told["value"], parts = shape.key.name, shape.value.name, [shape.key, shape.value]
+        row["key"], row["value"], parts = shape.key.name, shape.value.name, [shape.key, shape.value]
     else:
         if shape.type_name == "string" and shape.enum:
-            told["enum"] = list(shape.enum)
+            row["enum"] = list(shape.enum)
         parts = []
     for part in parts:
         _shape(part, shapes)
@@ -110,13 +110,13 @@ def images() -> dict[str, Any]:
     versions: dict[str, Any] = {}
     for name in ("pytorch", "pytorch-amzn2023"):
         table = json.loads((folder / "image_uri_config" / f"{name}.json").read_bytes())["training"]
-        for number, told in table["versions"].items():
+        for number, release in table["versions"].items():
             if tuple(map(int, number.split(".")[:2])) < OLDEST:
                 continue
-            tags = _tags(number, told)
+            tags = _tags(number, release)
             cuda = cuda_of(number, tags["gpu"])
-            versions[number] = {**tags, "cuda": cuda, "regions": sorted(told["registries"]), "serves": serves(cuda)}
-            for region, account in told["registries"].items():
+            versions[number] = {**tags, "cuda": cuda, "regions": sorted(release["registries"]), "serves": serves(cuda)}
+            for region, account in release["registries"].items():
                 registry = f"{account}.dkr.ecr.{region}.{_suffix(region)}"
                 if registries.setdefault(region, registry) != registry:
                     raise SystemExit(f"two registries in {region}")
@@ -134,11 +134,14 @@ def _core_version(folder: Path) -> str:
     return info.name.removeprefix("sagemaker_core-").removesuffix(".dist-info")
 
 
-def _tags(number: str, told: Mapping[str, Any]) -> dict[str, str]:
-    if "container_version" in told:
-        return {p: f"{told['repository']}:{told['tag_prefix']}-{told['container_version'][p]}" for p in ("cpu", "gpu")}
-    (python,) = told["py_versions"]
-    return {p: f"{told['repository']}:{number}-{p}-{python}" for p in ("cpu", "gpu")}
+def _tags(number: str, release: Mapping[str, Any]) -> dict[str, str]:
+    if "container_version" in release:
+        return {
+            p: f"{release['repository']}:{release['tag_prefix']}-{release['container_version'][p]}"
+            for p in ("cpu", "gpu")
+        }
+    (python,) = release["py_versions"]
+    return {p: f"{release['repository']}:{number}-{p}-{python}" for p in ("cpu", "gpu")}
 
 
 def cuda_of(number: str, tag: str) -> str:

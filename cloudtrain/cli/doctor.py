@@ -89,7 +89,7 @@ def doctor(
             "provider": first.provider,
             **({"profile": first.profile or None, "place": first.region} if later else {}),
             "checks": [dataclasses.asdict(check) for check in checks],
-            **({"fallbacks": [_told(*item) for item in later]} if later else {}), "exit_code": code,
+            **({"fallbacks": [_as_json(*item) for item in later]} if later else {}), "exit_code": code,
         })  # fmt: skip
     elif code == 0 and not fields and job is None:
         screen.next(["doctor", *([provider] if provider else []), "--job"], where=at.flags)
@@ -117,7 +117,7 @@ def looked(some: Iterable[CheckedPlace], screen: Screen) -> list[tuple[CheckedPl
     """Return each place and its checks, printed as they are made. With a fallback, print the name of each. Skip a
     check that an earlier one of the provider had word for word."""
     found: list[tuple[CheckedPlace, list[Check]]] = []
-    told: set[tuple[str | None, Check]] = set()
+    printed: set[tuple[str | None, Check]] = set()
     places = list(some)
     for place in places:
         if not screen.json and len(places) > 1:
@@ -125,8 +125,8 @@ def looked(some: Iterable[CheckedPlace], screen: Screen) -> list[tuple[CheckedPl
         found.append((place, []))
         for check in place.checks:
             found[-1][1].append(check)
-            if not screen.json and (place.provider, check) not in told:
-                told.add((place.provider, check))
+            if not screen.json and (place.provider, check) not in printed:
+                printed.add((place.provider, check))
                 screen.show(f"{check.status:<{WIDTH}}  {check.name}: {check.detail}")
                 if check.fix:
                     lines = check.fix.replace("\n", f"\n{'':<{WIDTH}}       ")
@@ -134,7 +134,7 @@ def looked(some: Iterable[CheckedPlace], screen: Screen) -> list[tuple[CheckedPl
     return found
 
 
-def _told(place: CheckedPlace, checks: Sequence[Check]) -> dict[str, Any]:
+def _as_json(place: CheckedPlace, checks: Sequence[Check]) -> dict[str, Any]:
     """Return the JSON object of a fallback."""
     rows = [dataclasses.asdict(check) for check in checks]
     name = {"provider": place.provider, "profile": place.profile, "place": place.region}
@@ -177,8 +177,8 @@ def _on_nodes(
     found, wrong = _found(planned, run, grace, must=code == 0)
     code = code or (EXIT_UNLIKE if wrong else 0)
     if screen.json:
-        told = {name: result[name] for name in ("state", "category", "reason")}
-        screen.emit({**screen.about, **told, "report": found, "problems": wrong, "exit_code": code})
+        outcome = {name: result[name] for name in ("state", "category", "reason")}
+        screen.emit({**screen.about, **outcome, "report": found, "problems": wrong, "exit_code": code})
     elif found is not None:
         from ..runtime.node_check import table
 

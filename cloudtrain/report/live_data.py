@@ -68,7 +68,7 @@ class LiveRunReader(MetricsReader):
             found |= {match[1] for name in names if (match := _NAMED.fullmatch(name))}
         return sorted(found, key=attempt_key)
 
-    def infos(self, told: Sequence[AttemptInfo] = ()) -> list[AttemptInfo]:
+    def infos(self, known: Sequence[AttemptInfo] = ()) -> list[AttemptInfo]:
         """Return every attempt known to the nodes or given by the platform, oldest first, with the facts of both."""
         exits, starts = (
             [record for record in records if _ATTEMPT.fullmatch(str(record.get("attempt")))]
@@ -76,7 +76,7 @@ class LiveRunReader(MetricsReader):
         )
         self.begun = frozenset(str(record["attempt"]) for record in starts)
         found = {number: AttemptInfo(number=number) for number in self.attempts()}
-        return with_records(found | {info.number: info for info in told}, exits, starts)
+        return with_records(found | {info.number: info for info in known}, exits, starts)
 
     def usage(self) -> dict[str, list[dict[str, float]]]:
         """Return how busy the nodes of each attempt were, as the mean of all nodes in each quarter of a minute.
