@@ -6,7 +6,6 @@ What a task has, tasks/digits.py tells. The global batch is the contract: howeve
 """
 
 import argparse
-import importlib
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from importlib import import_module, util
 from math import cos, inf, isfinite, pi
 from pathlib import Path
 from typing import Any
@@ -50,21 +50,23 @@ def arguments() -> tuple[Any, argparse.Namespace]:
     flags.add_argument("--compress", choices=["bf16", "fp16"], help="gradients, between processes")
     flags.add_argument("--workers", type=int, default=0, help="that read ahead, for each process")
     flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--device", choices=["cuda", "npu"], default="cuda", help="npu: Ascend's cards, by torch_npu")
     path = flags.parse_known_args([word for word in sys.argv[1:] if word not in ("-h", "--help")])[0].task
     need(path.is_file(), f"--task {str(path)!r} is no file")
     sys.path.insert(0, str(path.parent.absolute()))  # as for a script: what it imports may lie beside it
-    task = importlib.import_module(path.stem)
+    task = import_module(path.stem)
     getattr(task, "add_arguments", lambda _: None)(flags)
     return task, flags.parse_args()
 
 
 def main() -> None:
-    env, gpus = os.environ, torch.cuda.device_count()
+    env, (task, args) = os.environ, arguments()
+    need(args.device == "cuda" or util.find_spec("torch_npu") is not None, "--device npu needs the package torch_npu")
+    gpus = (cards := torch.cuda if args.device == "cuda" else import_module("torch_npu").npu).device_count()
     if "RANK" not in env:  # no torchrun: one plain process
         env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     rank, world, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     folder, artifacts = (Path(env.get(f"CLOUDTRAIN_{k}_DIR") or f"{k.lower()}s") for k in ("CHECKPOINT", "ARTIFACT"))
-    task, args = arguments()
     torch.manual_seed(args.seed)
     model, (train, validation, test) = task.build_model(args), task.build_datasets(args)
     batch, share, per_epoch = args.global_batch, args.global_batch // world, len(train) // max(1, args.global_batch)
@@ -84,10 +86,11 @@ def main() -> None:
     env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)  # the same bits on every run
     torch.set_num_threads(1)  # as their number orders float sums
-    torch.cuda.set_device(local if gpus else -1)
-    device = torch.device("cuda", local) if gpus else torch.device("cpu")
+    cards.set_device(local if gpus else -1)
+    device = torch.device(args.device, local) if gpus else torch.device("cpu")
     half, say = {"fp16": torch.half}.get(args.precision, torch.bfloat16), print if rank == 0 else lambda *_, **__: None
-    dist.init_process_group("nccl" if gpus else "gloo", device_id=device if gpus else None)
+    backend = {"cuda": "nccl", "npu": "hccl"}[args.device] if gpus else "gloo"
+    dist.init_process_group(backend, device_id=device if gpus else None)
     writers = dist.new_group(backend="gloo")  # of the threads that save: no collective of theirs may meet the loop's
 
     def loss_of(model: nn.Module, part: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -116,7 +119,7 @@ def main() -> None:
         loss_of(ddp, default_collate([train[index] for index in range(micro)]))[0].backward()
     model.load_state_dict(before, strict=False)
     ddp.zero_grad()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=args.device == "cuda")
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     if args.resume:
         state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -160,21 +163,18 @@ def main() -> None:
         scaler.update()
         optimizer.zero_grad()
         step, epoch, epoch_ends = step + 1, step // per_epoch + 1, (step + 1) % per_epoch == 0 or step + 1 == steps
-        # One sum carries the loss of the whole batch and whether any node is to stop, so all stop at the same step.
         total = torch.stack([loss_sum, loss_sum.new_tensor(os.path.exists(env.get("CLOUDTRAIN_PREEMPT_FILE", "")))])
-        dist.all_reduce(total)
+        dist.all_reduce(total)  # the loss of the whole batch, and whether any node is to stop: all stop at one step
         mean, told, seconds = total[0].item() / items.item(), total[1].item() > 0, time.perf_counter() - began
         line = {"step": step, "epoch": epoch, "time": time.time(), "loss": mean, "lr": lr, "grad_norm": norm.item()}
-        line["samples_per_s"] = batch / seconds
-        saves = epoch_ends or told or step % max(1, args.save_every) == 0
+        line["samples_per_s"], saves = batch / seconds, epoch_ends or told or step % max(1, args.save_every) == 0
         for buffer in model.buffers() if saves else ():
             dist.broadcast(buffer, 0)  # as DDP does before the next pass: what is judged and saved is one model
         if epoch_ends and not told:
             line |= {f"val_{name}": value for name, value in evaluate(validation).items()}
             say(" ".join(f"{name} {value:.4g}" for name, value in line.items() if name != "time"), flush=True)
-        if rank == 0 and env.get("CLOUDTRAIN_METRICS_FILE"):
-            with open(env["CLOUDTRAIN_METRICS_FILE"], "a") as metrics:
-                metrics.write(json.dumps({k: v if isfinite(v) else None for k, v in line.items()}) + "\n")
+        with open(env.get("CLOUDTRAIN_METRICS_FILE") or os.devnull if rank == 0 else os.devnull, "a") as metrics:
+            metrics.write(json.dumps({k: v if isfinite(v) else None for k, v in line.items()}) + "\n")
         if saves:
             saving.result()  # one at a time
             hidden = folder / f".step-{step}.tmp"

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, default_collate
 
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 PEAK_FLOPS = {  # in bf16 or fp16, dense, from NVIDIA's data sheets, by what torch.cuda.get_device_name() says
     "NVIDIA B200": 2250e12, "NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12,
@@ -69,6 +70,7 @@ def arguments() -> tuple[Any, argparse.Namespace]:
     flags.add_argument("--workers", type=int, default=0, help="that read ahead, for each process")
     flags.add_argument("--profile", default="", metavar="A:B", help="a Chrome trace of steps A to B")
     flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--device", choices=["cuda", "npu"], default="cuda", help="npu: Ascend's cards, by torch_npu")
     path = flags.parse_known_args([word for word in sys.argv[1:] if word not in ("-h", "--help")])[0].task
     need(path.is_file(), f"--task {str(path)!r} is no file")
     sys.path.insert(0, str(path.parent.absolute()))  # as for a script: what it imports may lie beside it
@@ -87,7 +89,7 @@ def sharded(task: Any, args: argparse.Namespace, device: torch.device) -> tuple[
     shape = (args.replicate, dist.get_world_size() // args.replicate)[args.replicate == 1 :]
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[args.precision], reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if args.cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if args.cpu_offload else OffloadPolicy()
     for block in blocks:
         if args.compile:
             block.forward = torch.compile(block.forward)
@@ -114,7 +116,7 @@ def estimate(model: nn.Module, blocks: list[nn.Module], args: argparse.Namespace
     gathered = rest + (sum(sizes) if args.no_reshard else 2 * max(sizes, default=0))  # the next comes early
     gathered *= 4 if args.precision == "fp32" else 2
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else ram
+    there = ram if device.type == "cpu" else getattr(torch, device.type).get_device_properties(device).total_memory
     short = gathered + (0 if args.cpu_offload else 4 * shard) > there
     weights, adamw, gathered, there = (f"{size / 1e6:,.1f} MB" for size in (shard, 2 * shard, gathered, there))
     text = f"weights {weights}, gradients {weights}, AdamW {adamw}{', all in RAM' if args.cpu_offload else ''}"
@@ -168,12 +170,13 @@ def fits(model: Any, blocks: list[nn.Module], loss_of: Any, samples: Any, passes
 
 
 def main() -> None:
-    env, gpus = os.environ, torch.cuda.device_count()
+    env, (task, args) = os.environ, arguments()
+    need(args.device == "cuda" or util.find_spec("torch_npu") is not None, "--device npu needs the package torch_npu")
+    gpus = (cards := torch.cuda if args.device == "cuda" else import_module("torch_npu").npu).device_count()
     if "RANK" not in env:  # no torchrun: one plain process
         env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     rank, world, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     folder, artifacts = (Path(env.get(f"CLOUDTRAIN_{k}_DIR") or f"{k.lower()}s") for k in ("CHECKPOINT", "ARTIFACT"))
-    task, args = arguments()
     (train, validation, test), file = task.build_datasets(args), Path(args.resume, "train.json")
     batch, share, per_epoch = args.global_batch, args.global_batch // world, len(train) // max(1, args.global_batch)
     micro, steps = args.micro_batch or share or 1, min(args.epochs * per_epoch, args.max_steps)
@@ -193,10 +196,10 @@ def main() -> None:
     env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(args.deterministic)
     torch.manual_seed(args.seed)
-    torch.cuda.set_device(local if gpus else -1)
-    device = torch.device("cuda", local) if gpus else torch.device("cpu")
+    cards.set_device(local if gpus else -1)
+    device = torch.device(args.device, local) if gpus else torch.device("cpu")
     say = print if rank == 0 else lambda *_, **__: None
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", device_id=device if gpus else None)
+    dist.init_process_group(BACKENDS[device.type], device_id=device if gpus else None)
     aside = dist.new_group(backend="gloo")  # votes, and threads that save: no collective of theirs may meet the loop's
     model, blocks = sharded(task, args, device)
     say(estimate(model, blocks, args, device))
@@ -223,9 +226,9 @@ def main() -> None:
     while not fits(model, blocks, loss_of, [train[i] for i in range(micro)], share // micro, aside):
         need(micro > 1, "out of memory with one sample: take more processes, --cpu-offload or --recompute")
         micro = max(size for size in range(1, micro // 2 + 1) if share % size == 0)
-        torch.cuda.empty_cache()
+        cards.empty_cache()
         say(f"out of memory: now {micro} samples a pass, {share // micro} passes a step", flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=args.device == "cuda")
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")  # shards agree on an overflow
 
     def state() -> dict[str, Any]:
@@ -261,7 +264,7 @@ def main() -> None:
     there = getattr(util.find_spec("tensorboard"), "origin", 0) or say("no event files: tensorboard is not installed")
     tensorboard = import_module("torch.utils.tensorboard") if there and rank == 0 else None
     board = tensorboard.SummaryWriter(artifacts, purge_step=step + 1) if tensorboard else None
-    peak = PEAK_FLOPS.get(torch.cuda.get_device_name(), 0) if gpus else 0
+    peak = PEAK_FLOPS.get(cards.get_device_name(), 0) if gpus else 0
     flops = task.flops_per_item(model) if hasattr(task, "flops_per_item") and args.precision != "fp32" else 0
     profiler = torch.profiler.profile() if rank == 0 and step < first else None
     stager, publisher = DefaultStager(StagingOptions(gpus > 0, False, True, gpus > 0)), ThreadPoolExecutor(1)
@@ -272,8 +275,7 @@ def main() -> None:
             profiler.start()
         began = time.perf_counter()
         torch.manual_seed(((args.seed * 1_000_003 + step) * 65_537 + rank) % 2**63)  # so dropout has no state either
-        parts = [next(loader) for _ in range(share // micro)]
-        waited = time.perf_counter() - began
+        parts, waited = [next(loader) for _ in range(share // micro)], time.perf_counter() - began
         dist.all_reduce(items := torch.tensor(float(sum(map(task.count, parts))), device=device))
         loss_sum = torch.zeros((), device=device)
         for number, part in enumerate(parts, 1):
@@ -292,15 +294,14 @@ def main() -> None:
         for buffer in statistics:  # BatchNorm's: what is judged and saved is one model
             dist.broadcast(buffer, 0)
         step, epoch, epoch_ends = step + 1, step // per_epoch + 1, (step + 1) % per_epoch == 0 or step + 1 == steps
-        # One sum carries the loss of the whole batch and whether any node is to stop, so all stop at the same step.
         total = torch.stack([loss_sum, loss_sum.new_tensor(os.path.exists(env.get("CLOUDTRAIN_PREEMPT_FILE", "")))])
-        dist.all_reduce(total)
+        dist.all_reduce(total)  # the loss of the whole batch, and whether any node is to stop: all stop at one step
         mean, told, seconds = total[0].item() / items.item(), total[1].item() > 0, time.perf_counter() - began
         line = {"step": step, "epoch": epoch, "time": time.time(), "loss": mean, "lr": lr, "grad_norm": norm.item()}
         unit, rate = getattr(task, "UNIT", "samples"), items.item() / seconds
         line |= {"samples_per_s": batch / seconds, f"{unit}_per_s": rate, "data_wait": waited / seconds}
         line |= {"mfu": rate * flops / (world * peak)} if flops and peak else {}
-        line["peak_memory"] = torch.cuda.max_memory_allocated() if gpus else getrusage(RUSAGE_SELF).ru_maxrss * 1024
+        line["peak_memory"] = cards.max_memory_allocated() if gpus else getrusage(RUSAGE_SELF).ru_maxrss * 1024
         if profiler and step == last:
             profiler.stop()
             profiler.export_chrome_trace(str(artifacts / f"trace-{first}-{last}.json"))
@@ -309,9 +310,8 @@ def main() -> None:
             if line["val_loss"] < best["loss"]:  # the test is told of the best, and decides nothing
                 best = {"step": step, "loss": line["val_loss"], "test": evaluate(test)}
             say(" ".join(f"{name} {value:.4g}" for name, value in line.items() if name != "time"), flush=True)
-        if rank == 0 and env.get("CLOUDTRAIN_METRICS_FILE"):
-            with open(env["CLOUDTRAIN_METRICS_FILE"], "a") as metrics:
-                metrics.write(json.dumps({k: v if math.isfinite(v) else None for k, v in line.items()}) + "\n")
+        with open(env.get("CLOUDTRAIN_METRICS_FILE") or os.devnull if rank == 0 else os.devnull, "a") as metrics:
+            metrics.write(json.dumps({k: v if math.isfinite(v) else None for k, v in line.items()}) + "\n")
         for name, value in line.items() if board else ():
             board.add_scalar(name, value, step)
         if epoch_ends or told or step % max(1, args.save_every) == 0:
@@ -320,8 +320,8 @@ def main() -> None:
             shutil.rmtree(folder / f"step-{step}", ignore_errors=True)  # of a run that this one has left behind
             if rank == 0:
                 hidden.mkdir(parents=True, exist_ok=True)
-                more = {"step": step, "best": best, "scaler": scaler.state_dict()}
-                (hidden / "train.json").write_text(json.dumps(notes | more))
+                new = notes | {"step": step, "best": best, "scaler": scaler.state_dict()}
+                (hidden / "train.json").write_text(json.dumps(new))
             kept = state()
             kept["model"] |= {k: v.to("cpu", copy=True) for k, v in model.named_buffers() if k in kept["model"]}
             written = dcp.async_save(kept, checkpoint_id=hidden, process_group=aside, async_stager=stager)

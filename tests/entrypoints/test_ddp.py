@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,24 @@ def test_batch_norm_on_a_cpu_is_said_to_be_of_one_pass(trainings: Trainings, tmp
     assert {int(value) for name, value in weights.items() if "num_batches" in name} == {18}
 
 
+TORCH_NPU = """
+print("torch_npu is imported")
+class npu:
+    device_count = staticmethod(lambda: 0)
+    set_device = staticmethod(lambda number: print("device", number))
+"""
+
+
+@pytest.mark.parametrize("script", ["ddp.py", "fsdp.py"])
+def test_on_npus_it_imports_their_library(script: str, trainings: Trainings, tmp_path: Path) -> None:
+    """A stub without cards stands for torch_npu: on a machine without cards, both scripts train on the CPU."""
+    task = shutil.copy(ODD[1], tmp_path)
+    (tmp_path / "torch_npu.py").write_text(TORCH_NPU)
+    flags = ("--task", task, "--max-steps", "1", "--device", "npu")
+    run = trainings.start(tmp_path / "run", script, *flags).finish()
+    assert (run.code, run.out.splitlines()[:2]) == (0, ["torch_npu is imported", "device -1"])
+
+
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 REFUSALS = {
@@ -237,6 +256,7 @@ REFUSALS = {
     "too few held out": ([*ODD, "--held-out", "1"], {"WORLD_SIZE": "2"}, "1 samples are held out"),
     "no checkpoint": ([*DIGITS_FLAGS, "--resume", "nowhere"], {}, "--resume 'nowhere' is no checkpoint"),
     "half sums on a CPU": ([*DIGITS_FLAGS, "--compress", "bf16"], {}, "--compress bf16 needs GPUs"),
+    "NPUs without their library": ([*DIGITS_FLAGS, "--device", "npu"], {}, "--device npu needs the package torch_npu"),
 }
 
 

@@ -231,6 +231,7 @@ REFUSALS = {
     "a trace of nothing": ([*GPT, "--profile", "10-13"], {}, "fsdp.py: --profile '10-13' is not two steps"),
     "a trace of what never comes": ([*GPT, "--profile", "3:9", "--max-steps", "4"], {}, "fsdp.py: --profile '3:9'"),
     "no checkpoint": ([*GPT, "--resume", "nowhere"], {}, "fsdp.py: --resume 'nowhere' is no checkpoint"),
+    "NPUs without their library": ([*GPT, "--device", "npu"], {}, "--device npu needs the package torch_npu"),
 }  # fmt: skip
 
 
