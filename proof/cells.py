@@ -91,7 +91,6 @@ NOT = {
     **{f"image {tag}/{provider}": "uses no image" for tag in IMAGES for provider in ("local", "slurm")},
     **{f"cut off/{provider}": "all nodes share this machine's network" for provider in ("local", "slurm")},
     "no way out/slurm": "a node needs to reach Slurm's controller",
-    **{f"{name}/modelarts": "not run yet" for name in FIXTURES},
 }
 """Cells that are none, and why."""
 
