@@ -1,6 +1,6 @@
-"""The cells of the portability matrix: one Job on every provider, and what befalls it; each really runs.
+"""Cells of the portability matrix: one job on every provider, undisturbed or with a fault. Each really runs.
 
-`CELLS` are all of them, `run` runs one in a folder of its own and says what it saw. `portability.py` keeps the record.
+`CELLS` lists all cells, and `run` runs one in its own folder and returns the result. `portability.py` keeps the record.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from slurmcluster import GRACE, Cluster, running  # noqa: E402
 
 CLOUDS = ("sagemaker", "azureml", "vertex", "kubernetes", "modelarts")
 HERE = ("local", "docker", "slurm")
-"""Platforms that run for real on this machine; slurm's is a cluster of four nodes, by tests/slurm.sh."""
+"""Platforms that run for real on this machine. The cluster of slurm has four nodes (tests/slurm.sh)."""
 PROVIDERS = (*HERE, *CLOUDS)
-"""The columns; the clouds' are rehearsed."""
+"""The columns of the matrix. Clouds are rehearsed."""
 RUN = "r"
 SHARED = (Path(tempfile.gettempdir()) / "shared").as_uri()
-"""The store of a platform whose nodes share a folder; a rehearsal puts another in its place."""
+"""The store of a platform whose nodes share a folder. A rehearsal replaces it by a local one."""
 PATIENCE = float(os.environ.get("CLOUDTRAIN_PATIENCE") or 600)
-"""Seconds that a cell may take; a loaded machine takes many."""
+"""Time limit of a cell in seconds, generous for a loaded machine."""
 SAMPLES = {name: importlib.import_module(f"cloudtrain.providers.{name}").SAMPLE for name in CLOUDS}
 
 TRAININGS: dict[str, Mapping[str, Any]] = {
@@ -78,7 +78,7 @@ IMAGES = {
     "arm64": "another processor architecture: must be refused, and the message names the cause",
 }
 REFUSED = {"nopython": "no[- ]python3", "arm64": "is for linux/"}
-"""What is said then; the words that find Python are few where a platform's command may not be longer."""
+"""Pattern of the message for each image that must be refused. Platforms with short commands word it briefly."""
 FIXTURES = {
     "late start": "node 1 pauses for 15 s before its first instruction",
     "cut off": "node 1 has no network for 20 s after the first checkpoint",
@@ -92,12 +92,12 @@ NOT = {
     **{f"cut off/{provider}": "all nodes share this machine's network" for provider in ("local", "slurm")},
     "no way out/slurm": "a node needs to reach Slurm's controller",
 }
-"""Cells that are none, and why."""
+"""Combinations without a cell, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One of them: ``row`` is a script and a scenario, an image, or a fixture."""
+    """A cell: ``row`` is a script with a scenario, an image, or another fault (fixture)."""
 
     kind: str
     row: str
@@ -131,13 +131,13 @@ def _image_digest(tag: str) -> str:
 
 
 def job_digest(cell: Cell) -> str:
-    """Of all that a cell runs, less cloudtrain: script, tasks, data, flags, or how the image is made."""
+    """Return the digest of what a cell runs besides cloudtrain: script, tasks, data, flags, or the image's recipe."""
     if cell.kind == "image":
         what, paths = [TINY, BACKEND, _image_digest(cell.row.removeprefix("image "))], []
     else:
-        told = TRAININGS[cell.script]
-        what, paths = [told, SHAPE], [ROOT / "entrypoints" / told["entry_point"], ROOT / "tests/entrypoints/held.py"]
-        paths += [*sorted((ROOT / "entrypoints/tasks").glob("*.py")), ROOT / "examples/data" / told["data"]]
+        job = TRAININGS[cell.script]
+        what, paths = [job, SHAPE], [ROOT / "entrypoints" / job["entry_point"], ROOT / "tests/entrypoints/held.py"]
+        paths += [*sorted((ROOT / "entrypoints/tasks").glob("*.py")), ROOT / "examples/data" / job["data"]]
     found = hashlib.sha256(json.dumps(what, sort_keys=True).encode())
     for path in paths:
         found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
@@ -164,7 +164,7 @@ pathlib.Path(env["CLOUDTRAIN_ARTIFACT_DIR"], f"rank-{rank}.json").write_text(jso
 
 
 class Site:
-    """A folder with the job's code and data, a store, and the command that runs it on one provider."""
+    """The folder of one cell: the job's code and data, a store, and the command that runs the job on the provider."""
 
     def __init__(self, folder: Path, cell: Cell) -> None:
         self.cell, self.provider = cell, cell.provider
@@ -175,16 +175,16 @@ class Site:
         (folder / "data").mkdir()
 
     def training(self, script: str, *flags: str) -> None:
-        """The Job: an entry point with its tasks, the same file for every provider."""
-        told = TRAININGS[script]
+        """Write the job of an entry point with its tasks. Every provider gets the same file."""
+        job = TRAININGS[script]
         shutil.copytree(ROOT / "entrypoints", self.jobs.code, dirs_exist_ok=True)
         shutil.copy(ROOT / "tests/entrypoints/held.py", self.jobs.code)
-        shutil.copy(ROOT / "examples/data" / told["data"], self.jobs.tmp / "data")
-        inputs = {"train": f"../data/{told['data']}"}
-        self._write({"entry_point": told["entry_point"], "args": [*told["args"], *flags], "inputs": inputs})
+        shutil.copy(ROOT / "examples/data" / job["data"], self.jobs.tmp / "data")
+        inputs = {"train": f"../data/{job['data']}"}
+        self._write({"entry_point": job["entry_point"], "args": [*job["args"], *flags], "inputs": inputs})
 
     def tiny(self, tag: str) -> None:
-        """The Job of an image that may have no torch."""
+        """Write the job of a cell whose image may have no torch."""
         self.jobs.write("train.py", TINY)
         (self.jobs.tmp / "data" / "data.txt").write_text("some data")
         more: dict[str, Any] = {}
@@ -213,7 +213,7 @@ class Site:
         return f"{IMAGE}:{self.cell.row.partition(' ')[2] if self.cell.kind == 'image' else 'torch'}"
 
     def words(self, *flags: str) -> list[str]:
-        """The command line: ``submit`` here, ``rehearse`` what a cloud would start."""
+        """Return the command line: ``submit`` for platforms on this machine, ``rehearse`` for clouds."""
         if self.provider in HERE:
             where = ["submit", "job.json", "--provider", self.provider, "--store", str(self.jobs.store)]
             if self.cluster is not None:
@@ -228,7 +228,7 @@ class Site:
         return [*where, "--run-id", RUN, "--json", *flags]
 
     def run(self, *flags: str, meanwhile: Callable[[], None] = lambda: None, under: tuple[str, ...] = ()) -> Done:
-        """The command to its end, and ``meanwhile``; it has begun before that and may have ended before its end."""
+        """Run the command to its end, and ``meanwhile`` while it runs. The command may end first."""
         words = self.words(*flags)
         process = self.jobs.start(*words, python=[*under, *CLI])
         try:
@@ -239,10 +239,10 @@ class Site:
             raise
         return Done(process.returncode, out, err, verb=words[0])
 
-    # ----------------------------------------------------------------------------------------------- what befalls it
+    # ---------------------------------------------------------------------------------------------------------- faults
 
     def container(self, node: int) -> Mapping[str, Any] | None:
-        """That of a node, once it runs."""
+        """Return the running container of a node, or None."""
         assert self.engine is not None
         run = (self.jobs.store / "runs" / RUN).as_uri()
         labels = [f"cloudtrain.run={run}", f"cloudtrain.node={node}"]
@@ -250,18 +250,18 @@ class Site:
         return found[0] if found else None
 
     def saved(self) -> None:
-        """Until there is a complete checkpoint."""
+        """Wait until there is a complete checkpoint."""
         self.jobs.wait_for(lambda: complete(self.live / "checkpoints"), PATIENCE)
 
     @property
     def slurm_job(self) -> str:
-        """Slurm's number of the first attempt's job, once it is submitted."""
+        """Return Slurm's id of the first attempt's job, after its submission."""
         record = self.jobs.store / "runs" / RUN / "attempts/0/submitted.json"
         self.jobs.wait_for(record.exists, PATIENCE)
         return str(json.loads(record.read_text())["native_id"]).partition(":")[0]
 
-    def befall(self, kind: str) -> None:
-        """Node 1, where no drill of ours does it: a notice, or its end."""
+    def strike(self, kind: str) -> None:
+        """Preempt node 1 or kill it, on platforms that `rehearse` does not cover."""
         self.saved()
         if self.cluster is not None:
             act = self.cluster.preempt if kind == "preempted" else self.cluster.kill_task
@@ -278,7 +278,7 @@ class Site:
                 os.kill(pid, signal.SIGTERM if kind == "preempted" else signal.SIGKILL)
 
     def late(self) -> None:
-        """Node 1 stands still as soon as it is there, for 15 s."""
+        """Pause node 1 for 15 s as soon as it exists."""
         if self.engine is None:
             pid = self.jobs.node(1) if self.cluster is None else self._slurm_node()
             os.kill(pid, signal.SIGSTOP)
@@ -291,7 +291,7 @@ class Site:
         self.engine.unpause(found["Id"])
 
     def _slurm_node(self) -> int:
-        """The pid of node 1's runtime."""
+        """Return the pid of node 1's runtime."""
         assert self.cluster is not None
         cluster, job = self.cluster, self.slurm_job
         self.jobs.wait_for(lambda: cluster.field(job, "JobState") == "RUNNING", PATIENCE)
@@ -299,19 +299,19 @@ class Site:
         return found[0]
 
     def cut_off(self) -> None:
-        """Node 1 leaves its network for 20 s, and comes back under its names and address."""
+        """Take node 1 off its network for 20 s. It comes back with the same names and address."""
         assert self.engine is not None
         self.saved()
         found = self.container(1)
         assert found is not None
-        ((network, told),) = self.engine.inspect_container(found["Id"])["NetworkSettings"]["Networks"].items()
+        ((network, endpoint),) = self.engine.inspect_container(found["Id"])["NetworkSettings"]["Networks"].items()
         self.engine.disconnect_container_from_network(found["Id"], network)
         time.sleep(20)
-        names = [name for name in told["Aliases"] or () if not found["Id"].startswith(name)]
+        names = [name for name in endpoint["Aliases"] or () if not found["Id"].startswith(name)]
         self.engine.connect_container_to_network(found["Id"], network, aliases=names)
 
     def isolate(self) -> None:
-        """The run's network, made before its engine would: one that leads nowhere."""
+        """Make the run's network in advance, without a way out of it."""
         assert self.engine is not None
         label = run_label((self.jobs.store / "runs" / RUN).as_uri())
         labels = {"cloudtrain.id": label, "cloudtrain.run": (self.jobs.store / "runs" / RUN).as_uri()}
@@ -320,7 +320,7 @@ class Site:
 
     @contextlib.contextmanager
     def small_disk(self) -> Iterator[Callable[[], None]]:
-        """The store on a disk of 64 MiB; what it gives fills that for 8 s, once there is a checkpoint."""
+        """Put the store on a disk of 64 MiB. Yield a function that fills it for 8 s after the first checkpoint."""
         self.jobs.store.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", self.jobs.store], check=True)
 
@@ -340,7 +340,7 @@ class Site:
 
     @contextlib.contextmanager
     def slow_disk(self) -> Iterator[None]:
-        """The store behind a file system that takes its time."""
+        """Put the store behind a slow file system."""
         self.jobs.store.mkdir()
         (self.jobs.tmp / "behind").mkdir()
         command = [sys.executable, ROOT / "tests/slowfs.py", self.jobs.tmp / "behind", self.jobs.store]
@@ -355,7 +355,7 @@ class Site:
 
 
 def _family(first: int) -> list[int]:
-    """A process and all that it has begotten."""
+    """Return the pids of a process and its descendants."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -386,13 +386,13 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
 """
 
 
-# ------------------------------------------------------------------------------------------------------- what it showed
+# ------------------------------------------------------------------------------------------------------------- results
 
 
 def run(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Run it below ``folder``: how it ended, and what is wrong with that (empty: nothing).
+    """Run a cell below ``folder``. Return its result, with ``wrong`` empty if nothing is wrong.
 
-    The losses are told in bits, and as a digest over all steps; whether they are those of others is for who compares.
+    The result has the last loss in bits, and a digest of the losses of all steps for comparing cells.
     """
     if cell.provider != "slurm":
         return _run(Site(folder, cell), folder)
@@ -428,7 +428,7 @@ def _training(site: Site) -> dict[str, Any]:
         return _losses(site, site.run(), attempts=1)
     site.training(script, "--hold", str(PATIENCE))
     if site.provider in HERE:
-        done = site.run(meanwhile=lambda: site.befall(scenario))
+        done = site.run(meanwhile=lambda: site.strike(scenario))
     else:
         drill = {"preempted": "--preempt", "node lost": "--kill"}[scenario]
         done = site.run(drill, "node=1,after=checkpoint")
@@ -459,12 +459,12 @@ def _fixture(site: Site) -> dict[str, Any]:
 
 
 def _losses(site: Site, done: Done, *, attempts: int) -> dict[str, Any]:
-    """How it ended, and each step's loss over all attempts: the same wherever two of them took the same step."""
+    """Return the result and the losses of all attempts. A step that two attempts took must have one loss."""
     result = done.json
     if "state" not in result:
         return {"wrong": f"exit {done.code}: {result['error']}"}
-    told = [{key: a[key] for key in ("number", "category", "resumed_from")} for a in result["attempts"]]
-    found: dict[str, Any] = {"attempts": told, "wrong": ""}
+    attempted = [{key: a[key] for key in ("number", "category", "resumed_from")} for a in result["attempts"]]
+    found: dict[str, Any] = {"attempts": attempted, "wrong": ""}
     losses: dict[int, float] = {}
     for path in sorted((site.live / "metrics").glob("*.jsonl")):
         for row in map(json.loads, path.read_text().splitlines()):
@@ -472,8 +472,8 @@ def _losses(site: Site, done: Done, *, attempts: int) -> dict[str, Any]:
                 found["wrong"] = f"step {row['step']} had two losses"
     if (done.code, result["state"]) != (0, "succeeded"):
         found["wrong"] = f"{result['state']}, {result['category']}: {result['reason']}"
-    elif len(told) != attempts or any(not a["resumed_from"].startswith("step-") for a in told[1:]):
-        found["wrong"] = f"attempts: {told}"
+    elif len(attempted) != attempts or any(not a["resumed_from"].startswith("step-") for a in attempted[1:]):
+        found["wrong"] = f"attempts: {attempted}"
     elif sorted(losses) != list(range(1, len(losses) + 1)) or not losses:
         found["wrong"] = f"losses of steps {sorted(losses)}"
     if losses:
@@ -483,7 +483,7 @@ def _losses(site: Site, done: Done, *, attempts: int) -> dict[str, Any]:
 
 
 def digest_of(losses: Mapping[int, float]) -> str:
-    """Of the bits of each step's loss."""
+    """Return the digest of the bits of each step's loss."""
     return hashlib.sha256("\n".join(losses[step].hex() for step in sorted(losses)).encode()).hexdigest()[:16]
 
 

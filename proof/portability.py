@@ -73,9 +73,9 @@ def main(argv: Sequence[str]) -> int:
     chosen = [cell for cell in CELLS.values() if not words or any(word in cell.name for word in words)]
     if "--new" in argv:
         chosen = [cell for cell in chosen if wrong(read(), cell) or read()[cell.name]["job"] != cells.job_digest(cell)]
-    amiss = run(chosen)
-    print(f"{len(chosen) - amiss} of {len(chosen)} gave the expected result")
-    return 1 if amiss else 0
+    failed = run(chosen)
+    print(f"{len(chosen) - failed} of {len(chosen)} gave the expected result")
+    return 1 if failed else 0
 
 
 def run(chosen: Sequence[Cell]) -> int:
