@@ -251,7 +251,7 @@ class Need:
 
     ``example`` is a value in the right form. ``find`` is a command that prints the right one, or names a page.
     ``stand_in`` is a valid value for ``plan`` if there is none; default: ``missing-NAME``. The plan shows it as
-    ``shown``; default: ``<NAME>``. A job that has the field ``instead`` does not need the value.
+    ``shown``; default: ``<NAME>``. A job or settings with the field ``instead`` do not need the value.
     """
 
     example: str
@@ -523,7 +523,8 @@ def lacking(kind: type[Provider], settings: Any, job: Job) -> tuple[str, ...]:
 
     def has(name: str, need: Need) -> bool:
         own = job if name == "image" else settings
-        return bool(getattr(own, name.rpartition(".")[2]) or (need.instead and getattr(job, need.instead)))
+        instead = [getattr(one, need.instead, None) for one in (job, settings) if need.instead]
+        return bool(getattr(own, name.rpartition(".")[2]) or any(instead))
 
     return tuple(name for name, need in needs_of(kind).items() if name != "store" and not has(name, need))
 

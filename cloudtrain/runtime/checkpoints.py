@@ -175,7 +175,7 @@ class Watch:
         return {name: entry for name, entry in found.items() if entry is not None}
 
     def entry(self, name: str) -> CheckpointEntry | None:
-        """One of `entries`, without a look at what is in the others."""
+        """Return one of `entries`, without reading the others."""
         if self._patterns:
             place = self._places().get(name)
             return self._entry(name, *place) if place else None

@@ -25,6 +25,11 @@ ROOT = Need(
     stand_in="/missing/shared",
     shown="/<shared>",
 )
+CLAIM = Need(
+    example="training",
+    find="the PersistentVolumeClaim that all nodes mount: kubectl get pvc (or set volume)",
+    instead="volume",
+)
 IMAGE = Need(
     example="docker.io/pytorch/pytorch:latest", find="an image with Python and torch that the cluster can pull"
 )
@@ -61,7 +66,7 @@ class Settings:
     context: str = field(default="", metadata={"caller": True})
     namespace: str = field(default="default", metadata={"place": True})
     kind: str = "job"
-    claim: str = ""
+    claim: str = field(default="", metadata={"need": CLAIM})
     volume: dict[str, Any] = field(default_factory=dict)
     root: str = field(default="", metadata={"need": ROOT})
     bucket: str = ""

@@ -233,9 +233,6 @@ def _names(planned: Planned) -> tuple[str, str]:
 
 def _refuse(settings: Settings, job: Job) -> None:
     wanted = job.resources
-    if not (settings.claim or settings.volume):
-        hint = f"set {NAME}.claim to the PersistentVolumeClaim that holds {settings.root}, or {NAME}.volume"
-        raise SpecError("is not set", field=f"{NAME}.claim", hint=hint)
     if wanted.shm_gb and wanted.memory_gb and wanted.shm_gb > wanted.memory_gb:
         raise SpecError(f"is more than memory_gb, {wanted.memory_gb}, which holds it", field="resources.shm_gb")
     if wanted.instance_type:

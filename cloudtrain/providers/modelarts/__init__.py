@@ -23,13 +23,17 @@ STORE = Need(
     stand_in="obs://missing-bucket",
     shown="obs://<bucket>",
 )
-REGION = Need(example="cn-north-4", find="the region of the store's bucket", stand_in="cn-north-4")
+REGION = Need(example="cn-north-4", find="the region of the store's bucket", stand_in="cn-missing-1")
 PROJECT = Need(
     example="0123456789abcdef0123456789abcdef",
     find="console, My Credentials, Projects: the project ID of the region",
     stand_in="0" * 32,
 )
-IMAGE = Need(example="my-organization/train:1", find="console, SoftWare Repository for Container, My Images")
+IMAGE = Need(
+    example="my-organization/train:1",
+    find="console, SoftWare Repository for Container, My Images",
+    stand_in="missing-organization/image",
+)
 ALIASES = ("huawei", "huaweicloud", "huawei-cloud", "ascend", "npu")
 """Other words for the platform, for the hint of an unknown provider."""
 
