@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 entrypoints/fsdp.py --train examples/data/persuasion.txt.gz    # or plain `python`
 
-What a task has, tasks/digits.py tells. The global batch is the contract: however it is split, the loss is the same.
+tasks/digits.py lists what a task needs. The global batch is fixed: the loss is the same, however it is split.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp  # before any group: it imports torch._dynamo, whose defaults would hold one
+import torch.distributed.checkpoint as dcp  # before any group: the import of torch._dynamo could keep a group alive
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -34,55 +34,55 @@ from torch.utils.data import DataLoader, default_collate
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-PEAK_FLOPS = {  # in bf16 or fp16, dense, from NVIDIA's data sheets, by what torch.cuda.get_device_name() says
+PEAK_FLOPS = {  # dense bf16 or fp16, from NVIDIA's data sheets; names of torch.cuda.get_device_name()
     "NVIDIA B200": 2250e12, "NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12,
     "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12,
 }  # fmt: skip
 
 
 def need(truth: bool, otherwise: str) -> None:
-    """Whatever can be refused is refused in one line, before processes wait for one another."""
+    """Exit with one line if ``truth`` is false. Called before processes wait for each other."""
     if not truth:
         raise SystemExit(f"fsdp.py: {otherwise}")
 
 
 def arguments() -> tuple[Any, argparse.Namespace]:
-    """The task's module, and all flags, the task's own too."""
+    """Return the task's module, and the values of all flags, including the task's own."""
     flags = argparse.ArgumentParser(description="Train a task with FSDP2.", allow_abbrev=False)
     flags.add_argument("--task", type=Path, default=Path(__file__).parent / "tasks/gpt.py", help="model, data, loss")
     flags.add_argument("--resume", default=os.environ.get("CLOUDTRAIN_RESUME_FROM", ""), help="a step-N folder")
-    flags.add_argument("--global-batch", type=int, default=16, help="samples of a step, over all processes together")
-    flags.add_argument("--micro-batch", type=int, default=0, help="samples of a pass; 0: a process's share of a step")
+    flags.add_argument("--global-batch", type=int, default=16, help="samples of a step, summed over all processes")
+    flags.add_argument("--micro-batch", type=int, default=0, help="samples of a pass; 0: a process's whole share")
     flags.add_argument("--epochs", type=int, default=3)
-    flags.add_argument("--max-steps", type=int, default=sys.maxsize, help="an earlier end")
-    flags.add_argument("--save-every", type=int, default=sys.maxsize, help="steps; and at the end of each epoch")
+    flags.add_argument("--max-steps", type=int, default=sys.maxsize, help="stop after this many steps")
+    flags.add_argument("--save-every", type=int, default=sys.maxsize, help="steps; each epoch ends with one, too")
     flags.add_argument("--patience", type=int, default=sys.maxsize, help="epochs without a better validation loss")
-    flags.add_argument("--lr", type=float, default=3e-3, help="the peak of the schedule")
+    flags.add_argument("--lr", type=float, default=3e-3, help="peak of the learning rate")
     flags.add_argument("--warmup", type=int, default=20, help="steps up to the peak; half a cosine goes down to 0")
-    flags.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
+    flags.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     flags.add_argument("--precision", choices=DTYPES, default="fp32", help="of the passes; the weights stay float32")
-    flags.add_argument("--replicate", type=int, default=1, help="HSDP: copies of the model, each spread over the rest")
+    flags.add_argument("--replicate", type=int, default=1, help="HSDP: copies of the model, each sharded in turn")
     flags.add_argument("--no-reshard", action="store_true", help="keep gathered weights from forward to backward")
-    flags.add_argument("--recompute", action="store_true", help="activations in backward, block by block: saves memory")
-    flags.add_argument("--cpu-offload", action="store_true", help="weights, gradients, optimizer: saves GPU memory")
-    flags.add_argument("--compile", action="store_true", help="each block")
-    flags.add_argument("--deterministic", action="store_true", help="exact kernels on a GPU, where they are slower")
-    flags.add_argument("--workers", type=int, default=0, help="that read ahead, for each process")
+    flags.add_argument("--recompute", action="store_true", help="activations in backward, block by block; saves memory")
+    flags.add_argument("--cpu-offload", action="store_true", help="weights, gradients and optimizer; saves GPU memory")
+    flags.add_argument("--compile", action="store_true", help="compile each block")
+    flags.add_argument("--deterministic", action="store_true", help="deterministic kernels on GPUs, often slower")
+    flags.add_argument("--workers", type=int, default=0, help="DataLoader workers of each process")
     flags.add_argument("--profile", default="", metavar="A:B", help="a Chrome trace of steps A to B")
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--device", choices=["cuda", "npu"], default="cuda", help="npu: Ascend's cards, by torch_npu")
+    flags.add_argument("--device", choices=["cuda", "npu"], default="cuda", help="npu: Ascend cards, with torch_npu")
     path = flags.parse_known_args([word for word in sys.argv[1:] if word not in ("-h", "--help")])[0].task
-    need(path.is_file(), f"--task {str(path)!r} is no file")
-    sys.path.insert(0, str(path.parent.absolute()))  # as for a script: what it imports may lie beside it
+    need(path.is_file(), f"--task {str(path)!r} is not a file")
+    sys.path.insert(0, str(path.parent.absolute()))  # so that the task can import files of its own folder
     task = import_module(path.stem)
     getattr(task, "add_arguments", lambda _: None)(flags)
     return task, flags.parse_args()
 
 
 def sharded(task: Any, args: argparse.Namespace, device: torch.device) -> tuple[FSDPModule, list[nn.Module]]:
-    """The task's model and its blocks. Rank 0 draws the weights, on its CPU: the same for any number of processes."""
+    """Return the task's model, sharded, and its blocks. Rank 0 draws the weights on its CPU for any world size."""
     whole = task.build_model(args) if dist.get_rank() == 0 else None
-    with torch.device("meta"):  # shapes without memory: nobody else ever holds all of it
+    with torch.device("meta"):  # shapes without memory: only rank 0 ever holds all weights
         model = task.build_model(args)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = list(task.blocks(model) if hasattr(task, "blocks") else max(lists, key=len, default=()))
@@ -95,13 +95,13 @@ def sharded(task: Any, args: argparse.Namespace, device: torch.device) -> tuple[
             block.forward = torch.compile(block.forward)
         if args.recompute:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    for module in (*blocks, model):  # the root's own weights are wanted again at once
+    for module in (*blocks, model):  # backward needs the root's own weights at once
         reshard = module is not model and not args.no_reshard
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
     model.to_empty(device="cpu" if args.cpu_offload else device)
     spread = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state_dict.set_model_state_dict(model, whole.state_dict() if whole else {}, options=spread)
-    for name, buffer in list(model.named_buffers()):  # also those that no state dict holds
+    for name, buffer in list(model.named_buffers()):  # including buffers that are in no state dict
         value = whole.get_buffer(name).to(device) if whole else torch.empty_like(buffer, device=device)
         dist.broadcast(value, 0)
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], value)
@@ -109,26 +109,26 @@ def sharded(task: Any, args: argparse.Namespace, device: torch.device) -> tuple[
 
 
 def estimate(model: nn.Module, blocks: list[nn.Module], args: argparse.Namespace, device: torch.device) -> str:
-    """What a process will hold, less activations, and what there is."""
+    """Return a line with the memory that a process needs without activations, and the memory that it has."""
     shard = sum(parameter.to_local().nbytes for parameter in model.parameters())
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     rest = sum(parameter.numel() for parameter in model.parameters()) - sum(sizes)
-    gathered = rest + (sum(sizes) if args.no_reshard else 2 * max(sizes, default=0))  # the next comes early
+    gathered = rest + (sum(sizes) if args.no_reshard else 2 * max(sizes, default=0))  # the next block is prefetched
     gathered *= 4 if args.precision == "fp32" else 2
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     there = ram if device.type == "cpu" else getattr(torch, device.type).get_device_properties(device).total_memory
     short = gathered + (0 if args.cpu_offload else 4 * shard) > there
     weights, adamw, gathered, there = (f"{size / 1e6:,.1f} MB" for size in (shard, 2 * shard, gathered, there))
     text = f"weights {weights}, gradients {weights}, AdamW {adamw}{', all in RAM' if args.cpu_offload else ''}"
-    advice = ": it will not fit, take more processes, --cpu-offload or --precision bf16" if short else ""
-    return f"memory of a process: {text}; gathered weights {gathered}; activations; there is {there}{advice}"
+    advice = "; too little: use more processes, --cpu-offload or --precision bf16" if short else ""
+    return f"memory of a process: {text}; gathered weights {gathered}; activations; available {there}{advice}"
 
 
 def fits(model: Any, blocks: list[nn.Module], loss_of: Any, samples: Any, passes: int, group: Any) -> bool:
-    """Whether a pass fits into the memory of every process, beside what AdamW will hold.
+    """Return True if a pass fits into the memory of every process, in addition to AdamW's state.
 
-    A process that runs out stops in the middle, and the others would wait for it to gather or scatter weights. So all
-    vote before each of these, and whoever has run out votes once more: all leave at the same place.
+    If one process runs out of memory in the middle of a pass, the others would wait for it at the next gather or
+    scatter of weights. So all processes vote before each of these, and all leave the pass at the same point.
     """
     reserve, buffers, handles, full = [], [buffer.clone() for buffer in model.buffers()], [], False
 
@@ -144,7 +144,7 @@ def fits(model: Any, blocks: list[nn.Module], loss_of: Any, samples: Any, passes
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: vote())
 
-    for module in (*blocks, model):  # FSDP's own hooks are there already: prepend means before them
+    for module in (*blocks, model):  # FSDP has its hooks already; prepend puts ours first
         handles += [
             module.register_forward_pre_hook(lambda *_: vote(), prepend=True),  # before it gathers
             module.register_forward_hook(lambda _, __, output: vote_in_backward(output), prepend=True),  # gathers again
@@ -180,7 +180,7 @@ def main() -> None:
     (train, validation, test), file = task.build_datasets(args), Path(args.resume, "train.json")
     batch, share, per_epoch = args.global_batch, args.global_batch // world, len(train) // max(1, args.global_batch)
     micro, steps = args.micro_batch or share or 1, min(args.epochs * per_epoch, args.max_steps)
-    need(not gpus or local < gpus, f"no GPU for local rank {local}, this node has {gpus}: start one process per GPU")
+    need(not gpus or local < gpus, f"no GPU for local rank {local}: this node has {gpus}; start one process per GPU")
     need(args.replicate > 0 and world % args.replicate == 0, f"--replicate {args.replicate} of {world} processes")
     even = 0 < batch <= len(train) and micro > 0 and batch % (world * micro) == 0
     need(even, f"--global-batch {batch} of {len(train)} does not split over {world} processes, passes of {micro} each")
@@ -188,10 +188,10 @@ def main() -> None:
     first, last = map(int, args.profile.split(":")) if re.fullmatch(r"\d+:\d+", args.profile) else (0, 0)
     need(not args.profile or 0 < first <= last <= steps, f"--profile {args.profile!r} is not two steps, as in 10:13")
     contract = {"seed": args.seed, "global_batch": batch, "steps": steps, "lr": args.lr}
-    need(not args.resume or file.is_file(), f"--resume {args.resume!r} is no checkpoint of this script")
+    need(not args.resume or file.is_file(), f"--resume {args.resume!r} is not a checkpoint of this script")
     notes = json.loads(file.read_text()) if args.resume else {"step": 0, "contract": contract}
-    need(notes["contract"] == contract, f"--resume: it was saved with {notes['contract']}, this run has {contract}")
-    for path in folder.glob(".step-*.tmp") if local == 0 else ():  # what a killed run had begun to write
+    need(notes["contract"] == contract, f"--resume: saved with {notes['contract']}, but this run has {contract}")
+    for path in folder.glob(".step-*.tmp") if local == 0 else ():  # unfinished checkpoints of a killed run
         shutil.rmtree(path, ignore_errors=True)
     env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(args.deterministic)
@@ -200,7 +200,7 @@ def main() -> None:
     device = torch.device(args.device, local) if gpus else torch.device("cpu")
     say = print if rank == 0 else lambda *_, **__: None
     dist.init_process_group(BACKENDS[device.type], device_id=device if gpus else None)
-    aside = dist.new_group(backend="gloo")  # votes, and threads that save: no collective of theirs may meet the loop's
+    aside = dist.new_group(backend="gloo")  # for votes and threads that save, apart from the loop's collectives
     model, blocks = sharded(task, args, device)
     say(estimate(model, blocks, args, device))
 
@@ -209,10 +209,10 @@ def main() -> None:
 
     @torch.no_grad()
     def evaluate(data: Any) -> dict[str, float]:
-        """Means over all of it. Each process sees every world-th sample, unpadded, so that none is counted twice."""
+        """Return the means over all samples. Each process takes every world-th one, unpadded: none counts twice."""
         model.eval()
         mine, sums = range(rank, len(data), world), torch.zeros((), dtype=torch.float64, device=device)
-        # All make as many passes, as they gather weights together: an empty one takes a sample that does not count.
+        # All processes gather weights together, so all make as many passes. An empty pass has a sample that counts 0.
         passes = [mine[at : at + micro] for at in range(0, math.ceil(len(data) / world), micro)]
         parts = DataLoader(data, batch_sampler=[rows or range(1) for rows in passes], num_workers=args.workers)
         for rows, part in zip(passes, parts, strict=True):
@@ -224,7 +224,7 @@ def main() -> None:
         return dict(zip(("loss", *others), (sums[1:] / sums[0]).tolist(), strict=True))
 
     while not fits(model, blocks, loss_of, [train[i] for i in range(micro)], share // micro, aside):
-        need(micro > 1, "out of memory with one sample: take more processes, --cpu-offload or --recompute")
+        need(micro > 1, "out of memory with one sample: use more processes, --cpu-offload or --recompute")
         micro = max(size for size in range(1, micro // 2 + 1) if share % size == 0)
         cards.empty_cache()
         say(f"out of memory: now {micro} samples a pass, {share // micro} passes a step", flush=True)
@@ -235,7 +235,7 @@ def main() -> None:
         return {"model": model.state_dict(), "optimizer": state_dict.get_optimizer_state_dict(model, optimizer)}
 
     def order(step: int) -> Any:
-        """What this process takes from a step on: a function of the seed, so that there is no state to save."""
+        """Yield this process's samples from a step on: a function of the seed, so there is no state to save."""
         for epoch in range(step // per_epoch, args.epochs):
             generator = torch.Generator().manual_seed(args.seed * 1_000_003 + epoch)
             shuffled = torch.randperm(len(train), generator=generator).tolist()
@@ -243,17 +243,17 @@ def main() -> None:
                 yield from shuffled[first : first + share]
 
     def publish(written: Future[Any], step: int, best: int) -> None:
-        """Every process writes its part to its node's disk. Once all have, each node gives its own the name."""
+        """Rename the checkpoint on this node's disk, after all processes have written their parts."""
         written.result()
         if local == 0:
-            with suppress(FileNotFoundError):  # on a disk that nodes share, another was first
+            with suppress(FileNotFoundError):  # on a disk that nodes share, another node has renamed it
                 (folder / f".step-{step}.tmp").rename(folder / f"step-{step}")
         if rank == 0 and step == best:
             (folder / "best").write_text(f"step-{best}\n")
 
-    state()  # it makes AdamW's moments, by a step of zeros: a checkpoint has them of what never had a gradient, too
+    state()  # makes AdamW's moments by a step of zeros, so that a checkpoint also has those of unused parameters
     for moments in optimizer.state.values():
-        moments["step"].zero_()  # as that step moved nothing, it counts for nothing
+        moments["step"].zero_()  # that step does not count
     if args.resume:
         dcp.load(saved := state(), checkpoint_id=args.resume, process_group=aside)
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
@@ -268,13 +268,13 @@ def main() -> None:
     flops = task.flops_per_item(model) if hasattr(task, "flops_per_item") and args.precision != "fp32" else 0
     profiler = torch.profiler.profile() if rank == 0 and step < first else None
     stager, publisher = DefaultStager(StagingOptions(gpus > 0, False, True, gpus > 0)), ThreadPoolExecutor(1)
-    saving, told = publisher.submit(lambda: None), False
+    saving, stopping = publisher.submit(lambda: None), False
     loader = iter(DataLoader(train, micro, sampler=order(step), num_workers=args.workers, pin_memory=gpus > 0))
-    while step < steps and not told and step - best["step"] < max(1, args.patience) * per_epoch:
+    while step < steps and not stopping and step - best["step"] < max(1, args.patience) * per_epoch:
         if profiler and step + 1 == first:
             profiler.start()
         began = time.perf_counter()
-        torch.manual_seed(((args.seed * 1_000_003 + step) * 65_537 + rank) % 2**63)  # so dropout has no state either
+        torch.manual_seed(((args.seed * 1_000_003 + step) * 65_537 + rank) % 2**63)  # so dropout has no state to save
         parts, waited = [next(loader) for _ in range(share // micro)], time.perf_counter() - began
         dist.all_reduce(items := torch.tensor(float(sum(map(task.count, parts))), device=device))
         loss_sum = torch.zeros((), device=device)
@@ -287,16 +287,16 @@ def main() -> None:
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor()
         warm, cosine = (step + 1) / max(1, args.warmup), (1 + math.cos(math.pi * step / steps)) / 2
         lr = optimizer.param_groups[0]["lr"] = args.lr * min(warm, cosine)
-        stager.synchronize_staging()  # a save copies what it changes beside the passes; what they change, at once
+        stager.synchronize_staging()  # the last save has copied the weights: they may change now
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        for buffer in statistics:  # BatchNorm's: what is judged and saved is one model
+        for buffer in statistics:  # BatchNorm's, so that all processes save one model
             dist.broadcast(buffer, 0)
         step, epoch, epoch_ends = step + 1, step // per_epoch + 1, (step + 1) % per_epoch == 0 or step + 1 == steps
         total = torch.stack([loss_sum, loss_sum.new_tensor(os.path.exists(env.get("CLOUDTRAIN_PREEMPT_FILE", "")))])
-        dist.all_reduce(total)  # the loss of the whole batch, and whether any node is to stop: all stop at one step
-        mean, told, seconds = total[0].item() / items.item(), total[1].item() > 0, time.perf_counter() - began
+        dist.all_reduce(total)  # the loss of the whole batch, and if any node must stop: all stop at the same step
+        mean, stopping, seconds = total[0].item() / items.item(), total[1].item() > 0, time.perf_counter() - began
         line = {"step": step, "epoch": epoch, "time": time.time(), "loss": mean, "lr": lr, "grad_norm": norm.item()}
         unit, rate = getattr(task, "UNIT", "samples"), items.item() / seconds
         line |= {"samples_per_s": batch / seconds, f"{unit}_per_s": rate, "data_wait": waited / seconds}
@@ -305,19 +305,19 @@ def main() -> None:
         if profiler and step == last:
             profiler.stop()
             profiler.export_chrome_trace(str(artifacts / f"trace-{first}-{last}.json"))
-        if epoch_ends and not told:
+        if epoch_ends and not stopping:
             line |= {f"val_{name}": value for name, value in evaluate(validation).items()}
-            if line["val_loss"] < best["loss"]:  # the test is told of the best, and decides nothing
+            if line["val_loss"] < best["loss"]:  # the test set decides nothing: it reports the best model
                 best = {"step": step, "loss": line["val_loss"], "test": evaluate(test)}
             say(" ".join(f"{name} {value:.4g}" for name, value in line.items() if name != "time"), flush=True)
         with open(env.get("CLOUDTRAIN_METRICS_FILE") or os.devnull if rank == 0 else os.devnull, "a") as metrics:
             metrics.write(json.dumps({k: v if math.isfinite(v) else None for k, v in line.items()}) + "\n")
         for name, value in line.items() if board else ():
             board.add_scalar(name, value, step)
-        if epoch_ends or told or step % max(1, args.save_every) == 0:
-            saving.result()  # one at a time
+        if epoch_ends or stopping or step % max(1, args.save_every) == 0:
+            saving.result()  # one save at a time
             hidden = folder / f".step-{step}.tmp"
-            shutil.rmtree(folder / f"step-{step}", ignore_errors=True)  # of a run that this one has left behind
+            shutil.rmtree(folder / f"step-{step}", ignore_errors=True)  # of a run from which this one has diverged
             if rank == 0:
                 hidden.mkdir(parents=True, exist_ok=True)
                 new = notes | {"step": step, "best": best, "scaler": scaler.state_dict()}
@@ -329,7 +329,7 @@ def main() -> None:
     saving.result()
     if board:
         board.close()
-    if told:
+    if stopping:
         say(f"preempted at step {step} of {steps}, saved")
     else:
         whole = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -339,7 +339,7 @@ def main() -> None:
             import_module("safetensors.torch").save_file(weights, artifacts / "model.safetensors")
         elif rank == 0:
             torch.save(weights, artifacts / "model.pt")
-            say("model.pt is in torch's own format: safetensors is not installed")
+            say("wrote model.pt, as safetensors is not installed")
         step, scores = (best["step"], best["test"]) if best["test"] else (step, evaluate(test))
         result = " ".join(f"{name} {value:.4f}" for name, value in scores.items())
         say(f"{result} on {len(test)} held-out samples, with the weights of step {step}")

@@ -59,8 +59,8 @@ _END = """
 
 `python proof/portability.py` runs all cells again, and so does `make proof`. A test fails in three cases: this page
 does not agree with its record; a provider, scenario, image or fault has no cell; or a cell's entry point, task, data,
-flags or image has changed since it ran. A change of cloudtrain alone does not make a cell stale. The table
-shows the commit of each cell, and the suite runs a few of the cells every time.
+flags or image has changed since it ran. A change of cloudtrain, of a comment or of a docstring alone does not make a
+cell stale. The table shows the commit of each cell, and the suite runs a few of the cells every time.
 """
 
 

@@ -59,6 +59,20 @@ def test_a_record_that_is_not_of_the_code_is_stale(record: dict[str, Any]) -> No
     assert not set(NOT) & set(CELLS)
 
 
+def test_words_about_the_code_make_no_cell_stale(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    digests = []
+    for text in (
+        '"""Train."""\n\nx = "# 1"  # one\n\n\ndef f():\n    """Return 2.\n\n    Always.\n    """\n    return 2\n',
+        'x = "# 1"\ndef f():\n    return 2  # two\n',
+        'x = "# 2"\ndef f():\n    return 2\n',
+    ):
+        script.write_text(text)
+        digests.append(cells.content(script))
+    assert digests[0] == digests[1] == b'x = "# 1"\ndef f():\n    return 2'
+    assert digests[1] != digests[2]
+
+
 # -------------------------------------------------------------------------------------------- a few of them, every time
 
 

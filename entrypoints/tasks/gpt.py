@@ -1,4 +1,4 @@
-"""Task: a GPT that reads bytes. What an entry point needs of a task is told in digits.py, beside this file.
+"""Task: a GPT that reads bytes. digits.py, in this folder, lists what an entry point needs of a task.
 
 Pre-norm blocks, learned positions, GPT-2's initial weights. No tokenizer: a token is a byte.
 """
@@ -17,19 +17,19 @@ UNIT = "tokens"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The text and the shape of the model."""
+    """Add the flags for the text and the shape of the model."""
     given = os.environ.get("CLOUDTRAIN_INPUT_TRAIN", "")
     parser.add_argument("--train", default=given, help="a text, plain or .gz, or a folder that holds it and no other")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--context", type=int, default=64, help="tokens of a sample")
-    parser.add_argument("--vocabulary", type=int, default=256, help="more than 256 rows only measure a larger model")
+    parser.add_argument("--context", type=int, default=64, help="tokens in a sample")
+    parser.add_argument("--vocabulary", type=int, default=256, help="rows above 256 only make the model larger")
     parser.add_argument("--dropout", type=float, default=0.0)
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each added to what came in."""
+    """Attention and a perceptron, each added to its input."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class Block(nn.Module):
         return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")))
 
     def drop(self, x: Tensor) -> Tensor:
-        """Dropout, in training."""
+        """Apply dropout, in training only."""
         return F.dropout(x, self.dropout, self.training)
 
 
 class GPT(nn.Module):
-    """Bytes (batch, context) to scores of the next ones (batch, context, vocabulary)."""
+    """Map of bytes (batch, context) to scores of the next bytes (batch, context, vocabulary)."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(args) for _ in range(args.layers))
         self.norm, self.head = nn.LayerNorm(args.width), nn.Linear(args.width, args.vocabulary, bias=False)
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:  # what adds to the stream is drawn smaller, as there are two such in each block
+            if parameter.dim() == 2:  # two in each block add to the residual stream: they start smaller
                 adds = name.endswith(("mix.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * args.layers) ** 0.5 if adds else 0.02)
             elif name.endswith("bias"):
@@ -74,14 +74,14 @@ class GPT(nn.Module):
 
 
 def build_model(args: argparse.Namespace) -> nn.Module:
-    """The GPT of the flags."""
+    """Return the GPT that the flags describe."""
     if args.width % args.heads:
-        raise SystemExit(f"gpt.py: --width {args.width} is no multiple of --heads {args.heads}")
+        raise SystemExit(f"gpt.py: --width {args.width} is not a multiple of --heads {args.heads}")
     return GPT(args)
 
 
 class Text(Dataset[tuple[Tensor, Tensor]]):
-    """Sample i: the i-th ``context`` bytes of a text, and the same one byte on."""
+    """Samples of a text: sample i has its i-th ``context`` bytes, and the same bytes shifted by one."""
 
     def __init__(self, data: Tensor, context: int) -> None:
         self.data, self.context = data, context
@@ -95,19 +95,19 @@ class Text(Dataset[tuple[Tensor, Tensor]]):
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Text, Text, Text]:
-    """The first nine tenths of the text to train on; one twentieth each, what follows, to validate and to test."""
+    """Split the text: nine tenths to train, then one twentieth each to validate and to test."""
     try:
         (file,) = Path(args.train).iterdir() if os.path.isdir(args.train) else [Path(args.train)]
         text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, ValueError) as error:
-        raise SystemExit(f"gpt.py: --train {args.train!r} is no text, nor a folder with just one: {error}") from None
+        raise SystemExit(f"gpt.py: --train {args.train!r} is not a text or a folder with just one: {error}") from None
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     train, validation, test = data.split([len(data) - 2 * (len(data) // 20), len(data) // 20, len(data) // 20])
     return Text(train, args.context), Text(validation, args.context), Text(test, args.context)
 
 
 def compute_loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross-entropy in nats a byte, and how many bytes are told right."""
+    """Return the cross-entropy in nats, and the number of bytes that were predicted correctly."""
     tokens, following = batch
     scores = model(tokens).flatten(0, 1)
     following = following.flatten()
@@ -116,12 +116,12 @@ def compute_loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[st
 
 
 def count(batch: list[Tensor]) -> int:
-    """Tokens."""
+    """Return the number of tokens."""
     return batch[1].numel()
 
 
 def flops_per_item(model: nn.Module) -> float:
-    """6 for each weight that multiplies, and attention's 12 x layers x width x context: the PaLM paper's count."""
+    """Return 6 for each weight that multiplies, plus attention's 12 x layers x width x context (PaLM paper)."""
     context, width = model.positions.weight.shape
     weights = sum(p.numel() for p in model.parameters()) - model.tokens.weight.numel() - model.positions.weight.numel()
     return 6 * weights + 12 * len(model.blocks) * width * context

@@ -1,7 +1,7 @@
-"""A task of the entry points, ``--of digits`` or ``--of gpt``, as it is; with ``--hold``, one that waits.
+"""A task of the entry points, ``--of digits`` or ``--of gpt``; with ``--hold``, one that waits at its first checkpoint.
 
-The first start of a run then reads nothing more once it has left a checkpoint, for so many seconds or until it is told
-to stop: what befalls it does so there, however slow the machine is. What it trains on, in which order, is the same.
+The first start of a run then reads no more samples after its first checkpoint, for so many seconds or until the stop
+notice. So a fault always strikes at that step, however slow the machine is. Samples and their order stay the same.
 """
 
 import argparse
@@ -23,25 +23,25 @@ globals().update({name: getattr(_task, name) for name in ("UNIT", "blocks", "flo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The task's own, and whether to wait."""
+    """Add the task's own flags, and ``--of`` and ``--hold``."""
     _task.add_arguments(parser)
     parser.add_argument("--of", choices=["digits", "gpt"], default="digits", help="the task")
     parser.add_argument("--hold", type=float, default=0.0, help="seconds that the first start waits at its checkpoint")
 
 
 class Held(Dataset[Any]):
-    """The samples of the task, all of them only to whoever need not wait."""
+    """The task's samples. Reading one waits while the run holds at its checkpoint."""
 
     def __init__(self, data: Any, seconds: float) -> None:
         self.seconds, self.since = seconds, 0.0
         self.data, self.saved = data, Path(os.environ.get("CLOUDTRAIN_CHECKPOINT_DIR") or "checkpoints")
-        self.told = os.environ.get("CLOUDTRAIN_PREEMPT_FILE", "")
+        self.notice = os.environ.get("CLOUDTRAIN_PREEMPT_FILE", "")
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __getitem__(self, index: int) -> Any:
-        while any(self.saved.glob("step-*")) and not os.path.exists(self.told):
+        while any(self.saved.glob("step-*")) and not os.path.exists(self.notice):
             self.since = self.since or time.monotonic()
             if time.monotonic() - self.since > self.seconds:
                 break
@@ -50,7 +50,7 @@ class Held(Dataset[Any]):
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """The task's; the one to train on may make wait."""
+    """Return the task's data. The training data waits if the run must hold."""
     train, validation, test = _task.build_datasets(args)
     waits = args.hold > 0 and os.environ.get("CLOUDTRAIN_ATTEMPT", "0.0") == "0.0"
     return (Held(train, args.hold) if waits else train), validation, test

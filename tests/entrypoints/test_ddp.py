@@ -246,9 +246,9 @@ def test_on_npus_it_imports_their_library(script: str, trainings: Trainings, tmp
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 REFUSALS = {
-    "no data named": ([], {}, "digits.py: --train '' is no digits.csv.gz"),
+    "no data named": ([], {}, "digits.py: --train '' is not digits.csv.gz"),
     "no such data": (["--train", "no/such/file.csv.gz"], {}, "No such file"),
-    "no such task": (["--task", "nothing.py"], {}, "ddp.py: --task 'nothing.py' is no file"),
+    "no such task": (["--task", "nothing.py"], {}, "ddp.py: --task 'nothing.py' is not a file"),
     "three processes": ([*DIGITS_FLAGS], {"WORLD_SIZE": "3"}, "does not split over 3 processes"),
     "passes too large": ([*DIGITS_FLAGS, "--micro-batch", "48"], {}, "passes of 48 each"),
     "a batch of nothing": ([*DIGITS_FLAGS, "--global-batch", "0"], {}, "--global-batch 0 of 1437"),
@@ -274,5 +274,5 @@ def test_refuses_the_checkpoint_of_another_run(two: Launched, trainings: Trainin
     flags = (*SHORT, "--resume", str(two.checkpoint("step-22")), "--lr", "1")
     refused = trainings.start(tmp_path, "ddp.py", *flags).finish()
     assert refused.code == 1
-    assert refused.err.startswith("ddp.py: --resume: it was saved with {'seed': 0,")
+    assert refused.err.startswith("ddp.py: --resume: saved with {'seed': 0,")
     assert refused.err.count("\n") == 1

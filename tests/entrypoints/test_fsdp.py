@@ -180,7 +180,7 @@ def test_what_is_written_under_bare_torchrun(tmp_path: Path) -> None:
 def test_without_the_libraries_it_says_so(trainings: Trainings, tmp_path: Path) -> None:
     run = trainings.run(tmp_path, "fsdp.py", *ODD, "--max-steps", "2", hidden=("tensorboard", "safetensors"))
     assert "no event files: tensorboard is not installed" in run.out
-    assert "model.pt is in torch's own format: safetensors is not installed" in run.out
+    assert "wrote model.pt, as safetensors is not installed" in run.out
     weights = torch.load(tmp_path / "artifacts/model.pt", weights_only=True)
     assert weights["head.weight"].shape == (5, 16)
 
@@ -223,8 +223,8 @@ def test_any_seed_and_another_precision_than_the_checkpoint(trainings: Trainings
 
 
 REFUSALS = {
-    "no data named": ([], {}, "gpt.py: --train '' is no text"),
-    "heads": ([*GPT, "--heads", "7"], {}, "gpt.py: --width 64 is no multiple of --heads 7"),
+    "no data named": ([], {}, "gpt.py: --train '' is not a text"),
+    "heads": ([*GPT, "--heads", "7"], {}, "gpt.py: --width 64 is not a multiple of --heads 7"),
     "three processes": ([*GPT], {"WORLD_SIZE": "3"}, "--global-batch 32 of 6565 does not split over 3 processes"),
     "copies": ([*GPT, "--replicate", "2"], {}, "fsdp.py: --replicate 2 of 1 processes"),
     "nothing held out": ([*ODD, "--held-out", "0"], {}, "fsdp.py: nothing is held out"),
