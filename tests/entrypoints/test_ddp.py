@@ -217,7 +217,7 @@ def test_batch_norm_is_judged_and_saved_as_one_model(script: str, trainings: Tra
 def test_batch_norm_on_a_cpu_is_said_to_be_of_one_pass(trainings: Trainings, tmp_path: Path) -> None:
     """And its statistics, which the passes before step 1 leave alone, come back with a checkpoint."""
     run = trainings.run(tmp_path / "run", "ddp.py", *ODD, "--batch-norm", processes=2)
-    assert run.out.splitlines()[0] == "BatchNorm with 8 samples a pass: SyncBatchNorm would need GPUs"
+    assert run.out.splitlines()[0] == "BatchNorm with 8 samples a pass: SyncBatchNorm needs GPUs"
     resume = ("--resume", str(run.checkpoint("step-6")))
     again = trainings.run(tmp_path / "again", "ddp.py", *ODD, "--batch-norm", *resume, processes=2)
     assert run.losses() | again.losses() == run.losses()
@@ -254,7 +254,7 @@ REFUSALS = {
     "a batch of nothing": ([*DIGITS_FLAGS, "--global-batch", "0"], {}, "--global-batch 0 of 1437"),
     "a batch of all and more": ([*DIGITS_FLAGS, "--global-batch", "1438"], {}, "--global-batch 1438 of 1437"),
     "too few held out": ([*ODD, "--held-out", "1"], {"WORLD_SIZE": "2"}, "1 samples are held out"),
-    "no checkpoint": ([*DIGITS_FLAGS, "--resume", "nowhere"], {}, "--resume 'nowhere' is no checkpoint"),
+    "no checkpoint": ([*DIGITS_FLAGS, "--resume", "nowhere"], {}, "--resume 'nowhere' is not a checkpoint"),
     "half sums on a CPU": ([*DIGITS_FLAGS, "--compress", "bf16"], {}, "--compress bf16 needs GPUs"),
     "NPUs without their library": ([*DIGITS_FLAGS, "--device", "npu"], {}, "--device npu needs the package torch_npu"),
 }

@@ -230,7 +230,7 @@ REFUSALS = {
     "nothing held out": ([*ODD, "--held-out", "0"], {}, "fsdp.py: nothing is held out"),
     "a trace of nothing": ([*GPT, "--profile", "10-13"], {}, "fsdp.py: --profile '10-13' is not two steps"),
     "a trace of what never comes": ([*GPT, "--profile", "3:9", "--max-steps", "4"], {}, "fsdp.py: --profile '3:9'"),
-    "no checkpoint": ([*GPT, "--resume", "nowhere"], {}, "fsdp.py: --resume 'nowhere' is no checkpoint"),
+    "no checkpoint": ([*GPT, "--resume", "nowhere"], {}, "fsdp.py: --resume 'nowhere' is not a checkpoint"),
     "NPUs without their library": ([*GPT, "--device", "npu"], {}, "--device npu needs the package torch_npu"),
 }  # fmt: skip
 
