@@ -64,7 +64,7 @@ class Client(clients.Client):
         job, logs = self.job(run_id), self.world.plane.logs()
         stream = f"{job.name}/"
         Jobs.wait_for(lambda: job.over or any(text in line for line in logs.messages(LOG_GROUP, stream)), PATIENCE)
-        assert not job.over, job.described().get("FailureReason")
+        assert not job.over, job.describe().get("FailureReason")
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ class TestWholeRuns:
     @pytest.mark.proof
     def test_a_stopped_run_leaves_the_checkpoints_of_all_ranks(self, client: Client) -> None:
         check_cancelled(client)
-        assert client.job("stopped").described()["SecondaryStatus"] == "Stopped"
+        assert client.job("stopped").describe()["SecondaryStatus"] == "Stopped"
         commit = client.run("stopped").store.newest_checkpoint("stopped")
         assert commit is not None
         assert commit.name == "last"
@@ -315,7 +315,7 @@ class TestTrouble:
         run = idle.send(idle.plan({"image": f"{REGISTRY}/{images('nopython')}"}, run_id="no-python"))
         result = run.wait(timeout=PATIENCE, poll=0.2)
         (job,) = idle.plane.jobs.values()
-        said = " ".join(job.described()["FailureReason"].split())
+        said = " ".join(job.describe()["FailureReason"].split())
         assert said == "AlgorithmError: never started: no python 3.10 , exit code: 127"
         assert (result["category"], result["exit_code"]) == ("image", 2)
         assert "never started: no python 3.10" in result["reason"]
@@ -328,7 +328,7 @@ class TestTrouble:
         run = idle.send(idle.plan({"launcher": "python"}, run_id="says"))
         result = run.wait(timeout=PATIENCE, poll=0.2)
         (job,) = idle.plane.jobs.values()
-        assert said in job.described()["FailureReason"]
+        assert said in job.describe()["FailureReason"]
         assert (result["category"], result["exit_code"]) == ("user_error", 1)
 
     def test_a_status_nobody_knows_is_running(self, idle: SageMakerWorld) -> None:

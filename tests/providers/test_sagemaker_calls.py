@@ -86,7 +86,7 @@ def request() -> Request:
     return provider().plan(Job.make(entry_point="train.py"), layout)
 
 
-def described(name: str, primary: str = "InProgress", secondary: str = "Training", **more: Any) -> dict[str, Any]:
+def describe(name: str, primary: str = "InProgress", secondary: str = "Training", **more: Any) -> dict[str, Any]:
     return {
         "TrainingJobName": name,
         "TrainingJobArn": ARN + name,
@@ -134,7 +134,7 @@ def owner(tag: str) -> Callable[[str, dict[str, Any]], Answer]:
         if operation == "CreateTrainingJob":
             return 400, {"__type": "ResourceInUse", "message": "Training job names must be unique"}
         if operation == "DescribeTrainingJob":
-            return 200, described(body["TrainingJobName"])
+            return 200, describe(body["TrainingJobName"])
         assert operation == "ListTags"
         return 200, {"Tags": [{"Key": "cloudtrain:run", "Value": tag}]}
 
@@ -173,7 +173,7 @@ def test_find_of_nothing_creates_nothing(aws: Aws) -> None:
 def test_the_region_of_a_job_is_that_of_its_arn(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever attaches, with whatever settings."""
     monkeypatch.setenv("AWS_REGION", "us-east-1")
-    aws.answer = lambda operation, body: (200, described("j"))
+    aws.answer = lambda operation, body: (200, describe("j"))
     Provider().status(ARN + "j")
     assert "/eu-west-1/sagemaker/" in aws.keys[-1]
     Provider().status("j")
@@ -192,7 +192,7 @@ def test_cancel(aws: Aws) -> None:
 @pytest.mark.parametrize("primary", ["Completed", "Failed", "Stopped", "Stopping"])
 def test_cancel_of_what_has_ended_changes_nothing(aws: Aws, primary: str) -> None:
     refusal = {"__type": "ValidationException", "message": f"the training job is in status {primary}"}
-    aws.answer = lambda op, body: (400, refusal) if op == "StopTrainingJob" else (200, described("j", primary, primary))
+    aws.answer = lambda op, body: (400, refusal) if op == "StopTrainingJob" else (200, describe("j", primary, primary))
     provider().cancel(ARN + "j")
 
 
@@ -216,7 +216,7 @@ def states() -> list[tuple[str, str]]:
 
 @for_each(("primary", "secondary"), states())
 def test_every_status_means_something(primary: str, secondary: str) -> None:
-    status = status_of(described("j", primary, secondary))
+    status = status_of(describe("j", primary, secondary))
     final = primary in ("Completed", "Failed", "Stopped")
     assert status.final == final
     assert bool(status.category) == (status.state in ("failed", "cancelled"))
@@ -243,7 +243,7 @@ STATES = [
 
 @for_each(("primary", "secondary", "state", "category"), STATES)
 def test_status(primary: str, secondary: str, state: str, category: str) -> None:
-    status = status_of(described("j", primary, secondary))
+    status = status_of(describe("j", primary, secondary))
     assert (status.state, status.category) == (state, category)
 
 
@@ -252,7 +252,7 @@ def test_status(primary: str, secondary: str, state: str, category: str) -> None
 def test_a_wait_that_was_too_long_is_a_lack_of_capacity(primary: str, state: str, seconds: int, waited: bool) -> None:
     """Whatever SageMaker calls that state: it never started, and its limit is over."""
     stopping = {"MaxRuntimeInSeconds": 60, "MaxPendingTimeInSeconds": 3600}
-    told = described("j", primary, primary, StoppingCondition=stopping, CreationTime=0.0, LastModifiedTime=seconds)
+    told = describe("j", primary, primary, StoppingCondition=stopping, CreationTime=0.0, LastModifiedTime=seconds)
     status = status_of(told)
     assert (status.category == "capacity") == waited
     if waited:
@@ -269,11 +269,11 @@ def test_a_job_that_had_machines_has_not_waited_for_them(word: str) -> None:
     stopping = {"MaxRuntimeInSeconds": 60, "MaxPendingTimeInSeconds": 3600}
     times = {"CreationTime": 0.0, "LastModifiedTime": 7200.0, "StoppingCondition": stopping}
     steps = transitions("Starting", "Pending", word, "Stopping", "Stopped")
-    status = status_of(described("j", "Stopped", "Stopped", SecondaryStatusTransitions=steps, **times))
+    status = status_of(describe("j", "Stopped", "Stopped", SecondaryStatusTransitions=steps, **times))
     assert (status.state, status.category, status.billed_s) == ("cancelled", "cancelled", None)
-    failed = status_of(described("j", "Failed", "Failed", SecondaryStatusTransitions=steps, **times))
+    failed = status_of(describe("j", "Failed", "Failed", SecondaryStatusTransitions=steps, **times))
     assert failed.category == "infra"
-    never = status_of(described("j", "Stopped", "Stopped", SecondaryStatusTransitions=steps[:2], **times))
+    never = status_of(describe("j", "Stopped", "Stopped", SecondaryStatusTransitions=steps[:2], **times))
     assert (never.category, never.billed_s) == ("capacity", 0.0)
 
 
@@ -302,7 +302,7 @@ def test_a_job_that_had_machines_has_not_waited_for_them(word: str) -> None:
 )
 def test_a_failure_has_a_category_and_a_way_on(reason: str, category: str) -> None:
     assert category_of(reason) == category
-    status = status_of(described("j", "Failed", "Failed", FailureReason=reason))
+    status = status_of(describe("j", "Failed", "Failed", FailureReason=reason))
     assert status.category == category
     assert status.reason.startswith(reason.rstrip("."))
     assert HINTS.get(category, "") in status.reason
@@ -351,13 +351,13 @@ REAL_REASONS = [
 
 @for_each(("source", "reason", "category"), REAL_REASONS)
 def test_real_texts_have_their_category(source: str, reason: str, category: str) -> None:
-    status = status_of(described("j", "Failed", "Failed", FailureReason=reason))
+    status = status_of(describe("j", "Failed", "Failed", FailureReason=reason))
     assert status.category == category, source
     assert HINTS.get(category, "") in status.reason
 
 
 def test_a_deleted_job_is_not_found(aws: Aws) -> None:
-    aws.answer = lambda operation, body: (200, described("j", "Deleting", "Stopped"))
+    aws.answer = lambda operation, body: (200, describe("j", "Deleting", "Stopped"))
     with pytest.raises(NotFoundError):
         provider().status(ARN + "j")
 
@@ -371,13 +371,13 @@ def test_attempts_are_the_platforms_own_starts() -> None:
         "Starting", "Downloading", "Training", "Interrupted", "Starting", "Downloading", "Training", "Updating",
         "Training", "Starting", "Training",
     )  # fmt: skip
-    status = status_of(described("r-0123456789abcdef-3", SecondaryStatusTransitions=steps))
+    status = status_of(describe("r-0123456789abcdef-3", SecondaryStatusTransitions=steps))
     assert [(a.number, a.started, a.ended, a.category) for a in status.attempts] == [
         ("3.0", 102.0, 103.0, "preempted"),
         ("3.1", 106.0, 109.0, "infra"),
         ("3.2", 110.0, None, ""),
     ]
-    assert status_of(described("j")).attempts == ()
+    assert status_of(describe("j")).attempts == ()
 
 
 @for_each(
@@ -395,18 +395,18 @@ def test_attempts_are_the_platforms_own_starts() -> None:
 )
 def test_the_console_of_each_partition(partition: str, region: str, url: str) -> None:
     arn = f"arn:{partition}:sagemaker:{region}:123456789012:training-job/j"
-    assert status_of({**described("j"), "TrainingJobArn": arn}).url == url
+    assert status_of({**describe("j"), "TrainingJobArn": arn}).url == url
 
 
 def test_what_is_billed() -> None:
     more = {"BillableTimeInSeconds": 900, "TrainingTimeInSeconds": 3600, "EnableManagedSpotTraining": True}
-    status = status_of(described("j", "Completed", "Completed", **more))
+    status = status_of(describe("j", "Completed", "Completed", **more))
     assert (status.billed_s, status.saved) == (1800.0, 0.75)
-    assert status_of(described("j")).billed_s is None
+    assert status_of(describe("j")).billed_s is None
 
 
 def test_an_estimate_where_a_price_is_known(aws: Aws) -> None:
-    aws.answer = lambda operation, body: (200, described("j", "Completed", "Completed", BillableTimeInSeconds=3600))
+    aws.answer = lambda operation, body: (200, describe("j", "Completed", "Completed", BillableTimeInSeconds=3600))
     assert provider().status(ARN + "j").cost_usd == 0.5
     assert provider(prices={}).status(ARN + "j").cost_usd is None
 
@@ -485,7 +485,7 @@ def test_an_expired_session_is_made_anew(aws: Aws, monkeypatch: pytest.MonkeyPat
         400,
         {"__type": "ExpiredTokenException", "message": "The security token is expired"},
     )
-    aws.answer = lambda operation, body: (200, described("j")) if "key-2" in aws.keys[-1] else expired
+    aws.answer = lambda operation, body: (200, describe("j")) if "key-2" in aws.keys[-1] else expired
     asked = provider()
     with pytest.raises(AuthError, match="sso login"):
         asked.status(ARN + "j")
@@ -530,7 +530,7 @@ def test_a_role_to_assume_is_assumed(monkeypatch: pytest.MonkeyPatch, aws: Aws) 
             return Sts()
 
     monkeypatch.setattr(boto3, "Session", Recording)
-    aws.answer = lambda operation, body: (200, described("j"))
+    aws.answer = lambda operation, body: (200, describe("j"))
     provider(role_to_assume="arn:aws:iam::123456789012:role/other").status(ARN + "j")
     assert asked == ["arn:aws:iam::123456789012:role/other"]
     assert "Credential=taken/" in aws.keys[-1]
@@ -557,7 +557,7 @@ class Streams:
     def answer(self, operation: str, body: dict[str, Any]) -> Answer:
         names = sorted({e["logStreamName"] for visible, e in self.events if visible <= self.now})
         if operation == "DescribeTrainingJob":
-            return 200, described(body["TrainingJobName"], CreationTime=1000.0)
+            return 200, describe(body["TrainingJobName"], CreationTime=1000.0)
         if operation == "DescribeLogStreams":
             begin = int(body.get("nextToken", 0))
             token = {"nextToken": str(begin + 50)} if begin + 50 < len(names) else {}
@@ -653,7 +653,7 @@ def test_lines_of_jobs_with_a_longer_name_are_not_ours(aws: Aws) -> None:
 
 def test_no_lines_yet_and_no_such_job(aws: Aws) -> None:
     missing = (400, {"__type": "ResourceNotFoundException", "message": "The specified log group does not exist."})
-    aws.answer = lambda op, body: missing if op == "FilterLogEvents" else (200, described("j"))
+    aws.answer = lambda op, body: missing if op == "FilterLogEvents" else (200, describe("j"))
     page = provider().logs(ARN + "j")
     assert (page.lines, page.more) == ((), False)
     aws.answer = lambda op, body: missing if op == "FilterLogEvents" else NOT_FOUND
@@ -716,6 +716,6 @@ def test_an_empty_page_is_not_the_end(aws: Aws) -> None:
         (200, {"events": [], "nextToken": "1"}),
         (200, {"events": [{"logStreamName": "j/algo-1-1", "timestamp": 5, "message": "x", "eventId": "1"}]}),
     )
-    waiting: list[Answer] = [(200, described("j")), *pages]
+    waiting: list[Answer] = [(200, describe("j")), *pages]
     aws.answer = lambda operation, body: waiting.pop(0)
     assert [line.text for line in drained(provider())[0]] == ["x"]

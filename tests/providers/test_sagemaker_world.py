@@ -448,7 +448,7 @@ class Running:
     def send(self, name: str, script: str, **more: Any) -> None:
         self.sm.create_training_job(**body(name, self.bucket, script, **more))
 
-    def described(self, name: str) -> dict[str, Any]:
+    def describe(self, name: str) -> dict[str, Any]:
         said: dict[str, Any] = self.sm.describe_training_job(TrainingJobName=name)
         return said
 
@@ -462,7 +462,7 @@ class Running:
         raw["SecondaryStatusTransitions"] = []
         raw.setdefault("ModelArtifacts", {"S3ModelArtifacts": ""})  # required by the model alone
         assert not ParamValidator().validate(raw, shape).generate_report()
-        return self.described(name)
+        return self.describe(name)
 
     def lines(self, name: str) -> dict[str, list[str]]:
         """Messages by stream, through the paginator."""
@@ -546,7 +546,7 @@ class TestJobs:
         running.send("stop", "hold.py")
         running.said("stop")
         running.sm.stop_training_job(TrainingJobName="stop")
-        assert running.described("stop")["TrainingJobStatus"] in ("Stopping", "Stopped")
+        assert running.describe("stop")["TrainingJobStatus"] in ("Stopping", "Stopped")
         said = running.ended("stop")
         assert (said["TrainingJobStatus"], said["SecondaryStatus"]) == ("Stopped", "Stopped")
         assert running.keys("stop/live/") == {"told-algo-1", "told-algo-2"}
@@ -716,7 +716,7 @@ class TestJobs:
     def test_an_unknown_secondary_status_is_shown(self, running: Running) -> None:
         running.send("odd", "hold.py")
         running.plane.unknown["odd"] = "Quiescing"
-        assert running.described("odd")["SecondaryStatus"] == "Quiescing"
+        assert running.describe("odd")["SecondaryStatus"] == "Quiescing"
 
     def test_an_answer_that_is_lost_leaves_a_job(self, running: Running) -> None:
         running.plane.wire.faults.append(Fault("CreateTrainingJob", done=True))

@@ -71,9 +71,9 @@ def again(world: FakePlatform, **settings: Any) -> Any:
 
 def start(job: CustomJob, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Let the waiting job be described as one that runs, with the pages of these replicas' shells."""
-    served, pages = job.described, {name: f"https://{name}.aiplatform-training" for name in names}
+    served, pages = job.describe, {name: f"https://{name}.aiplatform-training" for name in names}
     more = {"state": "JOB_STATE_RUNNING", **({"webAccessUris": pages} if pages else {})}
-    monkeypatch.setattr(job, "described", lambda *, numbers: {**served(numbers=numbers), **more})
+    monkeypatch.setattr(job, "describe", lambda *, numbers: {**served(numbers=numbers), **more})
 
 
 def test_the_shell_is_the_page_of_the_node(idle: VertexWorld, monkeypatch: pytest.MonkeyPatch) -> None:

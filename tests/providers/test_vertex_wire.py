@@ -117,7 +117,7 @@ def test_a_creation_is_looked_for_and_made_once(plane: Plane) -> None:
     assert before.query["filter"] == f'labels.cloudtrain-job="{name}"'
     assert (made.method, made.headers["content-type"]) == ("POST", "application/json")
     assert json.loads(made.body)["displayName"] == name
-    told = job.described(numbers=False)
+    told = job.describe(numbers=False)
     assert {key: told[key] for key in request.body} == request.body
     assert {call.account for call in plane.wire.calls} == {""}, "who called is told to handlers alone"
     assert all(call.token for call in (bucket, before, made, first))
