@@ -68,7 +68,7 @@ def test_one_node_needs_no_variables() -> None:
     assert alone == Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=6105)
 
 
-@for_each(("told", "port"), [("6105", 6105), ("", 29500), ("65535", 29500), ("x", 29500)])
+@for_each(("given", "port"), [("6105", 6105), ("", 29500), ("65535", 29500), ("x", 29500)])
 def test_the_port_leaves_room_for_the_node_link(given: str, port: int) -> None:
     assert topology(MASTER_PORT=given).master_port == port
 

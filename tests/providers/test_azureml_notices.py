@@ -71,7 +71,7 @@ def event(kind: str = "Preempt", *machines: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("events", "said"),
+    ("events", "reason"),
     [
         ([], ""),
         ([event()], "Azure announced Preempt of its machine"),

@@ -466,7 +466,7 @@ def test_settings_are_checked(field: str, given: dict[str, Any], says: str) -> N
 
 @pytest.mark.parametrize("place", [".azureml/config.json", "config.json", "aml_config/project.json"])
 def test_the_workspace_of_azures_own_file(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {name: f"{name}-told" for name in ("subscription_id", "resource_group", "workspace_name")}
+    config = {name: f"{name}-file" for name in ("subscription_id", "resource_group", "workspace_name")}
     (tmp_path / place).parent.mkdir(exist_ok=True)
     (tmp_path / place).write_text(json.dumps(config))
     (tmp_path / "below").mkdir()
@@ -474,9 +474,9 @@ def test_the_workspace_of_azures_own_file(place: str, tmp_path: Path, monkeypatc
     assert dataclasses.asdict(Provider().settings).items() >= config.items()
     assert Provider(workspace_name="mine").settings.subscription_id == "", "settings of two workspaces must not mix"
     (tmp_path / "below" / "config.json").write_text('{"hidden_size": 768}')
-    assert Provider().settings.workspace_name == "workspace_name-told", "a model's configuration is not a workspace's"
+    assert Provider().settings.workspace_name == "workspace_name-file", "a model's configuration is not a workspace's"
     (tmp_path / "below" / "config.json").write_text("not json")
-    assert Provider().settings.workspace_name == "workspace_name-told"
+    assert Provider().settings.workspace_name == "workspace_name-file"
 
 
 def test_the_workspace_of_azures_own_file_as_a_scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -746,8 +746,12 @@ def test_what_is_planned_is_what_the_sdk_sends(given: dict[str, Any], fields: di
     timeout = sent["limits"].pop("timeout")
     assert seconds_of(timeout) == document["limits"]["timeout"]
     assert sent == expected(document)
-    told = document["environment"]
-    assert environment == (told if isinstance(told, dict) or "//" in told else told.removeprefix("azureml:"))
+    environment_of_plan = document["environment"]
+    assert environment == (
+        environment_of_plan
+        if isinstance(environment_of_plan, dict) or "//" in environment_of_plan
+        else environment_of_plan.removeprefix("azureml:")
+    )
     Provider(**{**WORKSPACE, **given}).launch_spec(request)
 
 

@@ -29,7 +29,7 @@ def resolved(url: str, answer: Mapping[str, Any] = BLOB, datastore: str = "team"
 
 
 @for_each(
-    ("url", "told", "container"),
+    ("url", "answer", "container"),
     [
         (SHORT, BLOB, "c@acct.dfs.core.windows.net/a/b"),
         (SHORT + "/", BLOB, "c@acct.dfs.core.windows.net/a/b"),

@@ -178,7 +178,7 @@ def test_variables_that_were_not_there_are_not_there_afterwards(plane: Plane, mo
 @pytest.mark.parametrize(
     ("tags", "says"),
     [
-        ({"run": "somebody"}, "of another run"),
+        ({"run": "another-run"}, "of another run"),
         ({"run": None}, "of another run"),
         ({"request": "another"}, "of an earlier run of that id, which was another job"),
         ({"request": None}, "of an earlier run of that id, which was another job"),
@@ -374,7 +374,7 @@ def test_each_error_names_its_call(plane: Plane) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "told", "least", "most"),
+    ("status", "headers", "least", "most"),
     [
         (429, {"Retry-After": "7"}, 6, 7),
         (503, {"Retry-After": "7"}, 6, 7),
@@ -515,9 +515,9 @@ def test_a_restarted_log_is_read_from_its_start(plane: Plane, length: int, at_th
     job.log(0).take("".join(f"line {n:03}\n" for n in range(40)).encode())
     job.log(0).flush()
     first = provider.logs(native)
-    restarted(job, 0, "".join(f"anew {n:03}\n" for n in range(length)))
+    restarted(job, 0, "".join(f"next {n:03}\n" for n in range(length)))
     again = provider.logs(native, json.loads(json.dumps(first.cursor)))
-    assert [line.text for line in again.lines] == [f"anew {n:03}" for n in range(length)]
+    assert [line.text for line in again.lines] == [f"next {n:03}" for n in range(length)]
     assert not {line.id for line in first.lines} & {line.id for line in again.lines}
     job.log(0).take(b"more\n")
     job.log(0).flush()
@@ -618,7 +618,7 @@ def test_a_lost_connection_names_its_call(plane: Plane) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "says"),
+    ("body", "says"),
     [
         (b'{"api": "http://plain.example"}', "no https service of runs: 'http://plain.example'"),
         (b"{}", "no https service of runs: ''"),

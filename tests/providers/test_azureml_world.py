@@ -33,11 +33,11 @@ STORE = "azureml://datastores/workspaceblobstore/paths"
 SEE = """
 import json, os, signal, sys, time
 me, live = os.environ["NODE_RANK"], sys.argv[1]
-def told(*_):
-    open(live + "/told-" + me, "w").write("told")
-    print("told", flush=True)
+def sigterm(*_):
+    open(live + "/sigterm-" + me, "w").write("sigterm")
+    print("sigterm", flush=True)
     sys.exit(0)
-signal.signal(signal.SIGTERM, told)
+signal.signal(signal.SIGTERM, sigterm)
 print(json.dumps({"me": me, "word": open(os.path.dirname(__file__) + "/word.txt").read(), "env": os.environ["WORD"],
                   "engine": [k for k in os.environ if k.startswith("CLOUDTRAIN_")],
                   "run": os.environ["AZUREML_RUN_ID"], "world": os.environ["WORLD_SIZE"],
@@ -514,7 +514,7 @@ class TestJobs:
         running.await_line(made)
         running.ml.jobs.begin_cancel("stop").result(60)
         assert made.wait() == "Canceled"
-        assert running.keys("stop") == {"told-0", "told-1"}
+        assert running.keys("stop") == {"sigterm-0", "sigterm-1"}
 
     def test_an_unused_grace_ends_in_a_kill(self, running: Running) -> None:
         running.plane.grace = 1.0
