@@ -103,7 +103,7 @@ def test_passing_faults_are_retried(idle: AzureMLWorld, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault("PUT job", done=True), Fault.broken("PUT job", done=True)])
-def test_an_answer_that_is_lost_is_no_second_job(idle: AzureMLWorld, fault: Fault) -> None:
+def test_a_lost_answer_makes_no_second_job(idle: AzureMLWorld, fault: Fault) -> None:
     idle.plane.wire.faults.append(dataclasses.replace(fault))
     run = idle.send(idle.plan(run_id="lost"))
     assert run.status().state == "pending"
