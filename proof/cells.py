@@ -131,7 +131,7 @@ def _image_digest(tag: str) -> str:
 
 
 def job_digest(cell: Cell) -> str:
-    """Return the digest of what a cell runs besides cloudtrain: script, tasks, data, flags, or the image's recipe."""
+    """Return the digest of a cell's job without cloudtrain: script, tasks, data, flags, or the image's recipe."""
     if cell.kind == "image":
         what, paths = [TINY, BACKEND, _image_digest(cell.row.removeprefix("image "))], []
     else:
