@@ -93,7 +93,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", choices=["tests", "portability", "benchmarks"])
     parser.add_argument("--trials", type=int, help=f"trials of each seeded test; {TRIALS}, with --slice {SLICE_TRIALS}")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, help=f"minutes of the soak; {MINUTES:g}, with --slice {SLICE_MINUTES:g}")
+    parser.add_argument("--minutes", type=float, help=f"minutes of soak; {MINUTES:g}, with --slice {SLICE_MINUTES:g}")
     parser.add_argument("--workers", type=int, default=1, help="tests at a time")
     parser.add_argument("--select", default="", help="run only the tests that pytest -k selects")
     options = parser.parse_args(argv)
