@@ -88,7 +88,7 @@ def follow(terminal: Terminal, todo: list[Block], *, by_hand: bool = False) -> I
             typed = [terminal.type(command) for command in commands(block.text)]
             for one in typed:
                 wanted = int(block.value("exit") or 0) if one is typed[-1] else 0
-                assert one.code == wanted, f"{block.where}: exit {one.code}, not {wanted}\n{one.shown()}"
+                assert one.code == wanted, f"{block.where}: exit {one.code}, not {wanted}\n{one.to_text()}"
             yield block, typed
 
 

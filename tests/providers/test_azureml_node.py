@@ -167,7 +167,7 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     pem = tmp_path / "pem"
     pem.write_bytes(certificate())
     monkeypatch.setenv("SSL_CERT_FILE", str(pem))
-    given = {"answers": [(200, {"value": "s3cret ü"})], "tokens": [(200, {"access_token": "TK"})], "seen": []}
+    given = {"answers": [(200, {"value": "s3cret ü"})], "tokens": [(200, {"access_token": "TK"})], "requests": []}
     handler: Any = type("Handler", (Service,), given)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pem)

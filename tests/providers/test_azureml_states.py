@@ -223,7 +223,7 @@ REAL: list[tuple[str, str, str, str]] = [
 """Real messages with their sources. Each row's id is its issue."""
 
 
-@for_each(("seen", "text", "code", "category"), REAL)
+@for_each(("source", "text", "code", "category"), REAL)
 def test_real_texts(source: str, text: str, code: str, category: str) -> None:
     found = status_for("Failed", error=(code, text))
     assert (found.state, found.category) == ("failed", category), source

@@ -189,7 +189,7 @@ class Service(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Service]]:
     monkeypatch.setattr(TIMINGS, "http_pauses", (0.0, 0.0))
-    handler = type("Handler", (Service,), {"answers": [(200, {})], "seen": []})
+    handler = type("Handler", (Service,), {"answers": [(200, {})], "requests": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

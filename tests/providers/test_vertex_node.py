@@ -293,7 +293,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(TIMINGS, "http_pauses", (0.0, 0.0))
     monkeypatch.setattr(bootstrap, "PAUSES", (0.0, 0.0))
     value = {"payload": {"data": base64.b64encode("s3cret ü".encode()).decode()}}
-    given = {"answers": [(200, value)], "tokens": [(200, {"access_token": "TK", "expires_in": 3599})], "seen": []}
+    given = {"answers": [(200, value)], "tokens": [(200, {"access_token": "TK", "expires_in": 3599})], "requests": []}
     handler: Any = type("Handler", (Service,), given)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
