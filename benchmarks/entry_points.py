@@ -128,9 +128,9 @@ def passes():
 
 
 def slowest(seconds):
-    told = torch.tensor(seconds)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return told.item()
+    worst = torch.tensor(seconds)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.item()
 
 
 found = []

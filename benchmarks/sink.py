@@ -54,11 +54,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
             first, last = int(asked[1]), min(int(asked[2] or last), last)
             headers["Content-Range"] = f"bytes {first}-{last}/{total}"
-        left = last - first + 1
-        self._head(206 if asked else 200, left, headers)
-        while left and self.command == "GET":
-            self.wfile.write(CHUNK[:left])
-            left -= min(left, len(CHUNK))
+        remaining = last - first + 1
+        self._head(206 if asked else 200, remaining, headers)
+        while remaining and self.command == "GET":
+            self.wfile.write(CHUNK[:remaining])
+            remaining -= min(remaining, len(CHUNK))
 
     do_HEAD = do_GET
 

@@ -63,8 +63,8 @@ def serve(folder: Path) -> None:
 
     world = VertexWorld(folder, image=IMAGE)
     world.plane.no_capacity, world.plane.capacity_seconds = True, 1e9
-    told = {"environ": world.plane.environ(), "settings": world.settings, "bucket": f"gs://{BUCKET}"}
-    print(json.dumps(told), flush=True)
+    facts = {"environ": world.plane.environ(), "settings": world.settings, "bucket": f"gs://{BUCKET}"}
+    print(json.dumps(facts), flush=True)
     for _ in sys.stdin:
         print(json.dumps(list(world.plane.jobs)), flush=True)
     world.close()
@@ -76,9 +76,9 @@ class Project:
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, __file__, "--serve", str(folder)]
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        told = self._ask("")
-        self.folder, self.settings, self.bucket = folder, told["settings"], told["bucket"]
-        self.environ = environ({**told["environ"], "PYTHONWARNINGS": "ignore"})
+        project = self._ask("")
+        self.folder, self.settings, self.bucket = folder, project["settings"], project["bucket"]
+        self.environ = environ({**project["environ"], "PYTHONWARNINGS": "ignore"})
         # google-cloud-storage calls an emulator anonymously, and this one takes no anonymous writes.
         self.environ["API_ENDPOINT_OVERRIDE"] = self.environ["STORAGE_EMULATOR_HOST"]
         self._count = 0

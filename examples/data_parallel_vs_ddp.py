@@ -81,7 +81,7 @@ def train(model: nn.Module, inputs: Tensor, labels: Tensor, steps: int) -> tuple
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description="nn.DataParallel beside DistributedDataParallel.")
+    flags = argparse.ArgumentParser(description="nn.DataParallel compared with DistributedDataParallel.")
     flags.add_argument("--steps", type=int, default=10)
     flags.add_argument("--global-batch", type=int, default=2048)
     args = flags.parse_args()

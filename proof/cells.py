@@ -492,12 +492,12 @@ def _image(site: Site) -> dict[str, Any]:
     site.tiny(tag)
     done = site.run()
     result = done.json
-    said = result.get("reason") or result.get("error") or ""
+    message = result.get("reason") or result.get("error") or ""
     if tag in REFUSED:
-        right = done.code == 2 and bool(re.search(REFUSED[tag], said)) and "Traceback" not in done.err
-        return {"said": said, "wrong": "" if right else f"exit {done.code}: {said}"}
+        right = done.code == 2 and bool(re.search(REFUSED[tag], message)) and "Traceback" not in done.err
+        return {"said": message, "wrong": "" if right else f"exit {done.code}: {message}"}
     if done.code:
-        return {"wrong": f"exit {done.code}: {said}"}
+        return {"wrong": f"exit {done.code}: {message}"}
     ranks = [json.loads(path.read_text()) for path in sorted((site.live / "artifacts").rglob("rank-*.json"))]
     shards = sorted(path.name for path in (site.live / "checkpoints").rglob("shard-*"))
     wrong = ""

@@ -78,18 +78,18 @@ def rows(gathered: Path) -> Iterator[dict[str, Any]]:
         }
     with_gpu = {row["instance_type"] for row in known}
     for name in instance_types():
-        told = ec2.get(name.removeprefix("ml."))
-        if name in with_gpu or told is None or "NeuronInfo" in told or "GpuInfo" in told:
+        description = ec2.get(name.removeprefix("ml."))
+        if name in with_gpu or description is None or "NeuronInfo" in description or "GpuInfo" in description:
             continue
         yield {
             "provider": "sagemaker",
             "instance_type": name,
             "gpu_count": 0,
-            "vcpus": told["VCpuInfo"]["DefaultVCpus"],
-            "memory_gib": f"{told['MemoryInfo']['SizeInMiB'] / 1024:g}",
-            "network": told["NetworkInfo"]["NetworkPerformance"],
+            "vcpus": description["VCpuInfo"]["DefaultVCpus"],
+            "memory_gib": f"{description['MemoryInfo']['SizeInMiB'] / 1024:g}",
+            "network": description["NetworkInfo"]["NetworkPerformance"],
             "source": SOURCE,
-            **_disk(told),
+            **_disk(description),
         }
     for page, sizes in AZURE_SIZES.items():
         for name, cores, memory in sizes:

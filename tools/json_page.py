@@ -74,12 +74,12 @@ def _names(name: str, shapes: list[Mapping[str, Any]]) -> Iterator[str]:
 
 def _section(title: str, schema: Mapping[str, Any]) -> Iterator[str]:
     yield f"## {title}\n"
-    said = str(schema.get("description") or schema.get("title") or "")
+    text = str(schema.get("description") or schema.get("title") or "")
     if "properties" not in schema and "$ref" not in schema:
-        yield f"{_cased(said)}: {_type(schema, title)}." if said else f"{_type(schema, title)}."
+        yield f"{_cased(text)}: {_type(schema, title)}." if text else f"{_type(schema, title)}."
         return
-    if said:
-        yield _cased(said) + ".\n" if not said.endswith(".") else said + "\n"
+    if text:
+        yield _cased(text) + ".\n" if not text.endswith(".") else text + "\n"
     if "$ref" in schema:
         more = ", and:" if schema.get("properties") else "."
         yield f"The fields of {_reference(schema['$ref'], title)}{more}\n"
@@ -92,8 +92,8 @@ def _rows(before: str, schema: Mapping[str, Any], title: str) -> Iterator[str]:
     required = schema.get("required", ())
     for name, item in schema["properties"].items():
         absent = "" if name in required else "; may be absent"
-        said = str(item.get("description", "")).replace("|", "\\|")
-        yield f"| `{before}{name}` | {_type(item, title)}{absent} | {said} |"
+        meaning = str(item.get("description", "")).replace("|", "\\|")
+        yield f"| `{before}{name}` | {_type(item, title)}{absent} | {meaning} |"
         inner = item.get("items", item)
         if "properties" in inner:
             yield from _rows(f"{before}{name}{'[]' if 'items' in item else ''}.", inner, title)

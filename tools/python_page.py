@@ -219,12 +219,12 @@ def _markdown(text: str) -> str:
                 block.append(lines[i][4:])
             out += ["```python", *"\n".join(block).strip("\n").split("\n"), "```", ""]
         elif re.fullmatch(r"`\w+`(, `\w+`)*", line) and inside:
-            said = []
+            words = []
             while i + 1 < len(lines) and lines[i + 1].startswith("    "):
                 i += 1
-                said.append(lines[i].strip())
+                words.append(lines[i].strip())
             out += [] if out and out[-1].startswith("- ") else [""]
-            out.append(f"- {line}: {' '.join(said)}")
+            out.append(f"- {line}: {' '.join(words)}")
         else:
             out.append(line)
         i += 1

@@ -188,11 +188,11 @@ def _azure_items(account: azure.Account, region: str) -> Iterator[Mapping[str, A
         if answer.status_code >= 400:
             raise refusal(answer.status_code, "", "", what=AZURE_WHAT)
         try:
-            told = json.loads(answer.body())
-            yield from told["Items"]
+            page = json.loads(answer.body())
+            yield from page["Items"]
         except (ValueError, KeyError, TypeError):
             raise PlatformError(f"{AZURE_WHAT}: the answer is not a page of prices") from None
-        url = str(told.get("NextPageLink") or "")
+        url = str(page.get("NextPageLink") or "")
         if not url:
             return
         if urlsplit(url)[:2] != urlsplit(AZURE_URL)[:2]:
@@ -297,8 +297,8 @@ def _google_sum(machine: Machine, found: Skus, *, spot: bool) -> float | None:
 def _google_skus(account: google.Account, region: str) -> Skus:
     found: dict[tuple[str, str], set[float]] = {}
     for sku in _google_pages(account):
-        told = str(sku.get("description", ""))
-        match = re.fullmatch(r"(.* running in) .+", told)
+        description = str(sku.get("description", ""))
+        match = re.fullmatch(r"(.* running in) .+", description)
         if match is None or region not in (sku.get("serviceRegions") or ()):
             continue
         key = (str((sku.get("category") or {}).get("usageType", "")), match[1])

@@ -28,14 +28,14 @@ for step in range(first, last + 1):
     if rank == "0":
         with open(env["CLOUDTRAIN_METRICS_FILE"], "a") as metrics:
             metrics.write(json.dumps({"step": step, "epoch": 0, "time": time.time(), "loss": 1 / step}) + "\\n")
-    told = os.path.exists(env["CLOUDTRAIN_PREEMPT_FILE"])
-    if step % save == 0 or told:
+    notice = os.path.exists(env["CLOUDTRAIN_PREEMPT_FILE"])
+    if step % save == 0 or notice:
         target = folder / f"step-{step}"
         target.mkdir(exist_ok=True)
         (target / f"rank-{rank}").write_text(str(step))
         if rank == "0":
             (target / "step").write_text(str(step))
-    if told:
+    if notice:
         raise SystemExit
     if env["CLOUDTRAIN_ATTEMPT"] == "0.0" and rank == "1" and step == die:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -69,10 +69,10 @@ def test_the_history_has_a_killed_rank_with_its_cost(jobs: Jobs) -> None:
 
 def test_a_notice_costs_nothing(jobs: Jobs) -> None:
     jobs.write("train.py", STEPS)
-    jobs.detach("train.py", *BOTH, *words(1000, 0, 40), "--run-id", "told")
-    jobs.wait_for(lambda: list(jobs.store.glob("runs/told/live/attempts/0.0.json")))
+    jobs.detach("train.py", *BOTH, *words(1000, 0, 40), "--run-id", "noticed")
+    jobs.wait_for(lambda: list(jobs.store.glob("runs/noticed/live/attempts/0.0.json")))
     os.kill(jobs.node(1), signal.SIGTERM)
-    done = jobs.cli("wait", "told", "--store", str(jobs.store), "--json")
+    done = jobs.cli("wait", "noticed", "--store", str(jobs.store), "--json")
     assert done.code == 0, done.err
     first, second = done.json["attempts"]
     assert (first["category"], first["node"], first["rank"]) == ("preempted", 1, None)
@@ -101,10 +101,10 @@ def test_a_checkpoint_by_a_handler_counts_whatever_its_exit_code(jobs: Jobs, cod
             time.sleep(0.1)
         """,
     )
-    jobs.detach("train.py", *ALONE, "--run-id", "told", "--", str(code))
-    jobs.wait_for(lambda: "from 0" in jobs.cli("logs", "told", "--store", str(jobs.store)).out)
+    jobs.detach("train.py", *ALONE, "--run-id", "noticed", "--", str(code))
+    jobs.wait_for(lambda: "from 0" in jobs.cli("logs", "noticed", "--store", str(jobs.store)).out)
     os.kill(jobs.node(0), signal.SIGTERM)
-    done = jobs.cli("wait", "told", "--store", str(jobs.store), "--json")
+    done = jobs.cli("wait", "noticed", "--store", str(jobs.store), "--json")
     first, second = done.json["attempts"]
     assert (done.code, first["category"], second["reason"]) == (0, "preempted", "succeeded"), done.err
     assert second["resumed_from"].startswith("step-")

@@ -29,7 +29,7 @@ HOLD = """
         sys.exit(0)
     while not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
         time.sleep(0.05)
-    print("told", flush=True)
+    print("sigterm", flush=True)
 """
 """Script whose first attempt ends on a stop signal, and any other at once."""
 
@@ -427,7 +427,7 @@ def test_cancel_stops_the_script_and_leaves_nothing(small: Containers) -> None:
     assert small.jobs.cli("cancel", "cancelled", "--store", str(small.jobs.store)).code == 0
     done = small.await_end(process)
     assert (done.code, done.json["category"]) == (EXIT_CODES["cancelled"], "cancelled")
-    assert "told" in done.err
+    assert "sigterm" in done.err
 
 
 @pytest.mark.proof

@@ -541,7 +541,7 @@ if attempt == "0.0":
     print("saved", flush=True)
     sys.exit(0)
 assert first == 8
-print("went on", flush=True)
+print("next attempt ran", flush=True)
 """,
     )
     run = jobs.detach("train.py", *PLAIN)
@@ -555,7 +555,7 @@ print("went on", flush=True)
     assert [(a["number"], a["resumed_from"]) for a in result["attempts"]] == [("0.0", ""), ("0.1", "step-7")]
     logs = jobs.cli("logs", run.url).out
     assert logs.count("saved") == 2  # the file appeared on both nodes
-    assert logs.count("went on") == 2
+    assert logs.count("next attempt ran") == 2
     jobs.gone(2)
 
 
@@ -566,7 +566,7 @@ def test_a_handler_s_exit_code_is_no_failure_if_node_0_has_none(jobs: Jobs) -> N
         """
         import os, signal, sys, time
         if os.environ["CLOUDTRAIN_ATTEMPT"] != "0.0":
-            print("went on", flush=True)
+            print("next attempt ran", flush=True)
             sys.exit(0)
         if os.environ["RANK"] == "1":
             signal.signal(signal.SIGTERM, lambda *a: sys.exit(1))
@@ -590,7 +590,7 @@ def test_a_handler_s_exit_code_is_no_failure_if_node_0_has_none(jobs: Jobs) -> N
     assert attempts == [("0.0", "node 1 got a stop signal"), ("0.1", "succeeded")], result
     logs = jobs.cli("logs", run.url).out
     assert logs.count("in peace") == 1
-    assert logs.count("went on") == 2
+    assert logs.count("next attempt ran") == 2
     jobs.gone(2)
 
 

@@ -148,7 +148,7 @@ def test_times_and_console_of_a_job() -> None:
         ("FAILED", (7, "Service account a@b does not have storage.objects.get access"), None, "auth"),
         ("FAILED", (13, "Internal error occurred for the current attempt."), 60, "infra"),
         ("FAILED", (0, ""), 60, "infra"),
-        ("FAILED", (99, "what nobody knows"), 60, "infra"),
+        ("FAILED", (99, "an unknown cause"), 60, "infra"),
         ("PARTIALLY_SUCCEEDED", (0, ""), 60, "infra"),
         ("EXPIRED", (0, ""), None, "capacity"),
         ("EXPIRED", (0, ""), 600, "timeout"),

@@ -141,7 +141,7 @@ def test_the_first_of_all_jobs_with_that_label_counts(plane: Plane, monkeypatch:
     """Check over pages of a list with the newest first, and with names that contain the run's by chance."""
     monkeypatch.setattr("worlds.vertex.plane.PAGE", 1)
     request, account = PLANS.planned(), client().account
-    account._prepared(changed(request, run="somebody-else"))()
+    account._prepared(changed(request, run="another-run"))()
     assert account.find(request) is None
     first, second = (account._prepared(request)() for _ in range(2))
     assert first != second
