@@ -209,7 +209,7 @@ def test_a_plan_has_every_place_and_needs_no_network(clouds: Clouds, capsys: pyt
     (clouds.code.parent / "plan.json").write_text(texts[0])
     clouds.aws.plane.capped |= set(REGIONS)
     assert cli.main(["submit", "--plan", str(clouds.code.parent / "plan.json"), "--detach", "--json"]) == 0
-    shown_plan = json.loads(capsys.readouterr().out)
-    assert (shown_plan["provider"], [item["place"] for item in shown_plan["refusals"]]) == (GOOGLE, REGIONS)
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["provider"], [item["place"] for item in answer["refusals"]]) == (GOOGLE, REGIONS)
     assert clouds.jobs() == LOCATIONS[:1]
-    assert clouds.attach(AWS).url == shown_plan["run"], "the first URL must lead to the new place"
+    assert clouds.attach(AWS).url == answer["run"], "the first URL must lead to the new place"

@@ -131,7 +131,7 @@ def test_two_jobs_on_one_node_do_not_collide(ddp: SlurmPlatform, clean: str) -> 
 
 
 def test_a_machine_that_fails_twice_is_excluded(ddp: SlurmPlatform) -> None:
-    """Attempts 0 and 1 get n1 and n2, and the check fails on n2. So attempt 2 runs on other nodes."""
+    """Check that attempt 2 runs on other nodes: attempts 0 and 1 get n1 and n2, and the check fails on n2."""
     env = {"STEPS": "3", "PYTHONPATH": str(FAULTY), "FAULTY": "n2"}
     run = send(ddp, "bad-node", env=env, node_check=True, retries=3)
     result = run.wait(retry=Retry(run), timeout=150, poll=0.3)

@@ -140,7 +140,7 @@ class CommandJob:
             self.events = []
 
     def _take(self, events: Sequence[Any]) -> None:
-        """Unless the notice was withdrawn, remove the machine without a signal, and all the job's other nodes."""
+        """Remove the machine without a signal, and all the job's other nodes, unless the notice was withdrawn."""
         with self._lock:
             if self.over or self.events != events:
                 return
