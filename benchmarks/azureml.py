@@ -1,7 +1,8 @@
-"""``status`` and ``logs`` of an Azure ML job beside azure-ai-ml's own, and what a second submit of the same code sends.
+"""``status`` and ``logs`` of an Azure ML job compared with azure-ai-ml, and the upload of a second submit of the same
+code.
 
-On the loopback workspace of `worlds.azureml`, with Azurite: nothing is on the network, and what is measured
-is the client alone. CPU seconds of whole commands (user + system): the SDK's are a script of its five lines.
+It uses the loopback workspace of `worlds.azureml` with Azurite. So no figure includes a network, and each measures the
+client alone. They are CPU seconds of whole commands (user + system); the SDK's command is a script of five lines.
 """
 
 from __future__ import annotations
@@ -66,19 +67,19 @@ def main() -> int:
 
 
 class Place:
-    """A workspace whose jobs wait for machines for ever, and a folder with a job's script and settings."""
+    """A workspace whose jobs always wait for machines, and a folder with a job's script and settings."""
 
     def __init__(self, folder: Path, world: Any) -> None:
         self.folder, self.world, self.plane = folder, world, world.plane
         self.environ = environ(self.plane.environ())
-        told = dict(world.settings)
-        metadata = told.pop("cloud_metadata")
-        lines = ["[azureml]", *(f"{key} = {json.dumps(value)}" for key, value in told.items())]
+        settings = dict(world.settings)
+        metadata = settings.pop("cloud_metadata")
+        lines = ["[azureml]", *(f"{key} = {json.dumps(value)}" for key, value in settings.items())]
         lines += ["[azureml.cloud_metadata]", *(f"{key} = {json.dumps(value)}" for key, value in metadata.items())]
         (folder / "cloudtrain.toml").write_text("\n".join(lines) + "\n")
 
     def cost(self, *command: str, cwd: Path | None = None) -> Cost:
-        """Of a command alone: the servers beside it are no part of it."""
+        """Measure a command alone, without the servers."""
         return alone(command, cwd=cwd or self.folder, env=self.environ)
 
     def ours(self, *words: str, cwd: Path | None = None) -> Cost:
@@ -89,18 +90,19 @@ class Place:
         return self.cost(sys.executable, "-c", script, scope, *words)
 
     def provider(self, call: str, name: str) -> Cost:
-        """Our provider alone, without a store, which the SDK has none of."""
+        """Measure cloudtrain's provider alone, without a store, because the SDK has none."""
         native = f"{self.plane.id}/jobs/{name}"
         return self.cost(sys.executable, "-c", f"{OURS}print(provider.{call})", json.dumps(self.world.settings), native)
 
     def submit(self, run_id: str, cwd: Path) -> str:
-        """Submit what is there; the name of its job."""
+        """Submit the code, and return the name of its job."""
         words = ["submit", "train.py", "--provider", "azureml", "--image", "team/trainer:1", "--run-id", run_id]
         self.ours(*words, "--detach", cwd=cwd)
         return next(name for name in self.plane.jobs if name.startswith(f"{run_id}-"))
 
     def stored(self, *prefixes: str) -> dict[str, tuple[str, int]]:
-        """(version, bytes) of every blob below the store's folders, or of code that the SDK uploaded, by name."""
+        """Return (version, bytes) of every blob below the store's folders, or of code that the SDK uploaded, by
+        name."""
         blobs = self.plane.blobs
         if prefixes:
             found = [(b.name, b) for p in prefixes for b in blobs.client(self.plane.container).list_blobs(p)]
@@ -114,7 +116,7 @@ class Place:
 
 @contextlib.contextmanager
 def workspace(folder: Path) -> Iterator[Place]:
-    """The servers, in this process and beside it."""
+    """Start the servers, in this process and next to it."""
     from servers import AZURITE_ACCOUNT, AZURITE_KEY, azurite, free_port, served
     from worlds.azureml.world import AzureMLWorld
 
@@ -137,7 +139,7 @@ def workspace(folder: Path) -> Iterator[Place]:
 
 
 def polls(place: Place, count: int) -> Iterator[Figure]:
-    """CPU of ``status`` and of ``logs``, of a job that runs and has printed `LOG`."""
+    """Measure the CPU of ``status`` and of ``logs`` for a running job that has printed `LOG`."""
     code = place.folder / "code"
     code.mkdir()
     (code / "train.py").write_text("print('hello')\n")
@@ -151,12 +153,12 @@ def polls(place: Place, count: int) -> Iterator[Figure]:
     yield figure("Provider.status / jobs.get", found)
 
     def stream() -> Cost:
-        """The SDK's follows until the end: of a job that has ended when it looks for the second time."""
-        looked, wire = place.plane.wire.count("GET details"), place.plane.wire
+        """Measure the SDK's stream, which follows until the end. The job ends before its second poll."""
+        polls, wire = place.plane.wire.count("GET details"), place.plane.wire
         place.plane.unknown[name] = "Running"
 
         def end() -> None:
-            while wire.count("GET details") == looked:
+            while wire.count("GET details") == polls:
                 time.sleep(0.05)
             place.plane.unknown[name] = "Completed"
 
@@ -176,14 +178,14 @@ def figure(what: str, found: Sequence[Any]) -> Figure:
 
 
 def uploads(place: Place) -> Iterator[Figure]:
-    """Bytes of code that a second submit of the same files uploads: ours, and the SDK's."""
+    """Compare the bytes of code that a second submit of the same files uploads, by cloudtrain and by the SDK."""
     code = tree(place.folder / "many", files=FILES, size=BYTES, script="print('hello')\n")
     place.submit("first", code)
     before = place.stored("store/code/", "store/runtime/")
     place.submit("second", code)
     after = place.stored("store/code/", "store/runtime/")
     if not before:
-        raise SystemExit("the first submit has uploaded nothing")
+        raise SystemExit("the first submit uploaded nothing")
     place.sdk(SUBMIT, "sdk-first", str(code))
     sdk_before = place.stored()
     place.sdk(SUBMIT, "sdk-second", str(code))

@@ -1,6 +1,6 @@
-"""Ceph's radosgw on loopback, objects in memory: an S3 fast enough to measure clients with, which checks signatures.
+"""Ceph's radosgw on loopback with objects in memory: an S3 that checks signatures, fast enough to measure clients.
 
-The packages are Debian's, unpacked into the benchmarks' cache folder once; nothing is installed, and no root is needed.
+The packages are Debian's, unpacked into the benchmarks' cache folder once. Nothing is installed, and it needs no root.
 Its start takes a quarter of a minute. ``tcp_nodelay=1``: without it small downloads wait for delayed acknowledgements.
 """
 
@@ -60,20 +60,20 @@ rgw gc obj min wait = 1
 
 
 def unpacked() -> Path:
-    """The folder with Debian's packages, fetched when they are not there yet. `SystemExit` where they cannot be had."""
+    """Return the folder with Debian's packages, and fetch them if missing. Raises `SystemExit` if it cannot."""
     root = cache() / "ceph"
     if (root / "whole").exists():
         return root
     if shutil.which("apt-get") is None:
-        raise SystemExit("radosgw comes from Debian's packages, and there is no apt-get here")
+        raise SystemExit("radosgw comes from Debian's packages, and this machine has no apt-get")
     print(f"unpacking {', '.join(PACKAGES)} into {root}", file=sys.stderr)
     shutil.rmtree(root, ignore_errors=True)
     (root / "debs").mkdir(parents=True)
-    plan = _said(["apt-get", "install", "--simulate", "--no-install-recommends", *PACKAGES])
+    plan = _output_of(["apt-get", "install", "--simulate", "--no-install-recommends", *PACKAGES])
     names = [line.split()[1] for line in plan.splitlines() if line.startswith("Inst ")]
-    _said(["apt-get", "download", *names], cwd=root / "debs")
+    _output_of(["apt-get", "download", *names], cwd=root / "debs")
     for package in sorted((root / "debs").glob("*.deb")):
-        _said(["dpkg", "-x", str(package), str(root)])
+        _output_of(["dpkg", "-x", str(package), str(root)])
     shutil.rmtree(root / "debs")
     (root / "whole").touch()
     return root
@@ -81,7 +81,7 @@ def unpacked() -> Path:
 
 @contextlib.contextmanager
 def radosgw(folder: Path, *, memory: int = 8 << 30) -> Iterator[str]:
-    """Its endpoint, for `KEY` and `SECRET`; ``memory``, in bytes, holds the objects. All else is in ``folder``."""
+    """Yield the endpoint for `KEY` and `SECRET`. ``memory`` bytes hold the objects; other files are in ``folder``."""
     root, port, mon = unpacked(), _free_port(), _free_port()
     for name in ("mon", "osd", "rgw"):
         (folder / name).mkdir(parents=True)
@@ -90,7 +90,7 @@ def radosgw(folder: Path, *, memory: int = 8 << 30) -> Iterator[str]:
     (folder / "ceph.conf").write_text(CONF.format(libraries=LIBRARIES, **words))
     tool = _Tool(root, folder)
     with contextlib.ExitStack() as stack:
-        # By the first protocol: by the second the gateway wants keys where nobody else does.
+        # Use the first protocol: with the second one the gateway alone demands keys.
         place = ("--addv", "a", f"[v1:127.0.0.1:{mon}]")
         tool.run("monmaptool", "--create", *place, "--fsid", fsid, str(folder / "monmap"))
         tool.run("ceph-mon", "--mkfs", "-i", "a", "--monmap", str(folder / "monmap"))
@@ -99,7 +99,7 @@ def radosgw(folder: Path, *, memory: int = 8 << 30) -> Iterator[str]:
         tool.run("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=here")
         tool.run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
         stack.enter_context(tool.daemon("ceph-osd", "-f", "-i", "0"))
-        keyring = str(folder / "rgw" / "keyring")  # which nobody checks, and the gateway does not start without
+        keyring = str(folder / "rgw" / "keyring")  # no daemon checks it, but the gateway needs it to start
         tool.run("ceph-authtool", "--create-keyring", keyring, "--gen-key", "-n", "client.rgw")
         gateway = stack.enter_context(tool.daemon("radosgw", "-n", "client.rgw", "-f"))
         _wait(port, gateway)
@@ -109,7 +109,7 @@ def radosgw(folder: Path, *, memory: int = 8 << 30) -> Iterator[str]:
 
 
 class _Tool:
-    """Ceph's programs out of ``root``."""
+    """Ceph's programs below ``root``."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self._root, self._folder = root, folder
@@ -124,7 +124,7 @@ class _Tool:
         return [*python, str(self._root / "usr/bin" / name), *conf, *words]
 
     def run(self, name: str, *words: str) -> None:
-        _said(self._words(name, *words), env=self._environ)
+        _output_of(self._words(name, *words), env=self._environ)
 
     @contextlib.contextmanager
     def daemon(self, name: str, *words: str) -> Iterator[subprocess.Popen[bytes]]:
@@ -137,7 +137,7 @@ class _Tool:
             process.wait()
 
 
-def _said(command: Sequence[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
+def _output_of(command: Sequence[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=SECONDS)
     if done.returncode:
         raise SystemExit(f"{' '.join(command[:4])}: {(done.stderr or done.stdout).strip()[-500:]}")

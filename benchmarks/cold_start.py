@@ -1,7 +1,7 @@
-"""CPU of the cheap verbs beside another launcher's ``--help``, and what ``import cloudtrain`` adds to bare Python.
+"""CPU of the cheap verbs compared with another launcher's ``--help``, and the cost of ``import cloudtrain``.
 
-``list``, ``status RUN`` (a finished run) and ``--help`` over ``torchx --help`` (torchx 0.7.0, installed when absent).
-CPU seconds (user + system), since neighbours on a shared machine move wall time far more.
+``list``, ``status RUN`` (a finished run) and ``--help`` over ``torchx --help`` (torchx 0.7.0, installed if absent). CPU
+seconds (user + system), since other jobs on a shared machine change wall time far more.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def cost(folder: Path, command: Sequence[str]) -> Callable[[], Cost]:
 
 
 def finished_runs(folder: Path) -> str:
-    """A store of `RUNS` finished runs in ``folder``; the id of one that really ran."""
+    """Make a store of `RUNS` finished runs in ``folder``. Return the id of one that really ran."""
     (folder / "train.py").write_text("print('done')\n")
     run = "really-ran"
     words = [CLOUDTRAIN, "submit", "train.py", "--store", "store", "--run-id", run, "--max-runtime", "10m"]

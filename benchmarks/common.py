@@ -1,7 +1,8 @@
-"""Measuring beside a peer: what a command costs, interleaved pairs of two commands, and figures against targets.
+"""Measurements against a peer: the cost of a command, interleaved pairs of two commands, and figures against targets.
 
-A shared machine slows both commands of a pair alike, so a figure is the median over pairs of ours / peer, never a
-quotient of two numbers from different moments. CPU seconds stand beside wall time: neighbours move them far less.
+A shared machine slows both commands of a pair alike. So a figure is the median over pairs of ours / peer, never a
+quotient of two numbers from different moments. CPU seconds accompany wall time, because other jobs change them far
+less.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Wall seconds of a command, and CPU seconds (user + system) of it and of every process it left behind.
+    """Wall seconds of a command, and CPU seconds (user + system) of it and of every process that it left behind.
 
-    ``rss`` is the most memory, in bytes, that it or one that it waited for had at a time; 0 where nobody measured.
+    ``rss`` is the peak memory in bytes of it or of a child that it waited for; 0 if not measured.
     """
 
     wall: float
@@ -76,7 +77,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One result. ``target`` None: reported only. ``pairs`` are what ``value`` is the median of."""
+    """One result. Without a ``target`` it is only reported. ``value`` is the median over ``pairs``."""
 
     name: str
     value: float
@@ -111,17 +112,17 @@ class Figure:
 
 
 def parser(about: str | None, *, count: int, quick: int) -> argparse.ArgumentParser:
-    """``--json``, ``--quick`` and ``--pairs``."""
+    """Return a parser with ``--json``, ``--quick`` and ``--pairs``."""
     flags = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--json", action="store_true", help="one JSON object on stdout, with every pair")
-    flags.add_argument("--quick", action="store_true", help="a rough answer soon")
+    flags.add_argument("--quick", action="store_true", help="give a rough answer soon")
     flags.add_argument("--pairs", type=int, help=f"default {count}, with --quick {quick}")
     flags.set_defaults(counts=(count, quick))
     return flags
 
 
 def options(flags: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line by ``flags``, ``pairs`` filled in."""
+    """Parse the command line by ``flags``, and set ``pairs``."""
     chosen = flags.parse_args()
     if chosen.pairs is None:
         chosen.pairs = chosen.counts[chosen.quick]
@@ -129,7 +130,7 @@ def options(flags: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def report(figures: Sequence[Figure], *, as_json: bool) -> int:
-    """A line for each figure (on stderr beside ``--json``); 1 if one missed its target."""
+    """Print a line for each figure (on stderr with ``--json``). Return 1 if one missed its target."""
     for figure in figures:
         print(figure.line(), file=sys.stderr if as_json else sys.stdout, flush=True)
     if as_json:
@@ -142,10 +143,10 @@ def report(figures: Sequence[Figure], *, as_json: bool) -> int:
 
 
 def environ(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This environment without what would configure cloudtrain or torchrun for one of the two alone.
+    """Return this environment without variables that configure only one of cloudtrain and torchrun.
 
-    Both get the loopback for gloo, as provider local would set it: a slow host name look-up is no merit of ours. And
-    both may keep bytecode: a peer that pip installed has it already, a checkout only if Python may write it.
+    Both get the loopback for gloo, as provider local would set it: a slow host name look-up must not favour cloudtrain.
+    Both may keep bytecode: a peer that pip installed already has it, and a checkout only if Python may write it.
     """
     drop = (
         "PYTHONDONTWRITEBYTECODE",
@@ -163,7 +164,8 @@ def environ(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def adopt_orphans() -> None:
-    """Be the parent of what our commands leave running (the supervisor), so that its CPU is counted. Linux only."""
+    """Become the parent of processes that commands leave running (the supervisor), so that their CPU counts. Linux
+    only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -171,11 +173,10 @@ def adopt_orphans() -> None:
 def cost_of(
     command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, alone: bool = False
 ) -> Cost:
-    """Run ``command`` and what it leaves behind (``alone``: nothing) to the end.
+    """Run ``command`` and the processes that it leaves behind (not with ``alone``) to their end.
 
-    Raises `RuntimeError` with its last words if it fails.
-    ``wall`` ends with the command itself; elsewhere than on Linux ``cpu`` does too. ``rss`` counts this process at the
-    moment of the start, too: a benchmark of memory keeps small.
+    Raises `RuntimeError` with its last lines if it fails. ``wall`` ends with the command itself; outside Linux ``cpu``
+    does too. ``rss`` includes this process at the start, so a benchmark of memory must stay small.
     """
     adopt_orphans()
     with tempfile.TemporaryFile() as out:
@@ -195,7 +196,7 @@ def cost_of(
 
 
 def reap_orphans() -> Iterator[float]:
-    """CPU seconds of each process that was left to us, once it has ended."""
+    """Yield the CPU seconds of each adopted process, once it has ended."""
     with contextlib.suppress(ChildProcessError):
         while True:
             usage = os.wait4(-1, 0)[2]
@@ -203,9 +204,9 @@ def reap_orphans() -> Iterator[float]:
 
 
 def first_line(command: Sequence[str], *, cwd: Path, mark: bytes) -> tuple[Cost, bytes]:
-    """Run ``command`` on a pseudo-terminal, to its end; ``wall`` ends with the line that has ``mark`` in it.
+    """Run ``command`` on a pseudo-terminal, to its end; ``wall`` ends with the line that contains ``mark``.
 
-    What follows the mark is returned beside it. Raises `RuntimeError` with the last words if it fails, or never prints
+    Returns the cost and the text after the mark. Raises `RuntimeError` with the last lines if it fails, or never prints
     the mark.
     """
     adopt_orphans()
@@ -215,28 +216,28 @@ def first_line(command: Sequence[str], *, cwd: Path, mark: bytes) -> tuple[Cost,
         list(command), cwd=cwd, env=environ({"TERM": "xterm"}), stdin=theirs, stdout=theirs, stderr=theirs
     )
     os.close(theirs)
-    seen, wall = b"", 0.0
-    with contextlib.suppress(OSError):  # EIO: nobody has the terminal open any more
+    output, wall = b"", 0.0
+    with contextlib.suppress(OSError):  # EIO: no process has the terminal open any more
         while chunk := os.read(ours, 65536):
-            seen += chunk
-            if not wall and b"\n" in seen.partition(mark)[2]:
+            output += chunk
+            if not wall and b"\n" in output.partition(mark)[2]:
                 wall = time.perf_counter() - began
     os.close(ours)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode or not wall:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{seen.decode()[-2000:]}")
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output.decode()[-2000:]}")
     cpu = usage.ru_utime + usage.ru_stime + sum(reap_orphans())
-    return Cost(wall=wall, cpu=cpu), seen.partition(mark)[2].partition(b"\n")[0].strip()
+    return Cost(wall=wall, cpu=cpu), output.partition(mark)[2].partition(b"\n")[0].strip()
 
 
 def cpu_of(command: Sequence[str], *, cwd: Path | None = None) -> float:
-    """CPU seconds of ``command``."""
+    """Return the CPU seconds of ``command``."""
     return cost_of(command, cwd=cwd).cpu
 
 
 def pairs(ours: Callable[[], Cost], other: Callable[[], Cost], *, count: int, warm: bool = True) -> list[Pair]:
-    """``count`` pairs, whose order turns each time; ``warm``: one unmeasured round first."""
+    """Run ``count`` pairs in alternating order; with ``warm``, one unmeasured round first."""
     if warm:
         other()
         ours()
@@ -251,13 +252,13 @@ def pairs(ours: Callable[[], Cost], other: Callable[[], Cost], *, count: int, wa
 
 
 def median_ratio(found: Sequence[Pair], what: str) -> float:
-    """Median over pairs of ours / peer, in ``wall`` or ``cpu``."""
+    """Return the median over pairs of ours / peer, in ``wall`` or ``cpu``."""
     ratios: list[float] = [getattr(pair.ours, what) / getattr(pair.peer, what) for pair in found]
     return statistics.median(ratios)
 
 
 def sides(found: Sequence[Pair], what: str) -> str:
-    """The medians behind a ratio, for a figure's note."""
+    """Return the medians behind a ratio, for a figure's note."""
     ours, other = (statistics.median(getattr(getattr(p, side), what) for p in found) for side in ("ours", "peer"))
     spread = sorted(getattr(p.ours, what) / getattr(p.peer, what) for p in found)
     shown = f"{ours / 1e6:.0f} MB / {other / 1e6:.0f} MB" if what == "rss" else f"{ours:.3f} s / {other:.3f} s"
@@ -265,7 +266,7 @@ def sides(found: Sequence[Pair], what: str) -> str:
 
 
 def stamps(run: Path) -> dict[str, float]:
-    """Unix seconds of what the run in this folder went through, as its own records tell it."""
+    """Return the Unix seconds of a run's stages, from the records in its folder."""
 
     def read(name: str) -> dict[str, float]:
         found: dict[str, float] = json.loads((run / name).read_bytes())
@@ -279,7 +280,7 @@ def stamps(run: Path) -> dict[str, float]:
 
 
 def steps(rows: Sequence[Mapping[str, float]]) -> str:
-    """Median milliseconds from each stage to the next; a row has each stage's Unix seconds, in order."""
+    """Return the median milliseconds from each stage to the next. A row has each stage's Unix seconds, in order."""
     return ", ".join(
         f"{after} +{1000 * statistics.median(row[after] - row[before] for row in rows):.0f}"
         for before, after in itertools.pairwise(rows[0])
@@ -291,34 +292,35 @@ def steps(rows: Sequence[Mapping[str, float]]) -> str:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder of its own, outside any git work tree."""
+    """Give a new folder, outside any git work tree."""
     with tempfile.TemporaryDirectory(prefix="cloudtrain-bench-", ignore_cleanup_errors=True) as folder:
         yield Path(folder).resolve()
 
 
 def cache() -> Path:
-    """``$CLOUDTRAIN_BENCHMARK_CACHE``, else ``cloudtrain-benchmarks`` in the user's cache folder."""
+    """Return ``$CLOUDTRAIN_BENCHMARK_CACHE``, else ``cloudtrain-benchmarks`` in the user's cache folder."""
     own = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("CLOUDTRAIN_BENCHMARK_CACHE") or os.path.join(own, "cloudtrain-benchmarks"))
 
 
 def alone(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Cost:
-    """Of a command from its start, without what it leaves behind or talks to. RuntimeError when it fails."""
+    """Measure a command from its start, without processes that it leaves behind or calls. Raises `RuntimeError` if it
+    fails."""
     began = time.perf_counter()
     process = subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None
-    said = process.stderr.read()
+    output = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     wall = time.perf_counter() - began
     if process.returncode:
         what = " ".join(command)[:200]
-        raise RuntimeError(f"{what} ended with {process.returncode}: {said.decode()[-2000:]}")
+        raise RuntimeError(f"{what} ended with {process.returncode}: {output.decode()[-2000:]}")
     return Cost(wall=wall, cpu=usage.ru_utime + usage.ru_stime, rss=usage.ru_maxrss * 1024)
 
 
 def peer(name: str, version: str) -> Path:
-    """The venv that has the package ``name``, made with pip when it is not in the cache folder yet."""
+    """Return the venv with the package ``name``; make it with pip if the cache folder lacks it."""
     venv = cache() / f"{name}-{version}"
     if not (venv / "installed").exists():
         print(f"installing {name} {version} into {venv}", file=sys.stderr)
@@ -332,7 +334,8 @@ def peer(name: str, version: str) -> Path:
 
 
 def tree(folder: Path, *, files: int, size: int, script: str) -> Path:
-    """A committed git tree of ``files`` files, ``size`` bytes in all, half of them compressible; ``train.py`` in it."""
+    """Make a committed git tree of ``files`` files with ``size`` bytes in total, half compressible, and with
+    ``train.py``."""
     folder.mkdir(parents=True)
     (folder / "train.py").write_text(script)
     rest, number = size - len(script), files - 1

@@ -1,14 +1,14 @@
-"""Containers: time until a script's first line through provider docker over ``docker run``, and 8 nodes over one.
+"""Containers: time to a script's first line through provider docker over ``docker run``, and 8 nodes over one.
 
-The first figure is 1 node x 2 processes of a script that imports torch, on a pseudo-terminal, in the same image:
-``cloudtrain submit --provider docker`` over ``docker run … python3 -m torch.distributed.run`` by hand. Both containers
-have the same user and the same /dev/shm; the code comes from this machine's disk. The one by hand is on the engine's
-default bridge, which is always there: nobody makes a network for a single node, so making ours counts against us alone.
+The first figure is 1 node x 2 processes of a script that imports torch, on a pseudo-terminal, in the same image. It
+compares ``cloudtrain submit --provider docker`` with ``docker run … python3 -m torch.distributed.run`` by hand. Both
+containers have the same user and the same /dev/shm; the code comes from this machine's disk. The one by hand uses the
+engine's default bridge, which always exists, so only cloudtrain makes a network.
 
-The second is the engine of containers by itself, from its call to ``prepare`` until every node's own line is in its
-file: 8 nodes of a shell over 1, each time with a network made anew. Removing them is not part of it. What a container
-costs is CPU time of docker's own processes, so 8 over 1 has its target where there are as many cores; everywhere, 8 by
-the engine are held against 8 ``docker run`` by hand at once, on a network made for them.
+The second is the container engine alone, from the call of ``prepare`` until every node's own line is in its file. It
+compares 8 nodes of a shell with 1, each time on a new network, without their removal. A container costs CPU time of
+docker's own processes, so 8 over 1 has its target only on 8 cores. On every machine it compares 8 nodes with 8
+simultaneous ``docker run`` by hand, on one network made for them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NODES = 8
 FIRST_LINE_TARGET, NODES_TARGET, BY_HAND_TARGET = 1.15, 2.0, 1.1
 UP_SECONDS = 120.0
 SHM_GIB = 8
-"""What provider docker gives to a job that does not say."""
+"""/dev/shm of a job that sets none with provider docker."""
 MARK = b"first-line "
 SCRIPT = """\
 import os
@@ -68,13 +68,13 @@ def main() -> int:
     ensure_image()
     figures = [until_first_line(chosen.pairs), *in_parallel(chosen.pairs)]
     if chosen.quick:
-        # Wall time alone, much of it a daemon's: a few pairs beside neighbours tell nothing against a target.
+        # Wall time alone, much of it a daemon's: a few pairs next to other jobs say nothing against a target.
         figures = [dataclasses.replace(figure, target=None) for figure in figures]
     return report(figures, as_json=chosen.json)
 
 
 def ensure_image() -> None:
-    """The image that the tests of provider docker use, built when it is absent."""
+    """Build the image of the tests of provider docker if it is absent."""
     found = subprocess.run(["docker", "image", "inspect", IMAGE], check=False, capture_output=True)
     if found.returncode:
         build = Path(__file__).resolve().parents[1] / "tests" / "images" / "build.sh"
@@ -101,7 +101,7 @@ def until_first_line(count: int) -> Figure:
 
 
 class Watch:
-    """Runs ``train.py`` of ``code`` either way; ``ours`` and ``by_hand`` have the stages of each."""
+    """A runner of ``train.py`` of ``code`` in both ways; ``ours`` and ``by_hand`` have the stages of each."""
 
     def __init__(self, code: Path, store: Path) -> None:
         self._code, self._store = code, store
@@ -159,7 +159,7 @@ def in_parallel(count: int) -> list[Figure]:
 
 
 def by_hand() -> Cost:
-    """A network and as many ``docker run`` at once, until each has printed its line."""
+    """Start a network and as many ``docker run`` at once, until each has printed its line."""
     name = f"by-hand-{time.time_ns()}"
     run = ["docker", "run", "--rm", "--network", name, "--label", name, "--user", f"{os.getuid()}:{os.getgid()}"]
     run += ["--shm-size", f"{SHM_GIB}g", "--entrypoint", "/bin/sh", IMAGE, "-c", "echo up; exec sleep 60"]
@@ -181,7 +181,7 @@ def by_hand() -> Cost:
 
 
 def start_nodes(folder: Path, number: int) -> Cost:
-    """Start that many nodes with an engine of their own, and remove them; CPU is this process's alone."""
+    """Start that many nodes with a separate engine, and remove them; CPU is this process's alone."""
     run = f"r{time.time_ns()}"
     engine = ContainerEngine(folder=folder / run, run=f"{folder.as_uri()}/runs/{run}", environ=os.environ)
     simulation = LaunchSpec(

@@ -1,14 +1,14 @@
 """A training step of ``entrypoints/ddp.py`` and ``fsdp.py`` over one of a bare loop of the same model; a save's stall.
 
 Both train ``tasks/gpt.py`` on the text of ``examples/data`` under the same torchrun, 2 processes of one thread each.
-The bare loop does what a loop must: a batch, forward, backward, optimizer, no gradients left. It looks at no norm, adds
-up no loss, writes no metrics and nobody can stop it. A step's time is the median between the stamps that both write
-after each step, without the first ones.
+The bare loop does only the necessary: a batch, forward, backward, optimizer, reset of the gradients. It computes no
+norm, sums no loss, writes no metrics, and cannot be stopped. A step's time is the median between the stamps that both
+write after each step, without the first ones.
 
-A save: the entry points' way, ``async_save`` with a stager that copies beside the next passes, over ``dcp.save``, in
-one process group, in turn: how long the loop stands still (in the call, and before the optimizer, which waits for the
-copy), with the disk at rest in between. What copying and writing take from passes on the same cores is told beside it:
-those with a save over those without.
+A save compares the entry points' ``async_save``, with a stager that copies during the next passes, with ``dcp.save``.
+Both alternate in one process group, and the disk rests in between. The figure is the time that the loop waits: in the
+call, and before the optimizer, which waits for the copy. The note has the cost of copying and writing for passes on the
+same cores: those with a save over those without.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def passes():
 
 
 def slowest(seconds):
-    told = torch.tensor(seconds)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return told.item()
+    worst = torch.tensor(seconds)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.item()
 
 
 found = []
@@ -172,7 +172,7 @@ def main() -> int:
     chosen = options(flags)
     with scratch() as folder:
         text = gzip.decompress((ROOT / "examples/data/persuasion.txt.gz").read_bytes())
-        # Nine tenths are trained on: one epoch of --steps steps, and a context's worth to be sure.
+        # Nine tenths are for training: one epoch of --steps steps, and one spare context.
         (folder / "text.txt").write_bytes(text[: (chosen.steps * BATCH + 1) * CONTEXT * 10 // 9 + CONTEXT])
         (folder / "bare.py").write_text(BARE)
         (folder / "saves.py").write_text(SAVES)
@@ -182,7 +182,7 @@ def main() -> int:
 
 
 def steps(name: str, folder: Path, count: int) -> list[Figure]:
-    """A step of an entry point over one of the bare loop."""
+    """Compare a step of an entry point with one of the bare loop."""
     data = ["--train", str(folder / "text.txt"), *SHAPE]
     ours = [*TORCHRUN, str(ROOT / f"entrypoints/{name}.py"), "--task", str(TASK), "--epochs", "1"]
     ours += ["--global-batch", str(BATCH), *data]
@@ -202,19 +202,20 @@ def steps(name: str, folder: Path, count: int) -> list[Figure]:
 
 
 def step_of(command: list[str], folder: Path) -> Cost:
-    """``wall`` of one step, the median; ``cpu`` of the whole command."""
+    """Return the cost: ``wall`` is the median of one step, ``cpu`` that of the whole command."""
     stamps = folder / "stamps.jsonl"
     stamps.unlink(missing_ok=True)
     env = environ({"CLOUDTRAIN_METRICS_FILE": str(stamps), "OMP_NUM_THREADS": "1"})
     env |= {f"CLOUDTRAIN_{what}_DIR": str(folder / what.lower()) for what in ("CHECKPOINT", "ARTIFACT")}
     cost = cost_of(command, cwd=folder, env=env)
     times = [json.loads(line)["time"] for line in stamps.read_text().splitlines()]
-    between = [after - before for before, after in itertools.pairwise(times[SKIPPED:-1])]  # the last one validates, too
+    between = [after - before for before, after in itertools.pairwise(times[SKIPPED:-1])]  # the last one validates too
     return Cost(wall=statistics.median(between), cpu=cost.cpu)
 
 
 def stall(folder: Path, count: int) -> list[Figure]:
-    """How long an asynchronous save keeps the loop, over a synchronous one; passes beside it, over those alone."""
+    """Compare the time that an asynchronous and a synchronous save stop the loop, and passes with and without a
+    save."""
     words = [*TORCHRUN, str(folder / "saves.py"), str(folder / "saved"), str(200_000_000), str(count)]
     done = subprocess.run(words, cwd=folder, env=environ(), capture_output=True, text=True)
     line = next((text for text in done.stdout.splitlines() if text.startswith("saves ")), None)
@@ -231,7 +232,7 @@ def stall(folder: Path, count: int) -> list[Figure]:
 
 
 def compared(rows: list[dict[str, float]], ours: str, theirs: str) -> tuple[list[float], str]:
-    """The ratio in each pair, and the note of a figure made of them."""
+    """Return the ratio in each pair, and the note of a figure made of them."""
     ratios = [row[ours] / row[theirs] for row in rows]
     medians = [statistics.median(row[side] for row in rows) for side in (ours, theirs)]
     note = f"{medians[0]:.3f} s / {medians[1]:.3f} s, {len(rows)} pairs {min(ratios):.3f}..{max(ratios):.3f}"

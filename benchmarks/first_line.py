@@ -1,8 +1,8 @@
-"""Time until the first line of a script is on the terminal: ``cloudtrain submit`` over torchrun alone. Reported only.
+"""Time to the first line of a script on the terminal: ``cloudtrain submit`` over torchrun alone. Reported only.
 
-1 node x 2 processes, on a pseudo-terminal, for a script that imports torch and one that does not; where the time of
-``submit`` goes, by the stamps that a run leaves behind. Then a second submit of an unchanged tree of 2,000 files, which
-must upload no byte of code or runtime.
+1 node x 2 processes, on a pseudo-terminal, for a script that imports torch and one that does not. The stamps of a run
+show where the time of ``submit`` goes. Then a second submit of an unchanged tree of 2,000 files, which must upload no
+byte of code or runtime.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 class Watch:
-    """Starts commands on a pseudo-terminal; ``wall`` of what it returns ends with the script's first line."""
+    """A runner of commands on a pseudo-terminal; ``wall`` of its costs ends with the script's first line."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -110,7 +110,7 @@ def again(folder: Path) -> list[Figure]:
 
 
 def staged(store: Path) -> dict[str, tuple[int, int, int]]:
-    """Size, inode and date of every stored file of code and runtime."""
+    """Return size, inode and date of every stored file of code and runtime."""
     found = {}
     for kind in ("code", "runtime"):
         for path in (store / kind).rglob("*"):

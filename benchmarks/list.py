@@ -1,9 +1,8 @@
-"""``cloudtrain list`` of a store of 10,000 runs: seconds and memory of the first page, and a plain loop beside it.
+"""``cloudtrain list`` of a store of 10,000 runs: seconds and memory of the first page, compared with a plain loop.
 
-The peer reads the result of every run in a loop and sorts, as a script would: what a page costs that does not stop at
-its own runs. Wall seconds of the first page are of the call alone, in a process that has imported what it needs; its
-memory is that process's high-water mark. Half of the ids begin with a time, half are of another's choosing. Every run
-is over: of one that is not, its platform is asked, and takes as long as it takes.
+The peer reads the result of every run in a loop and sorts, as a script would: the cost without stopping at a page's own
+runs. Wall seconds of the first page are of the call alone, in a process after its imports; its memory is that process's
+peak. Half of the ids begin with a time, half do not. Every run is over: for others the command would ask the platform.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ rows = [row["run_id"] for row in sorted(found, key=lambda row: row["created"], r
 
 
 @dataclass(frozen=True)
-class Told:
+class Result:
     cost: Cost
     rows: list[str]
 
@@ -86,7 +85,7 @@ def main() -> int:
 
 
 def made(store: Path) -> Path:
-    """A store of `RUNS` runs that are over, a minute apart."""
+    """Make a store of `RUNS` finished runs, a minute apart."""
     for number in range(RUNS):
         when = T0 + 60 * number
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(when))
@@ -103,14 +102,14 @@ def made(store: Path) -> Path:
     return store
 
 
-def measured(code: str, store: Path) -> Told:
-    """What a fresh Python that runs ``code`` on ``store`` says of itself."""
+def measured(code: str, store: Path) -> Result:
+    """Run ``code`` on ``store`` in a new Python. Return its own measurements."""
     command = [sys.executable, "-c", code + PEAK, str(store)]
     done = subprocess.run(command, env=environ(), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"it ended with {done.returncode}: {done.stderr[-2000:]}")
-    told = json.loads(done.stdout)
-    return Told(Cost(wall=told["wall"], cpu=told["cpu"], rss=told["rss"]), told["rows"])
+        raise SystemExit(f"the measured process ended with {done.returncode}: {done.stderr[-2000:]}")
+    numbers = json.loads(done.stdout)
+    return Result(Cost(wall=numbers["wall"], cpu=numbers["cpu"], rss=numbers["rss"]), numbers["rows"])
 
 
 if __name__ == "__main__":

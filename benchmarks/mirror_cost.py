@@ -1,12 +1,12 @@
-"""Mean time of a training step while checkpoints are mirrored, over the same with checkpoints that nobody mirrors.
+"""Mean time of a training step while checkpoints are mirrored, over the same with checkpoints that are not mirrored.
 
-One job, 1 node x 2 processes that compute throughout; on 2 cores, whatever the mirror takes, a step feels. Every 60 s
-the two save 200 MB, in turn to the folder that is mirrored and to one beside it on the same disk, so both sides of a
-pair write as much and have the same neighbours. A step's mean time is that of the whole interval, its save included; by
-the end of it the checkpoint has to be complete in the store, or there is no figure.
+One job, 1 node x 2 processes that compute throughout: on 2 cores, each step feels the mirror. Every 60 s the two save
+200 MB, alternately to the mirrored folder and to one next to it on the same disk. So both sides of a pair write as much
+and have the same other jobs. A step's mean time is that of the whole interval with its save. At the end of it the
+checkpoint must be complete in the store, or there is no figure.
 
-CPU seconds are those of the node's runtime, which mirrors, in such an interval: beside busy neighbours a better measure
-than wall time. It looks at the folder now and then in both: that is in what the other side spends, not in the ratio.
+CPU seconds are those of the node's runtime, which mirrors, in such an interval: on a busy machine a better measure than
+wall time. It scans the folder in both kinds of interval, so that is in the other side's cost, not in the ratio.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ dist.destroy_process_group()
 
 def main() -> int:
     flags = parser(__doc__, count=10, quick=1)
-    flags.add_argument("--seconds", type=float, help="between two checkpoints; default 60, with --quick 15")
-    flags.add_argument("--megabytes", type=int, default=200, help="of a checkpoint (default 200)")
+    flags.add_argument("--seconds", type=float, help="seconds between two checkpoints; default 60, with --quick 15")
+    flags.add_argument("--megabytes", type=int, default=200, help="MB of a checkpoint (default 200)")
     chosen = options(flags)
     seconds = chosen.seconds or (15.0 if chosen.quick else 60.0)
     with scratch() as folder:
@@ -125,7 +125,7 @@ def main() -> int:
 
 
 def measure(folder: Path, count: int, seconds: float, megabytes: int) -> list[Pair]:
-    """Run the job; ``wall`` is the mean of a step, ``cpu`` what the runtime spent in the interval."""
+    """Run the job. ``wall`` is the mean of a step, ``cpu`` that of the runtime in the interval."""
     (folder / "train.py").write_text(SCRIPT)
     rows_file, store = folder / "rows.json", folder / "store"
     words = [str(count), str(seconds), str(megabytes)]

@@ -1,7 +1,7 @@
-"""A script that writes 2,000 small files in its working folder, with its outputs copied over without (`--no-outputs`).
+"""A script that writes 2,000 small files in its working folder: with its outputs copied, over without (`--no-outputs`).
 
-Wall seconds are those of the script alone. CPU seconds are those of the node's runtime meanwhile: beside busy
-neighbours a better measure than wall time.
+Wall seconds are those of the script alone. CPU seconds are those of the node's runtime meanwhile: on a busy machine a
+better measure than wall time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Path(os.environ["BENCHMARK_ROWS"]).write_text(json.dumps(row))
 def main() -> int:
     flags = parser(__doc__, count=5, quick=3)
     flags.add_argument("--files", type=int, default=2000, help="default 2,000")
-    flags.add_argument("--seconds", type=float, help="of work; default 60, with --quick 15")
+    flags.add_argument("--seconds", type=float, help="seconds of work; default 60, with --quick 15")
     chosen = options(flags)
     seconds = chosen.seconds or (15.0 if chosen.quick else 60.0)
     with scratch() as folder:
@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def run(folder: Path, *words: str) -> Cost:
-    """Run the job once. Raises `RuntimeError` when it fails."""
+    """Run the job once. Raises `RuntimeError` if it fails."""
     rows = folder / "row.json"
     command = [CLOUDTRAIN, "submit", "train.py", "--store", str(folder / "store"), "--launcher", "python"]
     cost_of([*command, *words], cwd=folder, env=environ({"BENCHMARK_ROWS": str(rows)}))

@@ -1,7 +1,7 @@
-"""``cloudtrain plan`` of 2,000 files / 50 MB beside ``git ls-files | tar | sha256sum`` of the same tree.
+"""``cloudtrain plan`` of 2,000 files / 50 MB compared with ``git ls-files | tar | sha256sum`` of the same tree.
 
-Both read every byte once and hash it; plan also asks git what is ignored and why, checks for secrets and for links that
-leave the tree, and makes the request. The whole command each time, with the start of its interpreter.
+Both read every byte once and hash it. plan also asks git for ignored files and the rules, checks for secrets and for
+links out of the tree, and makes the request. Each side is a whole command, with the start of its interpreter.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def main() -> int:
     with scratch() as folder:
         code = tree(folder / "code", files=FILES, size=BYTES, script="print('hello')\n")
         words = [CLOUDTRAIN, "plan", "train.py", "--json"]
-        told = subprocess.run(words, cwd=code, env=environ(), check=True, capture_output=True, text=True).stdout
-        check(told)
+        text = subprocess.run(words, cwd=code, env=environ(), check=True, capture_output=True, text=True).stdout
+        check(text)
         found = pairs(
             partial(cost_of, words, cwd=code),
             partial(cost_of, ["bash", "-o", "pipefail", "-c", PEER], cwd=code),
@@ -56,11 +56,11 @@ def main() -> int:
     return report([wall, cpu], as_json=chosen.json)
 
 
-def check(told: str) -> None:
-    """A plan that shipped less would be cheaper."""
+def check(text: str) -> None:
+    """Check that the plan ships the whole tree: a smaller one would be cheaper."""
     import json
 
-    code = json.loads(told)["code"]
+    code = json.loads(text)["code"]
     if (len(code["files"]), code["bytes"]) != (FILES, BYTES):
         raise SystemExit(f"plan ships {len(code['files'])} files, {code['bytes']} bytes; not {FILES} and {BYTES}")
 

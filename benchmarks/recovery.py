@@ -1,11 +1,11 @@
-"""Seconds from the SIGKILL of a rank to the first new step after it, over a cold start: ``submit`` to the first step.
+"""Seconds from the SIGKILL of a rank to the next new step, over a cold start: from ``submit`` to the first step.
 
-One job gives a pair, 2 nodes x 2 processes of plain DistributedDataParallel with AdamW: they import torch, meet, take
-their first step, rank 0 saves 200 MB, and they train on. Once that checkpoint is in the store a rank is killed, each
-pair another one. The run ends that attempt, starts the next and restores the 200 MB on both nodes; all four ranks load
+One job gives a pair: 2 nodes x 2 processes of plain DistributedDataParallel with AdamW. They import torch, connect and
+take their first step. Rank 0 saves 200 MB, and they train on. Once the store has that checkpoint a rank is killed, each
+pair another one. The run ends that attempt, starts the next and restores the 200 MB on both nodes. All four ranks load
 them and take a step.
 
-CPU seconds are those of the run and all it starts within the same spans. The note tells where the time goes.
+CPU seconds are those of the run and all its processes in the same spans. The note shows where the time goes.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ dist.destroy_process_group()
 
 def main() -> int:
     flags = parser(__doc__, count=10, quick=1)
-    flags.add_argument("--megabytes", type=int, default=200, help="of the checkpoint (default 200)")
+    flags.add_argument("--megabytes", type=int, default=200, help="MB of the checkpoint (default 200)")
     chosen = options(flags)
     adopt_orphans()
     with scratch() as folder:
@@ -122,7 +122,7 @@ def stages(found: list[Trial]) -> str:
 
 
 class Trial:
-    """One job, killed once: ``cold`` and ``recovery`` are the stages of its two starts, ``pair`` what they cost."""
+    """One job with one kill: ``cold`` and ``recovery`` are the stages of its two starts, ``pair`` their costs."""
 
     def __init__(self, folder: Path, size: int, rank: int) -> None:
         self._stamps, store = folder / "stamps", folder / "store"
@@ -135,16 +135,16 @@ class Trial:
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
         self._run = store / "runs" / json.loads(done.stdout)["run_id"]
-        first = self._said("0.0-0")
+        first = self._stamps_of("0.0-0")
         start_cpu = cpu() - spent
         self._until(lambda: [*self._run.glob("live/checkpoints/*/*/commit.json")])
-        victim = self._said(f"0.0-{rank % 4}")["pid"]
+        victim = self._stamps_of(f"0.0-{rank % 4}")["pid"]
         spent, killed = cpu(), time.time()
         os.kill(victim, signal.SIGKILL)
-        again = self._said("1.0-0")
+        again = self._stamps_of("1.0-0")
         cost = Cost(wall=again["first step"] - killed, cpu=cpu() - spent)
         self.pair = Pair(ours=cost, peer=Cost(wall=first["first step"] - began, cpu=start_cpu))
-        attempts = self._ended()
+        attempts = self._attempts()
         self.cold = {"start": began, "attempt": attempts[0]["started"], **_script(first)}
         ended = {"attempt over": attempts[0]["ended"], "next attempt": attempts[1]["started"]}
         self.recovery = {"kill": killed, **ended, **_script(again)}
@@ -157,12 +157,12 @@ class Trial:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not (found := what()):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"it never came; {self._run} says {self._state()}")
+                raise RuntimeError(f"timed out; the state of {self._run} is {self._state()}")
             time.sleep(0.005)
         return found
 
-    def _said(self, name: str) -> dict[str, float]:
-        """What a rank of an attempt has stamped, once it has taken its first step."""
+    def _stamps_of(self, name: str) -> dict[str, float]:
+        """Return the stamps of a rank of an attempt, after its first step."""
         path = self._stamps / name
         self._until(path.exists)
         found: dict[str, float] = json.loads(path.read_text())
@@ -172,13 +172,13 @@ class Trial:
         found: dict[str, Any] = json.loads((self._run / "supervisor/status.json").read_bytes())
         return found
 
-    def _ended(self) -> list[dict[str, float]]:
-        """The attempts of the run, once it is over."""
+    def _attempts(self) -> list[dict[str, float]]:
+        """Wait for the end of the run. Return its attempts."""
         self._until(lambda: self._state()["finished"])
         self._until((self._run / "result.json").exists)
         state = self._state()
         if state["state"] != "succeeded" or len(state["attempts"]) != 2:
-            raise RuntimeError(f"it should have been killed once and then succeeded: {state}")
+            raise RuntimeError(f"the run was not killed exactly once and then successful: {state}")
         attempts: list[dict[str, float]] = state["attempts"]
         return attempts
 
@@ -188,7 +188,7 @@ def _script(stamps: dict[str, float]) -> dict[str, float]:
 
 
 def cpu() -> float:
-    """CPU seconds so far of all that we started, and of what that left to us."""
+    """Return the CPU seconds so far of all started processes, and of those that they left behind."""
     ticks, parents = {}, {}
     for pid, words in _processes():
         parents[pid] = int(words[1])
@@ -202,7 +202,7 @@ def cpu() -> float:
 
 
 def _processes() -> Iterator[tuple[int, list[str]]]:
-    """Every process, and its /proc/PID/stat from the state on."""
+    """Yield every process, and its /proc/PID/stat from the state on."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             yield int(folder.name), (folder / "stat").read_text().rpartition(")")[2].split()

@@ -1,12 +1,12 @@
 """Wall time of a whole local job, 1 node x 2 processes, about 60 s: ``cloudtrain submit`` over torchrun alone.
 
-The script does the same number of steps in both: matrix products and an all-reduce, a printed line and a metrics line
-each, 20 a second, and then it waits as a rank waits for its GPU. ``--busy 1`` takes the waiting away: then every
-interference counts, and so does every neighbour of this machine. ``submit`` is the whole command: plan, stage,
-supervise, follow. CPU seconds include the supervisor's and the node's.
+The script takes the same steps in both, 20 a second: matrix products and an all-reduce, a printed line and a metrics
+line. Then it waits as a rank waits for its GPU. With ``--busy 1`` it does not wait, so every interference counts, also
+that of other jobs. ``submit`` is the whole command: plan, stage, supervise, follow. CPU seconds include the
+supervisor's and the node's.
 
-The script notes when its loop began and ended. What lies outside is ours or torchrun's own; the loop is also the
-neighbours', so on a busy machine the third figure says more than the first.
+The script records the begin and the end of its loop. The time outside is cloudtrain's or torchrun's own. Other jobs
+disturb the loop, so on a busy machine the third figure says more than the first.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ print((time.thread_time() - began) / 2000)
 
 def main() -> int:
     flags = parser(__doc__, count=3, quick=1)
-    flags.add_argument("--busy", type=float, default=0.1, help="part of a step that computes (default 0.1)")
+    flags.add_argument("--busy", type=float, default=0.1, help="share of a step that computes (default 0.1)")
     chosen = options(flags)
     steps = int((10 if chosen.quick else 60) / STEP_SECONDS)
     one = subprocess.run([sys.executable, "-c", CALIBRATE], env=environ(), check=True, capture_output=True, text=True)
@@ -98,33 +98,33 @@ def main() -> int:
         Figure(
             name=f"{what} of cloudtrain submit / torchrun, 1 node x 2 processes, {load}",
             value=median_ratio(found, what),
-            # In 10 s the fixed costs weigh six times as much: only the whole length is held to the target.
+            # In 10 s the fixed costs weigh six times as much: only the full length has the target.
             target=TARGET if what == "wall" and not chosen.quick else None,
             note=sides(found, what),
             pairs=found if what == "wall" else (),
         )
         for what in ("wall", "cpu")
     ]
-    more = statistics.median(a["before"] + a["after"] for a in ours.seen)
-    less = statistics.median(b["before"] + b["after"] for b in other.seen)
+    more = statistics.median(a["before"] + a["after"] for a in ours.rows)
+    less = statistics.median(b["before"] + b["after"] for b in other.rows)
     figures.append(
         Figure(
             name="seconds outside the loop, submit - torchrun",
             value=more - less,
             unit="s",
             note=f"ours {ours}; torchrun {other}",
-            pairs=[{"ours": a, "peer": b} for a, b in zip(ours.seen, other.seen, strict=True)],
+            pairs=[{"ours": a, "peer": b} for a, b in zip(ours.rows, other.rows, strict=True)],
         )
     )
     return report(figures, as_json=chosen.json)
 
 
 class Phases:
-    """Runs a command each time it is called; ``seen`` has the seconds before, in and after the script's loop."""
+    """A command to run on each call; ``rows`` has the seconds before, in and after the script's loop."""
 
     def __init__(self, folder: Path, command: list[str]) -> None:
         self._folder, self._command = folder, command
-        self.seen: list[dict[str, float]] = []
+        self.rows: list[dict[str, float]] = []
 
     def __call__(self) -> Cost:
         stamps = self._folder / "stamps.json"
@@ -132,11 +132,11 @@ class Phases:
         start = time.time()
         cost = cost_of(self._command, cwd=self._folder, env=environ({"BENCHMARK_STAMPS": str(stamps)}))
         began, ended = json.loads(stamps.read_bytes())
-        self.seen.append({"before": began - start, "loop": ended - began, "after": start + cost.wall - ended})
+        self.rows.append({"before": began - start, "loop": ended - began, "after": start + cost.wall - ended})
         return cost
 
     def __str__(self) -> str:
-        medians = {name: statistics.median(row[name] for row in self.seen) for name in self.seen[0]}
+        medians = {name: statistics.median(row[name] for row in self.rows) for name in self.rows[0]}
         return ", ".join(f"{name} {value:.2f}" for name, value in medians.items())
 
 

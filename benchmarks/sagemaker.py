@@ -1,9 +1,9 @@
-"""What submitting to SageMaker costs: ``cloudtrain submit --provider sagemaker`` over ``ModelTrainer.train``.
+"""The cost of a submission to SageMaker: ``cloudtrain submit --provider sagemaker`` over ``ModelTrainer.train``.
 
-A tree of 2,000 files is submitted to an account on loopback (the control plane of `worlds.sagemaker`, moto
-for everything else), for the first time and again, unchanged. Both sides are one process from its start to the accepted
-job: CPU and wall seconds, peak memory, requests sent, bytes uploaded. The peer is the package ``sagemaker-train``,
-where SageMaker's own SDK 3 keeps its ModelTrainer, in a venv of its own.
+Both submit a tree of 2,000 files to an account on loopback (the control plane of `worlds.sagemaker`, moto for
+everything else), for the first time and again, unchanged. Both sides are one process from its start to the accepted
+job: CPU and wall seconds, peak memory, requests sent, bytes uploaded. The peer is the package ``sagemaker-train``, in
+which SageMaker's own SDK 3 has its ModelTrainer, in a separate venv.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from common import (
 PEER = ("sagemaker-train", "1.27.0")
 FILES, BYTES = 2_000, 50_000_000
 CPU, REQUESTS, RSS = 0.25, 0.1, 0.5
-"""The targets, as parts of what the peer takes."""
+"""Targets, as shares of the peer's cost."""
 TIMES = ("the first time", "again")
-# Without its telemetry, its look-ups of the role and of a default bucket, which are not about submitting. What it asks
-# IAM all the same is answered, as moto would fail, and have it wait.
+# Without its telemetry, and its look-ups of the role and of a default bucket, which are no part of a submission. Its
+# other questions to IAM get an answer: moto would fail, and make it wait.
 TRAINER = """
 import sys
 import boto3
@@ -70,7 +70,7 @@ OPT_OUT = "SchemaVersion: '1.0'\nSageMaker:\n  PythonSDK:\n    Modules:\n      T
 
 @dataclass(frozen=True, kw_only=True)
 class Sent(Cost):
-    """A submission: what it cost, the requests that reached the account, and the bytes of what they uploaded."""
+    """A submission: its cost, the requests that reached the account, and the bytes of its uploads."""
 
     requests: int = 0
     uploaded: int = 0
@@ -81,7 +81,8 @@ class Sent(Cost):
 
 
 def serve(folder: Path) -> None:
-    """An account until stdin ends. The first line out says how to reach it; each line in is answered with counts."""
+    """Serve an account until stdin ends. The first line on stdout gives its address; each line on stdin is answered
+    with counts."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -94,7 +95,7 @@ def serve(folder: Path) -> None:
 
     class Quiet(WSGIRequestHandler):
         def log_request(self, *args: Any) -> None:
-            """Nothing: two thousand lines are no figure."""
+            """Print nothing: two thousand lines are no figure."""
 
     def counted(environment: dict[str, Any], start: Any) -> Any:
         nonlocal uploaded
@@ -113,7 +114,7 @@ def serve(folder: Path) -> None:
     server = make_server("127.0.0.1", 0, counted, threaded=True, request_handler=Quiet)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     plane = Plane(folder, moto=f"http://127.0.0.1:{server.server_port}", runs=False)
-    plane.no_capacity.add("ml.m5.xlarge")  # what is accepted is all that is measured: nothing runs
+    plane.no_capacity.add("ml.m5.xlarge")  # nothing runs: only the acceptance is measured
     plane.capacity_seconds = 1e9
     bucket = plane.make_bucket(f"benchmark-{uuid.uuid4().hex[:12]}")
     role = plane.make_role("training")
@@ -121,27 +122,27 @@ def serve(folder: Path) -> None:
     print(json.dumps({"environ": plane.environ(), "bucket": bucket, "role": role, "image": image}), flush=True)
     for _ in sys.stdin:
         with lock:
-            said = {"operations": {**counts, **{name: plane.wire.count(name) for name in set(plane.wire.calls)}}}
-            said |= {"uploaded": uploaded}  # type: ignore[dict-item]
+            answer = {"operations": {**counts, **{name: plane.wire.count(name) for name in set(plane.wire.calls)}}}
+            answer |= {"uploaded": uploaded}  # type: ignore[dict-item]
             counts.clear()
             plane.wire.calls.clear()
             uploaded = 0
-        print(json.dumps(said), flush=True)
+        print(json.dumps(answer), flush=True)
 
 
 class Account:
-    """`serve` in a process of its own: this one stays small, since a child's peak memory begins with its parent's."""
+    """`serve` in a separate process: this one stays small, since a child's peak memory begins with its parent's."""
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, __file__, "--serve", str(folder)]
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        told = self._ask("")
-        self.bucket, self.role, self.image = told["bucket"], told["role"], told["image"]
+        account = self._ask("")
+        self.bucket, self.role, self.image = account["bucket"], account["role"], account["image"]
         config = folder / "sagemaker.yaml"
         config.write_text(OPT_OUT)
         here = {name: value for name, value in environ().items() if not name.startswith("AWS_")}
         quiet = {"SAGEMAKER_VALIDATE_ROLE": "false", "SAGEMAKER_USER_CONFIG_OVERRIDE": str(config)}
-        self.environ = {**here, **told["environ"], **quiet}
+        self.environ = {**here, **account["environ"], **quiet}
 
     def _ask(self, line: str) -> dict[str, Any]:
         assert self._server.stdin is not None
@@ -154,19 +155,19 @@ class Account:
         return dict(json.loads(answer))
 
     def sent(self, command: Sequence[str], *, cwd: Path) -> Sent:
-        """Run one submission; its costs, and what has reached the account meanwhile."""
+        """Run one submission. Return its costs, and the calls that reached the account meanwhile."""
         self._ask("count\n")
-        cost = cost_of(command, cwd=cwd, env=self.environ, alone=True)  # this server is a child, too
-        told = self._ask("count\n")
-        made = told["operations"]
+        cost = cost_of(command, cwd=cwd, env=self.environ, alone=True)  # this server is a child too
+        counts = self._ask("count\n")
+        made = counts["operations"]
         if made.get("CreateTrainingJob") != 1:
-            raise RuntimeError(f"{command[0]} has sent no job: {made}")
+            raise RuntimeError(f"{command[0]} sent no job: {made}")
         return Sent(
             wall=cost.wall,
             cpu=cost.cpu,
             rss=cost.rss,
             requests=sum(made.values()),
-            uploaded=told["uploaded"],
+            uploaded=counts["uploaded"],
             operations=made,
         )
 
@@ -201,19 +202,19 @@ def main() -> int:
 
 
 def ours(account: Account, number: int) -> list[str]:
-    """Our command, with a store of its own for each pair."""
+    """Return cloudtrain's command, with a separate store for each pair."""
     flags = ["--store", f"{account.bucket}/store{number}", "--set", f"role={account.role}", "--image", account.image]
     return [CLOUDTRAIN, "submit", "train.py", "--provider", "sagemaker", *flags, "--max-runtime", "1h", "--detach"]
 
 
 def theirs(account: Account, python: str, code: Path, number: int) -> list[str]:
-    """The peer's, which has a folder of its own for each job anyway."""
+    """Return the peer's command; it has a separate folder for each job anyway."""
     bucket = account.bucket.removeprefix("s3://")
     return [python, "-W", "ignore", "-c", TRAINER, str(code), bucket, account.role, account.image, f"bench{number + 1}"]
 
 
 def figures(time: str, found: Sequence[Pair]) -> list[Figure]:
-    """Of all pairs of a first, or of a second submission."""
+    """Return the figures of all pairs of a first, or of a second submission."""
     again = time == TIMES[1]
 
     def ratio(what: str, title: str, target: float | None) -> Figure:
@@ -232,7 +233,7 @@ def figures(time: str, found: Sequence[Pair]) -> list[Figure]:
 
 
 def _counted(figure: Figure, found: Sequence[Pair], what: str) -> Figure:
-    """With counts in its note in place of seconds."""
+    """Return the figure with counts in its note instead of seconds."""
     ours, other = (statistics.median(getattr(getattr(p, side), what) for p in found) for side in ("ours", "peer"))
     note = f"{ours:,.0f} / {other:,.0f}"
     if what == "requests":

@@ -1,6 +1,6 @@
-"""An S3 on loopback that keeps nothing: it proves the bytes of each part by their digest, and answers zeros.
+"""An S3 on loopback that keeps nothing: it checks the digest of each part, and answers with zeros.
 
-For files of any size. One bucket, ``bucket``; a key ``zeros-N`` is N bytes.
+It takes files of any size. It has one bucket, ``bucket``; a key ``zeros-N`` is N bytes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     wbufsize = 1 << 16
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nobody reads it."""
+        """Print nothing."""
 
     def do_PUT(self) -> None:
-        left, digest = int(self.headers.get("Content-Length") or 0), hashlib.sha256()
-        while left:
-            piece = self.rfile.read(min(left, len(CHUNK)))
+        remaining, digest = int(self.headers.get("Content-Length") or 0), hashlib.sha256()
+        while remaining:
+            piece = self.rfile.read(min(remaining, len(CHUNK)))
             if not piece:
                 self.close_connection = True
                 return
             digest.update(piece)
-            left -= len(piece)
+            remaining -= len(piece)
         promised = self.headers.get("x-amz-content-sha256")
         whole = promised in (digest.hexdigest(), "UNSIGNED-PAYLOAD")
         self._answer(200 if whole else 400, b"", {"ETag": TAG})
@@ -54,11 +54,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
             first, last = int(asked[1]), min(int(asked[2] or last), last)
             headers["Content-Range"] = f"bytes {first}-{last}/{total}"
-        left = last - first + 1
-        self._head(206 if asked else 200, left, headers)
-        while left and self.command == "GET":
-            self.wfile.write(CHUNK[:left])
-            left -= min(left, len(CHUNK))
+        remaining = last - first + 1
+        self._head(206 if asked else 200, remaining, headers)
+        while remaining and self.command == "GET":
+            self.wfile.write(CHUNK[:remaining])
+            remaining -= min(remaining, len(CHUNK))
 
     do_HEAD = do_GET
 
@@ -78,11 +78,11 @@ class _Server(http.server.ThreadingHTTPServer):
     request_queue_size = 64
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client may go away."""
+        """Ignore a client that goes away."""
 
 
 def serve() -> None:
-    """Until killed; prints the endpoint first."""
+    """Serve until killed. Print the endpoint first."""
     server = _Server(("127.0.0.1", 0), _Handler)
     print(f"http://127.0.0.1:{server.server_port}", flush=True)
     server.serve_forever()

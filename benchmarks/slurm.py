@@ -1,7 +1,8 @@
-"""A job on Slurm beside a bare ``sbatch`` of the same script: time to the script's first line, and CPU of ``submit``.
+"""A job on Slurm compared with a bare ``sbatch`` of the same script: time to the script's first line, and CPU of
+``submit``.
 
-A real slurmctld on this machine, by tests/slurm.sh. 2 nodes x 1 process; both sides start ``torchrun``. The time counts
-from the command, so that of cloudtrain has its upload and its submission in it.
+A real slurmctld runs on this machine, by tests/slurm.sh. 2 nodes x 1 process; both sides start ``torchrun``. The time
+counts from the command, so cloudtrain's time includes its upload and its submission.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def cluster(folder: Path) -> Iterator[None]:
 
 
 class Sides:
-    """The two commands; each waits until nothing runs any more, so that no job waits for another."""
+    """The two commands. Each waits until nothing runs any more, so that no job waits for another."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._number = folder, 0
@@ -105,7 +106,7 @@ class Sides:
         deadline = time.monotonic() + PATIENCE
         while not file.exists() or subprocess.run(["squeue", "-h"], capture_output=True, check=True).stdout:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no first line within {PATIENCE:.0f} s; see {self._folder}")
+                raise RuntimeError(f"no first line within {PATIENCE:.0f} s; the files are in {self._folder}")
             time.sleep(0.2)
         return float(file.read_text())
 

@@ -1,4 +1,5 @@
-"""The best of 64 trials, 8 in parallel, over 24 seeds: a sweep's TPE beside Optuna alone and Ray Tune's OptunaSearch.
+"""The best of 64 trials, 8 in parallel, over 24 seeds: a sweep's TPE compared with Optuna alone and Ray Tune's
+OptunaSearch.
 
 Each side proposes for the same function, and its trials take the same times. No training runs: only proposals count.
 For Ray Tune, name a Python that has ``ray[tune]`` and ``optuna``: ``--ray-python PATH``. Otherwise it is left out.
@@ -56,7 +57,7 @@ def loss(params: Params) -> float:
 
 
 def best(seed: int, ask: Callable[[int], Params], tell: Callable[[int, Params, float], None]) -> float:
-    """Return the best loss: 8 trials at once, and the next one starts whenever one has ended."""
+    """Return the best loss of 8 trials at once, where the next one starts when one has ended."""
     chance, running, values = Random(f"times {seed}"), list[tuple[float, int, Params]](), list[float]()
     now = 0.0
     for n in range(TRIALS):

@@ -1,10 +1,11 @@
-"""Bytes up and down beside s3fs, s5cmd and adlfs: many small files, a checkpoint, one large file; CPU and memory.
+"""Uploads and downloads compared with s3fs, s5cmd and adlfs: many small files, a checkpoint, one large file; CPU and
+memory.
 
-S3 is Ceph's radosgw (`ceph`), Azure is Azurite, both on loopback and on this machine's own cores: no round trips, no
-TLS, so only the ratios mean something. Libraries are timed after their imports and one listing, s5cmd from its start;
-so is ours beside it. The others have venvs of their own. Every side lists what it fetches. Ours flushes each file to
-the disk, the others do not.
-Contents are proved after each download.
+S3 is Ceph's radosgw (`ceph`), Azure is Azurite. Both are on loopback and on this machine's own cores, without round
+trips and TLS, so only the ratios mean something. The time of a library starts after its imports and one listing, that
+of s5cmd, and of cloudtrain next to it, at the start of the program. The peers have separate venvs. Every side lists the
+files that it fetches. cloudtrain flushes each file to the disk, the peers do not. Contents are checked after each
+download.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ end()
 
 
 class Place:
-    """A server's URL, the environment that leads to it, and a folder for what comes and goes."""
+    """A server's URL, the environment that leads to it, and a folder for uploads and downloads."""
 
     def __init__(self, folder: Path, url: str, words: Mapping[str, str]) -> None:
         self.folder, self.url = folder, url
@@ -119,12 +120,12 @@ class Place:
         self._count = 0
 
     def fresh(self) -> str:
-        """A URL where nothing is yet."""
+        """Return a new, empty URL."""
         self._count += 1
         return f"{self.url}/{self._count}"
 
     def cost(self, code: str, *words: str, python: str | Path = sys.executable) -> Cost:
-        """Of what stands between ``begin`` and ``end``."""
+        """Measure the time between ``begin`` and ``end``."""
         command = [str(python), "-c", CLOCK + code, *words]
         done = subprocess.run(command, env=self.environ, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -132,14 +133,14 @@ class Place:
         return Cost(**json.loads(done.stdout))
 
     def whole(self, command: Sequence[str]) -> Cost:
-        """Of a program from its start."""
+        """Measure a program from its start."""
         return alone(command, env=self.environ)
 
     def fetched(self, source: Path, fetch: Callable[[Path], Cost]) -> Cost:
-        """What ``fetch`` into an empty folder costs; it must bring what ``source`` holds.
+        """Measure ``fetch`` into an empty folder, and check that it brings the content of ``source``.
 
-        Nothing is deleted meanwhile: ext4 gives no inode away that was deleted in the last seconds, but looks at each
-        such for every file it makes. The disk has written all that came before.
+        Nothing is deleted meanwhile: ext4 skips inodes that were deleted in the last seconds, but scans all of them for
+        every new file. The disk has written all earlier data.
         """
         target = self.folder / f"fetched{self._count}"
         self._count += 1
@@ -151,7 +152,7 @@ class Place:
         if wrong or missing:
             raise RuntimeError(f"fetched {len(wrong)} files wrong, {len(missing)} not at all")
         for name in names:
-            os.truncate(target / name, 0)  # the memory is wanted by the next
+            os.truncate(target / name, 0)  # the next download needs the memory
         return cost
 
 
@@ -178,7 +179,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def s3(folder: Path) -> Iterator[Place]:
-    """A server of one row's own: it holds in memory all that it was ever sent, 13 GiB at most."""
+    """Give a separate server for each row: it keeps all uploads in memory, at most 13 GiB."""
     with radosgw(folder / "ceph", memory=16 << 30) as endpoint:
         place = Place(folder / "s3", "s3://bucket", {**account(folder, endpoint), "S3_ENDPOINT_URL": endpoint})
         place.folder.mkdir(parents=True)
@@ -188,7 +189,7 @@ def s3(folder: Path) -> Iterator[Place]:
 
 
 def account(folder: Path, endpoint: str) -> dict[str, str]:
-    """Whoever calls, and nobody of this machine's."""
+    """Return the environment of a caller with none of this machine's own credentials."""
     nowhere = str(folder / "none")
     words = {"ENDPOINT_URL": endpoint, "ACCESS_KEY_ID": KEY, "SECRET_ACCESS_KEY": SECRET, "DEFAULT_REGION": "us-east-1"}
     words |= {"EC2_METADATA_DISABLED": "true", "CONFIG_FILE": nowhere, "SHARED_CREDENTIALS_FILE": nowhere}
@@ -222,7 +223,7 @@ def azure(folder: Path) -> Iterator[Place]:
 
 
 def made(folder: Path, count: int, size: int) -> Path:
-    """A tree of files, the same for both sides."""
+    """Make a tree of files, the same for both sides."""
     if not folder.exists():
         for i in range(count):
             path = folder / f"part{i % 20:02d}" / f"{i:04d}.bin"
@@ -235,7 +236,7 @@ def made(folder: Path, count: int, size: int) -> Path:
 def tree(
     place: Place, count: int, *, what: str, files: int, size: int, other: str, up: float, down: float
 ) -> list[Figure]:
-    """``files`` files of ``size`` bytes up and down, beside fsspec's file system ``other``."""
+    """Compare ``files`` files of ``size`` bytes up and down with fsspec's file system ``other``."""
     source = made(place.folder / what, files, size)
     return [
         *sent(place, count, source, files=files, size=size, other=other, target=up),
@@ -244,7 +245,7 @@ def tree(
 
 
 def python_of(other: str) -> Path:
-    """The Python that has fsspec's file system ``other``."""
+    """Return the Python with fsspec's file system ``other``."""
     return peer(other, FSSPEC_PEERS[other]) / "bin" / "python"
 
 
@@ -294,7 +295,7 @@ def bundle(place: Place, count: int) -> list[Figure]:
 
 
 def big(place: Place, count: int) -> list[Figure]:
-    """Beside s5cmd, both whole programs."""
+    """Compare with s5cmd, both as whole programs."""
     program = str(peer("s5cmd", S5CMD) / "bin" / "s5cmd")
     source = place.folder / "big" / "file"
     source.parent.mkdir(exist_ok=True)
@@ -321,11 +322,11 @@ def big(place: Place, count: int) -> list[Figure]:
 
 
 def again(place: Place, count: int) -> list[Figure]:
-    """What a second submit does with its data before it sends: seconds, after imports."""
+    """Measure the check of unchanged data before a second submit: seconds, after imports."""
     found = []
     for files, target in ((SMALL, 0.05), (10 * SMALL, 0.5)):
         source = made(place.folder / f"data{files}", files, SMALL_BYTES // 8)
-        time.sleep(CLIENT_TIMINGS.digest_settled + 1)  # of files that have just been written no digest is believed
+        time.sleep(CLIENT_TIMINGS.digest_settled + 1)  # cloudtrain trusts no digest of a file written just now
         costs = [place.cost(AGAIN, "up", place.fresh(), str(source)) for _ in range(count)]
         value = statistics.median(cost.wall for cost in costs)
         found.append(Figure(name=f"unchanged {files:,} files staged again", value=value, target=target, unit="s"))
@@ -333,10 +334,10 @@ def again(place: Place, count: int) -> list[Figure]:
 
 
 def azure_rows(folder: Path, count: int) -> list[Figure]:
-    """Each half on a server of its own.
+    """Run each half on a separate server.
 
-    Azurite looks through all the blobs that it holds for each request. What the uploads of all pairs leave would be
-    nine tenths of what the downloads cost, for either side alike.
+    Azurite scans all its blobs for each request. The remains of all pairs' uploads would be nine tenths of the cost of
+    the downloads, for both sides alike.
     """
     found = []
     for what, files, size in (("small", SMALL, SMALL_BYTES), ("large", LARGE, LARGE_BYTES)):
@@ -349,7 +350,7 @@ def azure_rows(folder: Path, count: int) -> list[Figure]:
 
 @contextlib.contextmanager
 def sink(folder: Path) -> Iterator[Place]:
-    """A server that keeps nothing."""
+    """Give a server that keeps nothing."""
     command = [sys.executable, "-c", "import sink; sink.serve()"]
     server = subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True)
     try:
@@ -363,7 +364,7 @@ def sink(folder: Path) -> Iterator[Place]:
 
 
 def memory(folder: Path, sizes: Sequence[int]) -> list[Figure]:
-    """Peak memory of one file of so many GiB, up and down."""
+    """Measure the peak memory of one file of so many GiB, up and down."""
     figures: list[Figure] = []
     peaks: dict[str, list[int]] = {"up": [], "down": []}
     with sink(folder) as place:

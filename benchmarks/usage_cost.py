@@ -1,8 +1,8 @@
-"""CPU of sampling how busy a node is for an hour, as a share of one core, which is the least that a rank has.
+"""CPU of an hour's samples of a node's usage, as a share of one core, the least that a rank has.
 
-A process takes as many samples as an hour has, one after another, and its pair waits without one. CPU seconds are those
-of the process and of nvidia-smi, for which a shell script stands in if this machine has none: the real one takes
-longer, by the time that the driver needs. The samples come without a pause: caches are warmer than in a real hour.
+A process takes an hour's samples one after another, and its pair waits without any. CPU seconds are those of the
+process and of nvidia-smi. A shell script replaces it if this machine has none: the real one takes longer, by the
+driver's time. The samples come without a pause, so caches are warmer than in a real hour.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def figure_of(name: str, found: list[Pair], count: int) -> Figure:
 
 
 def run(folder: Path, path: str, count: int) -> Cost:
-    """Take ``count`` samples. Raises `RuntimeError` when it fails."""
+    """Take ``count`` samples. Raises `RuntimeError` if it fails."""
     command = [sys.executable, str(folder / "sample.py"), str(count)]
     return cost_of(command, cwd=folder, env=environ({"PATH": path}), alone=True)
 

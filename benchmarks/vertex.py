@@ -1,8 +1,8 @@
-"""A first submit to Vertex AI beside ``aiplatform.CustomJob.from_local_script(...).submit()``, and ``status``.
+"""A first submit to Vertex AI compared with ``aiplatform.CustomJob.from_local_script(...).submit()``, and ``status``.
 
-On the loopback project of `worlds.vertex`: nothing is on the network, and no job gets a machine. Both sides
-are one process from its start to the accepted job, the peer's staging of its script included: CPU seconds (user +
-system) and peak memory. Google's own high-level classes are a script of a few lines.
+It uses the loopback project of `worlds.vertex`, without any network, and no job gets a machine. Both sides are one
+process from its start to the accepted job, including the peer's staging of its script: CPU seconds (user + system) and
+peak memory. Google's own high-level classes are a script of a few lines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from common import (
 )
 
 SUBMIT_CPU, SUBMIT_RSS, STATUS_CPU = 0.65, 0.75, 0.5
-"""The targets, as parts of what the peer takes."""
+"""Targets, as shares of the peer's cost."""
 IMAGE = "team/trainer:1"
 SDK = """
 import os, sys
@@ -56,29 +56,30 @@ print(find_provider("vertex")(**json.loads(sys.argv[1])).status(sys.argv[2]).sta
 
 
 def serve(folder: Path) -> None:
-    """A project until stdin ends. The first line out says how to reach it; each line in is answered with its jobs."""
+    """Serve a project until stdin ends. The first line on stdout gives its address; each line on stdin is answered with
+    its jobs."""
     sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
     from worlds.vertex.world import BUCKET, VertexWorld
 
     world = VertexWorld(folder, image=IMAGE)
     world.plane.no_capacity, world.plane.capacity_seconds = True, 1e9
-    told = {"environ": world.plane.environ(), "settings": world.settings, "bucket": f"gs://{BUCKET}"}
-    print(json.dumps(told), flush=True)
+    facts = {"environ": world.plane.environ(), "settings": world.settings, "bucket": f"gs://{BUCKET}"}
+    print(json.dumps(facts), flush=True)
     for _ in sys.stdin:
         print(json.dumps(list(world.plane.jobs)), flush=True)
     world.close()
 
 
 class Project:
-    """`serve` in a process of its own: this one stays small, since a child's peak memory begins with its parent's."""
+    """`serve` in a separate process: this one stays small, since a child's peak memory begins with its parent's."""
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, __file__, "--serve", str(folder)]
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        told = self._ask("")
-        self.folder, self.settings, self.bucket = folder, told["settings"], told["bucket"]
-        self.environ = environ({**told["environ"], "PYTHONWARNINGS": "ignore"})
-        # Of an emulator google-cloud-storage asks as nobody, and nobody may write here.
+        project = self._ask("")
+        self.folder, self.settings, self.bucket = folder, project["settings"], project["bucket"]
+        self.environ = environ({**project["environ"], "PYTHONWARNINGS": "ignore"})
+        # google-cloud-storage calls an emulator anonymously, and this one takes no anonymous writes.
         self.environ["API_ENDPOINT_OVERRIDE"] = self.environ["STORAGE_EMULATOR_HOST"]
         self._count = 0
         self.script = folder / "code" / "train.py"
@@ -96,16 +97,16 @@ class Project:
         return json.loads(answer)
 
     def jobs(self) -> list[str]:
-        """Names of all jobs there are, oldest first."""
+        """Return the names of all jobs, oldest first."""
         found: list[str] = self._ask("jobs\n")
         return found
 
     def _cost(self, *command: str, without: str = "") -> Cost:
         env = {name: value for name, value in self.environ.items() if name != without}
-        return cost_of(command, cwd=self.script.parent, env=env, alone=True)  # this server is a child, too
+        return cost_of(command, cwd=self.script.parent, env=env, alone=True)  # this server is a child too
 
     def submit(self) -> Cost:
-        """Ours, into a store of its own: nothing of it was ever uploaded."""
+        """Measure cloudtrain's submit into a new store, without any earlier upload."""
         before, self._count = len(self.jobs()), self._count + 1
         words = [word for name, value in self.settings.items() for word in ("--set", f"{name}={value}")]
         words += ["--provider", "vertex", "--image", IMAGE, "--max-runtime", "1h", "--detach"]
@@ -114,24 +115,24 @@ class Project:
         return cost
 
     def sdk(self, script: str, *words: str) -> Cost:
-        """A script of Google's SDK."""
+        """Measure a script with Google's SDK."""
         where = [self.settings["project"], self.settings["location"], self.bucket, self.settings["service_account"]]
         return self._cost(sys.executable, "-c", script, *where, *words, without="STORAGE_EMULATOR_HOST")
 
     def sdk_submit(self) -> Cost:
-        """The peer's, whose staging has a name of its own each time."""
+        """Measure the peer's submit, whose staging has a new name each time."""
         before = len(self.jobs())
         cost = self.sdk(SUBMIT, str(self.script), IMAGE)
         self._check(before)
         return cost
 
     def status(self, name: str) -> Cost:
-        """Our provider alone, without a store, which the SDK has none of."""
+        """Measure cloudtrain's provider alone, without a store, because the SDK has none."""
         return self._cost(sys.executable, "-c", OURS, json.dumps(self.settings), name)
 
     def _check(self, before: int) -> None:
         if (made := len(self.jobs()) - before) != 1:
-            raise RuntimeError(f"a submit has made {made} jobs")
+            raise RuntimeError(f"a submit made {made} jobs")
 
     def close(self) -> None:
         """End the server."""

@@ -1,13 +1,13 @@
-"""An Accelerate script as Accelerate's documentation has it, submitted unchanged: nothing in it knows of cloudtrain.
+"""An Accelerate script as in Accelerate's documentation, submitted unchanged: it knows nothing of cloudtrain.
 
     torchrun --nproc-per-node 2 examples/accelerate_digits.py --data examples/data/digits.csv.gz
     cloudtrain submit examples/accelerate_digits.py --nodes 2 --retries 1 --max-runtime 10m \
         --input train=examples/data/digits.csv.gz --env ACCELERATE_USE_CPU=true -- \
         --data {inputs.train} --output_dir {checkpoint_dir} --resume_from_checkpoint {resume_from?}
 
-`save_state` writes a folder an epoch, `load_state` reads one back: model, optimizer and generators. Without GPUs,
-Accelerate needs ACCELERATE_USE_CPU=true, under torchrun as anywhere: else each process trains alone, and says nothing.
-To see: how many processes train together, `Resumed from checkpoint` after a kill, and the accuracy at the end.
+`save_state` writes one folder an epoch, and `load_state` reads one: model, optimizer and generators. Without GPUs,
+Accelerate needs ACCELERATE_USE_CPU=true, with and without cloudtrain: otherwise each process silently trains alone.
+Look for the number of processes that train together, `Resumed from checkpoint` after a kill, and the final accuracy.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", required=True)
     parser.add_argument("--output_dir", default="checkpoints")
-    parser.add_argument("--resume_from_checkpoint", help="a folder epoch_N to go on from")
+    parser.add_argument("--resume_from_checkpoint", help="a folder epoch_N to resume from")
     parser.add_argument("--num_epochs", type=int, default=8)
     args = parser.parse_args()
 
@@ -74,7 +74,7 @@ def main() -> None:
             total += len(references)
         accelerator.print(f"epoch {epoch}: accuracy {right / total:.4f} on {total}", flush=True)
         accelerator.save_state(os.path.join(args.output_dir, f"epoch_{epoch}"))
-    # A process that ends while its gloo threads are at work can crash (docs/examples.md): after a barrier they rest.
+    # A process that ends while its gloo threads work can crash (docs/examples.md). After a barrier they rest.
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

@@ -1,18 +1,18 @@
-"""Why not `nn.DataParallel`: its step beside DistributedDataParallel's, same model, same global batch, same run.
+"""A step of `nn.DataParallel` compared with DistributedDataParallel's: same model, same global batch, same run.
 
     torchrun --nproc-per-node 2 examples/data_parallel_vs_ddp.py                                    # by itself
     cloudtrain submit examples/data_parallel_vs_ddp.py --nodes 2 --max-runtime 10m                  # as a run
 
-Rank 0 alone measures what one process can do while the others wait, then all ranks together measure DDP:
+Rank 0 first measures the forms of one process, while the others wait. Then all ranks together measure DDP:
 
   one process      the bare model, the whole batch
-  DataParallel     one process, one thread a GPU of its node; without GPUs it is the bare model by another name
+  DataParallel     one process, one thread a GPU of its node; without GPUs the same as the bare model
   threads by hand  without GPUs only: what DataParallel would do, a thread for each slice of the batch in one process
   DDP              one process a slice, on any number of nodes
 
-DataParallel sends the weights to every GPU in each forward and sums all gradients on the first one; its threads share
-one interpreter lock; and it ends at the border of a node. All losses must agree: what differs is the way, not the sum.
-On CPUs only the lock and the border can be measured; the copies between GPUs cannot, and are told as arithmetic.
+DataParallel sends the weights to every GPU in each forward, and sums all gradients on the first one. Its threads share
+one interpreter lock, and it cannot use a second node. All losses must agree: only the method differs. CPUs can measure
+the lock and the border between nodes. The copies between GPUs are computed, not measured.
 """
 
 import argparse
@@ -42,9 +42,9 @@ def small_model() -> nn.Sequential:
 
 
 class Threads(nn.Module):
-    """DataParallel's forward on CPUs: a thread for each slice. The weights are shared, as here they need no copy.
+    """DataParallel's forward on CPUs: a thread for each slice. They share the weights, so no copy is needed.
 
-    Backward is more in its favour on GPUs: autograd has one thread a GPU there, and one for all of the CPU.
+    On GPUs, backward is more in its favour: autograd has one thread for each GPU there, and one for all of the CPU.
     """
 
     def __init__(self, module: nn.Module, slices: int) -> None:
@@ -66,7 +66,7 @@ class Threads(nn.Module):
 
 
 def train(model: nn.Module, inputs: Tensor, labels: Tensor, steps: int) -> tuple[list[Tensor], float]:
-    """Losses of this process's rows, and the median seconds of a step."""
+    """Return the losses of this process's rows, and the median seconds of a step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     losses, seconds = [], []
     for _ in range(steps):
@@ -81,7 +81,7 @@ def train(model: nn.Module, inputs: Tensor, labels: Tensor, steps: int) -> tuple
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description="nn.DataParallel beside DistributedDataParallel.")
+    flags = argparse.ArgumentParser(description="nn.DataParallel compared with DistributedDataParallel.")
     flags.add_argument("--steps", type=int, default=10)
     flags.add_argument("--global-batch", type=int, default=2048)
     args = flags.parse_args()
@@ -94,7 +94,7 @@ def main() -> None:
     if gpus and local >= gpus:
         raise SystemExit(f"data_parallel_vs_ddp.py: no GPU for local rank {local}, this node has {gpus}")
 
-    torch.set_num_threads(1)  # a process is one core, and a thread of the by-hand form another
+    torch.set_num_threads(1)  # a process uses one core, and so does each thread of the by-hand form
     device = torch.device("cuda", local) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
@@ -115,7 +115,7 @@ def main() -> None:
         for name, form in forms.items():
             losses, seconds = train(form(small_model().to(device)), inputs, labels, args.steps)
             found[name] = [loss.item() for loss in losses], seconds
-    # A sum on the CPUs is the barrier: nccl's would keep the waiting ranks' GPUs busy beside DataParallel.
+    # A sum on the CPUs is the barrier: nccl's would keep the waiting ranks' GPUs busy during DataParallel.
     dist.all_reduce(torch.zeros(1))
     ddp = nn.parallel.DistributedDataParallel(small_model().to(device), device_ids=[local] if gpus else None)
     losses, seconds = train(ddp, inputs.chunk(world)[rank], labels.chunk(world)[rank], args.steps)

@@ -9,11 +9,11 @@
         --input train=examples/data/digits.csv.gz --input weights=out/base/artifacts/model.pt \
         -- --task parity --rows 100 --epochs 10
 
-The base model learns which digit it sees; fine-tuned on a hundred rows, it tells odd from even. Its weights come from
-an input channel, and are the start of a training that is new: step 0, a fresh optimizer, and a new head, as the classes
-are others. A checkpoint is a training that goes on: weights, head, optimizer and step. So where there is a checkpoint
-it wins, and the initial weights are not even read; a script that loads them at each start throws the work of the
-attempt before away. To see: a line that says which of the two it was, and the accuracy beside that without --weights.
+The base model learns which digit it sees. Fine-tuned on a hundred rows, it learns odd and even. Its weights come from
+an input channel. They start a new training: step 0, a fresh optimizer, and a new head, because the classes differ. A
+checkpoint continues a training: weights, head, optimizer and step. So if there is a checkpoint, the script does not
+read the initial weights. A script that loads them at each start would lose the work of the earlier attempt. Look for
+the line that names the start, and compare the accuracy with that of a run without --weights.
 """
 
 import argparse
@@ -33,7 +33,7 @@ HELD = 360
 
 
 def read_digits(file: str) -> tuple[Tensor, Tensor]:
-    """Images (n, 1, 8, 8) in 0..1 and labels (n,) from a gzipped CSV."""
+    """Return images (n, 1, 8, 8) in 0..1 and labels (n,) from a gzipped CSV."""
     try:
         with gzip.open(file, "rt") as rows:
             table = torch.tensor([[int(value) for value in row.split(",")] for row in rows])
@@ -55,12 +55,12 @@ class SmallCnn(nn.Module):
 
 
 def load_body(model: SmallCnn, file: str) -> None:
-    """The initial weights: all but the head, and every one of them."""
+    """Load the initial weights: all but the head. Refuse a file that lacks one."""
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True)
         body = {name.removeprefix("body."): tensor for name, tensor in weights.items() if name.startswith("body.")}
         model.body.load_state_dict(body)
-    except Exception as error:  # noqa: BLE001  any file may be named, and each kind fails in a way of its own
+    except Exception as error:  # noqa: BLE001  the file may be of any kind, and each fails differently
         why = str(error).splitlines()[0]
         raise SystemExit(f"finetune.py: --weights {file!r} is no model.pt of this script: {why}") from None
 
@@ -71,7 +71,7 @@ def main() -> None:
     flags.add_argument("--weights", default=env.get("CLOUDTRAIN_INPUT_WEIGHTS", ""), help="a model.pt to start from")
     flags.add_argument("--checkpoint-dir", type=Path, default=env.get("CLOUDTRAIN_CHECKPOINT_DIR") or "checkpoints")
     flags.add_argument("--artifact-dir", type=Path, default=env.get("CLOUDTRAIN_ARTIFACT_DIR") or "artifacts")
-    flags.add_argument("--resume", default=env.get("CLOUDTRAIN_RESUME_FROM", ""), help="a step-N.pt, to go on with")
+    flags.add_argument("--resume", default=env.get("CLOUDTRAIN_RESUME_FROM", ""), help="a step-N.pt to resume from")
     flags.add_argument("--task", choices=TASKS, default="digit")
     flags.add_argument("--rows", type=int, default=1400, help="digits to train on; 360 others are the test of any task")
     flags.add_argument("--global-batch", type=int, default=20)
@@ -92,7 +92,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = SmallCnn(TASKS[args.task])
     saved = {}
-    if args.resume:  # first: where there is a checkpoint, the initial weights have had their day
+    if args.resume:  # first: a checkpoint replaces the initial weights
         saved = torch.load(args.resume, map_location="cpu", weights_only=True)
         model.load_state_dict(saved["model"])
         start = f"goes on at step {saved['step']}"
@@ -134,7 +134,7 @@ def main() -> None:
             args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
             partial = args.checkpoint_dir / f".step-{step}.tmp"
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partial)
-            partial.replace(args.checkpoint_dir / f"step-{step}.pt")  # it appears whole, or not at all
+            partial.replace(args.checkpoint_dir / f"step-{step}.pt")  # the file is complete, or absent
     if rank == 0:
         with torch.inference_mode():
             accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean().item()

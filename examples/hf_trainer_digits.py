@@ -1,4 +1,4 @@
-"""A script for Hugging Face's Trainer as its documentation has it, submitted unchanged: it knows nothing of cloudtrain.
+"""A script for Hugging Face's Trainer as in its documentation, submitted unchanged: it knows nothing of cloudtrain.
 
     torchrun --nproc-per-node 2 examples/hf_trainer_digits.py --data_file examples/data/digits.csv.gz \
         --output_dir checkpoints
@@ -7,10 +7,10 @@
         --resume_from_checkpoint {resume_from?} --num_train_epochs 8 --save_strategy epoch --learning_rate 5e-3 \
         --per_device_train_batch_size 32 --use_cpu true
 
-All flags but --data_file are `TrainingArguments`. Without GPUs, Trainer needs `--use_cpu true`, under torchrun as
-anywhere: else each process trains alone, and says nothing. A small Vision Transformer, from its configuration, learns
-digits. To see: as many steps as the processes together need, steps that go on after a kill, and `eval_accuracy` at the
-end.
+All flags but --data_file are `TrainingArguments`. Without GPUs, Trainer needs `--use_cpu true`, with and without
+cloudtrain: otherwise each process silently trains alone. A small Vision Transformer, made from its configuration,
+learns digits. Look for as many steps as the processes together need, steps that continue after a kill, and the final
+`eval_accuracy`.
 """
 
 import gzip
@@ -65,7 +65,7 @@ def main() -> None:
     trainer.log_metrics("eval", trainer.evaluate())
     if trainer.is_world_process_zero():
         print(f"{training_args.world_size} processes, {trainer.state.global_step} steps", flush=True)
-    # A process that ends while its gloo threads are at work can crash (docs/examples.md): after a barrier they rest.
+    # A process that ends while its gloo threads work can crash (docs/examples.md). After a barrier they rest.
     trainer.accelerator.wait_for_everyone()
 
 

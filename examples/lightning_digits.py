@@ -1,12 +1,12 @@
-"""A Lightning script as Lightning's documentation has it, submitted unchanged: nothing in it knows of cloudtrain.
+"""A Lightning script as in Lightning's documentation, submitted unchanged: it knows nothing of cloudtrain.
 
     torchrun --nproc-per-node 2 examples/lightning_digits.py --data examples/data/digits.csv.gz --devices 2
     cloudtrain submit examples/lightning_digits.py --nodes 2 --retries 1 --max-runtime 10m \
         --input train=examples/data/digits.csv.gz -- --num-nodes 2 \
         --data {inputs.train} --checkpoint-dir {checkpoint_dir} --resume {resume_from?}
 
-Placeholders fill its own flags on the node; `--resume {resume_from?}` is there only when there is a checkpoint. To see:
-`Restored all states from the checkpoint` after a kill, and the accuracy at the end.
+Placeholders fill its own flags on the node. `--resume {resume_from?}` disappears if there is no checkpoint. Look for
+`Restored all states from the checkpoint` after a kill, and the final accuracy.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", required=True)
     parser.add_argument("--checkpoint-dir", default="checkpoints")
-    parser.add_argument("--resume", help="a checkpoint to go on from")
+    parser.add_argument("--resume", help="a checkpoint to resume from")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--devices", default="auto", help="on each node")
     parser.add_argument("--num-nodes", type=int, default=1)

@@ -1,10 +1,10 @@
-"""Data in the binary format of CIFAR-10 where the real set is absent: six files of 3073-byte records, ten classes.
+"""Data in the binary format of CIFAR-10, if you lack the real set: six files of 3073-byte records, ten classes.
 
     python examples/make_cifar10.py data/cifar10 --records 200
 
 A record is one byte of class, then 1024 bytes each of red, green and blue, row by row. A class here is a colour and the
-direction of stripes, in noise and at a random place: a convolution learns it in seconds, a broken loop stays at one in
-ten. The real files, `cifar-10-binary.tar.gz` unpacked, take the folder's place without a change to the script.
+direction of stripes, in noise and at a random position. A convolution learns it in seconds; a broken loop stays at one
+in ten. You can use the real files (`cifar-10-binary.tar.gz`, unpacked) instead, without a change to the script.
 """
 
 import argparse
@@ -19,7 +19,7 @@ FILES = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bi
 
 
 def records_of(count: int, random: torch.Generator) -> Tensor:
-    """Records (count, 3073), the classes in equal numbers as far as they go."""
+    """Return records (count, 3073), with the classes in nearly equal numbers."""
     labels = torch.arange(count)[torch.randperm(count, generator=random)] % CLASSES
     angle, hue = labels % 5 * (math.pi / 5), labels // 5 * math.pi
     phase = torch.rand(count, generator=random) * 2 * math.pi
@@ -35,7 +35,7 @@ def records_of(count: int, random: torch.Generator) -> Tensor:
 def main() -> None:
     flags = argparse.ArgumentParser(description="Write made-up images in the binary format of CIFAR-10.")
     flags.add_argument("folder", type=Path)
-    flags.add_argument("--records", type=int, default=10_000, help="in each of the six files")
+    flags.add_argument("--records", type=int, default=10_000, help="number of records in each of the six files")
     flags.add_argument("--seed", type=int, default=0)
     args = flags.parse_args()
     if args.records < 1:

@@ -5,11 +5,11 @@
     cloudtrain submit examples/model_parallel.py --nodes 2 --max-runtime 10m
 
 One process moves activations with `.to(device)`, and autograd finds the way back. Two processes send them, and send
-back the gradient of what arrived: `hidden.backward(gradient)` goes on where the other process stopped. Both train the
-same model, to the same losses. To see: the losses, what share of the weights each process holds, and what share of the
-time it computed. Only one of the two has work at a time (but for the optimizers), so together they compute about as
-fast as one: pipeline_parallel.py mends that. Without GPUs both devices of the first form are the CPU: its code is
-exercised, and no memory is saved; the second form saves half in each process anywhere.
+back the gradient of the received tensor: `hidden.backward(gradient)` continues where the other process stopped. Both
+train the same model, to the same losses. Look for the losses, each process's share of the weights, and its share of
+computing time. Only one of the two computes at a time (except for the optimizers), so together they are about as fast
+as one; pipeline_parallel.py fixes that. Without GPUs both devices of the first form are the CPU: this runs its code but
+saves no memory. The second form saves half in each process everywhere.
 """
 
 import argparse
@@ -27,7 +27,7 @@ ROWS, INPUTS, WIDTH, OUTPUTS = 256, 32, 512, 8
 
 
 def halves() -> tuple[nn.Module, nn.Module]:
-    """The model, cut where little has to be passed on. The same weights in every process."""
+    """Return the model, cut where little data passes. Every process makes the same weights."""
     torch.manual_seed(0)
     front = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
     back = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS))
@@ -69,7 +69,7 @@ def in_one_process(steps: int) -> list[float]:
 
 
 class Clock:
-    """Seconds in which this process computed."""
+    """Seconds that this process computed."""
 
     busy = 0.0
 
@@ -83,10 +83,10 @@ class Clock:
 
 
 def in_two_processes(rank: int, device: torch.device, steps: int) -> list[float]:
-    """The losses, which only rank 1 sees."""
+    """Return the losses, which only rank 1 has."""
     half = halves()[rank].to(device)
     optimizer = torch.optim.SGD(half.parameters(), lr=0.1, momentum=0.9)
-    passed = torch.empty(ROWS, WIDTH, device=device)  # activations one way, their gradient the other
+    passed = torch.empty(ROWS, WIDTH, device=device)  # activations forward, their gradient back
     losses, clock, began = [], Clock(), time.perf_counter()
     for step in range(steps):
         inputs, targets = (tensor.to(device) for tensor in batch_of(step))

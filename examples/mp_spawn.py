@@ -1,12 +1,12 @@
-"""A script that starts its own processes with `mp.spawn`: launcher python, one process a node, ranks made by hand.
+"""A script that starts its own processes with `mp.spawn`: launcher python, one process a node, its own ranks.
 
     python examples/mp_spawn.py --train examples/data/digits.csv.gz --processes 2                   # by itself
     cloudtrain submit examples/mp_spawn.py --launcher python --nodes 2 --max-runtime 10m \
         --input train=examples/data/digits.csv.gz -- --processes 2                                  # as a run
 
 With launcher python each node runs the script once: RANK and WORLD_SIZE count nodes, MASTER_ADDR and MASTER_PORT are
-node 0's. The parent turns that into one rank a process: rank = node * processes + local. To see: which rank runs where,
-and a loss that falls; a run that was killed goes on from its last epoch.
+node 0's. The parent makes one rank for each process: rank = node * processes + local. Look for the ranks and their
+nodes, and a falling loss. A killed run resumes from its last epoch.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 
 def read_digits(file: str) -> tuple[Tensor, Tensor]:
-    """Pixels (n, 64) in 0..1 and labels (n,) from a gzipped CSV."""
+    """Return pixels (n, 64) in 0..1 and labels (n,) from a gzipped CSV."""
     try:
         with gzip.open(file, "rt") as rows:
             table = torch.tensor([[int(value) for value in row.split(",")] for row in rows])
@@ -33,7 +33,7 @@ def read_digits(file: str) -> tuple[Tensor, Tensor]:
 
 
 def train(local: int, node: int, nodes: int, args: argparse.Namespace) -> None:
-    """One rank. `mp.spawn` gives the first argument, the number of the process on this node."""
+    """Train as one rank. `mp.spawn` gives the first argument, the number of the process on this node."""
     rank, world = node * args.processes + local, nodes * args.processes
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
@@ -71,7 +71,7 @@ def train(local: int, node: int, nodes: int, args: argparse.Namespace) -> None:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epochs_run": epoch + 1}
             partial = args.checkpoint_dir / f".epoch-{epoch + 1}.tmp"
             torch.save(state, partial)
-            partial.replace(args.checkpoint_dir / f"epoch-{epoch + 1}.pt")  # it appears whole, or not at all
+            partial.replace(args.checkpoint_dir / f"epoch-{epoch + 1}.pt")  # the file is complete, or absent
     del ddp  # it holds the group
     dist.destroy_process_group()
 
@@ -89,13 +89,13 @@ def main() -> None:
     world = nodes * args.processes
     if args.processes < 1 or not 0 < args.global_batch <= 1797 or args.global_batch % world:
         raise SystemExit(f"mp_spawn.py: --global-batch {args.global_batch} does not split over {world} processes")
-    read_digits(args.train)  # refused here, before processes wait for one another
+    read_digits(args.train)  # refuse here, before processes wait for each other
     args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     if "MASTER_ADDR" not in env:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-    # A process that fails raises here, with its traceback; the others are ended.
+    # A process that fails raises here, with its traceback, and the others are stopped.
     mp.spawn(train, args=(node, nodes, args), nprocs=args.processes)
 
 

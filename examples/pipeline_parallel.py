@@ -1,18 +1,18 @@
-"""Pipeline parallel with `torch.distributed.pipelining`: the schedule drawn, and its bubble beside theory.
+"""Pipeline parallel with `torch.distributed.pipelining`: a drawing of the schedule, and its bubble against theory.
 
     torchrun --nproc-per-node 4 examples/pipeline_parallel.py                                       # by itself
     cloudtrain submit examples/pipeline_parallel.py --nodes 2 --nproc-per-node 2 --max-runtime 10m  # as a run
 
-Each rank is a stage and holds its layers only. A batch is cut into m micro-batches, so that stages work at once. While
-the pipe fills and drains, stages wait: of p stages' time the share (p-1) / (m+p-1) is lost, the bubble; more
-micro-batches make it smaller. GPipe does all forwards, then all backwards; 1F1B alternates, which loses the same time
-and keeps at most p activations instead of m. To see: for each schedule and m a drawing of one step (a row a stage:
-digits are forwards, letters backwards, dots the bubble), the measured bubble beside theory, and losses equal to those
-of the whole model in one process.
+Each rank is a stage and holds only its layers. A batch is cut into m micro-batches, so that stages work at once. While
+the pipe fills and drains, stages wait. The bubble is the lost share of p stages' time: (p-1) / (m+p-1), smaller with
+more micro-batches. GPipe does all forwards, then all backwards. 1F1B alternates, which loses the same time and keeps at
+most p activations instead of m. Look for a drawing of one step for each schedule and m. A row is a stage; digits are
+forwards, letters backwards, dots the bubble. Look also for the measured bubble against theory, and losses equal to
+those of the whole model in one process.
 
-Theory takes stages of equal and steady speed, which CPU cores that are shared do not have. So on CPUs each micro-batch
-also sleeps (`--sleep-ms`, twice as long in backward), as the process of a GPU would while its kernels run: the waiting
-measured here is the schedule's, not the neighbours'. On GPUs it is 0, and all of it is real.
+Theory assumes stages of equal and steady speed, which shared CPU cores do not have. So on CPUs each micro-batch also
+sleeps (`--sleep-ms`, twice as long in backward), as a GPU's process waits for its kernels. Then the measured wait comes
+from the schedule, not from other jobs. On GPUs the sleep is 0, and all of it is real.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def layers_of(stage: int) -> nn.Module:
 
 
 class TimedStage(PipelineStage):
-    """Notes when each micro-batch's forward and backward ran here."""
+    """A stage that records when each micro-batch's forward and backward ran here."""
 
     sleep = 0.0
 
@@ -62,7 +62,7 @@ class TimedStage(PipelineStage):
 
 
 def drawing(spans: list[list[tuple[str, float, float]]], columns: int = 72) -> list[str]:
-    """A row a stage, to scale."""
+    """Draw one row for each stage, to scale."""
     first, last = min(s[0][1] for s in spans), max(s[-1][2] for s in spans)
     rows = []
     for stage, work in enumerate(spans):
@@ -75,13 +75,14 @@ def drawing(spans: list[list[tuple[str, float, float]]], columns: int = 72) -> l
 
 
 def bubble_of(spans: list[list[tuple[str, float, float]]]) -> float:
-    """The share of all stages' time, from the first forward to the last backward, in which they had no work."""
+    """Return the share of all stages' time without work, from the first forward to the last backward."""
     whole = max(s[-1][2] for s in spans) - min(s[0][1] for s in spans)
     return 1 - sum(ended - began for s in spans for _, began, ended in s) / (len(spans) * whole)
 
 
 def measure(name: str, m: int, device: torch.device, steps: int) -> tuple[list[float], list[Any], list[Any]]:
-    """Bubbles of all steps, the spans of the last one by stage, and the losses, which only the last stage sees."""
+    """Return the bubbles of all steps, the last step's spans by stage, and the losses, which only the last
+    stage has."""
     rank, world = dist.get_rank(), dist.get_world_size()
     stage = TimedStage(layers_of(rank).to(device), rank, world, device)
     schedule = SCHEDULES[name](stage, m, loss_fn=nn.functional.mse_loss)
@@ -90,7 +91,7 @@ def measure(name: str, m: int, device: torch.device, steps: int) -> tuple[list[f
     bubbles: list[float] = []
     losses: list[Any] = []
     everyone: list[Any] = []
-    for _ in range(steps + 1):  # the first one learns the shapes that are passed on
+    for _ in range(steps + 1):  # the first one learns the shapes of the passed tensors
         stage.spans = []
         optimizer.zero_grad()
         dist.all_reduce(torch.zeros(1))  # all begin together
@@ -131,8 +132,12 @@ def in_one_process(world: int, device: torch.device, steps: int) -> list[float]:
 def main() -> None:
     flags = argparse.ArgumentParser(description="Pipeline parallel, with its bubble.")
     flags.add_argument("--micro-batches", type=int, nargs="+", default=[4, 16])
-    flags.add_argument("--steps", type=int, default=5, help="measured, for each schedule and number of micro-batches")
-    flags.add_argument("--sleep-ms", type=float, default=None, help="of a forward; default: 10 on CPUs, 0 on GPUs")
+    flags.add_argument(
+        "--steps", type=int, default=5, help="measured steps for each schedule and number of micro-batches"
+    )
+    flags.add_argument(
+        "--sleep-ms", type=float, default=None, help="sleep of a forward; default: 10 on CPUs, 0 on GPUs"
+    )
     args = flags.parse_args()
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         raise SystemExit(

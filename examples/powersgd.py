@@ -1,14 +1,14 @@
-"""PowerSGD: DDP sends two thin factors of each gradient in its place, and a killed run goes on exactly.
+"""PowerSGD: DDP sends two thin factors of each gradient instead of it, and a killed run resumes exactly.
 
     torchrun --nproc-per-node 2 examples/powersgd.py --train examples/data/digits.csv.gz              # by itself
     cloudtrain submit examples/powersgd.py --nodes 2 --retries 1 --max-runtime 10m \
         --input train=examples/data/digits.csv.gz                                                     # as a run
 
-A gradient of n x m floats is sent as P (n x r) and Q (m x r), whose product is near it: r (n + m) floats. What its own
-gradient loses by that, a process adds to its next one (error feedback), and the next Q begins with the last (warm
-start). So there is a state beside weights and optimizer, and the errors are others on each rank: a checkpoint without
-them trains on too, but is another training. To see: the rank of a gradient before compression begins and after, how
-many floats were all-reduced, and that a run killed on the way has the losses of one that nobody interrupted.
+A gradient of n x m floats is sent as P (n x r) and Q (m x r), whose product approximates it: r (n + m) floats. A
+process adds its own approximation error to its next gradient (error feedback), and the next Q starts from the last one
+(warm start). So there is state in addition to weights and optimizer, and each rank has its own errors. A checkpoint
+without them also resumes, but as a different training. Look for the rank of a gradient before and after compression
+begins, and the number of all-reduced floats. A killed run has the losses of an undisturbed one.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SAVED = [  # of PowerSGDState; its random numbers are drawn once, for the first 
 
 
 def read_digits(file: str) -> tuple[Tensor, Tensor]:
-    """Pixels (n, 64) in 0..1 and labels (n,) from a gzipped CSV."""
+    """Return pixels (n, 64) in 0..1 and labels (n,) from a gzipped CSV."""
     try:
         with gzip.open(file, "rt") as rows:
             table = torch.tensor([[int(value) for value in row.split(",")] for row in rows])
@@ -47,9 +47,11 @@ def main() -> None:
     env, flags = os.environ, argparse.ArgumentParser(description="Train on digits, gradients compressed by PowerSGD.")
     flags.add_argument("--train", default=env.get("CLOUDTRAIN_INPUT_TRAIN", ""), help="digits.csv.gz")
     flags.add_argument("--checkpoint-dir", type=Path, default=env.get("CLOUDTRAIN_CHECKPOINT_DIR") or "checkpoints")
-    flags.add_argument("--resume", default=env.get("CLOUDTRAIN_RESUME_FROM", ""), help="a step-N, to go on with")
+    flags.add_argument("--resume", default=env.get("CLOUDTRAIN_RESUME_FROM", ""), help="a step-N to resume from")
     flags.add_argument("--matrix-rank", type=int, default=4, help="columns of P and of Q")
-    flags.add_argument("--plain-steps", type=int, default=22, help="before compression begins: the first are delicate")
+    flags.add_argument(
+        "--plain-steps", type=int, default=22, help="steps before compression begins: the first are delicate"
+    )
     flags.add_argument("--global-batch", type=int, default=64)
     flags.add_argument("--epochs", type=int, default=6)
     flags.add_argument("--lr", type=float, default=0.05)
@@ -76,12 +78,13 @@ def main() -> None:
     hidden_layer = nn.Linear(256, 256)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), hidden_layer, nn.ReLU(), nn.Linear(256, 10)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    # One bucket for all: PowerSGD sends from callbacks, and with gloo those of two buckets wait for each other forever.
+    # One bucket for all: PowerSGD sends from callbacks, and with gloo the callbacks of two buckets wait for each other
+    # forever.
     megabytes = 1 + sum(p.nbytes for p in model.parameters()) // 2**20
     ddp = nn.parallel.DistributedDataParallel(model, device_ids=[local] if gpu else None, bucket_cap_mb=megabytes)
     powersgd = PowerSGDState(None, args.matrix_rank, 2 + args.plain_steps, orthogonalization_epsilon=1e-8)
     ddp.register_comm_hook(powersgd, powerSGD_hook)
-    # After its first backward DDP orders the bucket anew. Errors are kept in that order, so here, too, it comes first.
+    # After its first backward DDP orders the bucket again. Errors are kept in that order, so one comes first here too.
     for _ in range(2):
         ddp(pixels[:1]).sum().backward()
     ddp.zero_grad()
@@ -115,7 +118,7 @@ def main() -> None:
                 print(f"epoch {epoch + 1} loss {mean.item():.4f}, a gradient of rank {found} of 256", flush=True)
             partial, whole = args.checkpoint_dir / f".step-{step}.tmp", args.checkpoint_dir / f"step-{step}"
             partial.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(whole, ignore_errors=True)  # of a run that this one has left behind
+            shutil.rmtree(whole, ignore_errors=True)  # of a run that this one replaces
             if rank == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 torch.save(state, partial / "training.pt")

@@ -6,10 +6,10 @@
         -- --width 8 --epochs 3
 
 The folder holds data_batch_1.bin to data_batch_5.bin and test_batch.bin, at any depth. BatchNorm takes its mean and
-variance from one process's rows; on GPUs it becomes SyncBatchNorm, which takes them from the whole batch. SyncBatchNorm
+variance from one process's rows. On GPUs it becomes SyncBatchNorm, which takes them from the whole batch. SyncBatchNorm
 has no CPU form: there each process normalises its own rows, and the script says so. Rank 0's running statistics are the
-model's, in a checkpoint and in the test. To see: a loss that falls, the accuracy on the test file, and a run that was
-killed or told to stop and goes on from its last checkpoint.
+model's, in a checkpoint and in the test. Look for a falling loss and the accuracy on the test file. A run that was
+killed or stopped resumes from its last checkpoint.
 """
 
 import argparse
@@ -28,7 +28,7 @@ RECORD = 1 + 3 * 32 * 32
 
 
 def read(folder: str, pattern: str) -> tuple[Tensor, Tensor]:
-    """Images (n, 3, 32, 32) as bytes and labels (n,) of all files of that pattern."""
+    """Return images (n, 3, 32, 32) as bytes and labels (n,) of all files of that pattern."""
     files = sorted(Path(folder).rglob(pattern)) if folder else []
     if not files:
         raise SystemExit(f"resnet_cifar10.py: --train {folder!r} holds no {pattern}; make_cifar10.py makes some")
@@ -56,7 +56,7 @@ class Residual(nn.Module):
 
 
 def resnet18(width: int) -> nn.Sequential:
-    """The form for small images: a 3x3 stem and no pooling before the first block. 64 wide is the usual one."""
+    """Return the form for small images: a 3x3 stem and no pooling before the first block. The usual width is 64."""
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     inputs = width
     for outputs, stride in ((width, 1), (2 * width, 2), (4 * width, 2), (8 * width, 2)):
@@ -70,7 +70,7 @@ def scaled(images: Tensor) -> Tensor:
 
 
 def augmented(images: Tensor, random: torch.Generator) -> Tensor:
-    """Each image flipped or not, and moved by up to 4 pixels: a function of the generator, so a resume repeats it."""
+    """Flip images at random, and move them by up to 4 pixels. The generator decides alone, so a resume repeats it."""
     count, device = len(images), images.device
     flip = (torch.rand(count, generator=random) < 0.5).to(device)
     moves = torch.randint(9, (2, count, 1), generator=random).to(device)
@@ -82,7 +82,8 @@ def augmented(images: Tensor, random: torch.Generator) -> Tensor:
 
 
 def accuracy_of(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Each process judges every world-th image, so none is counted twice; all with rank 0's running statistics."""
+    """Return the accuracy. Each process takes every world-th image, so none counts twice, and rank 0's running
+    statistics."""
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
     model.eval()
@@ -165,7 +166,7 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         step += 1
-        # One sum carries the loss of the whole batch and whether any node is to stop, so all stop at the same step.
+        # One sum carries the loss of the whole batch and any node's stop notice, so all stop at the same step.
         total = torch.stack([loss.detach(), loss.new_tensor(os.path.exists(env.get("CLOUDTRAIN_PREEMPT_FILE", "")))])
         dist.all_reduce(total)
         mean, preempted, epoch_ends = total[0].item() / world, total[1].item() > 0, step % per_epoch == 0
@@ -182,7 +183,7 @@ def main() -> None:
             args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
             partial = args.checkpoint_dir / f".step-{step}.tmp"
             torch.save(state, partial)
-            partial.replace(args.checkpoint_dir / f"step-{step}.pt")  # it appears whole, or not at all
+            partial.replace(args.checkpoint_dir / f"step-{step}.pt")  # the file is complete, or absent
     accuracy = accuracy_of(model, test_images, test_labels)
     if rank == 0 and step < steps:
         print(f"told to stop at step {step} of {steps}, saved")

@@ -1,13 +1,13 @@
-"""Tensor parallel, FSDP2 and HSDP on one mesh of processes: one model laid out in several ways, to the same losses.
+"""Tensor parallel, FSDP2 and HSDP on one mesh of processes: one model in several layouts, with the same losses.
 
     torchrun --nproc-per-node 4 examples/tensor_parallel.py --train examples/data/persuasion.txt.gz
     cloudtrain submit examples/tensor_parallel.py --nodes 2 --nproc-per-node 2 --max-runtime 10m \
         --input train=examples/data/persuasion.txt.gz
 
-A layout RxSxT is a mesh of replicate x shard x tensor: T processes share each matrix of a layer, S share the parameters
-(FSDP2, gathered block by block), R hold copies and sum gradients (with S > 1 that is HSDP). Put T inside a node, where
-the links are fast: the last dimension are neighbouring ranks. To see, for each layout: the losses of a small byte-level
-GPT, their distance from the same steps in one process, and what share of the parameters a rank holds.
+A layout RxSxT is a mesh of replicate x shard x tensor. T processes share each matrix of a layer. S share the parameters
+(FSDP2, gathered block by block). R hold copies and sum gradients (with S > 1 that is HSDP). Put T inside a node, where
+the links are fast: ranks of the last dimension are neighbours. Look, for each layout, for the losses of a small
+byte-level GPT, their distance from the same steps in one process, and a rank's share of the parameters.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
-        # -1: a rank that holds a slice of q, k and v has that many heads fewer.
+        # -1: a rank with a slice of q, k and v has fewer heads by that factor.
         q, k, v = (part(h).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
         heads = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(heads.transpose(1, 2).flatten(2))
@@ -50,7 +50,7 @@ class Gpt(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, BYTES)
 
     def forward(self, text: Tensor) -> Tensor:
-        """The mean loss of predicting each next byte."""
+        """Return the mean loss of predicting each next byte."""
         x = self.bytes(text[:, :-1]) + self.places(torch.arange(CONTEXT, device=text.device))
         for block in self.blocks:
             x = block(x)
@@ -58,21 +58,21 @@ class Gpt(nn.Module):
 
 
 def spread(model: Gpt, mesh: DeviceMesh) -> None:
-    """Tensor parallel first, then FSDP2 over the rest of the mesh."""
+    """Apply tensor parallel first, then FSDP2 over the rest of the mesh."""
     cut, tensor = ColwiseParallel, mesh["tensor"]
     plan = {"q": cut(), "k": cut(), "v": cut(), "out": RowwiseParallel(), "up": cut(), "down": RowwiseParallel()}
     if tensor.size() > 1:
         for block in model.blocks:
             parallelize_module(block, tensor, plan)
         parallelize_module(model, tensor, {"head": ColwiseParallel(output_layouts=Replicate())})
-    data = mesh["replicate", "shard"]  # of two dimensions: FSDP2 shards over the last one, and copies over the first
+    data = mesh["replicate", "shard"]  # two dimensions: FSDP2 shards over the last one, and copies over the first
     for block in model.blocks:
         fully_shard(block, mesh=data)
     fully_shard(model, mesh=data)
 
 
 def train(model: Gpt, text: Tensor, args: argparse.Namespace, part: int = 0, parts: int = 1) -> list[Tensor]:
-    """The mean loss of rows ``part`` of ``parts`` of each global batch."""
+    """Train, and return the mean loss of rows ``part`` of ``parts`` of each global batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for step in range(args.steps):
@@ -87,7 +87,7 @@ def train(model: Gpt, text: Tensor, args: argparse.Namespace, part: int = 0, par
 
 
 def train_in(layout: tuple[int, int, int], text: Tensor, args: argparse.Namespace) -> tuple[list[float], float]:
-    """The losses of the global batches, and the share of the parameters that this rank holds."""
+    """Return the losses of the global batches, and this rank's share of the parameters."""
     replicate, shard, tensor = layout
     names = ("replicate", "shard", "tensor")
     mesh = init_device_mesh(text.device.type, layout, mesh_dim_names=names)
@@ -149,7 +149,7 @@ def main() -> None:
             apart = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
             print(f"{'x'.join(map(str, layout))}: loss {losses[0]:.4f} to {losses[-1]:.4f}", end=", ")
             print(f"at most {apart:.1e} from one process; rank 0 holds {held:.0%} of the parameters", flush=True)
-    dist.barrier()  # meshes are kept for good and their groups with them, so nothing may be under way at the end
+    dist.barrier()  # meshes and their groups stay for good, so no work may be pending at the end
     dist.destroy_process_group()
 
 

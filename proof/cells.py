@@ -134,7 +134,7 @@ def _image_digest(tag: str) -> str:
 
 
 def job_digest(cell: Cell) -> str:
-    """Return the digest of what a cell runs besides cloudtrain: script, tasks, data, flags, or the image's recipe."""
+    """Return the digest of a cell's job without cloudtrain: script, tasks, data, flags, or the image's recipe."""
     if cell.kind == "image":
         what, paths = [TINY, BACKEND, _image_digest(cell.row.removeprefix("image "))], []
     else:
@@ -512,12 +512,12 @@ def _image(site: Site) -> dict[str, Any]:
     site.tiny(tag)
     done = site.run()
     result = done.json
-    said = result.get("reason") or result.get("error") or ""
+    message = result.get("reason") or result.get("error") or ""
     if tag in REFUSED:
-        right = done.code == 2 and bool(re.search(REFUSED[tag], said)) and "Traceback" not in done.err
-        return {"said": said, "wrong": "" if right else f"exit {done.code}: {said}"}
+        right = done.code == 2 and bool(re.search(REFUSED[tag], message)) and "Traceback" not in done.err
+        return {"said": message, "wrong": "" if right else f"exit {done.code}: {message}"}
     if done.code:
-        return {"wrong": f"exit {done.code}: {said}"}
+        return {"wrong": f"exit {done.code}: {message}"}
     ranks = [json.loads(path.read_text()) for path in sorted((site.live / "artifacts").rglob("rank-*.json"))]
     shards = sorted(path.name for path in (site.live / "checkpoints").rglob("shard-*"))
     wrong = ""

@@ -1,9 +1,9 @@
-"""A stranger who has the README and nothing else: does what it says, and keeps what the terminal showed.
+"""A first-time user with nothing but the README: runs its commands, and keeps the terminal's output.
 
-    python proof/first_time_user.py FOLDER  # from a clean clone and a fresh venv; writes docs/first-run.md again
+    python proof/first_time_user.py FOLDER  # in a clean clone and a fresh venv; writes docs/first-run.md again
 
-Every command is read out of the README. What each printed is a transcript, and docs/first-run.md is made of them: three
-that a test makes again and compares, without what differs from run to run (`normal`).
+Every command comes from the README. Its output is a transcript, and docs/first-run.md consists of three transcripts. A
+test makes them again, and compares them without the parts that differ in each run (`normal`).
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from test_docs import BIN, Block, blocks, page  # noqa: E402  the tests read pag
 
 PAGE = "docs/first-run.md"
 HOME = "/home/you/cloudtrain"
-"""What stands on the page in place of the folder of the clone."""
+"""Stand-in on the page for the folder of the clone."""
 SETUP, FIRST = "Two commands on a new machine", "Your first job"
 SECONDS = 1200
-"""For one command: the first one downloads torch."""
+"""Time limit of one command: the first one downloads torch."""
 
 
 @dataclass(frozen=True)
-class Said:
-    """One command, all that it printed, and its exit code."""
+class Typed:
+    """One typed command, its output, and its exit code."""
 
     command: str
     output: str
     code: int
 
-    def shown(self) -> str:
-        """As on the page."""
+    def to_text(self) -> str:
+        """Return the command as on the page."""
         end = f"(exit code {self.code})\n" if self.code else ""
         return f"$ {self.command}\n{self.output}{end}"
 
 
 class Terminal:
-    """A shell that keeps its folder and its environment from one command to the next, as a terminal does."""
+    """A shell that keeps its folder and its environment from one command to the next, like a terminal."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str], state: Path) -> None:
         self.folder, self.environ, self._state = folder, dict(environ), state
 
-    def type(self, command: str) -> Said:
+    def type(self, command: str) -> Typed:
         keep = f"code=$?; {{ pwd; env -0; }} > {self._state}; exit $code"
         done = subprocess.run(
             ["sh", "-c", f"{command}\n{keep}"], cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL,
@@ -58,11 +58,11 @@ class Terminal:
         where, _, variables = self._state.read_text().partition("\n")
         self.folder = Path(where)
         self.environ = dict(item.split("=", 1) for item in variables.split("\0") if "=" in item)
-        return Said(command, done.stdout, done.returncode)
+        return Typed(command, done.stdout, done.returncode)
 
 
 def steps(heading: str) -> list[Block]:
-    """What the README has under ``## heading``, in its order."""
+    """Return the README's blocks under ``## heading``, in order."""
     wanted, here = f"## {heading}", ""
     starts = {}
     for number, line in enumerate(page("README.md").splitlines(), 1):
@@ -72,43 +72,43 @@ def steps(heading: str) -> list[Block]:
 
 
 def commands(text: str) -> Iterator[str]:
-    """The lines of a shell block, those that go on put together, without remarks."""
+    """Yield the commands of a shell block: continued lines joined, and without comments."""
     for line in re.sub(r"\\\n\s*", "", text).splitlines():
         if command := re.sub(r"\s+# .*", "", line).strip():
             yield command
 
 
-def follow(terminal: Terminal, todo: list[Block], *, by_hand: bool = False) -> Iterator[tuple[Block, list[Said]]]:
-    """Do what the blocks say, and what each command said. ``by_hand``: also those that no page's test runs, which
-    change the shell itself."""
+def follow(terminal: Terminal, todo: list[Block], *, by_hand: bool = False) -> Iterator[tuple[Block, list[Typed]]]:
+    """Follow the blocks, and yield each with its typed commands. With ``by_hand`` also those that change the shell,
+    which no page's test runs."""
     for block in todo:
         if name := block.value("file"):
             (terminal.folder / name).write_text(block.text, encoding="utf-8")
         elif block.language == "sh" and (block.run or by_hand):
-            said = [terminal.type(command) for command in commands(block.text)]
-            for one in said:
-                wanted = int(block.value("exit") or 0) if one is said[-1] else 0
-                assert one.code == wanted, f"{block.where}: exit {one.code}, not {wanted}\n{one.shown()}"
-            yield block, said
+            typed = [terminal.type(command) for command in commands(block.text)]
+            for one in typed:
+                wanted = int(block.value("exit") or 0) if one is typed[-1] else 0
+                assert one.code == wanted, f"{block.where}: exit {one.code}, not {wanted}\n{one.to_text()}"
+            yield block, typed
 
 
-def first_job(terminal: Terminal, *, by_hand: bool = False) -> tuple[list[Said], list[Said]]:
-    """The README's first job: what was said until the results were there, and from the row that was broken on."""
-    good: list[Said] = []
-    bad: list[Said] = []
-    for block, said in follow(terminal, steps(FIRST), by_hand=by_hand):
-        (bad if bad or block.value("exit") else good).extend(said)
+def first_job(terminal: Terminal, *, by_hand: bool = False) -> tuple[list[Typed], list[Typed]]:
+    """Follow the README's first job. Return the commands up to the results, and those from the broken row on."""
+    good: list[Typed] = []
+    bad: list[Typed] = []
+    for block, typed in follow(terminal, steps(FIRST), by_hand=by_hand):
+        (bad if bad or block.value("exit") else good).extend(typed)
     return good, bad
 
 
-def set_up(terminal: Terminal) -> list[Said]:
-    """The README's first command of the two, which trains, too."""
+def set_up(terminal: Terminal) -> list[Typed]:
+    """Type the first of the README's two commands, which also trains."""
     [block] = steps(SETUP)
     return [terminal.type(next(commands(block.text)))]
 
 
 def terminal_of(folder: Path, state: Path, *, path: str = "") -> Terminal:
-    """Somebody's own, with nothing in it that configures us; ``path`` comes first where programs are looked for."""
+    """Return a user's own terminal, without variables that configure cloudtrain; ``path`` comes first in $PATH."""
     drop = re.compile(r"CLOUDTRAIN_|AWS_|AZURE_|GOOGLE_|PET_|TORCHELASTIC_|XDG_|.*RANK$|WORLD_SIZE$|MASTER_|PYTEST_")
     also = re.compile(r"VIRTUAL_ENV|MAKE|MFLAGS|TORCH$|CI$|GITHUB_|GITLAB_")
     environ = {key: value for key, value in os.environ.items() if not drop.match(key) and not also.match(key)}
@@ -119,9 +119,9 @@ def terminal_of(folder: Path, state: Path, *, path: str = "") -> Terminal:
 # ------------------------------------------------------------------------------------------------------------ the page
 
 
-def readable(said: list[Said], clone: Path) -> str:
-    """A transcript for the page: without the folders of this machine, and what its package index had to say."""
-    text = "".join(one.shown() for one in said)
+def readable(typed: list[Typed], clone: Path) -> str:
+    """Return a transcript for the page, without this machine's folders and the package index's warnings."""
+    text = "".join(one.to_text() for one in typed)
     for place in (str(clone.resolve()), str(clone)):
         text = text.replace(place, HOME)
     text = re.sub(r"/[^ \"]*/cloudtrain-[^/ ]+/[^/ ]+/code/", "/tmp/cloudtrain-…/code/", text)
@@ -129,15 +129,17 @@ def readable(said: list[Said], clone: Path) -> str:
 
 
 def normal(transcript: str) -> str:
-    """A transcript as it is every time: without times, sizes, rates, ports and ids, and what other ranks than the one
-    that failed first had begun to say, which is a race."""
+    """Return the parts of a transcript that are the same in each run.
+
+    Times, sizes, rates, ports and ids go. So do the lines of ranks other than the first to fail, which are a race.
+    """
     text = re.sub(r"(?m)^\[n\d+ r(\d+)\] .*\n", lambda match: match[0] if match[1] in "03" else "", transcript)
     text = re.sub(r"(?m)^\[n\d+ r0\] (\[rank0\]|\[W|W\d+ ).*\n", "", text)
     text = re.sub(r"(?m)^.*?[~^]{2,}\s*$\n", "", text)  # below the lines of a traceback, from Python 3.11 on
     text = re.sub(r"\d{8}-\d{6}-([a-z]+)-[0-9a-f]{4}", r"RUN-\1", text)
     text = re.sub(r"\d+(\.\d+)? ([KMGT]i)?B\b", "SIZE", text)
-    text = re.sub(r"(?m)^(ok +\w+: ).*", r"\1…", text)  # what doctor finds is this machine's
-    text = re.sub(r", in \d+s, SIZE/s", "", text)  # told of what took a second or more
+    text = re.sub(r"(?m)^(ok +\w+: ).*", r"\1…", text)  # doctor's findings are this machine's
+    text = re.sub(r", in \d+s, SIZE/s", "", text)  # only steps of a second or more show it
     return re.sub(r"\d+\.\d+(e-?\d+)?|(?<=samples_per_s )\d+", "NUMBER", text)
 
 
@@ -182,7 +184,7 @@ Programs read the same with `--json`, under `failure` ([json.md](json.md)).
 
 
 def text_of(demo: str, good: str, bad: str, python: str) -> str:
-    """The page."""
+    """Return the page."""
     parts = [HEAD.format(python=python), SECOND, THIRD]
     blocks = [f"```text example={name}\n{text}```\n" for name, text in zip(NAMES, (demo, good, bad), strict=True)]
     return "".join(part + block for part, block in zip(parts, blocks, strict=True)) + TAIL
@@ -192,22 +194,22 @@ NAMES = ("demo", "first-job", "failure")
 
 
 def on_page() -> dict[str, str]:
-    """The transcripts of docs/first-run.md, by name."""
+    """Return the transcripts of docs/first-run.md, by name."""
     return {name: block.text for block in blocks(PAGE) if (name := block.value("example"))}
 
 
 def whole(folder: Path) -> tuple[str, str, str]:
-    """All three transcripts, of a clean clone in ``folder``, which is new."""
+    """Make all three transcripts, from a clean clone in the new folder ``folder``."""
     subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
     terminal = terminal_of(folder, folder.parent / f"{folder.name}.state")
     demo = set_up(terminal)
-    assert demo[0].code == 0, demo[0].shown()
+    assert demo[0].code == 0, demo[0].to_text()
     good, bad = first_job(terminal, by_hand=True)
     return readable(demo, folder), readable(good, folder), readable(bad, folder)
 
 
 def short(folder: Path) -> tuple[str, str]:
-    """The last two, with the tools of this environment."""
+    """Make the last two transcripts, with the tools of this environment."""
     terminal = terminal_of(folder, folder.parent / f"{folder.name}.state", path=str(BIN))
     good, bad = first_job(terminal)
     return readable(good, folder.parent), readable(bad, folder.parent)

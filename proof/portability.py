@@ -83,7 +83,7 @@ def run(chosen: Sequence[Cell]) -> int:
     wholes: dict[str, str] = {}
     for cell in chosen:
         record = read()
-        with_it = {"commit": commit(besides=(RECORD, PAGE)), "job": cells.job_digest(cell), **_machine()}
+        with_it = {"commit": commit(ignored=(RECORD, PAGE)), "job": cells.job_digest(cell), **_machine()}
         folder = Path(tempfile.mkdtemp(prefix="ct-cell-"))
         began = datetime.datetime.now(datetime.timezone.utc)
         try:

@@ -1,10 +1,10 @@
-"""``make proof``: the seeded trials in full, the portability matrix, every benchmark against its target, as one page.
+"""``make proof``: all seeded trials, the portability matrix, and every benchmark against its target, as one page.
 
     python proof/proof.py [--slice] [--no-report] [--only tests|portability|benchmarks] [--trials N] [--seed N]
                           [--workers N] [--select EXPR] [--minutes N]
 
-Exit code 0 only when every trial passed, none was skipped, and every target was met. A slice measures too little to
-decide on a time: there a missed target of a ratio or of seconds is told, and only one of bytes fails.
+Exit code 0 only if every trial passed, none was skipped, and every target was met. A slice measures too little for
+times: it reports a missed target of a ratio or of seconds, and only a missed target of bytes fails.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ ROOT = Path(__file__).resolve().parents[1]
 TRIALS, SLICE_TRIALS = 1000, 20
 MINUTES, SLICE_MINUTES = 30.0, 2.0
 SECONDS = 3600
-"""For one test, and for one benchmark."""
+"""Time limit of one test, and of one benchmark."""
 IN_SLICE = frozenset({"cold_start", "first_line", "plan"})
-"""Benchmarks that say something within a minute; the others take several, and decide on nothing but times."""
-MISSED = "target missed, in a rough run that decides nothing"
+"""Benchmarks with a result within a minute. The others take several, and decide on times only."""
+MISSED = "target missed in a rough run, which does not count"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One command of the proof, what it was run with, and its lines."""
+    """One command of the proof with its lines."""
 
     title: str
     command: str
@@ -64,7 +64,7 @@ class Part:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what was asked for; the exit code."""
+    """Run the chosen parts, and return the exit code."""
     options = _options(argv)
     began = datetime.datetime.now(datetime.timezone.utc)
     parts = []
@@ -88,14 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--slice", action="store_true", help="a few trials and quick benchmarks: a rough answer soon")
+    parser.add_argument("--slice", action="store_true", help="run a few trials and quick benchmarks for a rough answer")
     parser.add_argument("--no-report", dest="report", action="store_false", help="write no page to docs/proof")
     parser.add_argument("--only", choices=["tests", "portability", "benchmarks"])
-    parser.add_argument("--trials", type=int, help=f"of each seeded test; {TRIALS}, with --slice {SLICE_TRIALS}")
+    parser.add_argument("--trials", type=int, help=f"trials of each seeded test; {TRIALS}, with --slice {SLICE_TRIALS}")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, help=f"of the soak; {MINUTES:g}, with --slice {SLICE_MINUTES:g}")
+    parser.add_argument("--minutes", type=float, help=f"minutes of soak; {MINUTES:g}, with --slice {SLICE_MINUTES:g}")
     parser.add_argument("--workers", type=int, default=1, help="tests at a time")
-    parser.add_argument("--select", default="", help="only the tests that pytest's -k selects by this")
+    parser.add_argument("--select", default="", help="run only the tests that pytest -k selects")
     options = parser.parse_args(argv)
     options.trials = options.trials or (SLICE_TRIALS if options.slice else TRIALS)
     options.minutes = options.minutes or (SLICE_MINUTES if options.slice else MINUTES)
@@ -106,7 +106,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def trials(count: int, seed: int, *, minutes: float = MINUTES, workers: int = 1, select: str = "") -> Part:
-    """Every test marked proof, and under the proof profile every property-based one, ``count`` trials each."""
+    """Run every test marked proof, and under the proof profile every property-based one, with ``count`` trials each."""
     words = {
         "CLOUDTRAIN_TEST_PROFILE": "proof",
         "CLOUDTRAIN_TRIALS": str(count),
@@ -117,7 +117,7 @@ def trials(count: int, seed: int, *, minutes: float = MINUTES, workers: int = 1,
     with tempfile.TemporaryDirectory(prefix="cloudtrain-proof-") as folder:
         results = Path(folder) / "results.xml"
         command = [sys.executable, "-m", "pytest", "-m", "proof", f"--hypothesis-seed={seed}", f"--timeout={SECONDS}"]
-        command += ["-ojunit_family=xunit1"]  # the only one that has properties of a test
+        command += ["-ojunit_family=xunit1"]  # the only family with properties of a test
         command += [f"-n{workers}"] if workers > 1 else []
         command += [f"-k{select}"] if select else []
         began = time.monotonic()
@@ -127,14 +127,14 @@ def trials(count: int, seed: int, *, minutes: float = MINUTES, workers: int = 1,
     if done.returncode and all(line.passed for line in lines):
         what = "no test is a proof" if done.returncode == 5 else f"exit code {done.returncode}"
         lines = [*lines, Line(name="pytest", figure="", passed=False, note=what)]
-    said = " ".join(f"{name}={value}" for name, value in words.items())
-    text = f"{said} python {' '.join(command[1:])}"
+    environ = " ".join(f"{name}={value}" for name, value in words.items())
+    text = f"{environ} python {' '.join(command[1:])}"
     return Part(title="Seeded trials", command=text, lines=lines, seconds=seconds)
 
 
 def tests_of(results: Path) -> list[Line]:
-    """A line for each test of a JUnit file, all its parameters together; the note names those that failed, and has what
-    a test recorded as its property ``note``."""
+    """Return a line for each test of a JUnit file, over all its parameters. Its note has the failed cases, and the
+    property ``note`` of the test."""
     tests: dict[str, list[ElementTree.Element]] = {}
     for case in ElementTree.parse(results).iter("testcase"):
         name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
@@ -149,7 +149,7 @@ def _test(name: str, cases: Sequence[ElementTree.Element]) -> Line:
         for child in case
         if child.tag in ("failure", "error", "skipped")
     ]
-    told = [
+    notes = [
         str(item.get("value")) if item.get("name") == "note" else f"{item.get('name')}: {item.get('value')}"
         for case in cases
         for item in case.iter("property")
@@ -157,14 +157,14 @@ def _test(name: str, cases: Sequence[ElementTree.Element]) -> Line:
     seconds = sum(float(case.get("time") or 0) for case in cases)
     figure = f"{seconds:.1f} s" if len(cases) == 1 else f"{len(cases)} cases, {seconds:.1f} s"
     more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
-    return Line(name=name, figure=figure, passed=not wrong, note="; ".join([*wrong[:5], *told]) + more)
+    return Line(name=name, figure=figure, passed=not wrong, note="; ".join([*wrong[:5], *notes]) + more)
 
 
 # --------------------------------------------------------------------------------------------------------- portability
 
 
 def portability() -> Part:
-    """The whole matrix, whose record and page are made anew."""
+    """Run the full matrix, which writes its record and page again."""
     import portability as matrix
 
     words, began = ["proof/portability.py"], time.monotonic()
@@ -184,13 +184,13 @@ def portability() -> Part:
 
 
 def benchmarks() -> list[Path]:
-    """The benchmarks: scripts, not what they share."""
+    """Return the benchmarks: scripts, without the modules that they share."""
     found = sorted((ROOT / "benchmarks").glob("*.py"))
     return [path for path in found if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
 
 
 def benchmark(path: Path, *, quick: bool) -> Part:
-    """One benchmark: its figures, each against its target. Ending badly with all targets met is a failure too."""
+    """Run one benchmark. Return its figures against their targets. A failure with all targets met counts too."""
     words = [path.relative_to(ROOT).as_posix(), "--json", *(["--quick"] if quick else [])]
     began = time.monotonic()
     try:
@@ -200,15 +200,15 @@ def benchmark(path: Path, *, quick: bool) -> Part:
         code, lines = done.returncode, figures_of(done.stdout, quick=quick)
     except subprocess.TimeoutExpired:
         code, lines = -1, [Line(name=path.stem, figure="", passed=False, note=f"not done in {SECONDS} s")]
-    told = any(line.passed is False or line.note.startswith(MISSED) for line in lines)
-    if code and not (code == 1 and told):
+    missed = any(line.passed is False or line.note.startswith(MISSED) for line in lines)
+    if code and not (code == 1 and missed):
         lines = [*lines, Line(name=path.stem, figure="", passed=False, note=f"exit code {code}")]
     command = f"python {' '.join(words)}"
     return Part(title=f"Benchmark {path.stem}", command=command, lines=lines, seconds=time.monotonic() - began)
 
 
 def figures_of(text: str, *, quick: bool) -> list[Line]:
-    """The lines of what a benchmark printed with ``--json``."""
+    """Return the lines of a benchmark's ``--json`` output."""
     try:
         return [_figure(item, quick=quick) for item in json.loads(text)["figures"]]
     except (ValueError, KeyError, TypeError) as exc:
@@ -230,7 +230,7 @@ def _figure(item: dict[str, Any], *, quick: bool) -> Line:
 
 
 def write(parts: Sequence[Part], options: argparse.Namespace, began: datetime.datetime) -> Path:
-    """``docs/proof/<date>.md``, with a number behind the date from the second report of a day on."""
+    """Write ``docs/proof/<date>.md``; from the second report of a day on, a number follows the date."""
     folder = ROOT / "docs" / "proof"
     folder.mkdir(parents=True, exist_ok=True)
     day, number = f"{began:%Y-%m-%d}", 1
@@ -243,12 +243,12 @@ def write(parts: Sequence[Part], options: argparse.Namespace, began: datetime.da
 
 
 def page(parts: Sequence[Part], options: argparse.Namespace, began: datetime.datetime) -> str:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     passed = all(part.passed for part in parts)
     about = {
         "result": "pass" if passed else "FAIL",
         "commit": commit(),
-        "trials": f"{options.trials} of each seeded test that does not count for itself, seed {options.seed}",
+        "trials": f"{options.trials} of each seeded test without a number of its own, seed {options.seed}",
         "extent": ", ".join(
             [
                 "a slice" if options.slice else "full",
@@ -271,16 +271,16 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def commit(besides: Sequence[Path] = ()) -> str:
-    """What is checked out, and whether it was changed, ``besides`` in these files."""
-    head = _said("git", "rev-parse", "HEAD")
-    names = [f":(exclude){path.relative_to(ROOT).as_posix()}" for path in besides]
-    changed = _said("git", "status", "--porcelain", "--untracked-files=no", "--", ".", *names)
+def commit(ignored: Sequence[Path] = ()) -> str:
+    """Return the commit, and if files other than ``ignored`` have changed since."""
+    head = _output_of("git", "rev-parse", "HEAD")
+    names = [f":(exclude){path.relative_to(ROOT).as_posix()}" for path in ignored]
+    changed = _output_of("git", "status", "--porcelain", "--untracked-files=no", "--", ".", *names)
     return head + (", with changes" if changed else "") if head else "not in git"
 
 
 def machine() -> dict[str, str]:
-    """What the figures were measured on."""
+    """Return the facts of the measuring machine."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -302,7 +302,7 @@ def _processor() -> str:
     return named or platform.machine()
 
 
-def _said(*command: str) -> str:
+def _output_of(*command: str) -> str:
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     except FileNotFoundError:

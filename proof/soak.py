@@ -1,10 +1,10 @@
-"""Real clients against all platforms at once, while things break: what `test_soak` runs for seconds and the proof for
-half an hour.
+"""Real clients against all platforms at once, under faults: `test_soak` runs this for seconds, the proof for half an
+hour.
 
-Every trial is one small job with a plan that the seed draws: where, how many nodes, when its client is killed, which
-node is, whether it is cancelled. Clients are the console script in processes of their own. They reach their stores
-through proxies that break what passes (`Proxy`), and the platforms' APIs break by the switches of their Worlds. What
-must hold is asked of the Worlds and the stores themselves, past all that.
+Every trial is one small job with a plan drawn by the seed: its place, its nodes, the kills of its client and of a node,
+and its cancel. Clients are the console script in separate processes. Proxies between them and their stores break
+connections (`Proxy`), and the FakePlatforms' switches break the platforms' APIs. The checks read the FakePlatforms and
+the stores directly.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from cloudtrain.runs.run import Run, open_run
 from cloudtrain.storage.local_disk import TEMP
 
 PATIENCE = 900.0
-"""Seconds until a trial counts as lost: `patiently` asks for a minute at a time, and where a client died that was about
-to create a job, its lease counts for five; two may die so."""
+"""Seconds until a trial counts as lost. `patiently` asks for a minute at a time. A client that dies while it creates a
+job holds its lease for five; two may do so."""
 TOGETHER = 3
 """Trials at a time, on two cores."""
 EVERY = 10
@@ -65,7 +65,7 @@ for step in range(first + 1, steps + 1):
 
 
 def state(step: int, node: str) -> str:
-    """What the script writes into a checkpoint."""
+    """Return the content that the script writes into a checkpoint."""
     return f"{step} of {node}\n" * 500
 
 
@@ -74,7 +74,8 @@ def state(step: int, node: str) -> str:
 
 @dataclass
 class Place:
-    """Where a trial runs: ``flags`` and ``environ`` lead a client there, ``natives`` are the ids of all its jobs."""
+    """A place for trials: ``flags`` and ``environ`` lead a client there, ``natives`` returns the ids of all its
+    jobs."""
 
     name: str
     store: str
@@ -83,7 +84,7 @@ class Place:
     world: Any = None
 
     def natives(self) -> list[str]:
-        """Of a World: in its provider's own form."""
+        """Return the ids of a FakePlatform's jobs, as the provider writes them."""
         jobs = self.world.plane.jobs
         if self.name == "sagemaker":
             return [str(job.arn) for job in jobs.values()]
@@ -92,10 +93,9 @@ class Place:
         return list(jobs)
 
     def api_fault(self, draw: random.Random, *, creating: bool) -> str:
-        """The next calls of some operation, perhaps of ``creating`` a job, break: what they are told.
+        """Break the next calls of some operation, perhaps the creation of a job. Return the fault's name.
 
-        Nothing where calls of that operation are to break already: one that is asked less often than it breaks would
-        never answer again.
+        Return an empty name if calls of that operation already have a fault: too many would block it for ever.
         """
         kinds: dict[str, tuple[Any, tuple[str, ...], str]] = {
             "sagemaker": (aws_wire.Fault, ("FilterLogEvents", "DescribeTrainingJob"), "CreateTrainingJob"),
@@ -155,19 +155,19 @@ class Trial:
 
     @property
     def _clock(self) -> float:
-        """By which its clients are killed: of a short one since its job began."""
+        """Return the time by which clients are killed. A short trial's time starts with its job."""
         if not self.soak.short:
             return self.age
         return 0.0 if self.running is None else time.monotonic() - self.running
 
     def handle(self) -> Run | None:
-        """Once it is recorded, as seen past all that breaks."""
+        """Return the run once it is recorded, read past all faults."""
         with contextlib.suppress(Exception):
             return open_run(self.id, store_url=self.place.store)
         return None
 
     def step(self) -> bool:
-        """What is due now; whether it is over."""
+        """Take the steps that are due. Return True if the trial is over."""
         if self.client is not None and self.client.poll() is None:
             if self.client_kills and self._clock > self.client_kills[0] and not self.soak.calm:
                 self.client_kills.pop(0)
@@ -186,15 +186,15 @@ class Trial:
         if self.client is None:
             self._begin(run)
         if run is not None:
-            self._befall(run)
+            self._strike(run)
         if self.age > PATIENCE:
             raise AssertionError(f"{self.id}: no result after {PATIENCE:.0f} s; its client: {self.said[-1500:]}")
         return False
 
     def _begin(self, run: Run | None) -> None:
-        """The next client: the same command again, or what somebody does who finds the run there.
+        """Start the next client: the same command again, or a command for an existing run.
 
-        Of one that was never sent `wait` says for ten minutes that the same command must be given again.
+        A run that was never sent gets no `wait`, which would only ask for the same command for ten minutes.
         """
         again = [["wait", self.id, "--store", self.place.store, "--json"], ["reconcile", self._url, "--json"]]
         if run is None or not self.started:
@@ -218,7 +218,7 @@ class Trial:
             stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         out.close()
-        process.args = out.name  # where to read what it said
+        process.args = out.name  # path of its output
         return process
 
     def _end_client(self) -> None:
@@ -228,7 +228,7 @@ class Trial:
         self.client = None
         self._next = time.monotonic() + self.draw.choice([0.0, 0.5, 3.0])
 
-    def _befall(self, run: Run) -> None:
+    def _strike(self, run: Run) -> None:
         if self.soak.calm:
             return
         if self.cancel_at is not None and self.age > self.cancel_at:
@@ -250,7 +250,7 @@ class Trial:
                 self.soak.count["node killed"] += 1
 
     def _kill_node(self, run: Run, number: int) -> bool:
-        """Whether there was one to kill."""
+        """Kill a node. Return True if there was one."""
         if self.place.name == "local":
             for pid, line in self.soak.jobs.processes().items():
                 theirs = (Jobs.variable(pid, "SOAK_RUN"), Jobs.variable(pid, "CLOUDTRAIN_ENGINE_NODE"))
@@ -273,7 +273,7 @@ class Trial:
                 return True
         return False
 
-    # --------------------------------------------------------------------------------------------------- what must be
+    # ----------------------------------------------------------------------------------------------------------- checks
 
     def check(self) -> None:
         run = self.handle()
@@ -304,7 +304,8 @@ class Trial:
         self.soak.count["checkpoints verified"] += len(found)
 
     def _check_lines(self, run: Run, lines: Sequence[Mapping[str, Any]], *, whole: bool) -> None:
-        """Of each node of each attempt every number once, in order; and as many as that node says it wrote."""
+        """Check that each node of each attempt has every number once and in order, and as many as its exit record
+        counts."""
         numbers: dict[tuple[str, str], list[int]] = defaultdict(list)
         steps: dict[tuple[str, str], list[int]] = defaultdict(list)
         for line in lines:
@@ -340,14 +341,14 @@ def _gaps(seen: Sequence[int]) -> str:
     return f"{len(seen)} from {seen[0]}, then {wrong[:5]}"
 
 
-# ----------------------------------------------------------------------------------------------------------- all of it
+# ------------------------------------------------------------------------------------------------------------- the soak
 
 
 class Soak:
-    """Trials on all ``places`` until time is up, and then their ends. ``count`` is the report.
+    """Trials on all ``places`` until time is up, and until their ends. ``count`` is the report.
 
-    ``short`` ones have one node, a few steps, and a client that is killed while their job runs. Nothing breaks while it
-    is created: whoever then cannot tell whether it was waits five minutes, and the suite has no time for that.
+    ``short`` trials have one node, a few steps, and a client that is killed while the job runs. No creation of a job
+    gets a fault: a client that cannot tell if its job exists waits five minutes, too long for the suite.
     """
 
     def __init__(self, folder: Path, seed: str, engine: Any, *, short: bool = False) -> None:
@@ -367,7 +368,7 @@ class Soak:
         return self.proxies[-1].url
 
     def run(self, seconds: float, least: int = 0) -> None:
-        """Trials begin for so many seconds, and ``least`` of them at least; all are waited for."""
+        """Start trials for ``seconds``, and at least ``least`` of them. Wait for all of them."""
         until, number, active = time.monotonic() + seconds, 0, list[Trial]()
         next_fault = time.monotonic() + 1
         try:
@@ -407,7 +408,7 @@ class Soak:
             assert len(set(natives)) == len(natives), f"{place.name}: one job of two attempts: {ids}"
             if place.world is not None:
                 there = place.natives()
-                assert sorted(natives) == sorted(there), f"{place.name}: {ids} noted, {there} there"
+                assert sorted(natives) == sorted(there), f"{place.name}: {ids} recorded, {there} exist"
             self.count["native jobs"] += len(ids)
             store = runs[0].store if runs else None
             keys = store.files.list() if store is not None else {}
@@ -421,7 +422,7 @@ class Soak:
         self.jobs.close()
 
     def left(self) -> list[str]:
-        """What should not be there once all has ended: containers, networks, temporary files."""
+        """Return the remains after all ends: containers, networks, temporary files."""
         found = [f"{path}" for path in self.folder.rglob(f"{TEMP}*")]
         return found + [str(path) for path in self.scratch.iterdir()] + left(self.engine, self.folder)
 
@@ -431,7 +432,7 @@ def _numbers(run: Run) -> list[int]:
 
 
 def _settings(world: AzureMLWorld) -> str:
-    """As cloudtrain.toml has them of whoever has a cloud of their own."""
+    """Return the cloudtrain.toml of a user with a cloud of their own."""
     settings = dict(world.settings)
     metadata = settings.pop("cloud_metadata")
     lines = ["[azureml]", *(f'{key} = "{value}"' for key, value in settings.items())]
@@ -440,7 +441,7 @@ def _settings(world: AzureMLWorld) -> str:
 
 
 def few_places(soak: Soak, *, image: str) -> Iterator[Callable[[], None]]:
-    """Those that need no server of somebody else's."""
+    """Make the places that need no further server. Yield functions that close them."""
     draw = random.Random(f"{soak.seed} few habits")
     google = VertexWorld(soak.folder / "google", image=image)
     entries = google.plane.entries
@@ -453,7 +454,7 @@ def few_places(soak: Soak, *, image: str) -> Iterator[Callable[[], None]]:
 
 
 def places(soak: Soak, *, moto: str, azurite: str, image: str) -> Iterator[Callable[[], None]]:
-    """Make every place, with a World where there is one, and the odd habits of their logs; gives what ends them."""
+    """Make every place, with FakePlatforms whose logs come late and repeat. Yield functions that close them."""
     draw = random.Random(f"{soak.seed} habits")
     yield from few_places(soak, image=image)
     aws = SageMakerWorld(soak.folder / "aws", moto=moto, image=image)

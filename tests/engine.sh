@@ -1,7 +1,7 @@
 #!/usr/bin/env sh
-# An engine of containers for the tests, on Debian and as root: installed when absent, started when none answers.
+# A container engine for the tests, on Debian and as root: installed if absent, started if none answers.
 #
-#   tests/engine.sh start PIDFILE     # the pid of the engine that it started, if it did, is in PIDFILE
+#   tests/engine.sh start PIDFILE     # writes the pid of a started engine to PIDFILE
 #   tests/engine.sh stop PIDFILE
 set -eu
 pidfile=$2

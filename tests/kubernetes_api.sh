@@ -2,20 +2,20 @@
 # A real kube-apiserver 1.20.2 with etcd for the tests, built from Debian bookworm's source package. Nothing is installed.
 #
 #   tests/kubernetes_api.sh build     # once: 6 minutes of two idle cores, 120 MB of downloads, 2 GB while it builds
-#   tests/kubernetes_api.sh start DIR # builds if need be, and prints the path of a kubeconfig; state and logs in DIR
+#   tests/kubernetes_api.sh start DIR # builds if needed, and prints the path of a kubeconfig; state and logs in DIR
 #   tests/kubernetes_api.sh stop DIR  # DIR stays
 #
-#   CLOUDTRAIN_KUBERNETES_API=FOLDER  # of the two programs, 132 MB; else ~/.cache/cloudtrain-kubernetes-api
+#   CLOUDTRAIN_KUBERNETES_API=FOLDER  # folder of the two programs, 132 MB; default ~/.cache/cloudtrain-kubernetes-api
 #   PORT=16443                        # the first of three ports on the loopback
 #
-# 1.20 is the newest whose source in Debian has the server. It drops fields that it does not know without a word.
+# 1.20 is the newest version whose source in Debian has the server. It silently drops unknown fields.
 set -euo pipefail
 usage="usage: tests/kubernetes_api.sh build, or start|stop DIR"
 verb=${1:?$usage}
 bin=${CLOUDTRAIN_KUBERNETES_API:-$HOME/.cache/cloudtrain-kubernetes-api}
 PORT=${PORT:-16443}
 
-debian() { # an apt of its own: bookworm alone, whatever this machine's sources are
+debian() { # a separate apt for bookworm alone, independent of this machine's sources
     local state=$1/apt mirror
     mkdir -p "$state"/{lists/partial,cache/archives/partial,state,etc}
     touch "$state/state/status"
@@ -40,7 +40,7 @@ build() {
     for deb in "$work"/debs/*.deb; do dpkg -x "$deb" "$work/root"; done
     (cd "$work/source" && apt-get source -qq --download-only kubernetes && tar xzf kubernetes_*.orig.tar.gz)
     cd "$work"/source/kubernetes-*/
-    # The reflect2 of 2020 reads the types of maps wrong since Go 1.18, and the server dies of it. Debian's own is 1.0.2.
+    # The reflect2 of 2020 misreads the types of maps since Go 1.18, which crashes the server. Debian's own is 1.0.2.
     rm -f vendor/github.com/modern-go/reflect2/*.{go,s}
     install -m 644 "$work"/root/usr/share/gocode/src/github.com/modern-go/reflect2/*.{go,s} vendor/github.com/modern-go/reflect2/
     # Its Makefile copies single programs by rsync, which few machines have.
@@ -48,7 +48,7 @@ build() {
     printf '#!/bin/sh\nshift\nexec cp -p "$@"\n' >"$work/tools/rsync"
     chmod 755 "$work/tools/rsync"
     mkdir -p .go/src/k8s.io
-    ln -sfn ../../.. .go/src/k8s.io/kubernetes # as debian/rules has it for kubectl
+    ln -sfn ../../.. .go/src/k8s.io/kubernetes # as in debian/rules for kubectl
     export HOME=$work GOROOT=$work/root/usr/lib/go-1.19 GOPATH=$PWD/.go GOCACHE=$work/gocache GOPROXY=off CGO_ENABLED=0
     PATH=$GOROOT/bin:$PATH:$work/tools
     make WHAT=cmd/kube-apiserver >"$bin/build.log" 2>&1 || { tail -n 5 "$bin/build.log" >&2; exit 1; }

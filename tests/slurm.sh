@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # A real Slurm cluster on this machine for the tests: slurmctld, several slurmd, munged, all on 127.0.0.1, no systemd.
-# All state is below DIR. `start` again starts what is dead, and installs packages that are absent, as root on Debian.
+# All state is below DIR. `start` also restarts dead daemons, and installs missing packages, as root on Debian.
 #
 #   tests/slurm.sh install       # only the packages
 #   tests/slurm.sh start DIR     # prints the path of slurm.conf: export SLURM_CONF
-#   tests/slurm.sh stop DIR      # cancels its jobs and ends what it started; DIR stays
+#   tests/slurm.sh stop DIR      # cancels its jobs and ends its processes; DIR stays
 #   tests/slurm.sh kill DIR NODE # loses a node without notice: slurmd, steps and their processes, by SIGKILL
 #
-#   NODES=4 CPUS=8 MEMORY=64000     what each node claims to have
+#   NODES=4 CPUS=8 MEMORY=64000     resources that each node claims
 #   PORT=17800                      the first of NODES + 4 ports
-#   ACCOUNTING=1                    slurmdbd over a MariaDB of its own: sacct, and preemption by QOS
-#   LIMITS=poll|cgroup              jobs are killed for their memory, by slurmstepd's own look or by cgroups of v1
+#   ACCOUNTING=1                    slurmdbd with its own MariaDB: sacct, and preemption by QOS
+#   LIMITS=poll|cgroup              jobs are killed for their memory, by slurmstepd's own checks or by cgroups of v1
 set -eu
 usage="usage: tests/slurm.sh install, or start|stop|kill DIR [NODE]"
 verb=${1:?$usage}
@@ -43,7 +43,7 @@ install_packages() {
     echo "slurm.sh: installs$missing" >&2
     local packages="slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge openssh-server"
     [ "$ACCOUNTING" = 0 ] || packages="$packages slurmdbd slurm-wlm-mysql-plugin mariadb-server"
-    # Packages may start daemons of their own, which this cluster does not use.
+    # Packages may start their own daemons, which this cluster does not use.
     local policy=/usr/sbin/policy-rc.d made=""
     [ -e "$policy" ] || { printf '#!/bin/sh\nexit 101\n' >"$policy"; chmod +x "$policy"; made=$policy; }
     apt-get -qq update >&2
@@ -59,9 +59,9 @@ configure() {
     chmod 755 munge
     (umask 077; head -c 128 /dev/urandom >munge/key)
     [ "$ACCOUNTING" = 0 ] || storage=slurmdbd
-    # A job's ports follow from its number, and clusters of one machine share its ports: each has its own numbers.
+    # A job's ports follow from its number, and clusters on one machine share ports: so each has its own numbers.
     # Slurm's own values are: SlurmdTimeout 300, KillWait 30, GraceTime 0, and cred_expire 120, for which a requeued job
-    # is held back. Without cgroups, linuxproc finds a job's processes by their parents.
+    # waits. Without cgroups, linuxproc finds a job's processes by their parents.
     cat >slurm.conf.new <<CONF
 ClusterName=ct
 SlurmctldHost=$host(127.0.0.1)
@@ -160,7 +160,7 @@ start_database() {
 start() {
     install_packages
     [ -f slurm.conf ] || configure
-    NODES=$(sed -n 's/^NodeName=n\[1-\([0-9]*\)\].*/\1/p' slurm.conf) # as it was made
+    NODES=$(sed -n 's/^NodeName=n\[1-\([0-9]*\)\].*/\1/p' slurm.conf) # as created
     alive munged || munged --force --key-file="$D/munge/key" --socket="$D/munge/socket" --pid-file="$D/pid/munged" \
         --log-file="$D/log/munged" --seed-file="$D/munge/seed"
     if grep -q slurmdbd slurm.conf; then start_database; fi

@@ -1,9 +1,9 @@
-"""``make audit``: known vulnerabilities of what is installed, and holes in the workflows.
+"""``make audit``: known vulnerabilities of installed packages, and weaknesses in the workflows.
 
     .venv/bin/python tools/audit.py BIN
 
-``BIN`` is the folder with pip-audit and zizmor. Exit code 0: all was looked at, and nothing found; 1: something was
-found; 2: something could not be looked at, as when the database of advisories is out of reach. No answer is no pass.
+``BIN`` is the folder with pip-audit and zizmor. Exit code 0: everything was checked and nothing found. 1: something was
+found. 2: a check got no answer, for example because the database of advisories is unreachable.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ CLEAN, FOUND, UNKNOWN = 0, 1, 2
 
 
 def installed() -> dict[str, str]:
-    """Version by name of everything in this environment but ourselves; without a local part (``+cpu``), which no
-    database knows."""
+    """Return the versions of all packages in this environment but cloudtrain's, without a local part (``+cpu``), which
+    no database knows."""
     found = {d.metadata["Name"].lower(): d.version.partition("+")[0] for d in importlib.metadata.distributions()}
     return {name: version for name, version in sorted(found.items()) if name != OWN}
 
 
 def dependencies(tool: Path) -> tuple[int, list[str]]:
-    """(exit code, lines) of what pip-audit says of `installed`."""
+    """Run pip-audit on `installed`. Return (exit code, lines)."""
     wanted = installed()
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("".join(f"{name}=={version}\n" for name, version in wanted.items()))
@@ -43,7 +43,7 @@ def dependencies(tool: Path) -> tuple[int, list[str]]:
 
 
 def judged(wanted: dict[str, str], out: str, err: str = "") -> tuple[int, list[str]]:
-    """What pip-audit's JSON means. It ends with 0, too, when it got no answer at all."""
+    """Return (exit code, lines) for pip-audit's JSON. It exits with 0 even if it got no answer."""
     try:
         rows: list[dict[str, Any]] = json.loads(out)["dependencies"]
     except (ValueError, KeyError, TypeError):
@@ -67,7 +67,7 @@ def _fixed(hole: dict[str, Any]) -> str:
 
 
 def workflows(tool: Path, files: Sequence[Path]) -> tuple[int, list[str]]:
-    """(exit code, lines) of what zizmor says of workflow files, without asking anybody; from medium severity on."""
+    """Run zizmor on workflow files, offline and from medium severity on. Return (exit code, lines)."""
     if not files:
         return UNKNOWN, ["workflows: NOT AUDITED: there is none"]
     argv = [tool, "--offline", "--no-progress", "--min-severity", "medium", "--format", "json", *files]
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _is_workflow(path: Path) -> bool:
-    """Of GitHub's: other services' files are none of zizmor's."""
+    """Return True for GitHub's workflows: zizmor does not know those of other services."""
     return "\njobs:" in path.read_text(encoding="utf-8")
 
 

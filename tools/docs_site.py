@@ -1,9 +1,13 @@
 """MkDocs' hook for the pages in ``docs/``: the same Markdown reads well on a code host and in the site.
 
-Three things differ there. A link that leads out of ``docs/`` (to an example, a folder, CONTRIBUTING.md) leads to a page
-of the site that shows that file, as the site knows no address of the repository and is read offline too. The info
-string of a fenced block, which says how a test runs it, becomes the block's title. A pipe in a table's code needs no
-backslash. Named by ``hooks`` in mkdocs.yml; only the functions ``on_…`` need MkDocs.
+Three things differ in the site:
+
+- A link out of ``docs/`` (to an example, a folder, CONTRIBUTING.md) leads to a page of the site with that file. The
+  site knows no address of the repository, and is read offline too.
+- The info string of a fenced block, which configures its test, becomes the block's title.
+- A pipe in a table's code needs no backslash.
+
+``hooks`` in mkdocs.yml names this module; only the functions ``on_…`` need MkDocs.
 """
 
 from __future__ import annotations
@@ -17,20 +21,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = "docs"
-#: Where the site shows files that lie outside of docs/.
+#: Folder of the site for files outside of docs/.
 REPOSITORY = "repository"
 LANGUAGES = {".py": "python", ".sh": "sh", ".yml": "yaml", ".yaml": "yaml", ".toml": "toml", ".json": "json"}
-#: Of a folder that is linked to, what is shown of what lies directly in it.
+#: Suffixes of the files that a linked folder shows.
 SHOWN = (".md", ".ipynb", *LANGUAGES)
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^(\s*)(`{3,}|~{3,})(\S*)(.*)$")
 
 
-# ------------------------------------------------------------------------------------------------------ where it leads
+# ---------------------------------------------------------------------------------------------------------------- links
 
 
 def place(path: str) -> str:
-    """Where in the site the file or folder ``path`` of the repository is shown."""
+    """Return the site's path for the file or folder ``path`` of the repository."""
     if path.startswith(f"{DOCS}/"):
         return path.removeprefix(f"{DOCS}/")
     if (ROOT / path).is_dir():
@@ -39,21 +43,21 @@ def place(path: str) -> str:
 
 
 def leads_to(page: str, link: str) -> tuple[str, str] | None:
-    """(file or folder of the repository, anchor with its #) of a relative link in the file ``page``, else None.
+    """Return (file or folder of the repository, anchor with its #) for a relative link in the file ``page``, else None.
 
-    Raises `ValueError` for a file that is not there, or lies outside of the repository.
+    Raises `ValueError` for a missing file, or one outside of the repository.
     """
     target, mark, anchor = link.partition("#")
     if not target or re.match(r"[a-z][a-z0-9+.-]*:|/", target):
         return None
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
     if path.startswith("..") or not (ROOT / path).exists():
-        raise ValueError(f"{page}: the link {link} leads nowhere")
+        raise ValueError(f"{page}: the link {link} leads to no file")
     return path, mark + anchor
 
 
 def links(page: str) -> Iterator[str]:
-    """Files and folders of the repository to which a Markdown file leads."""
+    """Yield the files and folders of the repository that a Markdown file links to."""
     for line, in_block in lines((ROOT / page).read_text(encoding="utf-8")):
         for found in [] if in_block else LINK.findall(line):
             if led := leads_to(page, found[1]):
@@ -61,7 +65,7 @@ def links(page: str) -> Iterator[str]:
 
 
 def shown() -> list[str]:
-    """Files and folders outside of docs/ that the pages lead to, and those lead to, sorted."""
+    """Return the files and folders outside of docs/ that the pages link to, directly or through each other, sorted."""
     ahead = [path.relative_to(ROOT).as_posix() for path in (ROOT / DOCS).rglob("*.md")]
     found: set[str] = set()
     while ahead:
@@ -77,15 +81,15 @@ def shown() -> list[str]:
 
 
 def entries(folder: str) -> list[str]:
-    """Names of the files of a folder that the site shows."""
+    """Return the names of the files of a folder that the site shows."""
     return sorted(path.name for path in (ROOT / folder).iterdir() if path.is_file() and path.suffix in SHOWN)
 
 
-# ------------------------------------------------------------------------------------------------- what a file becomes
+# ---------------------------------------------------------------------------------------------------------------- pages
 
 
 def lines(text: str) -> Iterator[tuple[str, bool]]:
-    """Each line, and whether it belongs to a fenced block."""
+    """Yield each line, with True if it belongs to a fenced block."""
     fence = ""
     for line in text.splitlines():
         mark = FENCE.match(line)
@@ -98,7 +102,7 @@ def lines(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def markdown_of(path: str) -> str:
-    """The page that shows a file or folder outside of docs/."""
+    """Return the page that shows a file or folder outside of docs/."""
     if (ROOT / path).is_dir():
         rows = "\n".join(f"- [{name}]({name if name.endswith('.md') else name + '.md'})" for name in entries(path))
         return f"# {path}/\n\n{rows}\n"
@@ -111,7 +115,7 @@ def markdown_of(path: str) -> str:
 
 
 def cell_of(cell: dict[str, Any]) -> str:
-    """A cell of a notebook as Markdown: its source, and the text that it left."""
+    """Return a cell of a notebook as Markdown: its source and its text output."""
     source = "".join(cell["source"])
     if cell["cell_type"] != "code":
         return f"{source}\n"
@@ -124,13 +128,13 @@ def cell_of(cell: dict[str, Any]) -> str:
 
 
 def block(text: str, language: str, title: str = "") -> str:
-    """A fenced block, whatever is in it."""
+    """Return a fenced block for any text."""
     fence = "`" * max(3, *(len(run) + 1 for run in re.findall(r"`+", text)), 3)
     return f"{fence}{language}{f' title={json.dumps(title)}' if title else ''}\n{text.rstrip()}\n{fence}\n"
 
 
 def adapted(path: str, text: str) -> str:
-    """The Markdown of the file ``path`` as the site needs it."""
+    """Return the Markdown of the file ``path`` for the site."""
     out = []
     own = posixpath.dirname(place(path)) or "."
 
@@ -153,18 +157,18 @@ def adapted(path: str, text: str) -> str:
 
 
 def piped(code: re.Match[str]) -> str:
-    r"""Code in a table, where ``\|`` is a pipe on a code host, and two characters in the site."""
+    r"""Return code of a table for the site, where a ``\|`` of a code host would be two characters."""
     if r"\|" not in code[0]:
         return code[0]
     text = code[0][1:-1].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace(r"\|", "&#124;")
     return f"<code>{text}</code>"
 
 
-# -------------------------------------------------------------------------------------------------- what MkDocs calls
+# -------------------------------------------------------------------------------------------------------- MkDocs' hooks
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of what lies outside of docs/."""
+    """Add the pages for files outside of docs/."""
     from mkdocs.structure.files import File
 
     for path in shown():
@@ -173,6 +177,6 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Adapt a page of docs/; what lies outside is adapted already."""
+    """Adapt a page of docs/; the others are already adapted."""
     own = page.file.src_uri
     return markdown if own.startswith(f"{REPOSITORY}/") else adapted(f"{DOCS}/{own}", markdown)

@@ -1,8 +1,8 @@
-"""``python tools/instances.py GPUS.csv > cloudtrain/data/instances.csv``: what machines the platforms have.
+"""``python tools/instances.py GPUS.csv > cloudtrain/data/instances.csv``: the machines of the platforms.
 
-GPUS.csv is gathered by hand, each row with its sources. Rows of SageMaker get their disks and architecture, and are
-joined by its machines without a GPU, from what the installed boto3 (which types there are) and moto (EC2's own
-description of each) say. Those of Azure ML come from Azure's pages on sizes, of series that its clusters support.
+GPUS.csv is gathered by hand, each row with its sources. SageMaker's rows get their disks and architecture, and its
+machines without a GPU follow. Their sources are the installed boto3 (the types) and moto (EC2's own description of
+each). Azure ML's rows come from Azure's pages on sizes, for series that its clusters support.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AZURE_SIZES: dict[str, list[tuple[str, int, float]]] = {
     ],
     "compute-optimized/fsv2-series.md": [(f"Standard_F{n}s_v2", n, n * 2) for n in (2, 4, 8, 16, 32, 48, 64, 72)],
 }
-"""Sizes without a GPU, vCPUs and GiB, by page; that Azure ML has each in a region is for its ``vmSizes`` to say."""
+"""Sizes without a GPU, vCPUs and GiB, by page. Azure ML's ``vmSizes`` decides if a region has them."""
 
 RETIRED = {
     **dict.fromkeys(
@@ -47,24 +47,24 @@ RETIRED = {
     ),
     "Standard_ND40rs_v2": ("2025-09-30", " (its retirement: likely, by the same date)"),
 }
-"""Machines that their platform gives no longer: since when, and the source of that."""
+"""Machines that their platform no longer offers: the date and its source."""
 
 
 def instance_types() -> list[str]:
-    """Every instance type that a training job may have."""
+    """Return every instance type of a training job."""
     model = botocore.session.get_session().get_service_model("sagemaker")
     return list(model.shape_for("TrainingInstanceType").enum)
 
 
-def described() -> dict[str, Any]:
-    """EC2's DescribeInstanceTypes, by type."""
+def instance_descriptions() -> dict[str, Any]:
+    """Return EC2's DescribeInstanceTypes, by type."""
     with gzip.open(Path(moto.__file__).parent / "ec2" / "resources" / "instance_types.json.gz") as stream:
         return dict(json.load(stream))
 
 
 def rows(gathered: Path) -> Iterator[dict[str, Any]]:
-    """The whole table."""
-    ec2 = described()
+    """Yield all rows of the table."""
+    ec2 = instance_descriptions()
     with gathered.open(newline="", encoding="utf-8") as stream:
         known = list(csv.DictReader(stream))
     for row in known:
@@ -78,18 +78,18 @@ def rows(gathered: Path) -> Iterator[dict[str, Any]]:
         }
     with_gpu = {row["instance_type"] for row in known}
     for name in instance_types():
-        told = ec2.get(name.removeprefix("ml."))
-        if name in with_gpu or told is None or "NeuronInfo" in told or "GpuInfo" in told:
+        description = ec2.get(name.removeprefix("ml."))
+        if name in with_gpu or description is None or "NeuronInfo" in description or "GpuInfo" in description:
             continue
         yield {
             "provider": "sagemaker",
             "instance_type": name,
             "gpu_count": 0,
-            "vcpus": told["VCpuInfo"]["DefaultVCpus"],
-            "memory_gib": f"{told['MemoryInfo']['SizeInMiB'] / 1024:g}",
-            "network": told["NetworkInfo"]["NetworkPerformance"],
+            "vcpus": description["VCpuInfo"]["DefaultVCpus"],
+            "memory_gib": f"{description['MemoryInfo']['SizeInMiB'] / 1024:g}",
+            "network": description["NetworkInfo"]["NetworkPerformance"],
             "source": SOURCE,
-            **_disk(told),
+            **_disk(description),
         }
     for page, sizes in AZURE_SIZES.items():
         for name, cores, memory in sizes:
@@ -108,11 +108,11 @@ def _ours(row: dict[str, str]) -> bool:
     return row["provider"] == "sagemaker"
 
 
-def _disk(told: Any) -> dict[str, Any]:
-    if told is None:
+def _disk(description: Any) -> dict[str, Any]:
+    if description is None:
         return {}
-    (arch,) = {"x86_64", "arm64"} & set(told["ProcessorInfo"]["SupportedArchitectures"])
-    return {"disk_gb": told.get("InstanceStorageInfo", {}).get("TotalSizeInGB", ""), "arch": arch}
+    (arch,) = {"x86_64", "arm64"} & set(description["ProcessorInfo"]["SupportedArchitectures"])
+    return {"disk_gb": description.get("InstanceStorageInfo", {}).get("TotalSizeInGB", ""), "arch": arch}
 
 
 if __name__ == "__main__":

@@ -11,21 +11,23 @@ from cloudtrain import schemas
 
 HEAD = """# What `--json` prints
 
-Made of the schemas in `cloudtrain/schemas/` (JSON Schema, draft 2020-12) by `tools/json_page.py`; a test fails when it
-is stale.
+`tools/json_page.py` makes this page from the schemas in `cloudtrain/schemas/` (JSON Schema, draft 2020-12). A test
+fails if the page is stale.
 
-With `--json` stdout holds exactly one JSON object, and all talk goes to stderr; of `logs` it holds one object a line.
-The object is on one line, and indented on a terminal. Its fields have the order of the tables below. `status`, `pull`,
-`report` and `cancel` of several runs print one object whose `runs` are those of the single runs.
-Whatever fails, or is interrupted, prints the [error](#error) in its place, so a verb's schema takes either: where
-there is a `state`, a run was looked at; where there is none, `error` says why not. After an error in the middle of
-`logs` the error is the last line. `submit`, `rehearse` and `wait` print how the run ended whatever their exit code;
-[exit-codes.md](exit-codes.md) says what that means.
+With `--json`, stdout has exactly one JSON object, and all messages go to stderr:
 
-The schemas are strict: no other field is printed, and none of those below is left out unless it says so. A later
-version of cloudtrain may print more, so read with a tolerant reader, and check with the schemas of the version that
-prints. They come with the package, one file a verb, and refer to `defs.schema.json` beside them. In Python, one that
-stands alone:
+- The object is on one line, or indented on a terminal. Its fields have the order of the tables below.
+- `logs` prints one object a line.
+- For several runs `status`, `pull`, `report` and `cancel` print one object. Its `runs` are the objects of the runs.
+- A command that fails or is interrupted prints the [error](#error) instead, so the schema of each verb allows both. An
+  object with a `state` describes a run. Without one, `error` gives the cause.
+- After an error in the middle of `logs`, the error is the last line.
+- `submit`, `rehearse` and `wait` print the outcome of the run with every exit code.
+  [exit-codes.md](exit-codes.md) explains the codes.
+
+The schemas are strict: cloudtrain prints no other field, and omits a field only where its row says so. A later version
+may print more fields. So ignore unknown fields, and check with the schemas of the version that prints. The package has
+one file for each verb, which refers to `defs.schema.json` in the same folder. In Python you get a complete schema:
 
 ```python run
 from cloudtrain import schemas
@@ -44,20 +46,20 @@ def main() -> int:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the page."""
     parts = [HEAD + "## By verb\n"]
-    parts.append("| schema | what it is of | prints |\n| --- | --- | --- |")
+    parts.append("| schema | title | prints |\n| --- | --- | --- |")
     shared = _read(schemas.SHARED)["$defs"]
-    told: dict[str, Mapping[str, Any]] = {}
+    sections: dict[str, Mapping[str, Any]] = {}
     for name in schemas.names():
         schema = _read(name)
         shapes = schema.get("oneOf") or [schema]
         parts.append(f"| `{name}.schema.json` | {schema['title']} | {' or '.join(_names(name, shapes))} |")
-        told |= {f"{name}: {key}": value for key, value in schema.get("$defs", {}).items()}
+        sections |= {f"{name}: {key}": value for key, value in schema.get("$defs", {}).items()}
         if "oneOf" not in schema and schema.get("properties"):
-            told[f"{name}.json"] = schema
+            sections[f"{name}.json"] = schema
     text = "\n".join(parts) + "\n"
-    for title, schema in {**dict(sorted(told.items())), **dict(sorted(shared.items()))}.items():
+    for title, schema in {**dict(sorted(sections.items())), **dict(sorted(shared.items()))}.items():
         text += "\n" + "\n".join(_section(title, schema)) + "\n"
     return text
 
@@ -72,12 +74,12 @@ def _names(name: str, shapes: list[Mapping[str, Any]]) -> Iterator[str]:
 
 def _section(title: str, schema: Mapping[str, Any]) -> Iterator[str]:
     yield f"## {title}\n"
-    said = str(schema.get("description") or schema.get("title") or "")
+    text = str(schema.get("description") or schema.get("title") or "")
     if "properties" not in schema and "$ref" not in schema:
-        yield f"{_cased(said)}: {_type(schema, title)}." if said else f"{_type(schema, title)}."
+        yield f"{_cased(text)}: {_type(schema, title)}." if text else f"{_type(schema, title)}."
         return
-    if said:
-        yield _cased(said) + ".\n" if not said.endswith(".") else said + "\n"
+    if text:
+        yield _cased(text) + ".\n" if not text.endswith(".") else text + "\n"
     if "$ref" in schema:
         more = ", and:" if schema.get("properties") else "."
         yield f"The fields of {_reference(schema['$ref'], title)}{more}\n"
@@ -90,8 +92,8 @@ def _rows(before: str, schema: Mapping[str, Any], title: str) -> Iterator[str]:
     required = schema.get("required", ())
     for name, item in schema["properties"].items():
         absent = "" if name in required else "; may be absent"
-        said = str(item.get("description", "")).replace("|", "\\|")
-        yield f"| `{before}{name}` | {_type(item, title)}{absent} | {said} |"
+        meaning = str(item.get("description", "")).replace("|", "\\|")
+        yield f"| `{before}{name}` | {_type(item, title)}{absent} | {meaning} |"
         inner = item.get("items", item)
         if "properties" in inner:
             yield from _rows(f"{before}{name}{'[]' if 'items' in item else ''}.", inner, title)
@@ -115,7 +117,7 @@ def _type(item: Mapping[str, Any], title: str) -> str:
 
 
 def _reference(text: str, title: str) -> str:
-    """A link to what ``text`` refers to from the schema of ``title``: its own, or what all share."""
+    """Return a link for a reference of the schema ``title``: to its own definitions, or to the shared ones."""
     name = text.rpartition("/")[2]
     verb = title.partition(":")[0]
     shared = text.startswith(schemas.SHARED) or ":" not in title

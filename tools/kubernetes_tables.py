@@ -1,4 +1,4 @@
-"""``python tools/kubernetes_tables.py FOLDER``: the fields of all objects that a manifest of ours can hold.
+"""``python tools/kubernetes_tables.py FOLDER``: the fields of all objects that cloudtrain's manifests can hold.
 
 They come from the installed client kubernetes, into FOLDER/fields.json. FOLDER is ``cloudtrain/providers/kubernetes``.
 """
@@ -15,7 +15,7 @@ from kubernetes import client
 
 ROOTS = ("V1Job", "V1Service")
 QUANTITIES = frozenset({"limits", "requests", "overhead", "sizeLimit"})
-"""Fields whose texts are quantities, which the client does not say."""
+"""Fields whose texts are quantities; the client does not mark them."""
 SCALARS = {"str": "string", "bool": "bool", "int": "int", "object": "any", "datetime": "string"}
 TYPE = re.compile(r"(List\[|Dict\[str, )?([^\]]*)\]?")
 MARKS = {"List[": "*", "Dict[str, ": "%", None: ""}
@@ -30,7 +30,7 @@ def fields() -> dict[str, dict[str, str]]:
         model, table = getattr(client, kind), found.setdefault(kind, {})
         for own, name in model.attribute_map.items():
             mark, inner = TYPE.fullmatch(model.openapi_types[own]).groups()  # type: ignore[union-attr]
-            if name == "managedFields" or (kind in ROOTS and name == "status"):  # only an answer holds them
+            if name == "managedFields" or (kind in ROOTS and name == "status"):  # only an answer has them
                 continue
             table[name] = MARKS[mark] + ("quantity" if name in QUANTITIES else SCALARS.get(inner, inner))
             if inner not in {*SCALARS, *found, *waiting}:
@@ -39,7 +39,7 @@ def fields() -> dict[str, dict[str, str]]:
 
 
 def text() -> str:
-    """Return the table with one line for each object: a change of the API is a change of that line."""
+    """Return the table with one line for each object, so that a change of the API changes one line."""
     rows = [f"  {json.dumps(kind)}: {json.dumps(table)}" for kind, table in fields().items()]
     source = json.dumps(f"kubernetes {version('kubernetes')}")
     return f'{{\n"source": {source},\n"fields": {{\n' + ",\n".join(rows) + "\n}\n}\n"

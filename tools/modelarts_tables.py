@@ -1,7 +1,7 @@
-"""``python tools/modelarts_tables.py SDK FOLDER``: what provider ``modelarts`` must know of a job without an SDK.
+"""``python tools/modelarts_tables.py SDK FOLDER``: the facts of a job that provider ``modelarts`` needs without an SDK.
 
-Every model that the body of a new training job can reach, with the type of each field, from huaweicloudsdkmodelarts in
-the folder SDK into FOLDER/fields.json. FOLDER is ``cloudtrain/providers/modelarts``.
+It writes every model that the body of a new training job can reach, with the type of each field, to FOLDER/fields.json.
+The source is huaweicloudsdkmodelarts in the folder SDK. FOLDER is ``cloudtrain/providers/modelarts``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def fields(models: Any, version: str) -> dict[str, Any]:
-    """The table: each model's fields by their names on the wire, with types as the SDK writes them."""
+    """Return the table: each model's fields by their names on the wire, with types as the SDK writes them."""
     found: dict[str, dict[str, str]] = {}
 
     def visit(name: str) -> None:
@@ -33,13 +33,13 @@ def fields(models: Any, version: str) -> dict[str, Any]:
 
 
 def text(table: dict[str, Any]) -> str:
-    """One line a model: a change of the API is a change of that line."""
+    """Return the table with one line for each model, so that a change of the API changes one line."""
     rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(kinds)}" for name, kinds in table["models"].items())
     return f'{{\n"source": {json.dumps(table["source"])},\n"models": {{\n{rows}\n}}\n}}\n'
 
 
 def installed(folder: str) -> tuple[Any, str]:
-    """The SDK's models and its version, from a folder of `pip install --target`."""
+    """Return the SDK's models and its version, from a folder of `pip install --target`."""
     sys.path.insert(0, folder)
     (info,) = Path(folder).glob("huaweicloudsdkmodelarts-*.dist-info")
     return importlib.import_module("huaweicloudsdkmodelarts.v1.model"), info.name.split("-")[1].removesuffix(".dist")

@@ -1,15 +1,15 @@
-"""``make mutants``: change provider files, the attempt policy and a node's decisions, and see whether a test notices.
+"""``make mutants``: change provider files, the attempt policy and a node's decisions, and check that a test fails.
 
     .venv-mutants/bin/python tools/mutants.py [--share 0.05] [--seed 0] [--only GLOB …] [--again] [--no-report]
 
-mutmut makes the mutants and runs, for each, the tests (``tests/providers``, ``tests/test_attempts.py``,
-``tests/runtime/test_decisions.py``) that reach its function and need no engine of containers and no emulator but ours
-(``[tool.mutmut]`` in pyproject.toml says which).
-``--share`` of each file's mutants are tried, drawn by ``--seed``; ``--again`` tries those that survived the run before.
-Exit code 0: every survivor is explained in ``tools/survivors.toml``; 1: some is not; 2: nothing was tried.
+mutmut makes the mutants. For each it runs the tests that reach its function, in ``tests/providers``,
+``tests/test_attempts.py`` and ``tests/runtime/test_decisions.py``. They need no container engine and only this
+project's own emulators (``[tool.mutmut]`` in pyproject.toml). ``--seed`` draws ``--share`` of each file's mutants;
+``--again`` tries the survivors of the last run. Exit code 0: every survivor is explained in ``tools/survivors.toml``.
+1: one is not. 2: no mutant was tried.
 
-What mutmut leaves alone: module and class level (the tables of native states, prices, regions), functions with a
-decorator other than classmethod and staticmethod (properties), annotations, and what runs in another process.
+mutmut leaves out module and class level (the tables of native states, prices, regions), functions with a decorator
+other than classmethod and staticmethod (properties), annotations, and code that runs in another process.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ except ModuleNotFoundError:
 ROOT = Path(__file__).resolve().parents[1]
 EXPLAINED = ROOT / "tools" / "survivors.toml"
 SHARE = 0.05
-"""Of about 8,000 mutants at 1 to 5 s each: what is done within half an hour on one busy core."""
+"""Share of about 8,000 mutants at 1 to 5 s each that takes half an hour on one busy core."""
 DONE, OPEN, NOTHING = 0, 1, 2
 KILLED = ("killed", "timeout", "segfault")
-"""A mutant that hangs or crashes is noticed, too."""
+"""A mutant that hangs or crashes counts as noticed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survivor:
-    """A change that no test noticed: ``lines`` are its ``-`` and ``+`` lines, stripped."""
+    """A change that made no test fail: ``lines`` are its ``-`` and ``+`` lines, stripped."""
 
     name: str
     file: str
@@ -58,8 +58,8 @@ class Survivor:
 
 
 @dataclass
-class Tried:
-    """What became of the mutants of one file."""
+class FileResult:
+    """Results for the mutants of one file."""
 
     mutants: int = 0
     ends: Counter[str] = field(default_factory=Counter)
@@ -73,7 +73,7 @@ class Tried:
 
 
 def generate() -> dict[str, list[str]]:
-    """Names of all mutants, by file; ``mutants/`` holds them all, and our tests beside them."""
+    """Make all mutants, next to the tests in ``mutants/``. Return their names by file."""
     from mutmut import __main__ as mutmut
     from mutmut.mutation.trampoline import set_mutant_under_test
 
@@ -87,7 +87,7 @@ def generate() -> dict[str, list[str]]:
 
 
 def results() -> dict[str, dict[str, int | None]]:
-    """The exit code of the tests for each mutant, by file; None: not tried."""
+    """Return the exit code of the tests for each mutant, by file; None if it was not tried."""
     found = {}
     for meta in sorted(Path("mutants").rglob("*.meta")):
         ends = json.loads(meta.read_text(encoding="utf-8"))["exit_code_by_key"]
@@ -97,7 +97,7 @@ def results() -> dict[str, dict[str, int | None]]:
 
 
 def sample(names: Mapping[str, Sequence[str]], share: float, seed: int) -> list[str]:
-    """``share`` of each file's, at least one; by ``seed`` and the file's name alone."""
+    """Draw ``share`` of each file's mutants, at least one, by ``seed`` and the file's name alone."""
     chosen: list[str] = []
     for file, all_of in names.items():
         count = math.ceil(share * len(all_of))
@@ -106,15 +106,15 @@ def sample(names: Mapping[str, Sequence[str]], share: float, seed: int) -> list[
 
 
 def lines_of(diff: str) -> tuple[str, ...]:
-    """What a unified diff takes away and puts there, without its indentation."""
+    """Return the removed and added lines of a unified diff, without indentation."""
     changed = [line for line in diff.splitlines() if re.match(r"[-+](?![-+]{2} )", line)]
     return tuple(f"{line[0]} {line[1:].strip()}" for line in changed)
 
 
 def explanations() -> dict[tuple[str, tuple[str, ...]], str]:
-    """What is to be said of a survivor, by function and change; of a function that no test reaches, without a change.
+    """Return the explanation of each survivor, by function and change. A function that no test reaches has no change.
 
-    It begins with its kind: equivalent, wording, elsewhere (tests that are not run here see it), or open.
+    It begins with its kind: equivalent, wording, elsewhere (a test outside this run notices it), or open.
     """
     table = tomllib.loads(EXPLAINED.read_text(encoding="utf-8"))
     found = {
@@ -127,7 +127,7 @@ def explanations() -> dict[tuple[str, tuple[str, ...]], str]:
 
 
 def survivors(tried: set[str]) -> Iterator[Survivor]:
-    """Those of ``tried`` that no test noticed, or that no test reaches."""
+    """Yield the mutants of ``tried`` that no test noticed, or that no test reaches."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
     from mutmut.stats import status_by_exit_code
     from mutmut.utils.format_utils import mangled_name_from_mutant_name
@@ -146,31 +146,36 @@ def survivors(tried: set[str]) -> Iterator[Survivor]:
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-def table(tried: set[str]) -> dict[str, Tried]:
-    """By file."""
+def table(tried: set[str]) -> dict[str, FileResult]:
+    """Return the results by file."""
     from mutmut.stats import status_by_exit_code
 
     rows = {}
     for file, ends in results().items():
         chosen = [status_by_exit_code[code] for name, code in ends.items() if name in tried]
-        rows[file] = Tried(mutants=len(ends), ends=Counter(chosen))
+        rows[file] = FileResult(mutants=len(ends), ends=Counter(chosen))
     return rows
 
 
 def spent(options: argparse.Namespace, seconds: float) -> str:
-    """How long it took, with earlier runs of the same sample: ``mutants/`` notes all since it was made."""
-    noted, sample = Path("mutants/runs.json"), [options.only, options.share, options.seed]
-    runs = json.loads(noted.read_text(encoding="utf-8")) if noted.exists() else []
+    """Return the time it took, including earlier runs of the same sample, which ``mutants/`` records."""
+    record, sample = Path("mutants/runs.json"), [options.only, options.share, options.seed]
+    runs = json.loads(record.read_text(encoding="utf-8")) if record.exists() else []
     runs += [[sample, seconds]] if seconds else []
-    noted.write_text(json.dumps(runs), encoding="utf-8")
+    record.write_text(json.dumps(runs), encoding="utf-8")
     took = [each for of, each in runs if of == sample]
     return f"{sum(took) / 60:.0f} min" + (f" in {len(took)} runs" if len(took) > 1 else "")
 
 
 def page(
-    options: argparse.Namespace, rows: Mapping[str, Tried], left: Sequence[Survivor], *, took: str, missed: int
+    options: argparse.Namespace,
+    rows: Mapping[str, FileResult],
+    remaining: Sequence[Survivor],
+    *,
+    took: str,
+    missed: int,
 ) -> str:
-    """The report as Markdown; ``missed`` of the sample were not tried."""
+    """Return the report as Markdown; ``missed`` mutants of the sample were not tried."""
     today = datetime.datetime.now(datetime.timezone.utc)
     total, tried, killed = (
         sum(row.mutants for row in rows.values()),
@@ -184,14 +189,14 @@ def page(
         "",
         "| | |",
         "| --- | --- |",
-        f"| result | {killed} of {tried} noticed ({killed / tried:.1%}), {len(left)} not; "
-        f"{sum(not item.why for item in left)} of them unexplained |",
+        f"| result | {killed} of {tried} noticed ({killed / tried:.1%}), {len(remaining)} not; "
+        f"{sum(not item.why for item in remaining)} of them unexplained |",
         f"| tool | mutmut {importlib.metadata.version('mutmut')}, Python {sys.version.split()[0]} |",
         f"| commit | {commit()} |",
         f"| extent | {share} |",
         f"| machine | {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; {took} |",
         "",
-        "`killed`: a test failed. `timeout`: the tests used 30 times the processor time that they need; seen, too.",
+        "`killed`: a test failed. `timeout`: the tests used 30 times the processor time that they need; noticed, too.",
         "`survived`: every test passed. `no tests`: none of the tests that were run reaches the function. Module level",
         "(tables) and decorated functions are not mutated; tests that need an engine of containers, or an emulator",
         "that is not ours, were not run.",
@@ -204,9 +209,9 @@ def page(
         others = row.ends.total() - row.killed - row.ends["no tests"]
         cells = (row.mutants, row.ends.total(), row.ends["killed"], late, others, row.ends["no tests"])
         text.append(f"| `{file}` | {' | '.join(map(str, cells))} |")
-    kinds = Counter(item.why.partition(":")[0] or "not explained" for item in left)
+    kinds = Counter(item.why.partition(":")[0] or "not explained" for item in remaining)
     text += ["", "## Survivors", "", ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) + ".", ""]
-    for item in left:
+    for item in remaining:
         change = "\n".join(item.lines)
         why = item.why or "**not explained**"
         text += [f"`{item.function}` ({item.status}): {why}", "", "```diff", change, "```", ""]
@@ -214,7 +219,7 @@ def page(
 
 
 def commit() -> str:
-    """What is checked out, and whether it was changed."""
+    """Return the commit, and if files have changed since."""
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     words = ["git", "status", "--porcelain", "--untracked-files=no"]
     changed = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
@@ -226,8 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=SHARE, help=f"of each file's mutants; {SHARE}, all: 1")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", default=[], metavar="GLOB", help="files, from the root on")
-    parser.add_argument("--again", action="store_true", help="try again those that have survived")
-    parser.add_argument("--page", action="store_true", help="try none, write the page of what was tried before")
+    parser.add_argument("--again", action="store_true", help="try the survivors again")
+    parser.add_argument("--page", action="store_true", help="try none, and write the page of earlier results")
     parser.add_argument("--no-report", dest="report", action="store_false", help="write no page to docs/proof")
     options = parser.parse_args(argv)
     os.chdir(ROOT)
@@ -248,15 +253,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     took = spent(options, time.monotonic() - began if run else 0.0)
     rows = {file: row for file, row in table({*tried}).items() if row.ends.total()}
     if not rows or any(row.ends["not checked"] for row in rows.values()):
-        sys.stderr.write("mutants: not all could be tried; mutants/run.log says why\n")
+        sys.stderr.write("mutants: not all could be tried; read mutants/run.log\n")
         return NOTHING
-    left = list(survivors({*tried}))
-    text = page(options, rows, left, took=took, missed=missed)
+    remaining = list(survivors({*tried}))
+    text = page(options, rows, remaining, took=took, missed=missed)
     sys.stdout.write(text)
     if options.report:
         path = ROOT / "docs" / "proof" / f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}-mutants.md"
         path.write_text(text, encoding="utf-8")
-    return OPEN if any(not item.why for item in left) else DONE
+    return OPEN if any(not item.why for item in remaining) else DONE
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""``make notebook``: examples/notebook.ipynb run in a real kernel of Jupyter's, and its outputs kept in it.
+"""``make notebook``: run examples/notebook.ipynb in a real Jupyter kernel, and keep its outputs in it.
 
     .venv-docs/bin/python tools/notebook.py .venv/bin/python
 
-The kernel is the Python that is named, where torch and cloudtrain are; Jupyter's packages, which are this
-interpreter's, come last on its path, so that nothing of it changes. A cell that raises ends it, and nothing is written.
+The kernel is the named Python, which has torch and cloudtrain. Jupyter's packages are this interpreter's: they come
+last on its path, so they replace nothing. A cell that raises ends the run, and nothing is written.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(python: str) -> None:
 
 
 def keep(notebook: Any) -> None:
-    """Join what a cell printed in pieces; drop what says nothing to a reader."""
+    """Join outputs that a cell printed in pieces, and drop those of no use to a reader."""
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     for cell in notebook.cells:
         if cell.cell_type == "code":

@@ -1,7 +1,7 @@
 """Print ``python tools/providers_page.py > docs/providers.md``: each provider's use of every field of a Job.
 
-The rows are those of the contract suite, planned here and now with each provider of the package. Nothing is written by
-hand, so the page cannot differ from the code.
+The rows are those of the contract suite, planned with each provider of the package. No cell is written by hand, so the
+page cannot differ from the code.
 """
 
 from __future__ import annotations

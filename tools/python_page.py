@@ -80,7 +80,7 @@ OWN = {
     "settings": 'settings of cloudtrain or of the provider: `{"region": "…"}`',
     "write": "called with the text of each log line; default: stdout",
 }
-"""The Estimator's keywords that are no fields of a Job."""
+"""The Estimator's keywords that are not fields of a Job."""
 
 
 def main() -> int:
@@ -120,7 +120,7 @@ def _object(
     """Yield the section of a class: its docstring, a table, its public methods."""
     yield f"## {title}"
     text = _markdown(inspect.getdoc(kind) or "")
-    yield text.split("\n\n")[0] if kind is Plan else text  # the rest is about how it is sent
+    yield text.split("\n\n")[0] if kind is Plan else text  # the rest describes how it is sent
     yield more
     yield "\n".join(table)
     for name, member in _methods(kind):
@@ -172,7 +172,7 @@ def _fields(kind: type) -> list[str]:
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         shown = "" if default is dataclasses.MISSING else f"`{default!r}`"
         rows.append(f"| `{field.name}` | {shown} | {field.metadata.get('help', '').replace('|', chr(92) + '|')} |")
-    if all(row.endswith("|  |") for row in rows[2:]):  # the docstring says it all
+    if all(row.endswith("|  |") for row in rows[2:]):  # the docstring has all of them
         rows = ["Fields: " + ", ".join(f"`{field.name}`" for field in dataclasses.fields(kind)) + "."]
     return rows
 
@@ -219,12 +219,12 @@ def _markdown(text: str) -> str:
                 block.append(lines[i][4:])
             out += ["```python", *"\n".join(block).strip("\n").split("\n"), "```", ""]
         elif re.fullmatch(r"`\w+`(, `\w+`)*", line) and inside:
-            said = []
+            words = []
             while i + 1 < len(lines) and lines[i + 1].startswith("    "):
                 i += 1
-                said.append(lines[i].strip())
+                words.append(lines[i].strip())
             out += [] if out and out[-1].startswith("- ") else [""]
-            out.append(f"- {line}: {' '.join(said)}")
+            out.append(f"- {line}: {' '.join(words)}")
         else:
             out.append(line)
         i += 1

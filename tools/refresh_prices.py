@@ -1,8 +1,8 @@
-"""``python tools/refresh_prices.py PROVIDER REGION``: brings the prices of the package up to date before a release.
+"""``python tools/refresh_prices.py PROVIDER REGION``: update the package's prices before a release.
 
-It reads the cloud's own price API with the account of this machine. What the list says of known machines replaces the
-rows of that provider and region in ``cloudtrain/data/prices.csv``, with today's date; other rows stay. ``--out FILE``
-writes elsewhere; ``--dry-run`` prints the table.
+It reads the cloud's own price API with the account of this machine. Prices of known machines replace the rows of that
+provider and region in ``cloudtrain/data/prices.csv``, with today's date; other rows stay. ``--out FILE`` writes
+elsewhere; ``--dry-run`` prints the table.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _REGION = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 @dataclass(frozen=True, kw_only=True)
 class PriceList:
-    """US dollars an hour by machine, as one API told them for ``region`` on the day ``date`` (ISO 8601).
+    """US dollars an hour by machine, as one API gave them for ``region`` on the day ``date`` (ISO 8601).
 
-    ``list`` is whose list it is, ``source`` which API; ``of_service``: it is what the very service asks for, not
-    another one with the same machines. ``unknown`` says, in a line each, what was left out since it was not certain.
+    ``list`` names the list, ``source`` the API. ``of_service`` is True if these are the service's own prices, instead
+    of another service's for the same machines. ``unknown`` has a line for each machine left out as uncertain.
     """
 
     provider: str
@@ -54,31 +54,30 @@ class PriceList:
 
 
 def certain(found: Mapping[str, set[float]]) -> dict[str, float]:
-    """The price of each machine that has exactly one, by name."""
+    """Return the price of each machine that has exactly one, by name."""
     return {name: next(iter(prices)) for name, prices in sorted(found.items()) if len(prices) == 1}
 
 
 # SageMaker's own prices of training, from AWS's Price List Query API (``pricing``, GetProducts).
-#
-# A product of training is told by its usage type, ``USE1-Train:ml.g5.2xlarge``: that form is seen in bills and
-# answers of the API; that nothing else of SageMaker's ends so is not verified against a whole list.
+# /| A usage type such as ``USE1-Train:ml.g5.2xlarge`` marks a product of training. Bills and answers of the API have
+# that form. That no other product of SageMaker ends so is not verified against a full list.
 AWS_REGION = "us-east-1"
-"""The API answers in a few regions alone, for the prices of all."""
+"""Region of the API, which answers in a few regions only, with the prices of all."""
 AWS_SERVICE = "AmazonSageMaker"
 _TRAINING = re.compile(r"(?:[A-Z0-9]+-)?Train:(ml\.[a-z0-9-]+\.[a-z0-9-]+)")
 PAGES = 1000
-"""More than any list has."""
+"""More pages than any list has."""
 
 
 def sagemaker_list(account: aws.Account, region: str) -> PriceList:
-    """US dollars an hour on demand of every instance type in ``region``. Raises our errors alone."""
+    """Return US dollars an hour on demand of every instance type in ``region``. Raises only cloudtrain's errors."""
     found: dict[str, set[float]] = {}
     for product in _aws_products(account, region):
         match = _TRAINING.fullmatch(str(product.get("product", {}).get("attributes", {}).get("usagetype", "")))
         if match:
             found.setdefault(match[1], set()).update(_aws_hourly(product))
     usd = certain(found)
-    left = sorted(name for name in found if name not in usd)
+    unknown = sorted(name for name in found if name not in usd)
     if not usd:
         raise SpecError(
             f"the price list of {AWS_SERVICE} has no training in {region}; is that a region's name?", field="region"
@@ -91,7 +90,7 @@ def sagemaker_list(account: aws.Account, region: str) -> PriceList:
         source="AWS Price List API, GetProducts",
         of_service=True,
         usd_per_hour=usd,
-        unknown=tuple(f"{name}: no price, or several" for name in left),
+        unknown=tuple(f"{name}: no price, or several" for name in unknown),
     )
 
 
@@ -119,7 +118,7 @@ def _aws_products(account: aws.Account, region: str) -> Iterator[Mapping[str, An
 
 
 def _aws_hourly(product: Mapping[str, Any]) -> Iterator[float]:
-    """US dollars of an hour on demand."""
+    """Yield US dollars of an hour on demand."""
     for term in (product.get("terms", {}).get("OnDemand") or {}).values():
         for dimension in (term.get("priceDimensions") or {}).values():
             usd = float(dimension.get("pricePerUnit", {}).get("USD") or 0)
@@ -127,19 +126,18 @@ def _aws_hourly(product: Mapping[str, Any]) -> Iterator[float]:
                 yield usd
 
 
-# Azure's prices of virtual machines, from the Retail Prices API, which asks for no credentials.
-#
-# Azure ML bills a job's machines as virtual machines, with no price of its own on top, by its page on prices; that is
-# not verified against a bill, and neither is it for serverless compute. Linux, pay as you go. Its spot tier is low
-# priority (how-to-manage-quotas), which has meters of its own: a spot machine's meter is another, cheaper offer.
+# Azure's prices of virtual machines, from the Retail Prices API, which needs no credentials.
+# /| Azure ML bills a job's machines as virtual machines without a surcharge, by its page on prices. That is not
+# verified against a bill, nor for serverless compute. Linux, pay as you go. Its spot tier is low priority
+# (how-to-manage-quotas), which has meters of its own: a spot machine's meter is another, cheaper offer.
 AZURE_URL = "https://prices.azure.com/api/retail/prices"
 AZURE_WHAT = "read the retail prices"
 _AZURE_OTHERS = ("windows", "cloud services", "cloudservices")
-"""In the name of a product: the same machine at another price."""
+"""Words in a product's name that mean another price for the same machine."""
 
 
 def azureml_list(account: azure.Account, region: str) -> PriceList:
-    """US dollars an hour of every size in ``region`` (``westeurope``). Raises our errors alone."""
+    """Return US dollars an hour of every size in ``region`` (``westeurope``). Raises only cloudtrain's errors."""
     found: dict[str, set[float]] = {}
     low: dict[str, set[float]] = {}
     for item in _azure_items(account, region):
@@ -149,7 +147,7 @@ def azureml_list(account: azure.Account, region: str) -> PriceList:
         table = low if "low priority" in words else found
         table.setdefault(str(item["armSkuName"]), set()).add(float(item["retailPrice"]))
     usd, cheap = certain(found), certain(low)
-    left = sorted(name for name in found if name not in usd)
+    unknown = sorted(name for name in found if name not in usd)
     if not usd:
         raise SpecError(
             f"the retail prices have no virtual machines in {region!r}; is that a region's name?", field="region"
@@ -163,12 +161,12 @@ def azureml_list(account: azure.Account, region: str) -> PriceList:
         of_service=True,
         usd_per_hour=usd,
         spot_usd_per_hour={name: price for name, price in cheap.items() if price <= usd.get(name, 0)},
-        unknown=tuple(f"{name}: several prices" for name in left),
+        unknown=tuple(f"{name}: several prices" for name in unknown),
     )
 
 
 def _is_azure_ours(item: Mapping[str, Any]) -> bool:
-    """A price for an hour of a Linux machine, of the kind that nobody has to commit to."""
+    """Return True for a price of an hour of a Linux machine without a commitment."""
     product = str(item.get("productName", "")).lower()
     return (
         item.get("type") == "Consumption"
@@ -182,7 +180,7 @@ def _is_azure_ours(item: Mapping[str, Any]) -> bool:
 
 
 def _azure_items(account: azure.Account, region: str) -> Iterator[Mapping[str, Any]]:
-    """Every price there is of ``region``, page by page; the address of the next one must be the same service's."""
+    """Yield every price of ``region``, page by page. The address of the next page must be the same service's."""
     wish = f"serviceName eq 'Virtual Machines' and armRegionName eq '{region}' and priceType eq 'Consumption'"
     url = f"{AZURE_URL}?currencyCode=USD&$filter={quote(wish)}"
     for _ in range(PAGES):
@@ -190,11 +188,11 @@ def _azure_items(account: azure.Account, region: str) -> Iterator[Mapping[str, A
         if answer.status_code >= 400:
             raise refusal(answer.status_code, "", "", what=AZURE_WHAT)
         try:
-            told = json.loads(answer.body())
-            yield from told["Items"]
+            page = json.loads(answer.body())
+            yield from page["Items"]
         except (ValueError, KeyError, TypeError):
-            raise PlatformError(f"{AZURE_WHAT}: the answer is not what it promises to be") from None
-        url = str(told.get("NextPageLink") or "")
+            raise PlatformError(f"{AZURE_WHAT}: the answer is not a page of prices") from None
+        url = str(page.get("NextPageLink") or "")
         if not url:
             return
         if urlsplit(url)[:2] != urlsplit(AZURE_URL)[:2]:
@@ -202,13 +200,11 @@ def _azure_items(account: azure.Account, region: str) -> Iterator[Mapping[str, A
     raise PlatformError(f"{AZURE_WHAT}: the list has more than {PAGES} pages")
 
 
-# Compute Engine's prices of the machines that Vertex AI has, from Google's Cloud Billing Catalog API.
-#
-# Google sells cores, memory and GPUs by the hour, each a SKU of its own; a machine here is their sum, and only where
-# each part is found exactly once. Vertex AI asks for more than Compute Engine. `FACTORS` has by how much where a
-# source says so; elsewhere that is left out, and in any case the list is not the service's own. The names of SKUs are
-# those that the catalogue had for years; a machine whose parts are called otherwise stays unknown. Machines with
-# local disks in their price (A2 Ultra, A3, A4) stay unknown, too.
+# Compute Engine's prices of Vertex AI's machines, from Google's Cloud Billing Catalog API.
+# /| Google sells cores, memory and GPUs by the hour, each as a SKU. A machine here is their sum, if each part is found
+# exactly once. Vertex AI charges more than Compute Engine: `FACTORS` has the factor where a source gives one. In any
+# case the list is not the service's own. The names of SKUs are those that the catalogue had for years. A machine with
+# other names stays unknown, and so does one with local disks in its price (A2 Ultra, A3, A4).
 GOOGLE_SERVICE = "services/6F81-5844-456A"
 """Compute Engine."""
 GOOGLE_WHAT = "read the billing catalogue"
@@ -217,7 +213,7 @@ FAMILIES: Mapping[str, str] = {
     **dict.fromkeys(("a2-highgpu", "a2-megagpu"), "A2"),
     "g2-standard": "G2",
 }
-"""Families whose price is that of cores, memory and GPUs alone, as their SKUs call them."""
+"""Families whose price is that of cores, memory and GPUs alone, by the names in their SKUs."""
 GPUS: Mapping[str, str] = {
     "NVIDIA_TESLA_T4": "Nvidia Tesla T4",
     "NVIDIA_TESLA_P4": "Nvidia Tesla P4",
@@ -227,27 +223,28 @@ GPUS: Mapping[str, str] = {
     "NVIDIA_L4": "Nvidia L4",
 }
 FACTORS: Mapping[str, tuple[float, float]] = {"N1 Predefined": (1.15, 1.0), "A2": (1.2, 1.2)}
-"""By how much a family costs more on Vertex AI than on Compute Engine, on demand: cores and memory, GPUs.
+"""Factors of a family's price on Vertex AI to that on Compute Engine, on demand: cores and memory, GPUs.
 
 N1: Google's pricing page has n1-standard-4 at $0.2185 an hour of training (read 2026-10-07), Compute Engine at $0.19;
-of its GPUs no source tells. A2: a2-highgpu-8g at $35.26, Compute Engine at $29.39. The others have no source.
+no source gives its GPUs. A2: a2-highgpu-8g at $35.26, Compute Engine at $29.39. The others have no source.
 """
 NANO = 1e-9
 
 Skus = Mapping[tuple[str, str], set[float]]
-"""US dollars by (kind of use, description without its place)."""
+"""US dollars by (kind of use, description without its region)."""
 
 
 def vertex_list(account: google.Account, region: str) -> PriceList:
-    """US dollars an hour of the machines in ``region`` whose every part has one price. Raises our errors alone."""
+    """Return US dollars an hour of the machines in ``region`` whose every part has one price. Raises only cloudtrain's
+    errors."""
     found = _google_skus(account, region)
     usd: dict[str, float] = {}
     spot: dict[str, float] = {}
-    left: set[str] = set()
+    unknown_families: set[str] = set()
     for machine in catalog.machines("vertex"):
         hourly = _google_sum(machine, found, spot=False)
         if hourly is None:
-            left.add(machine.instance_type.rpartition("-")[0])
+            unknown_families.add(machine.instance_type.rpartition("-")[0])
             continue
         usd[priced(machine)] = hourly
         cheap = _google_sum(machine, found, spot=True)
@@ -268,13 +265,13 @@ def vertex_list(account: google.Account, region: str) -> PriceList:
         spot_usd_per_hour=dict(sorted(spot.items())),
         unknown=(
             "what Vertex AI asks for beside Compute Engine, but for A2 and for cores and memory of N1",
-            *(f"{family}: its parts are not known for certain" for family in sorted(left)),
+            *(f"{family}: its parts are not known for certain" for family in sorted(unknown_families)),
         ),
     )
 
 
 def _google_sum(machine: Machine, found: Skus, *, spot: bool) -> float | None:
-    """The price of its parts; None where one has none, or several."""
+    """Return the sum of the parts' prices; None if one part has no price, or several."""
     family = FAMILIES.get(machine.instance_type.rpartition("-")[0])
     if family is None or machine.vcpus is None or machine.memory_gib is None:
         return None
@@ -300,8 +297,8 @@ def _google_sum(machine: Machine, found: Skus, *, spot: bool) -> float | None:
 def _google_skus(account: google.Account, region: str) -> Skus:
     found: dict[tuple[str, str], set[float]] = {}
     for sku in _google_pages(account):
-        told = str(sku.get("description", ""))
-        match = re.fullmatch(r"(.* running in) .+", told)
+        description = str(sku.get("description", ""))
+        match = re.fullmatch(r"(.* running in) .+", description)
         if match is None or region not in (sku.get("serviceRegions") or ()):
             continue
         key = (str((sku.get("category") or {}).get("usageType", "")), match[1])
@@ -310,7 +307,7 @@ def _google_skus(account: google.Account, region: str) -> Skus:
 
 
 def _google_hourly(sku: Mapping[str, Any]) -> Iterator[float]:
-    """US dollars of an hour of one core, GiB or GPU, by the newest of its prices."""
+    """Yield US dollars of an hour of one core, GiB or GPU, by the newest of its prices."""
     info = (sku.get("pricingInfo") or [{}])[-1].get("pricingExpression") or {}
     rates = info.get("tieredRates") or []
     if info.get("usageUnit") not in ("h", "GiBy.h") or len(rates) != 1:
@@ -339,10 +336,10 @@ READERS = {"sagemaker": sagemaker_list, "azureml": azureml_list, "vertex": verte
 
 def rows_of(made: PriceList) -> list[dict[str, str]]:
     """Return the table's rows of the machines that the package knows."""
-    told = {"provider": made.provider, "region": made.region, "list": made.list, "date": made.date}
+    common = {"provider": made.provider, "region": made.region, "list": made.list, "date": made.date}
     return [
         {
-            **told,
+            **common,
             "instance_type": name,
             "usd_per_hour": f"{usd:g}",
             "spot_usd_per_hour": f"{made.spot_usd_per_hour[name]:g}" if name in made.spot_usd_per_hour else "",
@@ -355,7 +352,7 @@ def rows_of(made: PriceList) -> list[dict[str, str]]:
 
 
 def refreshed(made: PriceList, table: str) -> str:
-    """Return the text of ``table`` with the prices of ``made`` in the place of older ones."""
+    """Return the text of ``table`` with the prices of ``made`` instead of older ones."""
     reader = csv.DictReader(io.StringIO(table))
     new = rows_of(made)
     key = ("provider", "instance_type", "region")

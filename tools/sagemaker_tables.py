@@ -1,8 +1,11 @@
-"""``python tools/sagemaker_tables.py limits|images FOLDER``: what the SageMaker provider must know without an SDK.
+"""``python tools/sagemaker_tables.py limits|images FOLDER``: the facts that the SageMaker provider needs without an
+SDK.
 
-``limits``: what botocore's model says of CreateTrainingJob, into FOLDER/limits.json (from the installed botocore).
-``images``: AWS's PyTorch images by version and region, and the GPUs that each serves, into FOLDER/images.json (from
-sagemaker-core's tables, wherever it is unpacked: PYTHONPATH finds it). FOLDER is ``cloudtrain/providers/sagemaker``.
+- ``limits``: botocore's model of CreateTrainingJob, into FOLDER/limits.json (from the installed botocore);
+- ``images``: AWS's PyTorch images by version and region, and the GPUs that each serves, into FOLDER/images.json (from
+  sagemaker-core's tables, which must be on PYTHONPATH).
+
+FOLDER is ``cloudtrain/providers/sagemaker``.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ import botocore.session
 OPERATION = "CreateTrainingJob"
 KEPT = ("min", "max", "pattern")
 NO_REQUEST = frozenset({"ServerlessJobConfig", "SelectedInstanceType", "SelectedInstanceCount"})
-"""Another kind of job, and what only an answer holds."""
+"""Members of another kind of job, and members that only an answer has."""
 OLDEST = (2, 0)
-"""The first version whose images have the Python that a node needs."""
+"""First version whose images have the Python that a node needs."""
 CUDA = {
     "2.0.0": "11.8",
     "2.0.1": "11.8",
@@ -38,7 +41,7 @@ CUDA = {
     "2.9.0": "13.0",
     "2.10.0": "13.0",
 }
-"""CUDA of the images whose tag does not name it: the folders ``pytorch/training/docker/VERSION/py3/cuNNN`` of
+"""CUDA of images whose tag does not name it: folders ``pytorch/training/docker/VERSION/py3/cuNNN`` of
 aws/deep-learning-containers."""
 
 CAPABILITIES = {
@@ -67,7 +70,8 @@ but Kepler's last driver (470) is older than the drivers of SageMaker's machines
 
 
 def limits() -> dict[str, Any]:
-    """Every shape that a request can reach: type, members, what is required, least, most, pattern, choices."""
+    """Return every shape that a request can reach: type, members, required members, minimum, maximum, pattern,
+    values."""
     model = botocore.session.get_session().get_service_model("sagemaker")
     shapes: dict[str, Any] = {}
     root = model.operation_model(OPERATION).input_shape
@@ -101,7 +105,7 @@ def _shape(shape: Any, shapes: dict[str, Any]) -> None:
 
 
 def images() -> dict[str, Any]:
-    """By version: the images for CPU and GPU, and the regions that have them; and each region's registry."""
+    """Return the images for CPU and GPU with their regions, by version; and each region's registry."""
     spec = importlib.util.find_spec("sagemaker.core")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("sagemaker-core is not on PYTHONPATH")
@@ -166,7 +170,7 @@ def _suffix(region: str) -> str:
 
 
 def write(path: Path, table: Mapping[str, Any]) -> None:
-    """JSON with one entry of a large table a line, for readable differences."""
+    """Write JSON with one entry of a large table a line, for readable diffs."""
     lines = []
     for key, value in table.items():
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """The pictures in docs/watching.md: ``python tools/screenshots.py``. Needs chromium, and a minute.
 
-The runs are those of that page: its script, which is killed once and goes on, and the one that fails. What `report`
-writes of them is opened in a browser, so a picture cannot show what the code does not.
+The runs are those of that page: its script, which is killed once and resumes, and the one that fails. A browser opens
+the pages that `report` writes, so a picture cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from test_docs import blocks  # noqa: E402  what a page tells to run is read in one place
 
 PAGE = "docs/watching.md"
-#: By run: the picture, and the pixels of the page that it shows.
+#: Picture of each run, and its width and height in pixels.
 SHOTS = {"seen-1": ("report-resumed.png", 1060, 855), "seen-2": ("report-failed.png", 900, 790)}
 LARGEST = 100 * 1024
 
@@ -27,7 +27,7 @@ LARGEST = 100 * 1024
 def main() -> int:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
-        sys.stderr.write("screenshots: no chromium is here\n")
+        sys.stderr.write("screenshots: chromium is not installed\n")
         return 2
     with tempfile.TemporaryDirectory(prefix="screenshots-") as name:
         folder = Path(name)
@@ -38,7 +38,7 @@ def main() -> int:
                 (folder / file).write_text(block.text, encoding="utf-8")
             elif block.run:
                 done = subprocess.run(["sh", "-e"], cwd=folder, env=environ, input=block.text, text=True, check=False)
-                if done.returncode != int(block.value("exit") or 0):  # then a picture would show what the page denies
+                if done.returncode != int(block.value("exit") or 0):  # a picture would then differ from the page
                     sys.stderr.write(f"screenshots: {block.where} ended with {done.returncode}; no picture is made\n")
                     return 1
         for run, (picture, width, height) in SHOTS.items():

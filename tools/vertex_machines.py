@@ -1,8 +1,8 @@
 """``python tools/vertex_machines.py cloudtrain/data/instances.csv``: write the N1 machines of Vertex AI into the table.
 
-A GPU is attached to an N1 machine in so many combinations that they are made from Google's own rule, not gathered. The
-rule is that of the page "Configure compute resources for serverless training" (copy of 2026), section GPUs: a number of
-GPUs provides so many cores and so much memory, and a machine may not be larger. It is stricter than Compute Engine's.
+A GPU goes with an N1 machine in so many combinations that Google's own rule makes them. It is on the page "Configure
+compute resources for serverless training" (copy of 2026), section GPUs. A number of GPUs provides so many cores and so
+much memory, and a machine may not be larger. It is stricter than Compute Engine's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GPUS: dict[str, tuple[str, int, dict[int, tuple[int, int]]]] = {
     "NVIDIA_TESLA_P100": ("P100", 16, {1: (16, 104), 2: (32, 208), 4: (64, 208)}),
     "NVIDIA_TESLA_V100": ("V100-16GB", 16, {1: (12, 78), 2: (24, 156), 4: (48, 312), 8: (96, 624)}),
 }
-"""By Vertex AI's name: ours, GiB, and the most cores and GiB that a machine with so many of them may have."""
+"""By Vertex AI's name: the catalogue's name, GiB, and the most cores and GiB of a machine by its number of GPUs."""
 PAGE = "Google's page configure-compute of serverless training (copy of 2026)"
 
 
@@ -66,7 +66,7 @@ def _row(name: str, cores: int, memory: float, network: str) -> dict[str, Any]:
 
 
 def main(path: Path) -> None:
-    """Replace the N1 rows of the table where they stand."""
+    """Replace the N1 rows in the table."""
     with path.open(newline="", encoding="utf-8") as stream:
         reader = csv.DictReader(stream)
         known, columns = list(reader), list(reader.fieldnames or ())

@@ -1,7 +1,7 @@
-"""``python tools/vertex_tables.py FOLDER``: what provider ``vertex`` must know of a CustomJob without an SDK.
+"""``python tools/vertex_tables.py FOLDER``: the facts of a CustomJob that provider ``vertex`` needs without an SDK.
 
-Every message that a request can reach, with the type of each field, and the choices of every enumeration, from the
-installed google-cloud-aiplatform into FOLDER/fields.json. FOLDER is ``cloudtrain/providers/vertex``.
+It writes every message that a request can reach, with the type of each field, and the values of every enum, to
+FOLDER/fields.json. The source is the installed google-cloud-aiplatform. FOLDER is ``cloudtrain/providers/vertex``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from google.cloud.aiplatform_v1.types import CustomJob
 ANSWERED = frozenset(
     {"name", "state", "createTime", "startTime", "endTime", "updateTime", "error", "webAccessUris", "satisfiesPzs"}
 ) | {"satisfiesPzi"}  # fmt: skip
-"""What of a CustomJob only an answer holds."""
+"""Members of a CustomJob that only an answer has."""
 SCALARS = {3: "int64", 5: "int32", 8: "bool", 9: "string"}
 
 
 def fields() -> dict[str, Any]:
-    """The table: ``messages`` maps each to its fields' types (``[]``: a list of it), ``enums`` to their choices."""
+    """Return the table: ``messages`` maps each to its fields' types (``[]``: a list), ``enums`` to their values."""
     messages: dict[str, dict[str, str]] = {}
     enums: dict[str, list[str]] = {}
     root = CustomJob.pb(CustomJob()).DESCRIPTOR
@@ -58,7 +58,7 @@ def _name(descriptor: Any) -> str:
 
 
 def _text(table: dict[str, Any]) -> str:
-    """One line a message: a change of the API is a change of that line."""
+    """Return the table with one line for each message, so that a change of the API changes one line."""
     rows = []
     for key, value in table.items():
         if isinstance(value, dict):

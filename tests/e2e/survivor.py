@@ -1,12 +1,14 @@
-"""The training of the trials: small, deterministic, DistributedDataParallel, and strict about what it resumes from.
+"""The training script of the survival trials: small, deterministic, DistributedDataParallel, and strict on resume.
 
-Steps wait rather than compute. Every rank prints, to the last bit, each step's loss and a sum of its whole state, and
-when it has saved what. It refuses to resume from a checkpoint that is not whole: a line that begins with REFUSED, and
-exit code 86.
+Steps wait rather than compute. Every rank prints each step's loss and a sum of its whole state, to the last bit, and
+each save. It refuses an incomplete checkpoint: a line that begins with REFUSED, and exit code 86.
 
-Kinds of checkpoint: ``folder`` (``step-N/``, written in place: a shard of every rank, and what all have in common by
-rank 0), ``dcp`` (the same by torch.distributed.checkpoint), ``again`` (as ``folder``, always in ``latest/``), ``file``
-(``last.pt``, written again and again by rank 0).
+Kinds of checkpoint:
+
+- ``folder``: ``step-N/``, written in place: a shard of every rank, and the common part by rank 0;
+- ``dcp``: the same by torch.distributed.checkpoint;
+- ``again``: like ``folder``, always in ``latest/``;
+- ``file``: ``last.pt``, rewritten by rank 0.
 """
 
 import argparse
@@ -34,12 +36,10 @@ FLAGS.add_argument("--steps", type=int, default=150)
 FLAGS.add_argument("--interval", type=int, default=30, help="steps between checkpoints")
 FLAGS.add_argument("--pause", type=float, default=0.1, help="seconds that a step waits")
 FLAGS.add_argument("--kind", choices=["folder", "dcp", "again", "file"], default="folder")
-FLAGS.add_argument("--save-seconds", type=float, default=0.4, help="how long each file takes to be written")
-FLAGS.add_argument("--pad", type=int, default=1 << 18, help="bytes that each shard holds beside the state")
+FLAGS.add_argument("--save-seconds", type=float, default=0.4, help="seconds that each file takes to write")
+FLAGS.add_argument("--pad", type=int, default=1 << 18, help="bytes in each shard in addition to the state")
 FLAGS.add_argument("--deaf", action="store_true", help="look for no notice")
-FLAGS.add_argument(
-    "--handler", action="store_true", help="take the notice from a handler of SIGTERM, not from the file"
-)
+FLAGS.add_argument("--handler", action="store_true", help="learn of a stop from a SIGTERM handler instead of the file")
 FLAGS.add_argument("--workers", type=int, default=0, help="processes of the DataLoader")
 
 
@@ -49,7 +49,7 @@ def refuse(why: str) -> NoReturn:
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
-    """This rank's part of the batch of each step: a function of the step alone."""
+    """This rank's part of each step's batch, which depends on the step alone."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
@@ -65,7 +65,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Checkpoints:
-    """Of one kind, for tensors that are changed in place."""
+    """Checkpoints of one kind, for tensors that change in place."""
 
     def __init__(self, folder: Path, flags: argparse.Namespace, tensors: dict[str, Tensor]) -> None:
         self.folder, self.kind, self.tensors = folder, flags.kind, tensors
@@ -95,7 +95,7 @@ class Checkpoints:
         print(f"saved {step} {time.time():.3f}", flush=True)
 
     def load(self, path: Path) -> int:
-        """The step that ``path`` was saved at."""
+        """Load ``path``, and return its step."""
         self.newest = self.load_dcp(path) if self.kind == "dcp" else self.load_own(path)
         return self.newest
 
@@ -114,7 +114,7 @@ class Checkpoints:
         state = {**self.tensors, "step": torch.tensor(0)}
         try:
             dcp.load(state, checkpoint_id=path)
-        except Exception as error:  # noqa: BLE001  whatever it is, it is no checkpoint
+        except Exception as error:  # noqa: BLE001  any error means that this is not a checkpoint
             refuse(f"{path.name} cannot be loaded: {error!r}")
         return self.named(path, int(state["step"]))
 
@@ -127,7 +127,7 @@ class Checkpoints:
         return torch.cat([tensor.detach().flatten() for tensor in self.tensors.values()])
 
     def sum(self) -> int:
-        """Of every bit of the state: a loss of single precision hides a difference for many steps."""
+        """Return a sum over every bit of the state: a single-precision loss hides a difference for many steps."""
         words = self.flat().view(torch.int32).long()
         return int((words * torch.arange(1, len(words) + 1)).sum()) & (1 << 64) - 1
 
@@ -138,7 +138,7 @@ class Checkpoints:
                 tensor.copy_(part.view_as(tensor))
 
     def write(self, path: Path, state: dict[str, Any]) -> None:
-        """In place and slowly, its own digest first."""
+        """Write in place and slowly, the file's own digest first."""
         buffer, pad = io.BytesIO(), torch.zeros(self.pad, dtype=torch.uint8)
         torch.save({**state, "attempt": os.environ["CLOUDTRAIN_ATTEMPT"], "pad": pad}, buffer)
         data = hashlib.sha256(buffer.getvalue()).hexdigest().encode() + buffer.getvalue()
@@ -161,12 +161,12 @@ class Checkpoints:
 
 def main() -> None:
     flags, env = FLAGS.parse_args(), os.environ
-    told: list[int] = []
+    notices: list[int] = []
     if flags.handler:
-        signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+        signal.signal(signal.SIGTERM, lambda number, _: notices.append(number))
 
     def stopping() -> bool:
-        return bool(told) if flags.handler else not flags.deaf and os.path.exists(env["CLOUDTRAIN_PREEMPT_FILE"])
+        return bool(notices) if flags.handler else not flags.deaf and os.path.exists(env["CLOUDTRAIN_PREEMPT_FILE"])
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -175,7 +175,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, CLASSES))
     ddp = nn.parallel.DistributedDataParallel(model)
     batches = Batches(rank, world)
-    for _ in range(2):  # DDP orders its buckets anew after the first: a resumed step has to sum as any other does
+    for _ in range(2):  # DDP orders its buckets again after the first pass: a resumed step must sum like any other
         images, labels = batches[0]
         nn.functional.cross_entropy(ddp(images), labels).backward()
         model.zero_grad()
@@ -196,7 +196,7 @@ def main() -> None:
                 parameter.sub_(momentum[name], alpha=0.05)
         model.zero_grad()
         step += 1
-        # One sum carries the loss of the whole batch and whether any rank was told: all stop at the same step.
+        # One sum carries the loss of the whole batch and any rank's stop notice: all ranks stop at the same step.
         total = torch.stack([loss.detach(), torch.tensor(float(stopping()))])
         dist.all_reduce(total)
         mean, stop = total[0].item() / world, total[1].item() > 0
@@ -216,7 +216,7 @@ def main() -> None:
 
 
 def loader(batches: Batches, steps: range, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of ``steps``."""
+    """Return the batches of ``steps``."""
     if not workers:
         return map(batches.__getitem__, steps)
     return iter(DataLoader(batches, batch_size=None, sampler=steps, num_workers=workers))

@@ -1,4 +1,4 @@
-"""Scripts and signals that a run must end well under: each case left a process, a folder or a client behind."""
+"""Scripts and signals that a run must survive: each case once left a process, a folder or a client behind."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("seconds", [0, 600])
-def test_what_a_script_detaches_ends_with_the_run(jobs: Jobs, seconds: int) -> None:
+def test_detached_processes_end_with_the_run(jobs: Jobs, seconds: int) -> None:
     jobs.write("train.py", DETACHES)
-    jobs.shorten(stop_grace=6)  # the script does not listen
+    jobs.shorten(stop_grace=6)  # the script ignores the stop
     run = jobs.detach("train.py", "--launcher", "python", "--", str(seconds))
     jobs.printed(run, "up")
     if seconds:
@@ -86,7 +86,7 @@ def test_a_run_that_a_script_submits_outlives_the_script(jobs: Jobs) -> None:
     assert "inner ended" in jobs.cli("logs", "inner", "--store", str(jobs.store)).out
 
 
-def test_what_a_script_detaches_ends_where_the_temporary_folder_is_a_link(jobs: Jobs, tmp_path: Path) -> None:
+def test_detached_processes_end_where_the_temporary_folder_is_a_link(jobs: Jobs, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     jobs.write("train.py", DETACHES)
@@ -95,7 +95,7 @@ def test_what_a_script_detaches_ends_where_the_temporary_folder_is_a_link(jobs: 
     jobs.gone(3)
 
 
-def test_what_a_script_detaches_ends_after_its_supervisor_was_killed_and_no_folder_stays(jobs: Jobs) -> None:
+def test_detached_processes_end_after_a_killed_supervisor_and_no_folder_stays(jobs: Jobs) -> None:
     jobs.environ["TMPDIR"] = str(jobs.code.parent / "tmp")
     Path(jobs.environ["TMPDIR"]).mkdir()
     jobs.write("train.py", DETACHES)
@@ -113,7 +113,7 @@ def test_a_script_that_removes_its_own_folders_ends(jobs: Jobs) -> None:
     jobs.gone(3)
 
 
-def test_a_client_whose_clock_steps_back_sees_the_end(jobs: Jobs) -> None:
+def test_a_client_whose_clock_steps_back_notices_the_end(jobs: Jobs) -> None:
     jobs.write("train.py", "import time\ntime.sleep(8)\n")
     python = [sys.executable, "-c", STEPS_BACK]
     words = ("submit", "train.py", "--store", str(jobs.store), "--launcher", "python", "--json")
@@ -122,7 +122,7 @@ def test_a_client_whose_clock_steps_back_sees_the_end(jobs: Jobs) -> None:
     assert process.returncode == 0, err
 
 
-def test_a_node_that_stands_still_is_lost_and_another_attempt_begins(jobs: Jobs) -> None:
+def test_a_frozen_node_is_lost_and_another_attempt_begins(jobs: Jobs) -> None:
     jobs.write(
         "train.py",
         "import os, time\nprint('up', flush=True)\ntime.sleep(600 * (os.environ['CLOUDTRAIN_ATTEMPT'] == '0.0'))\n",
@@ -164,7 +164,7 @@ def test_a_run_whose_store_is_full_can_be_cancelled(jobs: Jobs, tmp_path: Path) 
         assert run.status().state == "cancelled"
 
 
-def test_no_client_waits_beyond_max_runtime_for_a_store_that_takes_nothing(jobs: Jobs) -> None:
+def test_no_client_waits_beyond_max_runtime_for_a_read_only_store(jobs: Jobs) -> None:
     jobs.write("train.py", STANDS)
     jobs.shorten(stop_grace=6)
     run = jobs.detach("train.py", "--launcher", "python", "--max-runtime", "8s")
@@ -185,7 +185,7 @@ def test_no_client_waits_beyond_max_runtime_for_a_store_that_takes_nothing(jobs:
         subprocess.run(["chattr", "-i", *folders], check=False, capture_output=True)
 
 
-def test_a_run_whose_store_stays_full_ends_as_that(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_run_whose_store_stays_full_is_a_storage_failure(jobs: Jobs, tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", "8m") as disk:
         jobs.store = disk / "store"
         jobs.write("train.py", LARGE)

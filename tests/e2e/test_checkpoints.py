@@ -1,4 +1,4 @@
-"""What becomes of checkpoints over attempts: history, retention, pointers, and those a script writes to the store."""
+"""Checkpoints over several attempts: history, retention, pointers, and those that a script writes to the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 ALONE = ("--launcher", "python")
 BOTH = ("--nodes", "2", "--launcher", "python")
 
-#: Ten steps a second; a checkpoint of every rank each SAVE steps; rank 1 dies after step DIE of the first attempt.
+#: Ten steps a second; every rank saves each SAVE steps; rank 1 dies after step DIE of the first attempt.
 STEPS = """
 import json, os, pathlib, signal, time
 env = os.environ
@@ -28,14 +28,14 @@ for step in range(first, last + 1):
     if rank == "0":
         with open(env["CLOUDTRAIN_METRICS_FILE"], "a") as metrics:
             metrics.write(json.dumps({"step": step, "epoch": 0, "time": time.time(), "loss": 1 / step}) + "\\n")
-    told = os.path.exists(env["CLOUDTRAIN_PREEMPT_FILE"])
-    if step % save == 0 or told:
+    notice = os.path.exists(env["CLOUDTRAIN_PREEMPT_FILE"])
+    if step % save == 0 or notice:
         target = folder / f"step-{step}"
         target.mkdir(exist_ok=True)
         (target / f"rank-{rank}").write_text(str(step))
         if rank == "0":
             (target / "step").write_text(str(step))
-    if told:
+    if notice:
         raise SystemExit
     if env["CLOUDTRAIN_ATTEMPT"] == "0.0" and rank == "1" and step == die:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -47,18 +47,18 @@ def words(save: int, die: int, last: int) -> list[str]:
     return [word for pair in (f"SAVE={save}", f"DIE={die}", f"LAST={last}") for word in ("--env", pair)]
 
 
-def test_a_killed_rank_is_in_the_history_with_what_it_cost(jobs: Jobs) -> None:
+def test_the_history_has_a_killed_rank_with_its_cost(jobs: Jobs) -> None:
     jobs.write("train.py", STEPS)
     done = jobs.submit("train.py", *BOTH, *words(20, 65, 75), "--retries", "1", "--run-id", "killed")
     assert done.code == 0, done.err
     first, second = done.json["attempts"]
     assert (first["number"], first["category"], first["node"], first["rank"]) == ("0.0", "user_error", 1, 1)
     assert "rank 1 on node 1 was killed by SIGKILL" in first["reason"]
-    # The checkpoint of step 20 was quiet for two seconds long before the kill; that of step 40 may have been.
+    # The checkpoint of step 20 was quiet for two seconds long before the kill; that of step 40 perhaps.
     assert second["resumed_step"] in (20, 40)
     assert second["resumed_from"] == f"step-{second['resumed_step']}"
     steps = first["lost"]["steps"]
-    # Rank 0, whose steps count, may be some apart, and goes on for half a second before it is told to stop.
+    # Rank 0, whose steps count, may be some steps apart, and continues for half a second until its own stop.
     assert -3 <= steps - (65 - second["resumed_step"]) <= 12
     assert steps / 10 * 0.8 <= first["lost"]["seconds"] <= steps / 10 + 5
     assert second["lost"] is None
@@ -69,20 +69,20 @@ def test_a_killed_rank_is_in_the_history_with_what_it_cost(jobs: Jobs) -> None:
 
 def test_a_notice_costs_nothing(jobs: Jobs) -> None:
     jobs.write("train.py", STEPS)
-    jobs.detach("train.py", *BOTH, *words(1000, 0, 40), "--run-id", "told")
-    jobs.wait_for(lambda: list(jobs.store.glob("runs/told/live/attempts/0.0.json")))
+    jobs.detach("train.py", *BOTH, *words(1000, 0, 40), "--run-id", "noticed")
+    jobs.wait_for(lambda: list(jobs.store.glob("runs/noticed/live/attempts/0.0.json")))
     os.kill(jobs.node(1), signal.SIGTERM)
-    done = jobs.cli("wait", "told", "--store", str(jobs.store), "--json")
+    done = jobs.cli("wait", "noticed", "--store", str(jobs.store), "--json")
     assert done.code == 0, done.err
     first, second = done.json["attempts"]
     assert (first["category"], first["node"], first["rank"]) == ("preempted", 1, None)
-    # The nodes are told at the same moment, and this script does not agree on a step: rank 1 may be one behind.
+    # The nodes get the notice at the same moment, and this script agrees on no step: rank 1 may be one behind.
     assert first["lost"]["steps"] <= 1
     assert second["resumed_step"] is not None
 
 
 @pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.proof), 143])
-def test_what_a_handler_saves_before_it_exits_counts_whatever_its_code(jobs: Jobs, code: int) -> None:
+def test_a_checkpoint_by_a_handler_counts_whatever_its_exit_code(jobs: Jobs, code: int) -> None:
     jobs.write(
         "train.py",
         """
@@ -101,16 +101,16 @@ def test_what_a_handler_saves_before_it_exits_counts_whatever_its_code(jobs: Job
             time.sleep(0.1)
         """,
     )
-    jobs.detach("train.py", *ALONE, "--run-id", "told", "--", str(code))
-    jobs.wait_for(lambda: "from 0" in jobs.cli("logs", "told", "--store", str(jobs.store)).out)
+    jobs.detach("train.py", *ALONE, "--run-id", "noticed", "--", str(code))
+    jobs.wait_for(lambda: "from 0" in jobs.cli("logs", "noticed", "--store", str(jobs.store)).out)
     os.kill(jobs.node(0), signal.SIGTERM)
-    done = jobs.cli("wait", "told", "--store", str(jobs.store), "--json")
+    done = jobs.cli("wait", "noticed", "--store", str(jobs.store), "--json")
     first, second = done.json["attempts"]
     assert (done.code, first["category"], second["reason"]) == (0, "preempted", "succeeded"), done.err
     assert second["resumed_from"].startswith("step-")
 
 
-def test_only_so_many_are_kept_and_the_best_comes_back(jobs: Jobs) -> None:
+def test_keep_checkpoints_and_the_best_pointer(jobs: Jobs) -> None:
     jobs.shorten(quiet=0.5, scan=0.1)
     jobs.write(
         "train.py",
@@ -144,7 +144,7 @@ def test_only_so_many_are_kept_and_the_best_comes_back(jobs: Jobs) -> None:
     assert (pulled / "best").read_text() == "step-1\n"
 
 
-# ----------------------------------------------------------------------------- what a script writes to the store itself
+# ------------------------------------------------------------------------------ checkpoints that a script writes itself
 
 DIRECT = """
 import os, sys, time
@@ -186,7 +186,7 @@ def test_the_same_on_an_object_store(jobs: Jobs, request: pytest.FixtureRequest,
         of_script = ["--env", f"PYTHONPATH={request.getfixturevalue('s3fs')}"]
     else:
         jobs.environ |= {"STORAGE_EMULATOR_HOST": os.environ["STORAGE_EMULATOR_HOST"]}
-        jobs.environ |= {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}  # else it asks the emulator by gRPC
+        jobs.environ |= {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}  # otherwise gcsfs calls the emulator by gRPC
     jobs.write("train.py", DIRECT.replace(", auto_mkdir=True", ""))
     done = jobs.cli(
         "submit", "train.py", *ALONE, "--store", url, "--set", f"state_dir={jobs.tmp / 'state'}", "--retries", "1",
@@ -243,7 +243,7 @@ def test_the_newer_of_both_kinds_wins(jobs: Jobs) -> None:
 # --------------------------------------------------------------------------------------------------------------- damage
 
 
-def test_what_is_damaged_everywhere_is_a_fresh_start_that_says_so(jobs: Jobs) -> None:
+def test_checkpoints_damaged_everywhere_are_a_fresh_start_with_a_warning(jobs: Jobs) -> None:
     jobs.write(
         "train.py",
         """
@@ -271,7 +271,7 @@ def test_what_is_damaged_everywhere_is_a_fresh_start_that_says_so(jobs: Jobs) ->
 
 @pytest.mark.proof
 def test_a_rank_killed_while_it_saves_leaves_no_checkpoint(jobs: Jobs) -> None:
-    """The other rank holds out until it is killed, 3 s later: time enough for half a file to lie still."""
+    """Check with another rank that waits until its kill, 3 s later: half a file is then unchanged for long enough."""
     jobs.write(
         "train.py",
         """

@@ -1,7 +1,7 @@
-"""The client dies at every step between staging and submitting: never two runs, never one that nobody can find.
+"""The client dies at every step between staging and submitting. There are never two runs, and every run can be found.
 
-A wrapper around the console script ends the process, without unwinding, right before or right after one call. About
-1 minute on 2 cores.
+A wrapper of the console script ends the process, without unwinding, right before or after one call. About 1 minute on 2
+cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cloudtrain.runs.run import Run
 
 pytestmark = pytest.mark.slow
 
-#: The calls of a submit, in order; each is a method of the object that makes it.
+#: Calls of a submit, in order; each is a method of the object that makes it.
 STEPS = {
     "stage": "cloudtrain.store.store:Store.stage",
     "create_run": "cloudtrain.store.store:Store.create_run",
@@ -32,7 +32,7 @@ STEPS = {
     "supervise": "cloudtrain.providers.local:Provider._supervise",
     "write_submitted": "cloudtrain.store.store:Store.write_submitted",
 }
-#: What exists when the process has died before that call: before the run's record there is no run.
+#: Calls after which a run exists: before its record there is none.
 RECORDED = list(STEPS)[2:]
 
 
@@ -54,7 +54,7 @@ def submit(jobs: Jobs, *flags: str) -> list[str]:
 
 
 FEW = [("submit", "after")]
-"""Deaths in the suite, where `test_schedules` has thousands of orders of them; all of them are proof."""
+"""Deaths in the suite, where `test_schedules` has thousands of orders; the proof has all deaths."""
 
 
 @pytest.mark.parametrize(
@@ -65,19 +65,19 @@ FEW = [("submit", "after")]
         for moment in ("before", "after")
     ],
 )
-def test_a_client_that_dies_leaves_nothing_or_a_run_that_goes_on(jobs: Jobs, step: str, moment: str) -> None:
+def test_a_client_that_dies_leaves_nothing_or_a_run_that_continues(jobs: Jobs, step: str, moment: str) -> None:
     wrapper = dying(STEPS[step], moment)
     first = jobs.start(*submit(jobs, "--detach"), python=wrapper)
     first.communicate(timeout=60)
-    assert first.returncode == 99, "the wrapped call was never made"
+    assert first.returncode == 99, "the client did not reach the wrapped call"
     recorded = step in RECORDED or (step, moment) == ("create_run", "after")
     assert jobs.runs() in ([], ["the-one"])
     if recorded:
         run = jobs.run("the-one")
-        state = run.status().state  # attach finds it, and can say how it stands
+        state = run.status().state  # attach finds the run, and can report its state
         assert state in ("pending", "running", "succeeded")
         if (step in ("submit", "supervise") and moment == "after") or step == "write_submitted":
-            assert run.wait(timeout=60)["state"] == "succeeded"  # it was submitted: it needs no client any more
+            assert run.wait(timeout=60)["state"] == "succeeded"  # submitted, so it needs no client any more
     else:
         with pytest.raises(NotFoundError):
             jobs.run("the-one")
@@ -86,7 +86,7 @@ def test_a_client_that_dies_leaves_nothing_or_a_run_that_goes_on(jobs: Jobs, ste
     assert (again.json["state"], again.json["run_id"]) == ("succeeded", "the-one")
     assert [a["number"] for a in again.json["attempts"]] == ["0.0"]
     assert jobs.runs() == ["the-one"]
-    third = jobs.cli(*submit(jobs))  # and once more, after the end
+    third = jobs.cli(*submit(jobs))  # again, after the end
     assert third.json["state"] == "succeeded"
     assert starts(jobs) == 1
     jobs.gone(3)
@@ -103,7 +103,7 @@ def test_a_client_that_dies_leaves_no_second_run_in_containers(
     words = [*submit(jobs), "--provider", "docker", "--image", images("py313"), "--launcher", "python"]
     first = jobs.start(*words, "--detach", python=dying(STEPS[step].replace("local", "docker"), moment))
     first.communicate(timeout=60)
-    assert first.returncode == 99, "the wrapped call was never made"
+    assert first.returncode == 99, "the client did not reach the wrapped call"
     for _ in range(2):
         again = jobs.cli(*words)
         assert (again.code, [a["number"] for a in again.json["attempts"]]) == (0, ["0.0"]), again.err
@@ -120,7 +120,7 @@ def test_the_id_of_a_crashed_submit_is_not_given_to_another_job(jobs: Jobs, step
     wrapper = dying(STEPS[step], "after")
     jobs.start(*submit(jobs, "--detach"), python=wrapper).communicate(timeout=60)
     other = jobs.cli(*submit(jobs, "--env", "OTHER=1"))
-    if step == "stage":  # nothing was recorded: the id is free
+    if step == "stage":  # without a record the id is free
         assert other.code == 0
         return
     assert other.code == 2
@@ -130,8 +130,8 @@ def test_the_id_of_a_crashed_submit_is_not_given_to_another_job(jobs: Jobs, step
     assert "other code" not in "".join(p.read_text() for p in (jobs.store / "runs").rglob("*.log"))
 
 
-def test_a_refused_job_leaves_the_other_ones_context_alone(jobs: Jobs) -> None:
-    """Two different jobs race for one id; the loser comes after the check and before the record."""
+def test_a_refused_job_does_not_change_the_other_job_s_context(jobs: Jobs) -> None:
+    """Let two jobs race for one id: the loser comes after the check and before the record."""
     wrapper = [sys.executable, "-c", RACES, str(jobs.code / "go")]
     slow = jobs.start(*submit(jobs, "--env", "WHO=slow", "--detach"), python=wrapper)
     jobs.wait_for((jobs.code / "go.waiting").exists)
@@ -164,7 +164,7 @@ sys.exit(main())
 
 @pytest.mark.parametrize("clients", [2, pytest.param(5, marks=pytest.mark.proof)])
 def test_equal_submits_at_once_are_one_run(jobs: Jobs, clients: int) -> None:
-    """Held back until all have staged, then let go together."""
+    """Hold all clients back until they have staged, then let them continue together."""
     jobs.write(".cloudtrainignore", "go*\n")
     wrapper = [sys.executable, "-c", RACES.replace('go + ".waiting"', 'go + f".{os.getpid()}"'), str(jobs.code / "go")]
     started = [jobs.start(*submit(jobs), python=wrapper) for _ in range(clients)]
@@ -179,8 +179,8 @@ def test_equal_submits_at_once_are_one_run(jobs: Jobs, clients: int) -> None:
     jobs.gone(3)
 
 
-def test_somebody_who_only_looks_does_not_keep_the_supervisor_from_starting(jobs: Jobs) -> None:
-    """`status` tries the lock for a moment; held here for a second, as several that look in turn would."""
+def test_status_calls_do_not_keep_the_supervisor_from_starting(jobs: Jobs) -> None:
+    """Hold the lock for a second: `status` tries it for a moment, and several such calls may come in turn."""
     folder = jobs.store / "runs/the-one/supervisor"
     folder.mkdir(parents=True)
     with open(folder / "lock", "ab") as lock:
@@ -204,12 +204,12 @@ sys.exit({code})
 
 
 @pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.proof), 5])
-def test_a_run_outlives_its_client_and_another_shell_sees_every_line_once(jobs: Jobs, code: int) -> None:
+def test_a_run_outlives_its_client_and_another_shell_gets_every_line_once(jobs: Jobs, code: int) -> None:
     jobs.write("train.py", COUNTS.format(code=code))
     client = jobs.start(*submit(jobs, "--nodes", "2", "--launcher", "python"))
     run: Run = jobs.wait_for(lambda: jobs.run("the-one") if jobs.runs() else None)
     jobs.printed(run, "line 10")
-    os.killpg(client.pid, signal.SIGKILL)  # the terminal and all that runs in it
+    os.killpg(client.pid, signal.SIGKILL)  # the terminal and all its processes
     client.communicate()
     follower = jobs.cli("logs", "-f", run.url)
     for rank in ("0", "1"):
@@ -218,7 +218,7 @@ def test_a_run_outlives_its_client_and_another_shell_sees_every_line_once(jobs: 
             for text in follower.out.splitlines()
             if "line" in text and f"r{rank}" in text.split("line")[0]
         ]
-        if not lines:  # a follower may name ranks in its own way
+        if not lines:  # a follower may name ranks differently
             lines = sorted({t.split()[-1] for t in follower.out.splitlines() if "line" in t}, key=int)
         assert lines == [str(i) for i in range(60)]
     assert sum("line" in text for text in follower.out.splitlines() if "cloudtrain: " not in text) == 120

@@ -1,4 +1,4 @@
-"""Whole runs in containers: what is lost, killed, cut off or full on the way, and that nothing is left behind."""
+"""Whole runs in containers with kills, cuts and full disks, and checks that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ HOLD = """
         sys.exit(0)
     while not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
         time.sleep(0.05)
-    print("told", flush=True)
+    print("sigterm", flush=True)
 """
-"""Its first attempt ends when it is told to, any other at once."""
+"""Script whose first attempt ends on a stop signal, and any other at once."""
 
 
 class Containers:
@@ -48,7 +48,7 @@ class Containers:
         words = ["submit", script, "--store", str(self.jobs.store), "--json", *self.flags(run_id, *flags)]
         return self.jobs.start(*words, **environ)
 
-    def ended(self, process: subprocess.Popen[str], timeout: float = 90) -> Done:
+    def await_end(self, process: subprocess.Popen[str], timeout: float = 90) -> Done:
         out, err = process.communicate(timeout=timeout)
         return Done(process.returncode, out, err)
 
@@ -64,24 +64,24 @@ class Containers:
         return str(found["Id"])
 
     def _label(self, run_id: str) -> str:
-        """Of this run alone: tests of other workers use the same engine."""
+        """Return the label of this run alone: tests of other workers use the same engine."""
         return f"cloudtrain.run={(self.jobs.store / 'runs' / run_id).as_uri()}"
 
-    def printed(self, run_id: str, text: str, *, nodes: int = 1, attempt: str = "0.0", seconds: float = 60) -> None:
+    def await_text(self, run_id: str, text: str, *, nodes: int = 1, attempt: str = "0.0", seconds: float = 60) -> None:
         """Wait until every node has printed ``text``."""
         out = self.jobs.store / "runs" / run_id / "supervisor" / "out" / attempt
 
-        def said(node: int) -> bool:
+        def has_printed(node: int) -> bool:
             with suppress(OSError):
                 return text in (out / f"node-{node}.log").read_text(errors="replace")
             return False
 
-        self.jobs.wait_for(lambda: all(said(node) for node in range(nodes)), seconds)
+        self.jobs.wait_for(lambda: all(has_printed(node) for node in range(nodes)), seconds)
 
 
 @pytest.fixture
 def small(jobs: Jobs, engine: Any, images: Callable[[str], str]) -> Containers:
-    """On an image without torch, which starts in no time."""
+    """Give runs on an image without torch, which starts fast."""
     return Containers(jobs, engine, images("py313"))
 
 
@@ -99,7 +99,7 @@ BOTH = (*PYTHON, "--nodes", "2")
 
 @pytest.mark.proof
 def test_the_same_losses_as_in_processes(torch: Containers, whole: dict[int, float], tmp_path: Path) -> None:
-    """Bit for bit: the same job, the same data, 2 nodes of 2 ranks."""
+    """Check bit for bit, with the same job and data on 2 nodes of 2 ranks."""
     flags = torch.flags("digits", *SHAPE, *TRAIN, "--store", str(torch.jobs.store), "--pull", str(tmp_path / "out"))
     done = torch.jobs.cli("submit", DDP, *flags, "--json", timeout=PATIENCE)
     assert done.code == 0, done.err
@@ -148,7 +148,7 @@ VARIANTS = {
 
 
 WITHOUT_TORCH = ("only-python", "user-without-passwd", "python-3.13-no-torch", "read-only-root", "tiny-shm")
-"""Variants whose ranks need not train together, as torch takes seconds to start; in the proof they do, too."""
+"""Variants whose ranks need not train together, as torch takes seconds to start. The proof trains with all."""
 IN_SUITE = ("user-without-passwd",)
 
 
@@ -169,7 +169,7 @@ IN_SUITE = ("user-without-passwd",)
 def test_a_node_on_any_image(
     jobs: Jobs, engine: Any, images: Callable[[str], str], variant: str, gloo: bool, tmp_path: Path
 ) -> None:
-    """Ranks, input, artifacts, metrics, a checkpoint, a notice to one node, and the resume from it."""
+    """Check ranks, input, artifacts, metrics, a checkpoint, a notice to one node, and the resume from it."""
     tag, flags = VARIANTS[variant]
     flags = flags if gloo else (*flags, *PYTHON)
     runs = Containers(jobs, engine, images(tag))
@@ -179,9 +179,9 @@ def test_a_node_on_any_image(
     pulled = tmp_path / "pulled"
     given = ("--nodes", "2", "--input", f"data={tmp_path / 'data.txt'}", "--pull", str(pulled))
     process = runs.start("train.py", "any", *given, *flags, *words)
-    runs.printed("any", "up", nodes=2)
+    runs.await_text("any", "up", nodes=2)
     engine.kill(runs.id("any", 1), "SIGTERM")
-    done = runs.ended(process)
+    done = runs.await_end(process)
     assert done.code == 0, done.err
     assert [a["number"] for a in done.json["attempts"]] == ["0.0", "0.1"]
     assert done.json["attempts"][0]["reason"] == "node 1 got a stop signal"
@@ -202,7 +202,7 @@ def test_a_node_on_any_image(
         ("none", "is not here and cannot be pulled"),
     ],
 )
-def test_an_image_that_cannot_do_is_one_line_and_exit_2(
+def test_an_unfit_image_is_one_line_and_exit_2(
     jobs: Jobs, engine: Any, images: Callable[[str], str], tag: str, words: str
 ) -> None:
     image = "127.0.0.1:9/team/none:1" if tag == "none" else images(tag)
@@ -233,8 +233,8 @@ def test_an_image_is_pulled_with_the_logins_that_docker_has(
     assert ("cannot be pulled" in reason) != logged_in
 
 
-def test_a_store_elsewhere(small: Containers, s3_url: str, tmp_path: Path) -> None:
-    """The supervisor brings code and inputs, and takes what the nodes leave."""
+def test_a_remote_store(small: Containers, s3_url: str, tmp_path: Path) -> None:
+    """Check that the supervisor copies code and inputs, and the nodes' results."""
     (tmp_path / "data.txt").write_text("some data")
     small.jobs.environ |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     small.jobs.write(
@@ -258,7 +258,7 @@ def test_a_store_elsewhere(small: Containers, s3_url: str, tmp_path: Path) -> No
 
 @pytest.mark.proof
 def test_a_checkpoint_that_a_script_writes_to_the_store_itself(small: Containers) -> None:
-    """A store on this machine is a mount of the container, and its URL there a path of the container."""
+    """Check with a local store, which is a mount of the container. Its URL there is a path of the container."""
     small.jobs.write(
         "train.py",
         """
@@ -278,24 +278,24 @@ def test_a_checkpoint_that_a_script_writes_to_the_store_itself(small: Containers
     assert (small.jobs.store / "runs/direct/checkpoints/step-1/.metadata").exists()
 
 
-def test_an_image_without_torch_says_so(small: Containers) -> None:
+def test_an_image_without_torch_is_named(small: Containers) -> None:
     small.jobs.write("train.py", "")
     done = small.submit("train.py", "no-torch", "--nodes", "2")
     assert (done.code, done.json["category"]) == (2, "image")
     assert "has no torch" in done.json["reason"]
 
 
-# -------------------------------------------------------------------------------- what happens to nodes
+# --------------------------------------------------------------------------------------------- lost nodes and processes
 
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.proof)])
 def test_a_killed_node_is_named_and_its_peers_stop(small: Containers, number: int) -> None:
     small.jobs.write("train.py", HOLD)
     process = small.start("train.py", "killed", *BOTH)
-    small.printed("killed", "up", nodes=2)
+    small.await_text("killed", "up", nodes=2)
     small.engine.kill(small.id("killed", number), "SIGKILL")
     began = time.monotonic()
-    done = small.ended(process)
+    done = small.await_end(process)
     assert time.monotonic() - began < 10
     assert (done.code, done.json["category"]) == (EXIT_CODES["infra"], "infra")
     assert done.json["reason"].startswith(f"node {number} was killed by signal 9")
@@ -305,9 +305,9 @@ def test_a_killed_node_is_named_and_its_peers_stop(small: Containers, number: in
 def test_a_removed_node_is_named(small: Containers) -> None:
     small.jobs.write("train.py", HOLD)
     process = small.start("train.py", "removed", *BOTH)
-    small.printed("removed", "up", nodes=2)
+    small.await_text("removed", "up", nodes=2)
     small.engine.remove_container(small.id("removed", 1), force=True)
-    done = small.ended(process)
+    done = small.await_end(process)
     assert (done.code, done.json["category"]) == (EXIT_CODES["infra"], "infra")
     assert done.json["reason"].startswith(("node 1: cloudtrain-removed-", "node 1 was killed by signal 9"))
 
@@ -316,7 +316,7 @@ def test_a_removed_node_is_named(small: Containers) -> None:
 def test_a_killed_client_leaves_a_run_that_ends_well(small: Containers) -> None:
     small.jobs.write("train.py", "import time\nfor i in range(60): print('line', i, flush=True); time.sleep(0.05)\n")
     process = small.start("train.py", "client", *BOTH)
-    small.printed("client", "line 3", nodes=2)
+    small.await_text("client", "line 3", nodes=2)
     os.killpg(process.pid, signal.SIGKILL)
     done = small.jobs.cli("wait", "client", "--store", str(small.jobs.store), "--json")
     assert (done.code, done.json["state"]) == (0, "succeeded")
@@ -324,12 +324,12 @@ def test_a_killed_client_leaves_a_run_that_ends_well(small: Containers) -> None:
     assert lines == [f"line {i}" for i in range(60)]
 
 
-def test_a_killed_supervisor_takes_its_containers_along(small: Containers) -> None:
+def test_a_killed_supervisor_leaves_no_containers(small: Containers) -> None:
     small.jobs.write("train.py", HOLD)
     process = small.start("train.py", "abandoned", *BOTH)
-    small.printed("abandoned", "up", nodes=2)
+    small.await_text("abandoned", "up", nodes=2)
     os.kill(small.jobs.supervisor(), signal.SIGKILL)
-    done = small.ended(process)
+    done = small.await_end(process)
     assert (done.code, done.json["reason"]) == (EXIT_CODES["infra"], "the run's supervisor was killed")
     volumes = left(small.engine, Path("/no/folder"))
     small.jobs.wait_for(lambda: left(small.engine, small.jobs.tmp) == volumes, 15)
@@ -337,13 +337,13 @@ def test_a_killed_supervisor_takes_its_containers_along(small: Containers) -> No
 
 
 @pytest.mark.proof
-def test_with_retries_the_client_goes_on_after_a_killed_supervisor(small: Containers) -> None:
-    """The killed supervisor's guard, which removes its containers, lets those of the next attempt be."""
+def test_with_retries_the_client_continues_after_a_killed_supervisor(small: Containers) -> None:
+    """Check that the killed supervisor's guard, which removes its containers, keeps those of the next attempt."""
     small.jobs.write("train.py", HOLD)
     process = small.start("train.py", "gone-on", *BOTH, "--retries", "1")
-    small.printed("gone-on", "up", nodes=2)
+    small.await_text("gone-on", "up", nodes=2)
     os.kill(small.jobs.supervisor(), signal.SIGKILL)
-    done = small.ended(process)
+    done = small.await_end(process)
     assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
     assert [row["number"] for row in done.json["attempts"]] == ["0.0", "1.0"]
     assert "starting attempt 1" in done.err
@@ -351,24 +351,24 @@ def test_with_retries_the_client_goes_on_after_a_killed_supervisor(small: Contai
 
 
 @pytest.mark.proof
-def test_a_killed_supervisor_and_guard_are_cleared_up_after_by_a_look(small: Containers) -> None:
+def test_status_removes_the_containers_of_a_killed_supervisor_and_guard(small: Containers) -> None:
     small.jobs.write("train.py", HOLD)
     process = small.start("train.py", "abandoned", *BOTH)
-    small.printed("abandoned", "up", nodes=2)
+    small.await_text("abandoned", "up", nodes=2)
     guard = small.jobs.wait_for(lambda: small.jobs.pid_of(r"import guard; guard\("))
     for pid in (guard, small.jobs.supervisor()):
         os.kill(pid, signal.SIGKILL)
-    assert small.ended(process).code == EXIT_CODES["infra"]
+    assert small.await_end(process).code == EXIT_CODES["infra"]
 
 
 @pytest.mark.proof
 def test_a_killed_guard_changes_nothing(small: Containers) -> None:
     small.jobs.write("train.py", HOLD)
     process = small.start("train.py", "guarded", *BOTH)
-    small.printed("guarded", "up", nodes=2)
+    small.await_text("guarded", "up", nodes=2)
     os.kill(small.jobs.wait_for(lambda: small.jobs.pid_of(r"import guard; guard\(")), signal.SIGKILL)
     small.engine.kill(small.id("guarded", 0), "SIGTERM")
-    done = small.ended(process)
+    done = small.await_end(process)
     assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
 
 
@@ -382,14 +382,14 @@ def test_a_node_killed_before_its_peers_have_met_it_ends_the_run(small: Containe
 
     small.engine.kill(small.jobs.wait_for(started)[0], "SIGKILL")
     began = time.monotonic()
-    done = small.ended(process)
+    done = small.await_end(process)
     assert time.monotonic() - began < 10
     assert (done.code, done.json["category"]) == (EXIT_CODES["infra"], "infra")
     assert done.json["reason"].startswith("node 1 was killed by signal 9")
 
 
 def test_a_cancel_at_once_is_not_lost(small: Containers) -> None:
-    """Before there is a handler for it, or a container."""
+    """Cancel before the run has a signal handler or a container."""
     small.jobs.write("train.py", HOLD)
     done = small.submit("train.py", "soon", "--detach", *BOTH)
     assert done.code == 0, done.err
@@ -412,7 +412,7 @@ def test_a_cancel_ends_a_pull_that_stalls(jobs: Jobs, engine: Any, images: Calla
     assert json.loads(out)["category"] == "cancelled"
 
 
-def test_more_cores_than_there_are_is_capacity(small: Containers) -> None:
+def test_more_cores_than_this_machine_has_is_capacity(small: Containers) -> None:
     small.jobs.write("train.py", "")
     done = small.submit("train.py", "cores", *PYTHON, "--cpus", "4096", "--retries", "1")
     assert (done.code, done.json["category"]) == (EXIT_CODES["capacity"], "capacity")
@@ -420,19 +420,19 @@ def test_more_cores_than_there_are_is_capacity(small: Containers) -> None:
 
 
 @pytest.mark.proof
-def test_cancel_tells_the_script_and_leaves_nothing(small: Containers) -> None:
+def test_cancel_stops_the_script_and_leaves_nothing(small: Containers) -> None:
     small.jobs.write("train.py", HOLD)
     process = small.start("train.py", "cancelled", *BOTH)
-    small.printed("cancelled", "up", nodes=2)
+    small.await_text("cancelled", "up", nodes=2)
     assert small.jobs.cli("cancel", "cancelled", "--store", str(small.jobs.store)).code == 0
-    done = small.ended(process)
+    done = small.await_end(process)
     assert (done.code, done.json["category"]) == (EXIT_CODES["cancelled"], "cancelled")
-    assert "told" in done.err
+    assert "sigterm" in done.err
 
 
 @pytest.mark.proof
-def test_a_handler_has_the_whole_grace(torch: Containers) -> None:
-    """SIGTERM to one container: the handlers of all ranks run at once, for most of the 30 s, under torchrun."""
+def test_a_handler_has_the_full_grace(torch: Containers) -> None:
+    """Check SIGTERM to one container: the handlers of all ranks run at once, for most of the 30 s, under torchrun."""
     torch.jobs.write(
         "train.py",
         """
@@ -452,15 +452,15 @@ def test_a_handler_has_the_whole_grace(torch: Containers) -> None:
         """,
     )
     process = torch.start("train.py", "handler", "--nodes", "2", "--nproc-per-node", "2")
-    torch.printed("handler", "up", nodes=2)
+    torch.await_text("handler", "up", nodes=2)
     torch.jobs.wait_for(lambda: torch.jobs.run("handler") and sum(
         line.text == "up" for line in torch.jobs.run("handler").logs()
     ) == 4)  # fmt: skip
     torch.engine.kill(torch.id("handler", 1), "SIGTERM")
     began = time.monotonic()
-    torch.printed("handler", "handler", nodes=2)
+    torch.await_text("handler", "handler", nodes=2)
     assert time.monotonic() - began < 3
-    done = torch.ended(process)
+    done = torch.await_end(process)
     assert done.code == 0, done.err
     assert done.err.count("saved after 28 s") == 4
     assert [a["number"] for a in done.json["attempts"]] == ["0.0", "0.1"]
@@ -491,7 +491,7 @@ def test_the_full_disk_of_one_container_is_named(small: Containers) -> None:
 
 
 @pytest.mark.proof
-def test_a_network_cut_for_20_s_is_outlived_and_told(torch: Containers) -> None:
+def test_a_run_survives_a_network_cut_of_20_s_and_reports_it(torch: Containers) -> None:
     torch.jobs.write(
         "train.py",
         """
@@ -507,12 +507,12 @@ def test_a_network_cut_for_20_s_is_outlived_and_told(torch: Containers) -> None:
         """,
     )
     process = torch.start("train.py", "cut", "--nodes", "2")
-    torch.printed("cut", "step 3", nodes=2)
+    torch.await_text("cut", "step 3", nodes=2)
     node, network = torch.id("cut", 1), torch.network("cut")
     torch.engine.disconnect_container_from_network(node, network)
     time.sleep(20)
     torch.engine.connect_container_to_network(node, network, aliases=["node-1"])
-    done = torch.ended(process)
+    done = torch.await_end(process)
     assert done.code == 0, done.err
     assert "step 39" in done.err
 
@@ -521,9 +521,9 @@ def test_a_network_cut_for_20_s_is_outlived_and_told(torch: Containers) -> None:
 def test_a_network_cut_for_good_ends_the_run(small: Containers) -> None:
     small.jobs.write("train.py", HOLD)
     process = small.start("train.py", "cut-off", *BOTH)
-    small.printed("cut-off", "up", nodes=2)
+    small.await_text("cut-off", "up", nodes=2)
     small.engine.disconnect_container_from_network(small.id("cut-off", 1), small.network("cut-off"))
-    done = small.ended(process, timeout=150)
+    done = small.await_end(process, timeout=150)
     assert (done.code, done.json["category"]) == (EXIT_CODES["infra"], "infra")
     assert done.json["reason"] == "node 1 was lost: it was not heard of for 90 s"
 
@@ -535,13 +535,13 @@ def test_a_memory_limit_is_an_oom(small: Containers) -> None:
 
 
 def read(path: Path) -> bytes:
-    """A file's bytes; none of one that has gone."""
+    """Return a file's bytes, or none if it has gone."""
     with suppress(OSError):
         return path.read_bytes()
     return b""
 
 
-def test_limits_user_labels_and_mounts_arrive_and_secrets_stay_out(small: Containers, tmp_path: Path) -> None:
+def test_containers_have_limits_user_labels_and_mounts_and_hide_secrets(small: Containers, tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "file").write_text("more")
     small.jobs.write("train.py", "import os; print(os.environ['TOKEN'][::-1], open('/more/file').read())\n" + "\n".join(
@@ -552,10 +552,10 @@ def test_limits_user_labels_and_mounts_arrive_and_secrets_stay_out(small: Contai
         "train.py", "limits", *PYTHON, "--cpus", "1", "--memory-gb", "1", "--shm-gb", "2", "--tag", "team=vision",
         "--option", binds, "--set", "user=4242:4343", "--secret", "TOKEN=env:OF_TEST", OF_TEST="terces-rep",
     )  # fmt: skip
-    small.printed("limits", "up")
-    seen = small.engine.inspect_container(small.id("limits", 0))
+    small.await_text("limits", "up")
+    container = small.engine.inspect_container(small.id("limits", 0))
     run = small.jobs.store / "runs" / "limits"
-    kept = Path(small.engine.info()["DockerRootDir"], "containers", seen["Id"])
+    kept = Path(small.engine.info()["DockerRootDir"], "containers", container["Id"])
     assert os.geteuid() != 0 or (kept / "config.v2.json").exists()
     on_disk = [
         path for folder in (run, kept) for path in folder.rglob("*")
@@ -563,11 +563,11 @@ def test_limits_user_labels_and_mounts_arrive_and_secrets_stay_out(small: Contai
     ]  # fmt: skip
     in_argv = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"terces-rep" in read(path)]
     assert small.jobs.cli("cancel", "limits", "--store", str(small.jobs.store)).code == 0
-    done = small.ended(process)
+    done = small.await_end(process)
     assert "per-secret more" in done.err
     assert (on_disk, in_argv) == ([], [])
-    assert "terces-rep" not in json.dumps(seen)
-    host, config = seen["HostConfig"], seen["Config"]
+    assert "terces-rep" not in json.dumps(container)
+    host, config = container["HostConfig"], container["Config"]
     limits = (host["NanoCpus"], host["Memory"], host["MemorySwap"], host["ShmSize"])
     assert limits == (10**9, 1 << 30, 1 << 30, 2 << 30)
     assert (config["User"], config["Hostname"], config["Labels"]["team"]) == ("4242:4343", "node-0", "vision")
@@ -578,21 +578,24 @@ def test_limits_user_labels_and_mounts_arrive_and_secrets_stay_out(small: Contai
 
 @pytest.mark.proof
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
-def test_an_engine_that_is_restarted_is_waited_for(
+def test_an_engine_that_is_restarted_is_awaited(
     jobs: Jobs, daemon: Daemon, images: Callable[[str], str], how: str
 ) -> None:
-    """It shows its containers to stop, at its own end or its new beginning: a notice, and the run continues."""
+    """Check this because it stops its containers at its own end or its next start: a notice, and the run continues."""
     runs = Containers(jobs, daemon.api(), images("py313"))
     jobs.write("train.py", HOLD)
     process = runs.start("train.py", "restarted", *BOTH, DOCKER_HOST=daemon.host)
-    runs.printed("restarted", "up", nodes=2)
+    runs.await_text("restarted", "up", nodes=2)
     daemon.stop(getattr(signal, how))
     time.sleep(3)
     daemon.start()
-    done = runs.ended(process)
+    done = runs.await_end(process)
     assert done.code == 0, done.err
     attempts = done.json["attempts"]
     assert [a["number"] for a in attempts] == ["0.0", "0.1"]
     assert "got a stop signal" in attempts[0]["reason"]
-    left = daemon.api().containers(all=True), [n for n in daemon.api().networks() if n["Name"].startswith("cloudtrain")]
-    assert left == ([], [])
+    remains = (
+        daemon.api().containers(all=True),
+        [n for n in daemon.api().networks() if n["Name"].startswith("cloudtrain")],
+    )
+    assert remains == ([], [])

@@ -1,4 +1,4 @@
-"""Runs whose end is decided elsewhere than in the script: a cancel in the store, silence, nothing to start from."""
+"""Runs whose end is decided outside the script: a cancel in the store, silence, nothing to resume from."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_silence_after_node_0_has_ended_is_a_stall(jobs: Jobs) -> None:
     assert (code, result["category"]) == (1, "stalled")
 
 
-def test_a_run_with_nothing_complete_is_no_place_to_resume_from(jobs: Jobs) -> None:
+def test_a_run_without_a_complete_checkpoint_cannot_be_resumed(jobs: Jobs) -> None:
     (jobs.code / "train.py").write_text("print('up')\n")
     assert cloudtrain(jobs, "submit", "train.py", "--run-id", "first")[0] == 0
     (jobs.code / "st/runs/first/live/checkpoints/step-1/0.0-1/node-0").mkdir(parents=True)
@@ -45,7 +45,7 @@ def test_a_run_with_nothing_complete_is_no_place_to_resume_from(jobs: Jobs) -> N
     assert not (jobs.code / "st/runs/second").exists()
 
 
-def test_artifacts_of_an_earlier_start_are_there_again(jobs: Jobs) -> None:
+def test_artifacts_of_an_earlier_start_are_restored(jobs: Jobs) -> None:
     (jobs.code / "train.py").write_text(
         "import os\nfolder = os.environ['CLOUDTRAIN_ARTIFACT_DIR']\n"
         "open(folder + '/history.csv', 'a').write(os.environ['CLOUDTRAIN_ATTEMPT'] + '\\n')\n"

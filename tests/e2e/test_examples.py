@@ -1,6 +1,6 @@
-"""Every example, by the commands of its section in docs/examples.md, and what that section says is to be seen.
+"""Every example, by the commands of its section in docs/examples.md, with checks of the results named there.
 
-They train in the proof alone: whole, which CI runs too, or killed.
+Only the proof trains with them: complete, which CI runs too, or with a killed rank.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 BIN = Path(sys.executable).parent
 COMMANDS = {name: block.text for block in blocks("docs/examples.md") if (name := block.value("example"))}
-#: No example of training: it makes what one trains on.
+#: Tools rather than training examples: they make data.
 TOOLS = {"make_cifar10"}
 DIGITS = "examples/data/digits.csv.gz"
 KILLED = pytest.mark.parametrize("killed", [pytest.param(False, id="whole"), pytest.param(True, id="killed")])
-"""Whether a rank is killed on the way: then all is imported twice, which is most of what an example costs here."""
+"""True if a rank is killed. Its restart imports everything again, which is most of an example's cost here."""
 ENVIRON = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
 def jobs(tmp_path: Path) -> Iterator[Jobs]:
-    """A folder that has the examples as a checkout has, and the store where the commands put their runs."""
+    """Give a folder with the examples as in a checkout, and the store of the commands' runs."""
     made = Jobs(tmp_path)
     shutil.copytree(EXAMPLES, made.code / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     made.store = made.code / ".cloudtrain"
@@ -50,20 +50,20 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
 
 
 class Example:
-    """The commands of a section, under way."""
+    """The running commands of a section."""
 
     def __init__(self, jobs: Jobs, name: str) -> None:
         self.jobs, self.name, self.before = jobs, name, jobs.runs()
         self.process = jobs.start("-ec", COMMANDS[name], python=["sh"], **ENVIRON)
 
     def finish(self) -> str:
-        """All that the last run's ranks printed, a line each."""
+        """Wait for the end. Return all lines that the last run's ranks printed."""
         out, err = self.process.communicate(timeout=240)
         assert self.process.returncode == 0, out + err
         return "\n".join(line.text for line in self.run.logs())
 
     def last(self) -> str:
-        """What rank 0 printed in the last attempt, or with mp.spawn all ranks of node 0."""
+        """Return rank 0's output in the last attempt, or with mp.spawn that of all ranks of node 0."""
         number = self.result()["attempts"][-1]["number"]
         return "\n".join(line.text for line in self.run.logs() if line.attempt == number and line.rank == 0)
 
@@ -77,16 +77,16 @@ class Example:
         return result
 
     def ranks(self, pattern: str = "") -> list[int]:
-        """Their pids. torchrun, which starts them, has the same words and not that variable."""
+        """Return the ranks' pids. torchrun, their parent, has the same command line, but not that variable."""
         found = self.jobs.processes().items()
         pids = [pid for pid, line in found if re.search(pattern or rf"worker\.py examples/{self.name}\.py", line)]
         return [pid for pid in pids if pattern or self.jobs.variable(pid, "TORCHELASTIC_RUN_ID")]
 
     def kill(self, count: int, pattern: str = "") -> None:
-        """SIGKILL for one of ``count`` ranks, once a checkpoint is in the store.
+        """Kill one of ``count`` ranks by SIGKILL, once the store has a checkpoint.
 
-        They stand still until then, so a fast machine does not finish meanwhile. From the second checkpoint on, as a
-        first one that stands still half written looks finished.
+        The ranks are frozen until then, so that a fast machine does not finish. It takes the second checkpoint or a
+        later one: a first one that is half written and unchanged looks finished.
         """
         jobs = self.jobs
         pids = jobs.wait_for(lambda: len(found := self.ranks(pattern)) == count and found)
@@ -101,7 +101,8 @@ class Example:
             os.kill(pid, signal.SIGCONT)
 
     def resumed(self, number: str, *, killed: bool = True) -> int | None:
-        """The number that ``number`` finds in what the second attempt began with; None of a run that was not killed."""
+        """Return the number that ``number`` finds in the second attempt's checkpoint name; None for a run without a
+        kill."""
         first, *more = self.result()["attempts"]
         assert len(more) == killed, (first, more)
         if not killed:
@@ -112,23 +113,23 @@ class Example:
 
 
 def numbers(pattern: str, text: str) -> list[tuple[float, ...]]:
-    """The groups of every line that has ``pattern``; ``#`` in it is a number."""
+    """Return the groups of every line with ``pattern``; ``#`` in it is a number."""
     found = re.findall(pattern.replace("#", r"(-?[\d.]+(?:e[+-]\d+)?)"), text)
     assert found, f"{pattern!r} is not in:\n{text}"
     return [tuple(map(float, groups if isinstance(groups, tuple) else (groups,))) for groups in found]
 
 
-# ---------------------------------------------------------------------------------------------------------- all of them
+# --------------------------------------------------------------------------------------------------------- all examples
 
 
-def test_each_example_has_its_section_its_test_and_no_import_of_ours() -> None:
+def test_each_example_has_its_section_its_test_and_no_import_of_cloudtrain() -> None:
     scripts = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in EXAMPLES.glob("*.py")}
     assert COMMANDS.keys() == scripts.keys() - TOOLS
     tests = Path(__file__).read_text(encoding="utf-8")
     for name, tree in scripts.items():
         assert name in TOOLS or f'Example(jobs, "{name}")' in tests, f"{name} has no test"
         text = ast.get_docstring(tree) or ""
-        assert f"examples/{name}.py" in text, f"{name} does not say how it is run"
+        assert f"examples/{name}.py" in text, f"{name} lacks the command that runs it"
         imported = {
             alias.name if isinstance(node, ast.Import) else str(node.module)
             for node in ast.walk(tree)
@@ -138,7 +139,7 @@ def test_each_example_has_its_section_its_test_and_no_import_of_ours() -> None:
         assert not {module for module in imported if module.split(".")[0] in ("cloudtrain", "entrypoints")}
 
 
-#: Script, arguments, what torchrun would say (ranks), words of the refusal.
+#: Script, arguments, torchrun's variables (ranks), words of the refusal.
 REFUSED = [
     ("data_parallel_vs_ddp", [], {}, "start it with torchrun"),
     ("data_parallel_vs_ddp", ["--global-batch", "9"], {"WORLD_SIZE": "2"}, "--global-batch 9 does not split over 2"),
@@ -162,7 +163,7 @@ REFUSED = [
     ("hf_trainer_digits", ["--data_file", "no.gz", "--output_dir", "out"], {}, "--data_file 'no.gz'"),
 ]
 
-#: All of them in one process, as importing torch is most of the work.
+#: Runs all of them in one process, as importing torch is most of the work.
 REFUSE = """
 import json, os, runpy, sys
 for script, arguments, environ, _ in json.load(sys.stdin):
@@ -186,9 +187,9 @@ def test_bad_input_is_refused_in_one_line(jobs: Jobs) -> None:
         [sys.executable, "-c", REFUSE], input=json.dumps(REFUSED), cwd=jobs.code, env=jobs.environ | ENVIRON,
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    said = [json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("refused: ")]
-    assert len(said) == len(REFUSED), done.stdout + done.stderr
-    for (script, _, _, words), line in zip(REFUSED, said, strict=True):
+    lines = [json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("refused: ")]
+    assert len(lines) == len(REFUSED), done.stdout + done.stderr
+    for (script, _, _, words), line in zip(REFUSED, lines, strict=True):
         assert line.startswith(f"{script}.py: "), line
         assert words in line
         assert "\n" not in line
@@ -198,7 +199,7 @@ def test_bad_input_is_refused_in_one_line(jobs: Jobs) -> None:
 
 
 @pytest.mark.proof
-def test_data_parallel_is_no_other_training_than_ddp(jobs: Jobs) -> None:
+def test_data_parallel_trains_like_ddp(jobs: Jobs) -> None:
     text = Example(jobs, "data_parallel_vs_ddp").finish()
     rows = {
         match[1].strip(): [float(value) for value in match.groups()[1:]]
@@ -209,13 +210,13 @@ def test_data_parallel_is_no_other_training_than_ddp(jobs: Jobs) -> None:
         assert milliseconds > 0
         assert last < first
         assert apart < 1e-4
-    assert rows["DataParallel"][3] == 0, "without GPUs it is the bare model, to the last bit"
+    assert rows["DataParallel"][3] == 0, "without GPUs it must be the bare model, to the last bit"
     assert "no GPU: DataParallel is the bare model here" in text
 
 
 @pytest.mark.proof
 @KILLED
-def test_mp_spawn_makes_its_ranks(jobs: Jobs, killed: bool) -> None:
+def test_mp_spawn_starts_its_ranks(jobs: Jobs, killed: bool) -> None:
     example = Example(jobs, "mp_spawn")
     if killed:
         example.kill(4, r"multiprocessing\.spawn")
@@ -240,8 +241,8 @@ def test_model_parallel_trains_as_one_process_does(jobs: Jobs) -> None:
 
 
 @pytest.mark.proof
-def test_the_bubble_of_a_pipeline_is_that_of_theory(jobs: Jobs) -> None:
-    """At most 0.2 above it: what each send and each waking costs on two cores that four stages share."""
+def test_the_bubble_of_a_pipeline_matches_theory(jobs: Jobs) -> None:
+    """Check at most 0.2 above it: the cost of each send and wake-up on two cores that four stages share."""
     text = Example(jobs, "pipeline_parallel").finish()
     rows = numbers(r", # micro-batches: bubble #, theory #; loss # to #, at most # from one process", text)
     assert [row[0] for row in rows] == [4, 16, 4, 16], "GPipe, then 1F1B"
@@ -280,11 +281,11 @@ def test_resnet_learns(jobs: Jobs) -> None:
     text = example.finish()
     assert "each process normalises its own 25 rows of 50" in text
     assert len(example.result()["attempts"]) == 1
-    learned(example)
+    check_accuracy(example)
 
 
 @pytest.mark.proof
-def test_resnet_killed_on_the_way_loses_no_step(jobs: Jobs) -> None:
+def test_a_killed_resnet_loses_no_step(jobs: Jobs) -> None:
     example = Example(jobs, "resnet_cifar10")
     (pid, *_) = jobs.wait_for(lambda: len(found := example.ranks()) == 2 and found)
     metrics = [Path(str(jobs.variable(rank, "CLOUDTRAIN_METRICS_FILE"))) for rank in (pid, *_)]
@@ -294,17 +295,19 @@ def test_resnet_killed_on_the_way_loses_no_step(jobs: Jobs) -> None:
     assert [steps for _, steps in numbers(r"begins at step # of #", text)] == [60, 60]
     first, second = example.result()["attempts"]
     assert first["category"] == "preempted"
-    told = int(numbers(r"told to stop at step # of 60", text)[0][0])
-    assert second["resumed_from"] == f"step-{told}.pt"
-    learned(example)
+    stop_step = int(numbers(r"told to stop at step # of 60", text)[0][0])
+    assert second["resumed_from"] == f"step-{stop_step}.pt"
+    check_accuracy(example)
 
 
-def learned(example: Example) -> None:
+def check_accuracy(example: Example) -> None:
     pulled = example.jobs.tmp / "pulled"
     example.run.pull(pulled)
     rows = [json.loads(line) for line in (pulled / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 61))
-    assert numbers(r"accuracy # on 100 test images", example.last())[0][0] >= 0.3, "one in ten would be chance"
+    assert numbers(r"accuracy # on 100 test images", example.last())[0][0] >= 0.3, (
+        "the accuracy must be above chance, one in ten"
+    )
     assert (pulled / "artifacts/model.pt").exists()
 
 
@@ -320,12 +323,14 @@ def test_fine_tuning_takes_initial_weights(jobs: Jobs) -> None:
     assert [line for line in text.splitlines() if line.startswith(("begins", "goes on"))] == [
         "begins with initial weights and a new head"
     ]
-    assert numbers(r"accuracy # on 360 digits after 50 steps", text)[0][0] >= 0.6, "half would be chance"
+    assert numbers(r"accuracy # on 360 digits after 50 steps", text)[0][0] >= 0.6, (
+        "the accuracy must be above chance, one half"
+    )
 
 
 @pytest.mark.proof
 def test_fine_tuning_killed_takes_initial_weights_once(jobs: Jobs) -> None:
-    """The killed run's losses are those of one under bare torchrun, which nobody interrupts, to the last bit."""
+    """Check that the killed run's losses are those of an undisturbed run under bare torchrun, to the last bit."""
     example = Example(jobs, "finetune")
     jobs.wait_for(lambda: len(jobs.runs()) == 2, 120)
     example.kill(2)
@@ -353,13 +358,13 @@ def test_fine_tuning_killed_takes_initial_weights_once(jobs: Jobs) -> None:
 
 
 FLOATS, SENT = 85002, 4914
-"""Of powersgd.py's gradients; and of their factors of rank 4, with the biases, which are sent as they are."""
+"""Floats of powersgd.py's gradients, and of their factors of rank 4 with the biases, which are sent unchanged."""
 
 
 @pytest.mark.proof
 @KILLED
 def test_powersgd_sends_factors(jobs: Jobs, trainings: Trainings, killed: bool) -> None:
-    """A run that was killed has the losses of one that nobody interrupts, to the last bit."""
+    """Check that a killed run has the losses of an undisturbed one, to the last bit."""
     example = Example(jobs, "powersgd")
     if killed:
         example.kill(2)
@@ -375,8 +380,8 @@ def test_powersgd_sends_factors(jobs: Jobs, trainings: Trainings, killed: bool) 
     if killed:
         example.run.pull(jobs.tmp / "pulled")
         flags = ("--train", str(ROOT / DIGITS))
-        whole = trainings.run(jobs.tmp / "whole", str(EXAMPLES / "powersgd.py"), *flags, processes=2)
-        assert losses(jobs.tmp / "pulled") == whole.losses()
+        complete = trainings.run(jobs.tmp / "whole", str(EXAMPLES / "powersgd.py"), *flags, processes=2)
+        assert losses(jobs.tmp / "pulled") == complete.losses()
 
 
 COUNTING = """
@@ -395,23 +400,23 @@ with open(f"sent-{{os.environ['RANK']}}.json", "w") as stream:
 
 
 @pytest.mark.proof
-def test_powersgd_goes_on_with_the_errors_of_each_rank(trainings: Trainings, tmp_path: Path) -> None:
-    """Bit for bit; and not without them. What is sent is counted where it is sent, not by PowerSGD itself."""
+def test_powersgd_resumes_with_the_errors_of_each_rank(trainings: Trainings, tmp_path: Path) -> None:
+    """Check bit for bit, and that it differs without them. The sends are counted where they happen, not by PowerSGD."""
     script, flags = str(EXAMPLES / "powersgd.py"), ("--train", str(ROOT / DIGITS), "--epochs", "4")
     (counting := tmp_path / "counting.py").write_text(COUNTING.format(script=script))
-    whole = trainings.run(tmp_path / "whole", str(counting), *flags, processes=2)
-    wanted = whole.losses()
+    complete = trainings.run(tmp_path / "whole", str(counting), *flags, processes=2)
+    wanted = complete.losses()
     assert list(wanted) == list(range(1, 89))
-    for rank in range(2):  # two passes before step 1 and 22 plain steps, 66 compressed ones; and each step its loss
-        sent = json.loads((whole.folder / f"sent-{rank}.json").read_text())
+    for rank in range(2):  # two passes before step 1 and 22 plain steps, 66 compressed ones; and the loss of each step
+        sent = json.loads((complete.folder / f"sent-{rank}.json").read_text())
         assert sum(sent) == 24 * FLOATS + 66 * SENT + 88
 
-    files = [whole.checkpoint("step-44") / f"powersgd-{rank}-of-2.pt" for rank in range(2)]
+    files = [complete.checkpoint("step-44") / f"powersgd-{rank}-of-2.pt" for rank in range(2)]
     one, other = (torch.load(file, weights_only=True)["error_dict"] for file in files)
     assert one.keys() == other.keys() == {0}
     assert not torch.equal(one[0], other[0])
     for name, first in (("step-22", 23), ("step-44", 45)):  # before the first compressed step, and between two of them
-        resume = ("--resume", str(whole.checkpoint(name)))
+        resume = ("--resume", str(complete.checkpoint(name)))
         resumed = trainings.run(tmp_path / name, script, *flags, *resume, processes=2)
         assert resumed.losses() == {step: wanted[step] for step in range(first, 89)}
 
@@ -419,13 +424,13 @@ def test_powersgd_goes_on_with_the_errors_of_each_rank(trainings: Trainings, tmp
         state = torch.load(file, weights_only=True)
         state["error_dict"][0].zero_()
         torch.save(state, file)
-    resume = ("--resume", str(whole.checkpoint("step-44")))
+    resume = ("--resume", str(complete.checkpoint("step-44")))
     without = trainings.run(tmp_path / "without", script, *flags, *resume, processes=2).losses()
-    assert without[45] == wanted[45], "the errors count from the next step on"
+    assert without[45] == wanted[45], "the errors must count from the next step on"
     assert without[46] != wanted[46]
 
 
-# --------------------------------------------------------------------------------------------- other people's libraries
+# ------------------------------------------------------------------------------------------------ third-party libraries
 
 
 @pytest.mark.proof
@@ -437,7 +442,7 @@ def test_a_lightning_script(jobs: Jobs, killed: bool) -> None:
     text = example.finish()
     example.resumed(r"digits-epoch=(\d+)\.ckpt", killed=killed)
     assert ("Restored all states from the checkpoint" in text) == killed
-    # 1437 digits in batches of 32 over two processes: 23 steps an epoch, however often they were begun.
+    # 1437 digits in batches of 32 over two processes: 23 steps an epoch, however often an epoch restarted.
     ((world, steps, accuracy),) = numbers(r"# processes, # steps, accuracy #", text)
     assert (world, steps) == (2, 8 * 23)
     assert accuracy >= 0.9

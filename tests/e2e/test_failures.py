@@ -1,4 +1,4 @@
-"""Runs that end badly, through the console script: the result names the true cause, and nothing is left running.
+"""Failing runs through the console script: the result names the true cause, and no process remains.
 
 About 3 minutes on 2 cores; every test starts at least one whole run.
 """
@@ -28,13 +28,13 @@ TORCH = ("--nodes", "2", "--nproc-per-node", "2")
 
 
 def failed(done: Done, category: str = "user_error") -> dict[str, Any]:
-    """The result object, after the checks that hold for every failure."""
+    """Return the result object, after the checks that hold for every failure."""
     result = done.json
     assert (result["state"], result["category"]) == ("failed", category), result
     assert done.code == result["exit_code"] == EXIT_CODES[category]
     assert result["reason"]
     assert "\n" not in result["reason"]
-    assert result["reason"] in done.err  # what a person reads says the same
+    assert result["reason"] in done.err  # the message for people gives the same reason
     return result
 
 
@@ -82,7 +82,7 @@ def test_a_rank_that_raises_is_the_cause_whatever_the_others_do(jobs: Jobs, name
     assert failure["traceback"].startswith('Traceback (most recent call last):\n  File "train.py"')
     assert "worker.py" not in failure["traceback"]
     assert result["reason"] == f"rank 3 on node 1 raised ValueError: THE ROOT CAUSE (train.py:{line})"
-    assert took < 12  # peers are down within 10 s of the failure
+    assert took < 12  # peers have ended within 10 s of the failure
     jobs.gone(2)
     status = jobs.cli("status", run.url)
     assert "ValueError: THE ROOT CAUSE" in status.out
@@ -102,7 +102,7 @@ def test_a_rank_that_raises_is_the_cause_whatever_the_others_do(jobs: Jobs, name
         pytest.param("sys.exit('no data here')", 1, "exited with code 1", TORCH, 2, marks=pytest.mark.proof),
     ],
 )
-def test_a_rank_that_leaves_without_raising(
+def test_a_rank_that_exits_without_raising(
     jobs: Jobs, text: str, code: int, words: str, shape: tuple[str, ...], rank: int
 ) -> None:
     first = f"if os.environ['RANK'] == '{rank}': {text}"
@@ -117,14 +117,14 @@ def test_a_rank_that_leaves_without_raising(
 
 
 @pytest.mark.parametrize(("shape", "last"), [(PLAIN, 1), pytest.param(TORCH, 3, marks=pytest.mark.proof)])
-def test_ranks_that_end_early_and_well_are_not_to_blame(jobs: Jobs, shape: tuple[str, ...], last: int) -> None:
+def test_ranks_that_succeed_early_are_not_blamed(jobs: Jobs, shape: tuple[str, ...], last: int) -> None:
     late = f"if os.environ['RANK'] == '{last}':\n    time.sleep(1.5)\n    raise KeyError('late')"
     jobs.write("train.py", f"import os, time\n{late}\n")
     result = failed(jobs.submit("train.py", *shape))
     assert (result["failure"]["rank"], result["failure"]["exception"]) == (last, "KeyError: 'late'")
 
 
-def test_processes_of_the_scripts_own_are_gone_too(jobs: Jobs) -> None:
+def test_the_scripts_own_processes_end_too(jobs: Jobs) -> None:
     jobs.write(
         "train.py",
         """
@@ -155,7 +155,7 @@ def test_requirements_that_cannot_be_installed_are_the_reason(jobs: Jobs) -> Non
     assert done.code in (1, 2, 9)
 
 
-def test_code_that_is_not_what_was_planned_never_runs(jobs: Jobs) -> None:
+def test_changed_code_never_runs(jobs: Jobs) -> None:
     jobs.write("train.py", "print('SHOULD NOT RUN')")
     assert jobs.submit("train.py", "--run-id", "first").code == 0
     (archive,) = jobs.store.glob("code/*/code.tar.gz")
@@ -177,17 +177,17 @@ def test_a_python_without_torch_is_named_as_such(jobs: Jobs) -> None:
     assert (done.code, done.json["field"]) == (2, "local.python")
     assert done.json["error"].endswith("bare/bin/python has no torch, which starts several ranks")
     assert done.json["hint"].endswith("-m pip install torch numpy")
-    assert jobs.runs() == [], "nothing is recorded"
+    assert jobs.runs() == [], "submit must record nothing"
 
 
-def test_a_python_that_is_not_there(jobs: Jobs) -> None:
+def test_a_missing_python(jobs: Jobs) -> None:
     jobs.write("train.py", "print('never')")
     done = jobs.submit("train.py", "--set", "python=/no/such/python")
     assert (done.code, done.json["field"]) == (2, "local.python")
     assert "/no/such/python" in done.json["error"]
 
 
-def test_a_command_that_is_not_there(jobs: Jobs) -> None:
+def test_a_missing_command(jobs: Jobs) -> None:
     jobs.write("run.sh", "no-such-program --x\n")
     result = failed(jobs.submit("run.sh"))
     assert result["failure"]["process_exit_code"] == 127
@@ -218,7 +218,7 @@ print("leaving", flush=True)
 """
 
 
-def test_a_node_that_is_killed_whole_is_named(jobs: Jobs) -> None:
+def test_a_killed_node_is_named(jobs: Jobs) -> None:
     jobs.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(90)\n")
     run = jobs.detach("train.py", *PLAIN)
     jobs.printed(run, "up")
@@ -230,7 +230,7 @@ def test_a_node_that_is_killed_whole_is_named(jobs: Jobs) -> None:
     jobs.gone(3)
 
 
-def test_node_0_that_is_killed_whole_is_named(jobs: Jobs) -> None:
+def test_a_killed_node_0_is_named(jobs: Jobs) -> None:
     jobs.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(90)\n")
     run = jobs.detach("train.py", *PLAIN)
     jobs.printed(run, "up")
@@ -240,7 +240,7 @@ def test_node_0_that_is_killed_whole_is_named(jobs: Jobs) -> None:
     jobs.gone(3)
 
 
-def test_a_killed_supervisor_takes_its_nodes_along_and_the_run_says_so(jobs: Jobs) -> None:
+def test_a_killed_supervisor_ends_its_nodes_and_is_the_reason(jobs: Jobs) -> None:
     jobs.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(90)\n")
     run = jobs.detach("train.py", *PLAIN)
     jobs.printed(run, "up")
@@ -250,7 +250,7 @@ def test_a_killed_supervisor_takes_its_nodes_along_and_the_run_says_so(jobs: Job
     result = failed(jobs.cli("wait", run.url, "--json"), "infra")
     assert result["reason"].endswith("the run's supervisor was killed")
     assert run.status().state == "failed"
-    # Submitting it again does not start it again: its end is on record.
+    # A second submit does not start it again: its end is on record.
     assert jobs.submit("train.py", *PLAIN, "--run-id", run.run_id).json["state"] == "failed"
     jobs.gone(1)
 
@@ -275,7 +275,7 @@ SECRET = ("--secret", "TOKEN=env:MY_TOKEN")
 
 
 @pytest.mark.parametrize("remote", [False, pytest.param(True, marks=pytest.mark.proof)], ids=["folder", "s3"])
-def test_a_waiting_client_goes_on_after_a_killed_supervisor(
+def test_a_waiting_client_continues_after_a_killed_supervisor(
     jobs: Jobs, remote: bool, request: pytest.FixtureRequest
 ) -> None:
     if remote:
@@ -287,7 +287,7 @@ def test_a_waiting_client_goes_on_after_a_killed_supervisor(
     run = jobs.detach("train.py", *PLAIN, *SECRET, "--retries", "1")
     jobs.wait_for(lambda: run.checkpoint() is not None)
     os.kill(jobs.supervisor(), signal.SIGKILL)
-    # A look changes nothing; of two waiting clients one starts the next attempt.
+    # A status call changes nothing; one of two waiting clients starts the next attempt.
     jobs.wait_for(lambda: run.status().native == "abandoned")
     assert run.store.result(run.run_id) is None
     clients = [jobs.start("wait", run.url, "--json") for _ in range(2)]
@@ -319,7 +319,7 @@ while time.time() < end and not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FI
 
 
 def _beats(jobs: Jobs) -> dict[str, list[float]]:
-    """When each attempt ran."""
+    """Return the times at which each attempt ran."""
     found: dict[str, list[float]] = {}
     for line in (jobs.tmp / "beats").read_text().splitlines():
         attempt, moment = line.split()
@@ -330,8 +330,8 @@ def _beats(jobs: Jobs) -> dict[str, list[float]]:
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.proof)], ids=["killed", "stopped"]
 )
-def test_no_rank_of_the_last_attempt_runs_beside_the_next_one(jobs: Jobs, how: signal.Signals) -> None:
-    """The node's own process cannot end its rank: it was killed too, or stands still."""
+def test_no_rank_of_the_last_attempt_runs_next_to_the_next_one(jobs: Jobs, how: signal.Signals) -> None:
+    """Check when the node's own process cannot end its rank: it was killed too, or is frozen."""
     jobs.write("train.py", BEATS)
     environ = ("--env", f"BEATS={jobs.tmp / 'beats'}", "--env", "ENOUGH=1")
     jobs.shorten(stop_grace=2, orphans=2)  # the successor waits for them
@@ -349,14 +349,14 @@ def test_no_rank_of_the_last_attempt_runs_beside_the_next_one(jobs: Jobs, how: s
 
 
 @pytest.mark.proof
-def test_each_supervisor_that_is_killed_costs_one_retry(jobs: Jobs) -> None:
+def test_each_killed_supervisor_costs_one_retry(jobs: Jobs) -> None:
     jobs.write("train.py", BEATS)
     environ = ("--env", f"BEATS={jobs.tmp / 'beats'}", "--env", "ENOUGH=2")
     run = jobs.detach("train.py", "--launcher", "python", "--retries", "2", *environ)
     jobs.printed(run, "up")
     os.kill(jobs.supervisor(), signal.SIGKILL)
     for record in (jobs.store / "runs" / run.run_id / "supervisor/nodes").glob("*.started"):
-        record.write_text("")  # the machine lost power as it was written
+        record.write_text("")  # the machine lost power during the write
     client = jobs.start("wait", run.url, "--json")
     jobs.wait_for(lambda: "1.0" in _beats(jobs), 90)
     os.kill(jobs.supervisor(), signal.SIGKILL)
@@ -368,7 +368,7 @@ def test_each_supervisor_that_is_killed_costs_one_retry(jobs: Jobs) -> None:
 
 
 @pytest.mark.proof
-def test_the_time_between_a_supervisors_death_and_the_next_client_is_not_the_runs(jobs: Jobs) -> None:
+def test_the_time_without_a_supervisor_does_not_count(jobs: Jobs) -> None:
     jobs.write("train.py", BEATS)
     environ = ("--env", f"BEATS={jobs.tmp / 'beats'}", "--env", "ENOUGH=1")
     run = jobs.detach("train.py", "--launcher", "python", "--retries", "1", "--max-runtime", "10s", *environ)
@@ -381,7 +381,7 @@ def test_the_time_between_a_supervisors_death_and_the_next_client_is_not_the_run
 
 
 def test_a_run_whose_nodes_had_succeeded_is_not_run_again(jobs: Jobs) -> None:
-    """The supervisor is killed between its nodes' end and its own last word."""
+    """Kill the supervisor between its nodes' end and its own last record."""
     jobs.write("train.py", "print('once', flush=True)\n")
     done = jobs.submit("train.py", *PLAIN, "--retries", "1")
     run = jobs.run(done.json["run_id"])
@@ -394,11 +394,11 @@ def test_a_run_whose_nodes_had_succeeded_is_not_run_again(jobs: Jobs) -> None:
 
 
 @pytest.mark.proof
-def test_without_the_secret_a_client_leaves_the_next_attempt_to_one_that_has_it(jobs: Jobs) -> None:
+def test_a_client_without_the_secret_leaves_the_next_attempt_to_another(jobs: Jobs) -> None:
     jobs.environ["MY_TOKEN"] = "secret-word"
     jobs.write("train.py", COUNTS)
     run = jobs.detach("train.py", *PLAIN, *SECRET, "--retries", "1")
-    jobs.wait_for(lambda: run.checkpoint() is not None)  # from which few steps are left to do
+    jobs.wait_for(lambda: run.checkpoint() is not None)  # from here few steps remain
     os.kill(jobs.supervisor(), signal.SIGKILL)
     del jobs.environ["MY_TOKEN"]
     refused = jobs.cli("wait", run.url)
@@ -411,9 +411,9 @@ def test_without_the_secret_a_client_leaves_the_next_attempt_to_one_that_has_it(
 
 
 @pytest.mark.proof
-def test_what_a_killed_supervisor_used_up_counts(jobs: Jobs) -> None:
+def test_the_running_time_of_a_killed_supervisor_counts(jobs: Jobs) -> None:
     jobs.write("train.py", WAITS)
-    jobs.shorten(stop_grace=6)  # the script does not listen
+    jobs.shorten(stop_grace=6)  # the script ignores the stop
     run = jobs.detach("train.py", *PLAIN, "--retries", "1", "--max-runtime", "18s")
     jobs.printed(run, "up")
     time.sleep(12)
@@ -425,11 +425,11 @@ def test_what_a_killed_supervisor_used_up_counts(jobs: Jobs) -> None:
     assert sum(each.total_seconds() for each in spent) < 30  # of 18; 30 and more if the first 12 did not count
 
 
-def test_a_machine_that_was_restarted_leaves_a_run_that_says_so(jobs: Jobs) -> None:
+def test_a_restarted_machine_is_the_reason_of_a_failure(jobs: Jobs) -> None:
     jobs.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(90)\n")
     run = jobs.detach("train.py", *PLAIN)
     jobs.printed(run, "up")
-    # All of it at once and without a word, as power goes: first the one that would notice.
+    # Kill everything at once, as a power cut does, and first the process that would notice.
     everything = sorted(jobs.processes(), key=lambda pid: pid != jobs.supervisor())
     for pid in everything:
         os.kill(pid, signal.SIGSTOP)
@@ -526,7 +526,7 @@ def test_different_failures_use_up_the_retries(jobs: Jobs) -> None:
     assert result["failure"]["exception"] == "ValueError: in 2.0"
 
 
-def test_a_node_told_to_stop_warns_all_and_the_run_goes_on(jobs: Jobs) -> None:
+def test_a_stop_of_one_node_warns_all_and_the_run_continues(jobs: Jobs) -> None:
     jobs.write(
         "train.py",
         TRAINS
@@ -541,7 +541,7 @@ if attempt == "0.0":
     print("saved", flush=True)
     sys.exit(0)
 assert first == 8
-print("went on", flush=True)
+print("next attempt ran", flush=True)
 """,
     )
     run = jobs.detach("train.py", *PLAIN)
@@ -555,18 +555,18 @@ print("went on", flush=True)
     assert [(a["number"], a["resumed_from"]) for a in result["attempts"]] == [("0.0", ""), ("0.1", "step-7")]
     logs = jobs.cli("logs", run.url).out
     assert logs.count("saved") == 2  # the file appeared on both nodes
-    assert logs.count("went on") == 2
+    assert logs.count("next attempt ran") == 2
     jobs.gone(2)
 
 
-def test_a_handler_that_exits_badly_is_no_failure_where_node_0_has_none(jobs: Jobs) -> None:
+def test_a_handler_s_exit_code_is_no_failure_if_node_0_has_none(jobs: Jobs) -> None:
     jobs.shorten(stop_term=0.1, stop_kill=1)
     jobs.write(
         "train.py",
         """
         import os, signal, sys, time
         if os.environ["CLOUDTRAIN_ATTEMPT"] != "0.0":
-            print("went on", flush=True)
+            print("next attempt ran", flush=True)
             sys.exit(0)
         if os.environ["RANK"] == "1":
             signal.signal(signal.SIGTERM, lambda *a: sys.exit(1))
@@ -590,12 +590,12 @@ def test_a_handler_that_exits_badly_is_no_failure_where_node_0_has_none(jobs: Jo
     assert attempts == [("0.0", "node 1 got a stop signal"), ("0.1", "succeeded")], result
     logs = jobs.cli("logs", run.url).out
     assert logs.count("in peace") == 1
-    assert logs.count("went on") == 2
+    assert logs.count("next attempt ran") == 2
     jobs.gone(2)
 
 
 @pytest.mark.proof
-def test_a_preempted_script_that_does_not_listen_is_stopped_before_the_grace_ends(jobs: Jobs) -> None:
+def test_a_preempted_script_without_a_handler_is_stopped_before_the_grace_ends(jobs: Jobs) -> None:
     jobs.write(
         "train.py",
         "import os, time\nprint('up', flush=True)\nif os.environ['CLOUDTRAIN_ATTEMPT'] == '0.0': time.sleep(90)\n",
@@ -611,7 +611,7 @@ def test_a_preempted_script_that_does_not_listen_is_stopped_before_the_grace_end
     assert 6 < time.monotonic() - began < 30
 
 
-# ------------------------------------------------------------------------------------------- what is restored is proved
+# --------------------------------------------------------------------------------------- checks of restored checkpoints
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(jobs: Jobs) -> None:
@@ -636,13 +636,13 @@ print("resumed step", first - 1, flush=True)
     done = jobs.submit("train.py", *ALONE, "--resume-from", "whole", "--retries", "0", "--env", "X=1")
     assert "falling back to the checkpoint before" in done.err
     assert "from 2 of 'step-1'" in done.err
-    victim.unlink()  # not even complete now
+    victim.unlink()  # now incomplete
     done = jobs.submit("train.py", *ALONE, "--resume-from", "whole", "--retries", "0", "--env", "X=2")
     assert "is not complete" in done.err
     assert "from 2 of 'step-1'" in done.err
 
 
-def test_checkpoints_in_the_scripts_own_place_come_back_there(jobs: Jobs) -> None:
+def test_checkpoints_in_the_scripts_own_folder_are_restored_there(jobs: Jobs) -> None:
     jobs.shorten(quiet=0.5, scan=0.1)
     jobs.write(
         "train.py",
@@ -665,7 +665,7 @@ def test_checkpoints_in_the_scripts_own_place_come_back_there(jobs: Jobs) -> Non
 
 
 def test_a_notice_that_comes_before_the_nodes_have_met_reaches_both(jobs: Jobs) -> None:
-    """Node 1, held up, finds a node 0 that has waited for it, and the run continues with the next attempt."""
+    """Check that a late node 1 finds a node 0 that waited, and that the run continues with the next attempt."""
     jobs.write("train.py", "print('trained')\n")
     run = jobs.detach("train.py", "--nodes", "2", "--launcher", "python")
     late = jobs.node(1)

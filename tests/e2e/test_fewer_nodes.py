@@ -1,4 +1,5 @@
-"""A run loses its machines and resumes on fewer, with the same global batch: its loss curve joins a whole run's."""
+"""A run that loses machines and resumes on fewer, with the same global batch: its loss curve matches an undisturbed
+run."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
     jobs.close()
 
 
-def rehearsed(jobs: Jobs, image: str, script: Script, nodes: str, *drill: str) -> dict[str, Any]:
-    """The result of a spot job on SageMaker; its steps are slow until the drill comes."""
+def rehearse_spot(jobs: Jobs, image: str, script: Script, nodes: str, *drill: str) -> dict[str, Any]:
+    """Return the result of a spot job on SageMaker, whose steps are slow until the drill."""
     sample = importlib.import_module("cloudtrain.providers.sagemaker").SAMPLE
     file, task, data, flags = script
     jobs.write("tasks/slow.py", SLOW.format(task=task))
@@ -61,15 +62,15 @@ def losses(jobs: Jobs, attempt: str) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in map(json.loads, rows)}
 
 
-def whole(folder: Path, script: Script, processes: int) -> dict[int, float]:
+def undisturbed(folder: Path, script: Script, processes: int) -> dict[int, float]:
     file, _, data, flags = script
     return Launched(folder, file, "--train", str(data), *flags, processes=processes).finish().losses()
 
 
-def joins(jobs: Jobs, script: Script, most: int, result: dict[str, Any]) -> None:
-    """The attempts share one curve: equal bit for bit on all nodes, and but for the order of sums on fewer."""
+def check_curve(jobs: Jobs, script: Script, most: int, result: dict[str, Any]) -> None:
+    """Check that the attempts share one curve: equal bits on all nodes, and equal up to the order of sums on fewer."""
     first, last = (losses(jobs, result["attempts"][at]["number"]) for at in (0, -1))
-    expected = whole(jobs.tmp / "whole", script, most)
+    expected = undisturbed(jobs.tmp / "whole", script, most)
     assert max(first) >= 10
     assert {step: expected[step] for step in first} == first
     assert min(last) == int(result["attempts"][-1]["resumed_step"]) + 1
@@ -77,35 +78,35 @@ def joins(jobs: Jobs, script: Script, most: int, result: dict[str, Any]) -> None
     assert list(last.values()) == pytest.approx([expected[step] for step in last], rel=1e-4)
 
 
-def asked(result: dict[str, Any]) -> list[tuple[str, str | None, int]]:
+def rows_of(result: dict[str, Any]) -> list[tuple[str, str | None, int]]:
     return [(row["number"], row["category"], row["nodes"]) for row in result["attempts"]]
 
 
-def test_it_resumes_on_half_of_its_nodes(jobs: Jobs, images: Callable[[str], str]) -> None:
-    result = rehearsed(jobs, images("torch"), DDP, "1:2", "--shortage", "node=1,after=checkpoint")
-    assert asked(result) == [("0.0", "preempted", 2), ("0.1", "capacity", 2), ("1.0", None, 1)]
+def test_a_run_resumes_on_half_of_its_nodes(jobs: Jobs, images: Callable[[str], str]) -> None:
+    result = rehearse_spot(jobs, images("torch"), DDP, "1:2", "--shortage", "node=1,after=checkpoint")
+    assert rows_of(result) == [("0.0", "preempted", 2), ("0.1", "capacity", 2), ("1.0", None, 1)]
     assert "drill: of machines for 2 nodes, 1 are left" in result["attempts"][1]["reason"]
     request = json.loads((jobs.store / "runs/r/attempts/1/request.json").read_text())
     assert (request["context"]["nodes"], request["context"]["planned_nodes"]) == (1, 2)
     assert request["body"]["request"]["body"]["ResourceConfig"]["InstanceCount"] == 1
-    joins(jobs, DDP, 2, result)
+    check_curve(jobs, DDP, 2, result)
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("script", [DDP, FSDP], ids=["ddp", "fsdp"])
-def test_four_nodes_lose_capacity_and_two_go_on(jobs: Jobs, images: Callable[[str], str], script: Script) -> None:
-    result = rehearsed(jobs, images("torch"), script, "2:4", "--shortage", "node=2,after=checkpoint")
-    assert asked(result) == [("0.0", "preempted", 4), ("0.1", "capacity", 4), ("1.0", None, 2)]
-    joins(jobs, script, 4, result)
+def test_four_nodes_lose_capacity_and_two_continue(jobs: Jobs, images: Callable[[str], str], script: Script) -> None:
+    result = rehearse_spot(jobs, images("torch"), script, "2:4", "--shortage", "node=2,after=checkpoint")
+    assert rows_of(result) == [("0.0", "preempted", 4), ("0.1", "capacity", 4), ("1.0", None, 2)]
+    check_curve(jobs, script, 4, result)
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("script", [DDP, FSDP], ids=["ddp", "fsdp"])
 def test_all_nodes_again_are_equal_bit_for_bit(jobs: Jobs, images: Callable[[str], str], script: Script) -> None:
-    result = rehearsed(jobs, images("torch"), script, "2:4", "--preempt", "node=2,after=checkpoint")
-    assert asked(result) == [("0.0", "preempted", 4), ("0.1", None, 4)]
-    joins(jobs, script, 4, result)
-    last, expected = losses(jobs, "0.1"), whole(jobs.tmp / "again", script, 4)
+    result = rehearse_spot(jobs, images("torch"), script, "2:4", "--preempt", "node=2,after=checkpoint")
+    assert rows_of(result) == [("0.0", "preempted", 4), ("0.1", None, 4)]
+    check_curve(jobs, script, 4, result)
+    last, expected = losses(jobs, "0.1"), undisturbed(jobs.tmp / "again", script, 4)
     assert {step: expected[step] for step in last} == last

@@ -1,4 +1,4 @@
-"""Runs that hang, through the console script: found in time, the rank that holds the others up named, then retried.
+"""Hanging runs through the console script: found in time, with the blocking rank named, then retried.
 
 About 5 minutes on 2 cores; every test starts at least one whole run.
 """
@@ -21,15 +21,15 @@ pytestmark = pytest.mark.slow
 PLAIN = ("--nodes", "2", "--launcher", "python")
 TORCH = ("--nodes", "2", "--nproc-per-node", "2")
 LIMIT = 30
-"""Longer than torchrun and then all its ranks need for their imports here, on a busy machine too."""
+"""Seconds, more than torchrun and its ranks need for their imports here, even on a busy machine."""
 SHORT = 5
-"""Longer than a rank without torch needs to start, on a busy machine too."""
+"""Seconds, more than a rank without torch needs to start, even on a busy machine."""
 FOUND_WITHIN = 10
-"""Seconds after `stall_timeout` within which a stall is found."""
+"""Seconds after `stall_timeout` within which a stall must be found."""
 
 
 def stalled(jobs: Jobs, done: Done) -> dict[str, Any]:
-    """The result object, after the checks that hold for every stall."""
+    """Return the result object, after the checks that hold for every stall."""
     result = done.json
     assert (result["state"], result["category"], done.code) == ("failed", "stalled", 1), result
     assert "\n" not in result["reason"]
@@ -39,13 +39,13 @@ def stalled(jobs: Jobs, done: Done) -> dict[str, Any]:
 
 
 def line_of(jobs: Jobs, text: str) -> int:
-    """Where the script says ``text``, counted from 1."""
+    """Return the number of the script's line with ``text``, counted from 1."""
     (found,) = [i for i, line in enumerate((jobs.code / "train.py").read_text().splitlines(), 1) if text in line]
     return found
 
 
 def silent_seconds(jobs: Jobs, run_id: str) -> float:
-    """From the moment that a rank noted as its last sign of life to the one in which the run counted as stalled."""
+    """Return the seconds from the last sign of life that a rank recorded to the decision that the run stalled."""
     (since,) = jobs.store.glob(f"runs/{run_id}/live/artifacts/*/silent-since")
     (decided,) = [record for record in jobs.run(run_id).store.exits(run_id) if record["decided"]]
     return float(decided["failure"]["time_ns"]) / 1e9 - float(since.read_text())
@@ -101,7 +101,7 @@ def test_a_deadlocked_collective_is_found_and_its_culprit_named(jobs: Jobs, culp
 
 
 def stacks_of(run: Run) -> dict[int, str]:
-    """What each rank printed from its first stack on."""
+    """Return each rank's output from its first stack on."""
     found: dict[int, list[str]] = {}
     for line in run.logs():
         if line.rank is not None and (line.rank in found or "(most recent call first)" in line.text):
@@ -110,7 +110,7 @@ def stacks_of(run: Run) -> dict[int, str]:
 
 
 @pytest.mark.proof
-def test_a_run_that_hung_is_tried_again(jobs: Jobs) -> None:
+def test_a_hanging_run_is_tried_again(jobs: Jobs) -> None:
     jobs.write("train.py", DEADLOCK)
     env = ("--env", "CULPRIT=2", "--env", "HANGS=0.0")
     done = jobs.submit("train.py", *TORCH, *env, "--stall-timeout", f"{LIMIT}s", "--retries", "1")
@@ -125,7 +125,7 @@ def test_a_run_that_hung_is_tried_again(jobs: Jobs) -> None:
 
 @pytest.mark.proof
 def test_a_rank_that_never_joins_the_others_is_named(jobs: Jobs) -> None:
-    """Before the process group is there: the others wait for it in torch's rendezvous."""
+    """Check before the process group exists: the other ranks wait in torch's rendezvous."""
     jobs.write(
         "train.py",
         """
@@ -150,7 +150,7 @@ def test_a_rank_that_never_joins_the_others_is_named(jobs: Jobs) -> None:
 # ----------------------------------------------------------------------------------------------------- without torch
 
 
-def test_a_rank_that_answers_nobody_is_named(jobs: Jobs) -> None:
+def test_a_rank_that_does_not_answer_is_named(jobs: Jobs) -> None:
     jobs.write(
         "train.py",
         """
@@ -167,7 +167,7 @@ def test_a_rank_that_answers_nobody_is_named(jobs: Jobs) -> None:
     assert (result["failure"]["node"], result["failure"]["rank"], result["failure"]["line"]) == (1, 1, None)
 
 
-def test_two_ranks_in_two_places_are_both_named_and_none_is_blamed(jobs: Jobs) -> None:
+def test_two_ranks_at_two_lines_are_both_named_and_none_is_blamed(jobs: Jobs) -> None:
     jobs.write(
         "train.py",
         """
@@ -193,7 +193,7 @@ def test_two_ranks_in_two_places_are_both_named_and_none_is_blamed(jobs: Jobs) -
 
 
 @pytest.mark.proof
-def test_a_script_with_a_handler_of_its_own_is_left_to_it(jobs: Jobs) -> None:
+def test_a_script_keeps_its_own_handler(jobs: Jobs) -> None:
     jobs.write(
         "train.py",
         """
@@ -208,14 +208,14 @@ def test_a_script_with_a_handler_of_its_own_is_left_to_it(jobs: Jobs) -> None:
     assert "ours" in done.err
 
 
-def test_a_command_says_nothing_of_where_it_is(jobs: Jobs) -> None:
+def test_a_command_has_no_stack(jobs: Jobs) -> None:
     jobs.write("train.sh", "echo up\nsleep 600\n")
     result = stalled(jobs, jobs.submit("train.sh", "--stall-timeout", f"{SHORT}s"))
     assert result["reason"] == f"no line, metric or checkpoint from any rank for {SHORT} s (seen by node 0)"
 
 
 @pytest.mark.proof
-def test_stacks_can_be_asked_for_by_hand_and_are_a_sign_of_life(jobs: Jobs) -> None:
+def test_stacks_by_hand_are_a_sign_of_life(jobs: Jobs) -> None:
     jobs.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(9)\nprint('done')\n")
     run = jobs.detach("train.py", "--stall-timeout", "6s")
     jobs.printed(run, "up")
@@ -225,7 +225,7 @@ def test_stacks_can_be_asked_for_by_hand_and_are_a_sign_of_life(jobs: Jobs) -> N
     assert 'train.py", line 3 in <module>' in stacks_of(run)[0]
 
 
-def test_the_wait_for_a_node_that_comes_late_is_no_stall(jobs: Jobs) -> None:
+def test_the_wait_for_a_late_node_is_no_stall(jobs: Jobs) -> None:
     late = jobs.write(
         "late-python", f'#!/bin/sh\n[ "$CLOUDTRAIN_ENGINE_NODE" = 1 ] && sleep 6\nexec {sys.executable} "$@"\n'
     )
@@ -236,8 +236,8 @@ def test_the_wait_for_a_node_that_comes_late_is_no_stall(jobs: Jobs) -> None:
 
 
 @pytest.mark.proof
-def test_whatever_stirs_on_any_rank_is_a_sign_of_life(jobs: Jobs) -> None:
-    """Lines, then metrics, then checkpoints: of each alone for longer than the limit."""
+def test_any_activity_on_any_rank_is_a_sign_of_life(jobs: Jobs) -> None:
+    """Check lines, then metrics, then checkpoints, each alone for longer than the limit."""
     jobs.write(
         "train.py",
         """
@@ -279,8 +279,8 @@ print("up", flush=True)
 
 
 @pytest.mark.proof
-def test_what_is_copied_meanwhile_is_no_sign_of_life(jobs: Jobs) -> None:
-    """An artifact that changed just before the hang is mirrored within half a minute of its last copy."""
+def test_a_copied_artifact_is_no_sign_of_life(jobs: Jobs) -> None:
+    """Check an artifact that changed just before the hang: its mirror follows within half a minute of the last copy."""
     limit = 14
     jobs.write(
         "train.py",
@@ -314,14 +314,14 @@ def test_flight_recorders_are_dumped_and_pulled(
     found = {path.name: path.read_bytes() for path in (jobs.tmp / "out/artifacts/flight-recorder/0.0").iterdir()}
     assert set(found) == {f"trace-rank-{rank}" for node in ranks for rank in node}
     assert all(name[-1:].encode() in data for name, data in found.items())
-    said = [line.text for line in jobs.run("r").logs() if "flight-recorder/0.0: " in line.text]
-    assert sorted(text.rpartition(": ")[2] for text in said) == [
+    lines = [line.text for line in jobs.run("r").logs() if "flight-recorder/0.0: " in line.text]
+    assert sorted(text.rpartition(": ")[2] for text in lines) == [
         ", ".join(f"trace-rank-{rank}" for rank in node) for node in ranks
     ]
 
 
-def test_a_dump_that_nobody_asked_for_is_kept_too(jobs: Jobs) -> None:
-    """NCCL's own timeout: it has written its file when the rank fails."""
+def test_a_dump_by_nccl_itself_is_kept_too(jobs: Jobs) -> None:
+    """Check NCCL's own timeout, which has written its file when the rank fails."""
     jobs.write(
         "train.py",
         """
@@ -337,7 +337,7 @@ def test_a_dump_that_nobody_asked_for_is_kept_too(jobs: Jobs) -> None:
 
 
 @pytest.mark.proof
-def test_a_pipe_that_nobody_reads_holds_nothing_up(jobs: Jobs) -> None:
+def test_a_pipe_without_a_reader_blocks_nothing(jobs: Jobs) -> None:
     jobs.write(
         "train.py",
         """

@@ -1,4 +1,4 @@
-"""Whole runs with ``node_check`` and ``min_gpu_util`` on this machine: a bad GPU, and GPUs that stay idle."""
+"""Whole runs with ``node_check`` and ``min_gpu_util`` on this machine: a bad GPU, and idle GPUs."""
 
 from __future__ import annotations
 

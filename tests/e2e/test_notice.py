@@ -1,7 +1,7 @@
-"""One of two nodes is told to stop: all ranks save at one step, and the run continues with the next, no step lost.
+"""One of two nodes gets a stop notice: all ranks save at one step, and the run continues with the next one.
 
-The notice is SIGTERM to a node's first process, as platforms give it 30 s before they take the machine away. A run
-takes several, one after another; each is a trial of its own.
+The notice is SIGTERM to a node's first process: platforms send it 30 s before they take the machine. A run gets several
+in turn; each is a separate trial.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.docker]
 PAUSE, INTERVAL, STEPS = 0.05, 25, 200
 NOTICES = 5
 GRACE_SECONDS = 30.0
-"""What a script has of the platform's grace before it is told by a signal; the rest is for the mirror."""
+"""Seconds of the platform's grace before the script gets a signal; the rest is for the mirror."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """``moment``: after so many steps of a start; while it writes a checkpoint (-1); before its first step (0)."""
+    """One notice. ``moment`` is a number of steps after a start, -1 during a checkpoint, or 0 before the first step."""
 
     node: int
     moment: int
@@ -50,7 +50,8 @@ class Trial:
 
 
 def trial(number: int) -> Trial:
-    """Of the seed: one in five in containers, one in three with the script's own handler and DataLoader workers."""
+    """Draw a trial by the seed: one in five in containers, one in three with the script's own handler and DataLoader
+    workers."""
     draw = random.Random(f"{SEED}-{number}")
     kind = draw.choice(["folder", "dcp", "again", "file"])
     own = ("--handler", "--workers", "2") if number % 3 == 2 else ()
@@ -88,33 +89,33 @@ def test_no_step_is_lost(
     words = (*one.words, "--steps", str(STEPS), "--interval", str(INTERVAL), "--pause", str(PAUSE))
     run = Survivor(jobs, *words, flags=flags)
     for number, notice in enumerate(one.notices):
-        tell(run, f"0.{number}", notice, engine)
+        give_notice(run, f"0.{number}", notice, engine)
     done = run.ended()
     starts = run.check(done, wanted, STEPS)
     attempts = done.json["attempts"]
     assert [attempt["number"] for attempt in attempts] == [f"0.{n}" for n in range(len(one.notices) + 1)]
     why = [(attempt["category"], attempt["node"], attempt["reason"].removesuffix(" (SIGTERM)")) for attempt in attempts]
-    told = [("preempted", notice.node, f"node {notice.node} got a stop signal") for notice in one.notices]
-    assert why == [*told, (None, None, "succeeded")]
-    goes_on_where_it_stopped(list(starts.values()), run.world)
+    notices = [("preempted", notice.node, f"node {notice.node} got a stop signal") for notice in one.notices]
+    assert why == [*notices, (None, None, "succeeded")]
+    check_every_step_once(list(starts.values()), run.world)
     jobs.gone()
     assert engine is None or left(engine, tmp_path) == before
 
 
-def goes_on_where_it_stopped(starts: list[Start], world: int) -> None:
-    """Every rank takes every step once, over all starts; those that were stopped stop at one step."""
+def check_every_step_once(starts: list[Start], world: int) -> None:
+    """Check that every rank takes every step once over all starts, and that stopped ranks stop at one step."""
     step = 0
     for start in starts:
         assert set(start.first.values()) <= {step}
         assert sorted(start.steps) == list(range(step + 1, step + 1 + len(start.steps)))
-        assert {len(said) for said in start.steps.values()} <= {world}
+        assert {len(ranks) for ranks in start.steps.values()} <= {world}
         step += len(start.steps)
         ended = {**start.stopped, **start.done}
         assert ended == ({str(rank): step for rank in range(world)} if start.first else {}), start
     assert step == STEPS
 
 
-def tell(run: Survivor, attempt: str, notice: Notice, engine: Any) -> None:
+def give_notice(run: Survivor, attempt: str, notice: Notice, engine: Any) -> None:
     """Wait for the moment in ``attempt``, and give notice to one node."""
     node = at_node(run, attempt, notice.node, engine)
     if notice.moment == -1:
@@ -126,7 +127,7 @@ def tell(run: Survivor, attempt: str, notice: Notice, engine: Any) -> None:
 
 
 def at_node(run: Survivor, attempt: str, number: int, engine: Any) -> Callable[[], None]:
-    """What gives notice to a node of ``attempt``, once it is there and would hear of it."""
+    """Wait until a node of ``attempt`` exists and handles signals. Return the function that gives it notice."""
     if engine is None:
         pid = run.jobs.wait_for(lambda: run.runtime(attempt, number))
         run.jobs.wait_for(lambda: handles_sigterm(pid))
@@ -138,18 +139,18 @@ def at_node(run: Survivor, attempt: str, number: int, engine: Any) -> Callable[[
 
 
 @pytest.mark.proof
-def test_a_script_that_does_not_listen_loses_an_interval_at_most(
+def test_a_script_without_a_handler_loses_an_interval_at_most(
     jobs: Jobs, uninterrupted: Callable[..., dict[int, str]]
 ) -> None:
-    """It is left to train for the whole grace; what it has saved until then counts."""
+    """Check that it trains for the full grace, and that its saves until then count."""
     wanted = uninterrupted()
     run = Survivor(jobs, "--deaf", "--steps", "200", "--interval", "30", "--pause", "0.2")
     run.until("0.0", "step 20 ")
-    told = time.time()
+    noticed_at = time.time()
     os.kill(jobs.node(1), signal.SIGTERM)
     done = run.ended()
     starts = run.check(done, wanted, 200)
     assert [attempt["reason"] for attempt in done.json["attempts"]] == ["node 1 got a stop signal", "succeeded"]
-    least = settled(starts["0.0"], {"0", "1", "2", "3"}, told + GRACE_SECONDS - 1.0)
+    least = settled(starts["0.0"], {"0", "1", "2", "3"}, noticed_at + GRACE_SECONDS - 1.0)
     assert starts["0.1"].first["0"] >= least >= 60
     jobs.gone()

@@ -1,4 +1,4 @@
-"""The end of a run: node 0 posts to the job's webhook, and a waiting client runs a command."""
+"""Actions at the end of a run: node 0 calls the job's webhook, and a waiting client runs a command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cloudtrain(jobs: Jobs, *words: str) -> tuple[int, dict[str, Any], str]:
 
 def test_node_0_posts_each_end_with_the_secret_by_reference(jobs: Jobs, hook: Hook) -> None:
     jobs.environ["HOOK"] = "s3cret"
-    hook.codes = [200, 500]  # the second end is posted again
+    hook.codes = [200, 500]  # the client posts the second end again
     (jobs.code / "train.py").write_text(
         "import os\nif os.environ['CLOUDTRAIN_ATTEMPT'] == '0.0' and os.environ['RANK'] == '1': raise ValueError('x')\n"
     )
@@ -57,19 +57,19 @@ def test_a_waiting_client_runs_the_command_once_with_the_outcome(jobs: Jobs) -> 
     (jobs.code / "train.py").write_text("raise ValueError('no data')\n")
     names = ("RUN_ID", "RUN", "STATE", "CATEGORY", "REASON", "EXIT_CODE")
     words = "|".join(f"$CLOUDTRAIN_{name}" for name in names)
-    code, result, said = cloudtrain(
+    code, result, messages = cloudtrain(
         jobs, "submit", "train.py", "--run-id", "r1", "--on-end", f'echo "{words}" >> end; exit 7'
     )
     assert (code, result["exit_code"]) == (1, 1)
     assert (jobs.code / "end").read_text().strip().split("|") == [
         "r1", result["run"], "failed", "user_error", result["reason"], "1",
     ]  # fmt: skip
-    assert "--on-end ended with 7; the exit code here is that of the run" in said
+    assert "--on-end ended with 7; the exit code here is that of the run" in messages
     code, _, _ = cloudtrain(jobs, "wait", "r1", "--on-end", "echo $CLOUDTRAIN_STATE > end")
     assert (code, (jobs.code / "end").read_text()) == (1, "failed\n")
 
 
-def test_a_client_that_leaves_cannot_run_it(jobs: Jobs) -> None:
+def test_a_detached_client_cannot_run_it(jobs: Jobs) -> None:
     (jobs.code / "train.py").write_text("print(1)\n")
     code, result, _ = cloudtrain(jobs, "submit", "train.py", "--detach", "--on-end", "true")
     assert (code, result["field"]) == (2, "on_end")

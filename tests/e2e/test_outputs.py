@@ -1,4 +1,4 @@
-"""Outputs of frameworks that write below the working folder: four ranks on several nodes, and all of it is pulled."""
+"""Outputs of frameworks that write below the working folder: four ranks on several nodes, and all files are pulled."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ _HEAVY = dict.fromkeys(("lightning", "transformers", "accelerate"), pytest.mark.
 
 
 @pytest.mark.parametrize("framework", [pytest.param(name, marks=_HEAVY.get(name, ())) for name in CASES])
-def test_what_a_framework_writes_below_the_working_folder_is_pulled_whole(jobs: Jobs, framework: str) -> None:
-    """Lightning, Transformers and Accelerate write their files themselves. The script for Hydra, which the tests do not
-    install, writes files of the names that Hydra gives them."""
+def test_all_files_that_a_framework_writes_below_the_working_folder_are_pulled(jobs: Jobs, framework: str) -> None:
+    """Check Lightning, Transformers and Accelerate themselves. The tests do not install Hydra: a script writes files of
+    its names."""
     script, expected = CASES[framework]
     jobs.write("train.py", script)
-    # A torchrun imports torch, for which the stand-in of Hydra has no use.
+    # The stand-in of Hydra does not need torch, which a torchrun imports.
     shape = (
         ["--nodes", "4", "--launcher", "python"] if framework == "hydra" else ["--nodes", "2", "--nproc-per-node", "2"]
     )
@@ -147,7 +147,7 @@ if os.environ["RANK"] == "0":
 def test_outputs_come_back_from_containers_and_from_rehearsals_of_every_cloud(
     jobs: Jobs, images: Callable[[str], str], nothing_left: None, target: str
 ) -> None:
-    """The three clouds as `rehearse` starts them here."""
+    """Check the clouds as `rehearse` starts them here."""
     jobs.write("train.py", OWN)
     jobs.write(".gitignore", "lightning_logs/\n")
     image, store = images("py313"), str(jobs.store)
@@ -174,8 +174,8 @@ for second in range(300):
 
 
 def test_a_killed_node_loses_at_most_thirty_seconds_of_its_outputs(jobs: Jobs) -> None:
-    assert Timings().output_look == 10.0  # three looks are 30 seconds
-    jobs.shorten(output_look=1.0, output_young=0.5)  # a tenth: three looks are then 3 seconds
+    assert Timings().output_look == 10.0  # three scans take 30 seconds
+    jobs.shorten(output_look=1.0, output_young=0.5)  # a tenth: three scans then take 3 seconds
     jobs.write("train.py", STAMPS)
     run = jobs.detach("train.py", "--nodes", "2", "--launcher", "python")
     outputs = jobs.store / "runs" / run.run_id / "live" / "outputs"
@@ -186,4 +186,4 @@ def test_a_killed_node_loses_at_most_thirty_seconds_of_its_outputs(jobs: Jobs) -
     assert jobs.cli("wait", run.url).code == EXIT_CODES["infra"]
     run.pull(jobs.tmp / "out")
     newest = max(int(path.name.rpartition("-")[2]) for path in (jobs.tmp / "out" / "outputs").rglob("stamp-1-*"))
-    assert killed - newest < 3 + 5  # and the time of one look at the folder on a busy machine
+    assert killed - newest < 3 + 5  # plus the time of one scan on a busy machine

@@ -1,4 +1,4 @@
-"""Scripts that know nothing of cloudtrain and write their checkpoint over the one before, killed again and again."""
+"""Scripts without any knowledge of cloudtrain that overwrite their checkpoint, killed again and again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.slow
 
 STEPS, EVERY, NAP = 300, 50, 0.1
 
-#: As one finds it on the web. `--save` names one file, which rank 0 writes, or with `--shards` one folder of all ranks.
+#: A typical script of the web. `--save` names one file, which rank 0 writes, or with `--shards` one folder of all
+#: ranks.
 SCRIPT = """
 import argparse, os, time
 import torch
@@ -61,20 +62,20 @@ dist.destroy_process_group()
 """
 
 
-def said(run: Run, attempt: int, what: str, rank: int | None = None) -> list[str]:
-    """The rest of the lines of an attempt that begin with ``what``, of one rank or of all."""
+def rest_of_lines(run: Run, attempt: int, what: str, rank: int | None = None) -> list[str]:
+    """Return the rest of the lines of an attempt that begin with ``what``, of one rank or of all."""
     lines = (line for line in run.logs() if line.attempt == f"{attempt}.0" and rank in (None, line.rank))
     return [line.text.removeprefix(what).strip() for line in lines if line.text.startswith(what)]
 
 
 def ranks_of(jobs: Jobs) -> list[int]:
-    """The pids of all ranks: torchrun, which starts them, has the same words and not this variable."""
+    """Return the pids of all ranks. torchrun, their parent, has the same command line, but not this variable."""
     pids = [pid for pid, line in sorted(jobs.processes().items()) if re.search(r"worker\.py train\.py", line)]
     return [pid for pid in pids if jobs.variable(pid, "TORCHELASTIC_RUN_ID")]
 
 
 def uninterrupted(jobs: Jobs, *words: str) -> dict[str, str]:
-    """The losses under bare torchrun."""
+    """Return the losses under bare torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--", "train.py"]
     env = jobs.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -92,7 +93,7 @@ def uninterrupted(jobs: Jobs, *words: str) -> dict[str, str]:
     ],
 )
 def test_a_checkpoint_written_over_the_one_before_is_never_mixed_with_it(jobs: Jobs, words: tuple[str, ...]) -> None:
-    """Each resume leaves a copy of it on every node, and only some of that is what the node writes again."""
+    """Check this because each resume leaves a copy of it on every node, and a node rewrites only some of its files."""
     jobs.write("train.py", SCRIPT)
     rng = random.Random(len(words))
     wanted = uninterrupted(jobs, *words)
@@ -103,19 +104,19 @@ def test_a_checkpoint_written_over_the_one_before_is_never_mixed_with_it(jobs: J
     for attempt in range(2):
         jobs.wait_for(lambda: list(commits.glob(f"{attempt}.0-*/commit.json")))  # noqa: B023  awaited at once
         os.kill(rng.choice(ranks_of(jobs)), signal.SIGKILL)
-        jobs.wait_for(lambda: len(said(run, attempt + 1, "begins at")) == 4)  # noqa: B023
-        assert len(set(said(run, attempt + 1, "begins at"))) == 1, "all ranks are at one step"
+        jobs.wait_for(lambda: len(rest_of_lines(run, attempt + 1, "begins at")) == 4)  # noqa: B023
+        assert len(set(rest_of_lines(run, attempt + 1, "begins at"))) == 1, "all ranks must be at one step"
     done = jobs.cli("wait", run.url, "--json")
     assert (done.code, done.json["state"]) == (0, "succeeded"), done.json
     assert [a["resumed_from"] for a in done.json["attempts"]] == ["", "last.pt", "last.pt"], done.json["attempts"]
 
-    begins = [int(said(run, attempt, "begins at")[0]) for attempt in range(3)]
+    begins = [int(rest_of_lines(run, attempt, "begins at")[0]) for attempt in range(3)]
     assert begins == sorted(set(begins))
     assert all(step % EVERY == 0 for step in begins)
     for attempt, begin in enumerate(begins):
-        loaded = {step for steps in said(run, attempt, "loaded") for step in steps.split()}
-        assert loaded == ({str(begin)} if attempt else set()), "all that is loaded is of one version"
-        losses = dict(pair.split() for pair in said(run, attempt, "step", rank=0))
+        loaded = {step for steps in rest_of_lines(run, attempt, "loaded") for step in steps.split()}
+        assert loaded == ({str(begin)} if attempt else set()), "all loaded files must have one version"
+        losses = dict(pair.split() for pair in rest_of_lines(run, attempt, "step", rank=0))
         assert [int(step) for step in losses] == list(range(begin + 1, begin + 1 + len(losses)))
         assert losses == {step: wanted[step] for step in losses}  # bit for bit
     assert str(STEPS) in losses

@@ -1,4 +1,4 @@
-"""A saved plan is sent as it was shown, also when it was saved beside the code it is about."""
+"""A saved plan is sent as it was shown, even if it was saved next to its code."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def test_the_request_shown_is_the_request_sent(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys; print('args', sys.argv[1:])\n")
     words = ("train.py", "--run-id", "planned-1", "--hp", "lr=1", "--store", "st")
     assert cloudtrain(tmp_path, "plan", *words, "--json", out=tmp_path / "plan.json").returncode == 0
-    shown = json.loads((tmp_path / "plan.json").read_text())
-    assert [file["path"] for file in shown["code"]["files"]] == ["train.py"]
-    assert {"path": "plan.json", "rule": "built-in: this command writes to it"} in shown["code"]["excluded"]
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert [file["path"] for file in plan["code"]["files"]] == ["train.py"]
+    assert {"path": "plan.json", "rule": "built-in: this command writes to it"} in plan["code"]["excluded"]
 
     sent = cloudtrain(tmp_path, "submit", "--plan", "plan.json")
     assert sent.returncode == 0, sent.stderr
     assert "args ['--lr', '1']" in sent.stdout
     recorded = json.loads((tmp_path / "st/runs/planned-1/attempts/0/request.json").read_text())
-    assert {key: recorded[key] for key in shown["request"]} == shown["request"]
+    assert {key: recorded[key] for key in plan["request"]} == plan["request"]
     context = json.loads((tmp_path / "st/runs/planned-1/container/context.json").read_text())
-    assert context == shown["request"]["context"]
+    assert context == plan["request"]["context"]
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_a_plan_of_other_code_is_refused(tmp_path: Path) -> None:
     ("source", {"folder": "."}, "TypeError: "),
     ("job", {"script": "train.py"}, "script: no such field"),
 ])  # fmt: skip
-def test_a_plan_of_an_older_form_is_one_clear_line(
+def test_a_plan_of_an_older_format_is_one_clear_line(
     tmp_path: Path, part: str, changed: dict[str, Any] | None, why: str
 ) -> None:
     code = tmp_path / "code"

@@ -1,4 +1,4 @@
-"""`cloudtrain reconcile` of runs whose nodes this machine starts: what it sends, what it leaves to the supervisor.
+"""`cloudtrain reconcile` of runs whose nodes this machine starts: its own submissions, and the supervisor's part.
 
 About 20 s on 2 cores.
 """
@@ -33,7 +33,7 @@ def never_sent(jobs: Jobs, *flags: str, **environ: str) -> None:
     assert client.returncode == 99
 
 
-def test_two_at_once_send_what_was_recorded_and_never_sent_once(jobs: Jobs) -> None:
+def test_two_clients_send_a_recorded_unsent_attempt_once(jobs: Jobs) -> None:
     never_sent(jobs)
     started = [jobs.start("reconcile", str(jobs.store), "--json") for _ in range(2)]
     for process in started:
@@ -54,7 +54,7 @@ def test_two_at_once_send_what_was_recorded_and_never_sent_once(jobs: Jobs) -> N
         pytest.param("Store.write_submitted", "after", marks=pytest.mark.proof),
     ],
 )
-def test_one_that_dies_leaves_a_run_that_the_next_goes_on_with(jobs: Jobs, call: str, moment: str) -> None:
+def test_the_next_client_continues_the_run_of_a_dead_one(jobs: Jobs, call: str, moment: str) -> None:
     never_sent(jobs)
     owner = "cloudtrain.providers.local" if call.startswith("Provider") else "cloudtrain.store.store"
     client = jobs.start("reconcile", str(jobs.store), python=dying(f"{owner}:{call}", moment))
@@ -68,7 +68,7 @@ def test_one_that_dies_leaves_a_run_that_the_next_goes_on_with(jobs: Jobs, call:
     jobs.gone(5)
 
 
-def test_a_secret_that_is_not_there_is_named_and_nothing_is_sent(jobs: Jobs) -> None:
+def test_a_missing_secret_is_named_and_nothing_is_sent(jobs: Jobs) -> None:
     never_sent(jobs, "--secret", "TOKEN", TOKEN="t")
     done = jobs.cli("reconcile", str(jobs.store), "--json")
     (row,) = done.json["runs"]
@@ -92,9 +92,9 @@ def test_a_run_whose_supervisor_was_killed_is_closed(jobs: Jobs) -> None:
     assert jobs.cli("reconcile", str(jobs.store), "--json").json["runs"] == []
 
 
-def test_a_run_whose_supervisor_was_killed_begins_again_where_retries_are_left(jobs: Jobs) -> None:
+def test_a_run_whose_supervisor_was_killed_starts_again_if_retries_are_left(jobs: Jobs) -> None:
     jobs.write("hold.py", "import time\nprint('holding', flush=True)\ntime.sleep(60)\n")
-    jobs.shorten(stop_grace=6)  # the script does not listen
+    jobs.shorten(stop_grace=6)  # the script ignores the stop
     run = jobs.detach("hold.py", "--run-id", "r", "--retries", "3", "--launcher", "python")
     jobs.printed(run, "holding")
     os.kill(jobs.supervisor(), signal.SIGKILL)
@@ -109,17 +109,17 @@ def test_a_run_whose_supervisor_was_killed_begins_again_where_retries_are_left(j
     assert sorted(run.store.attempts("r")) == [0, 1]
 
 
-def test_another_machine_s_run_is_no_failure_of_a_store(jobs: Jobs) -> None:
-    """Its supervisor's files are there alone; a store that both reach does not have them."""
+def test_another_machine_s_run_is_not_a_fault_of_the_store(jobs: Jobs) -> None:
+    """Check a run whose supervisor's files are on another machine; the shared store does not have them."""
     assert jobs.cli(*words(jobs)).code == 0
     run = jobs.run("r")
     run.wait(timeout=60)
-    jobs.gone(30)  # its supervisor writes the result, too
+    jobs.gone(30)  # its supervisor writes the result too
     folder = Path(jobs.store, "runs/r")
     (folder / "result.json").unlink()
-    noted = json.loads((folder / "attempts/0/submitted.json").read_text())
-    noted["native_id"] = "another:/home/them/supervisor"
-    (folder / "attempts/0/submitted.json").write_text(json.dumps(noted))
+    record = json.loads((folder / "attempts/0/submitted.json").read_text())
+    record["native_id"] = "another:/home/them/supervisor"
+    (folder / "attempts/0/submitted.json").write_text(json.dumps(record))
     done = jobs.cli("reconcile", str(jobs.store), "--json")
     (row,) = done.json["runs"]
     assert (done.code, row["exit_code"]) == (0, 0)

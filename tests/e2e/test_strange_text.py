@@ -1,4 +1,5 @@
-"""Text of every kind reaches the script unchanged: arguments, environment, hyperparameters; with and without torchrun.
+"""Text of every kind reaches the script unchanged as arguments, environment and hyperparameters, with and without
+torchrun.
 
 One run carries many values at once. About 20 s on 2 cores.
 """
@@ -22,7 +23,7 @@ from cloudtrain.runs.submit import send_plan as send
 from cloudtrain.settings.settings import Settings
 
 pytestmark = pytest.mark.slow
-#: Each is a whole run of 40 texts.
+#: Number of whole runs of 40 texts each.
 TRIALS = max(2, int(os.environ.get("CLOUDTRAIN_TRIALS") or 0) // 20)
 
 FIXED = [
@@ -60,8 +61,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     made.close()
 
 
-def seen(jobs: Jobs, texts: list[str], *, processes: int, style: str = "flags") -> list[dict[str, Any]]:
-    """What each rank saw of ``texts`` as arguments, variables and hyperparameters."""
+def run_with(jobs: Jobs, texts: list[str], *, processes: int, style: str = "flags") -> list[dict[str, Any]]:
+    """Run with ``texts`` as arguments, variables and hyperparameters. Return each rank's view of them."""
     env = {f"V{i}": text for i, text in enumerate(texts)}
     job = Job.make(
         entry_point="train.py", args=texts, env={**env, "NAMES": json.dumps(sorted(env))}, hyperparameter_style=style,
@@ -79,7 +80,7 @@ def seen(jobs: Jobs, texts: list[str], *, processes: int, style: str = "flags") 
 
 
 def check(jobs: Jobs, texts: list[str], *, processes: int) -> None:
-    ranks = seen(jobs, texts, processes=processes)
+    ranks = run_with(jobs, texts, processes=processes)
     assert len(ranks) == processes
     flags = [word for i, text in enumerate(texts) for word in (f"--h{i:03}", text)]
     for rank in ranks:
@@ -97,7 +98,7 @@ def test_the_known_troublemakers(jobs: Jobs, processes: int) -> None:
 
 
 def test_hydra_style(jobs: Jobs) -> None:
-    (rank,) = seen(jobs, FIXED, processes=1, style="hydra")
+    (rank,) = run_with(jobs, FIXED, processes=1, style="hydra")
     assert rank["argv"][: len(FIXED)] == [f"h{i:03}={text}" for i, text in enumerate(FIXED)]
 
 
@@ -110,7 +111,7 @@ def test_any_text(jobs: Jobs, processes: int, texts: list[str]) -> None:
 
 
 def test_through_the_command_line(jobs: Jobs) -> None:
-    """The same through flags: everything after -- is the script's, and --env and --hp take the rest of their word."""
+    """Check the same through flags: words after -- are the script's, and --env and --hp take the rest of their word."""
     texts = [t for t in FIXED if "{inputs" not in t]
     pairs = [word for i, text in enumerate(texts) for word in ("--env", f"V{i}={text}")]
     names = json.dumps([f"V{i}" for i in range(len(texts))])
@@ -122,7 +123,7 @@ def test_through_the_command_line(jobs: Jobs) -> None:
     assert rank["env"] == {f"V{i}": text for i, text in enumerate(texts)}
 
 
-def test_a_placeholder_that_is_the_resume_folder(jobs: Jobs) -> None:
+def test_the_placeholder_of_the_resume_folder(jobs: Jobs) -> None:
     jobs.write(
         "resumes.py",
         """

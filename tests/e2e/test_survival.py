@@ -1,8 +1,9 @@
-"""A run that is killed, anywhere and by anything, goes on from its newest whole checkpoint, as if nothing had been.
+"""A run that is killed, anywhere and by anything, resumes from its newest complete checkpoint as if undisturbed.
 
-A trial: the script of the tests' own, one kind of checkpoint, a provider, a victim and a moment. After each kill the
-run must resume by itself, not from before what was surely complete then (see `trials.settled`), never from half of
-something, and every step must have the loss and the state, bit for bit, of the run that nothing befell.
+A trial has the tests' own script, one kind of checkpoint, a provider, a victim and a moment. After each kill the run
+must resume by itself. It must not resume from before the checkpoint that was surely complete then (see
+`trials.settled`), nor from an incomplete one. Every step must have the loss and the state of the undisturbed run, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.docker]
 PAUSE = 0.1
 STEPS = {"folder": 150, "dcp": 150, "again": 300, "file": 300}
 INTERVAL = {"folder": 30, "dcp": 30, "again": 60, "file": 60}
-"""What is rewritten in place has to stay as it is for a while, or it is never finished."""
+"""Steps between checkpoints. A rewritten one must stay unchanged for a while to count as finished."""
 IN_PLACE = ("again", "file")
-"""Of these a run is killed twice: the second time when it has written over what it was given."""
+"""Kinds with two kills of a run: the second one after it has overwritten the restored checkpoint."""
 MOMENTS = {"folder": (1, 120), "dcp": (1, 120), "again": (120, 180), "file": (120, 180)}
-"""Steps that the first blow may fall in: so early that the run is not over when the last one comes."""
+"""Range of steps of the first kill: so early that the run is not over at the last one."""
 KILL_RANK = """
 import os, signal, sys
 from pathlib import Path
@@ -48,7 +49,8 @@ for folder in Path("/proc").glob("[0-9]*"):
 
 @dataclass(frozen=True)
 class Trial:
-    """``moment``: during the step, or the writing of the checkpoint, called ``step``; ``start``: before the first."""
+    """One trial. ``moment`` is during step ``step``, during the write of its checkpoint, or ``start``, before the
+    first."""
 
     provider: str
     victim: str
@@ -60,7 +62,7 @@ class Trial:
 
     @property
     def sign(self) -> str:
-        """The line after which its moment begins."""
+        """Return the line after which its moment begins."""
         return {
             "step": f"step {self.step} ", "saving": f"saving {self.step}", "start": "cloudtrain: attempt"
         }[self.moment]  # fmt: skip
@@ -70,7 +72,7 @@ class Trial:
 
 
 def trial(number: int) -> Trial:
-    """Every provider with every victim in turn, the rest drawn by the seed."""
+    """Draw a trial: every provider with every victim in turn, the rest by the seed."""
     draw = random.Random(f"{SEED}-{number}")
     provider, victim = [("local", "rank"), ("docker", "node"), ("local", "node"), ("docker", "rank")][number % 4]
     kind = draw.choice(["folder", "dcp", "again", "file"])
@@ -138,8 +140,8 @@ def test_a_killed_run_goes_on(
     for blow, (start, following) in zip(blows, itertools.pairwise(starts.values()), strict=True):
         resumed = following.first["0"]
         assert resumed >= settled(start, {"0"} if one.kind == "file" else {"0", "1", "2", "3"}, blow.when)
-        if blow.whole:  # nothing that was complete is lost
-            least = blow.whole[-1].name.removeprefix("step-")
+        if blow.complete_before:  # nothing complete may be lost
+            least = blow.complete_before[-1].name.removeprefix("step-")
             assert resumed >= (int(least) if least.isdigit() else INTERVAL[one.kind])
     jobs.gone()
     assert not [*(tmp_path / "scratch").glob("cloudtrain-*")]
@@ -148,20 +150,20 @@ def test_a_killed_run_goes_on(
 
 @dataclass(frozen=True)
 class Blow:
-    """``when`` it fell (Unix seconds), and what was complete just before."""
+    """One kill: its time ``when`` (Unix seconds), and the checkpoints complete just before."""
 
     when: float
-    whole: list[Checkpoint]
+    complete_before: list[Checkpoint]
 
 
 class Strike:
-    """Kills the victim of a trial, without a word."""
+    """Kills the victim of a trial without warning."""
 
     def __init__(self, one: Trial) -> None:
         self.one, self.engine = one, None
 
     def __call__(self, run: Survivor) -> Blow:
-        blow = Blow(whole=complete(run.live / "checkpoints"), when=time.time())
+        blow = Blow(complete_before=complete(run.live / "checkpoints"), when=time.time())
         if self.engine is not None:
             self.in_container(run, self.engine)
         elif self.one.victim == "rank":

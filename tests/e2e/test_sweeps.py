@@ -1,4 +1,4 @@
-"""Sweeps by the real console script on provider local: the whole drive, two clients of which one is killed, pruning."""
+"""Sweeps through the real console script on provider local: a complete sweep, two clients with one killed, pruning."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ width = [8, 16, 32]
 
 
 class Sweeps:
-    """tune.toml in the code folder, and what its trials have left."""
+    """A tune.toml in the code folder, and the records of its trials."""
 
     def __init__(self, jobs: Jobs) -> None:
         self.jobs, self.started = jobs, jobs.tmp / "started.txt"
@@ -93,7 +93,7 @@ def entries(sweep: Sweep, kind: str) -> Sequence[dict[str, Any]]:
 
 
 def check_once(sweeps: Sweeps, sweep: Sweep, count: int) -> None:
-    """Each of ``count`` trials has one run of one attempt, which started once; and the sweep ended once."""
+    """Check that each of ``count`` trials has one run of one attempt, started once, and that the sweep ended once."""
     names = [f"{sweep.id}-{n:04d}" for n in range(count)]
     assert [entry["run"] for entry in entries(sweep, "trial")] == names
     assert sweep.store.runs() == names
@@ -128,7 +128,7 @@ def test_a_sweep_prunes_and_gives_the_best_checkpoint(sweeps: Sweeps) -> None:
         *(pytest.param(name, marks=[pytest.mark.remote, pytest.mark.proof]) for name in ("s3", "azure", "gcs")),
     ],
 )
-def test_two_clients_of_which_one_is_killed(sweeps: Sweeps, place: str, request: pytest.FixtureRequest) -> None:
+def test_two_clients_with_one_killed(sweeps: Sweeps, place: str, request: pytest.FixtureRequest) -> None:
     jobs = sweeps.jobs
     if place != "folder":
         jobs.store = request.getfixturevalue(f"{place}_url")
@@ -150,8 +150,9 @@ def test_two_clients_of_which_one_is_killed(sweeps: Sweeps, place: str, request:
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_from_its_record_alone(sweeps: Sweeps, tmp_path: Path) -> None:
-    """A client without the code drives it; changed limits open it again; a cancelled one ends."""
+def test_a_sweep_continues_from_its_record_alone(sweeps: Sweeps, tmp_path: Path) -> None:
+    """Check that a client without the code drives it, that changed limits open it again, and that a cancelled
+    one ends."""
     sweeps.tune(trials=2)
     first = sweeps.cli("sweep", "tune.toml", "--sweep-id", "tune-1", "--detach", "--json")
     assert (first.code, first.json["counts"]["running"]) == (0, 2)
@@ -197,7 +198,7 @@ def digits(sweeps: Sweeps, *, trials: int, epochs: int, image: str = "") -> None
 
 
 def check_best(sweeps: Sweeps, result: dict[str, Any], store: Path) -> None:
-    """The best trial's checkpoint comes back, whole."""
+    """Check that the best trial's checkpoint is pulled in full."""
     best, known = result["best"], [row["value"] for row in result["trials"] if row["state"] == "succeeded"]
     assert best["value"] == min(known) < 0.7
     pulled = sweeps.jobs.cli(

@@ -1,6 +1,6 @@
-"""Disks and stores in trouble: training goes on, or ends with a clear cause, and nothing that was complete is lost.
+"""Failing disks and stores: training continues, or ends with a clear cause, and no complete checkpoint is lost.
 
-2 nodes of one rank each, whose script refuses to resume from anything that is not whole (see survivor.py).
+2 nodes of one rank each, whose script refuses to resume from an incomplete checkpoint (see survivor.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Losses = Callable[..., dict[int, str]]
 
 
 def fill(folder: Path) -> Path:
-    """A file that takes all the room that is left there."""
+    """Write a file that fills the disk."""
     path = folder / "filler"
     with open(path, "wb", buffering=0) as stream:
         for size in (1 << 16, 1):
@@ -46,14 +46,15 @@ def start(jobs: Jobs, *words: str, flags: tuple[str, ...] = ()) -> Survivor:
     return Survivor(jobs, *WORDS, *words, flags=(*SHAPE, *flags), processes=1)
 
 
-def whole(run: Survivor) -> list[Checkpoint]:
+def complete_checkpoints(run: Survivor) -> list[Checkpoint]:
     return complete(run.live / "checkpoints")
 
 
 def committed(run: Survivor, name: str, attempt: str = "0.0") -> Checkpoint:
-    """That checkpoint of that attempt, once it is complete."""
+    """Wait until that checkpoint of that attempt is complete, and return it."""
     return run.jobs.wait_for(
-        lambda: next((c for c in whole(run) if c.name == name and c.commit["attempt"] == attempt), None), 120
+        lambda: next((c for c in complete_checkpoints(run) if c.name == name and c.commit["attempt"] == attempt), None),
+        120,
     )
 
 
@@ -61,8 +62,8 @@ def shard(found: Checkpoint, node: int) -> Path:
     return found.folder / f"node-{node}" / found.name / f"shard-{node}.pt"
 
 
-def said(run: Survivor, *words: str) -> list[str]:
-    """The runtime's own lines with all ``words`` in them."""
+def own_lines(run: Survivor, *words: str) -> list[str]:
+    """Return the runtime's own lines that contain all ``words``."""
     return [line.text for line in run.lines() if line.rank == "-" and all(word in line.text for word in words)]
 
 
@@ -71,7 +72,7 @@ def said(run: Survivor, *words: str) -> list[str]:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("seconds", [10, 30])
-def test_a_store_that_is_away_stops_nothing(jobs: Jobs, uninterrupted: Losses, seconds: int) -> None:
+def test_an_unreachable_store_does_not_stop_training(jobs: Jobs, uninterrupted: Losses, seconds: int) -> None:
     run = start(jobs, "--steps", str(10 * seconds), "--pause", "0.15")
     committed(run, "step-30")
     away = run.live.with_name("away")
@@ -82,13 +83,13 @@ def test_a_store_that_is_away_stops_nothing(jobs: Jobs, uninterrupted: Losses, s
     after = max(run.starts()["0.0"].steps)
     run.live.unlink()
     away.rename(run.live)
-    assert after > before + 2 * seconds  # a third of what an idle machine takes in that time
-    jobs.wait_for(lambda: _step(whole(run)[-1]) > before, 30)
+    assert after > before + 2 * seconds  # a third of an idle machine's steps in that time
+    jobs.wait_for(lambda: _step(complete_checkpoints(run)[-1]) > before, 30)
     done = run.ended()
     run.check(done, uninterrupted(2, 1), 10 * seconds)
     assert len(done.json["attempts"]) == 1
-    assert whole(run)[-1].name == f"step-{10 * seconds}"
-    assert 1 <= len(said(run, "trying again")) <= 20  # said, but not every second
+    assert complete_checkpoints(run)[-1].name == f"step-{10 * seconds}"
+    assert 1 <= len(own_lines(run, "trying again")) <= 20  # reported, but not every second
     jobs.gone()
 
 
@@ -97,39 +98,39 @@ def _step(found: Checkpoint) -> int:
 
 
 @pytest.mark.proof
-def test_a_full_store_stops_no_training_and_is_caught_up_with(jobs: Jobs, uninterrupted: Losses) -> None:
+def test_a_full_store_does_not_stop_training_and_gets_all_later(jobs: Jobs, uninterrupted: Losses) -> None:
     with small_disk(jobs.store / "runs" / "full" / "live", "24m") as live:
         run = start(jobs, "--steps", "200", flags=("--run-id", "full"))
         committed(run, "step-30")
         filler = fill(live)
         run.until("0.0", "step 110 ")
-        assert _step(whole(run)[-1]) <= 60
+        assert _step(complete_checkpoints(run)[-1]) <= 60
         filler.unlink()
         done = run.ended()
         run.check(done, uninterrupted(2, 1), 200)
         assert len(done.json["attempts"]) == 1
-        assert whole(run)[-1].name == "step-200"
-        assert said(run, FULL)
+        assert complete_checkpoints(run)[-1].name == "step-200"
+        assert own_lines(run, FULL)
         jobs.gone()
 
 
 @pytest.mark.proof
-def test_a_kill_while_the_store_is_full_loses_nothing_that_was_complete(jobs: Jobs, uninterrupted: Losses) -> None:
+def test_a_kill_while_the_store_is_full_loses_no_complete_checkpoint(jobs: Jobs, uninterrupted: Losses) -> None:
     with small_disk(jobs.store / "runs" / "full" / "live", "24m") as live:
         run = start(jobs, "--steps", "200", flags=("--run-id", "full", "--retries", "3"))
         committed(run, "step-30")
         filler = fill(live)
         run.until("0.0", "step 80 ")
-        newest = whole(run)[-1]
+        newest = complete_checkpoints(run)[-1]
         os.kill(run.rank(1), signal.SIGKILL)
         jobs.wait_for(lambda: run.attempt() != "0.0" or jobs.run("full").status().final, 60)
         filler.unlink()
         done = run.ended()
-        assert newest.folder in [found.folder for found in whole(run)]
+        assert newest.folder in [found.folder for found in complete_checkpoints(run)]
         if done.json["state"] == "succeeded":
             run.check(done, uninterrupted(2, 1), 200)
             assert run.starts()["1.0"].first["0"] >= _step(newest)
-        else:  # its retries are used up before there is room again: then it says what it was that was full
+        else:  # its retries are used up before there is room again: then the reason names the full disk
             assert FULL in done.json["reason"], done.json
         jobs.gone()
 
@@ -143,7 +144,7 @@ def test_a_full_scratch_disk_is_named(jobs: Jobs) -> None:
         assert (result["state"], result["category"]) == ("failed", "user_error")
         assert FULL in result["reason"]
         assert result["failure"]["file"] == "survivor.py"
-        newest = whole(run)[-1]
+        newest = complete_checkpoints(run)[-1]
         assert {_size(newest.folder / key) for key in newest.commit["files"]} == {
             file["size"] for file in newest.commit["files"].values()
         }
@@ -154,15 +155,15 @@ def _size(path: Path) -> int:
     return path.stat().st_size
 
 
-# ----------------------------------------------------------------------------------------------- what is not as it was
+# -------------------------------------------------------------------------------------------------- changed checkpoints
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("damage", ["truncated", "altered"])
-def test_what_was_damaged_after_its_commit_is_skipped_in_one_line(
+def test_a_checkpoint_damaged_after_its_commit_is_skipped_in_one_line(
     jobs: Jobs, uninterrupted: Losses, damage: str
 ) -> None:
-    """First a shard is damaged; then, of the same checkpoint of the next attempt, one is the former attempt's."""
+    """Damage a shard first. In the next attempt's same checkpoint, put a shard of the former attempt."""
     run = start(jobs, "--steps", "150", flags=("--retries", "3"))
     first = committed(run, "step-60")
     hurt, other = shard(first, 0), shard(first, 1).read_bytes()
@@ -176,7 +177,7 @@ def test_what_was_damaged_after_its_commit_is_skipped_in_one_line(
     done = run.ended()
     run.check(done, uninterrupted(2, 1), 150)
     assert [attempt["resumed_from"] for attempt in done.json["attempts"]] == ["", "step-30", "step-30"]
-    # One that looks whole and is not was removed with the next commit; one that is too short stays as it is.
+    # A checkpoint that looks complete but is damaged goes with the next commit; one that is too short stays.
     for attempt, wrong in (("1.0", [first]), ("2.0", [again] if damage == "altered" else [first, again])):
         lines = [line.text for line in run.lines() if line.attempt == attempt and "checkpoint step-60" in line.text]
         assert len(lines) == len(wrong), lines
@@ -184,8 +185,9 @@ def test_what_was_damaged_after_its_commit_is_skipped_in_one_line(
 
 
 @pytest.mark.proof
-def test_stale_copies_that_come_back_are_never_preferred(jobs: Jobs, uninterrupted: Losses, tmp_path: Path) -> None:
-    """As a platform that keeps a folder in step from several machines may bring back what one of them has deleted."""
+def test_restored_stale_copies_are_never_preferred(jobs: Jobs, uninterrupted: Losses, tmp_path: Path) -> None:
+    """Check this because a platform that syncs a folder from several machines may restore a file that one of them
+    deleted."""
     run = start(jobs, "--steps", "200", flags=("--retries", "3"))
     old = committed(run, "step-30").folder
     shutil.copytree(old, tmp_path / "old")
@@ -196,7 +198,9 @@ def test_stale_copies_that_come_back_are_never_preferred(jobs: Jobs, uninterrupt
     for folder in folders:
         shutil.copytree(tmp_path / "old", folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
     (folders[-1] / "commit.json").unlink()
-    shutil.copyfile(shard(whole(run)[0], 1), shard(whole(run)[-1], 1).with_name("shard-7.pt"))
+    shutil.copyfile(
+        shard(complete_checkpoints(run)[0], 1), shard(complete_checkpoints(run)[-1], 1).with_name("shard-7.pt")
+    )
     os.kill(run.rank(0), signal.SIGKILL)
     done = run.ended()
     starts = run.check(done, uninterrupted(2, 1), 200)

@@ -1,4 +1,4 @@
-"""DDP with DataLoader workers and no handler of a signal: it saves at a notice, and prints its loss to the last bit."""
+"""DDP with DataLoader workers and no signal handler: it saves on a stop notice, and prints exact losses."""
 
 import os
 import time

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.remote, pytest.mark.slow]
 def made(
     tmp_path_factory: pytest.TempPathFactory, azure_server: str, engine: Any, images: Callable[[str], str]
 ) -> Iterator[AzureMLWorld]:
-    """A world of this class's own, with the environment that leads to it."""
+    """Give a FakePlatform for this class alone, with its environment."""
     folder = tmp_path_factory.mktemp("world")
     with at_work(folder, engine, lambda: AzureMLWorld(folder, azurite=azure_server, image=images("pip"))) as world:
         yield world
@@ -52,7 +52,7 @@ class TestWholeRuns:
     def test_a_preempted_job_is_followed_by_another_that_resumes_bit_for_bit(
         self, client: AzureClient, whole: dict[int, float], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The first one fails, as is reported; with mounted folders that lag."""
+        """Check with mounted folders that lag. The first job fails, as users report."""
         monkeypatch.setattr(client.world.plane, "sync_lag", 1.0)
         epoch = random.Random(7).randrange(1, 3)
         words = client.words(DDP, "spot", *TRAIN, "--spot", "--retries", "1", "--keep-checkpoints", "2")

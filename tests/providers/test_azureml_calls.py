@@ -1,4 +1,4 @@
-"""Provider ``azureml`` and a workspace that gives trouble: what passes, what is lost, what expires, and who may not."""
+"""Provider ``azureml`` and an unreliable workspace: passing faults, lost answers, expired tokens, missing roles."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ pytestmark = [pytest.mark.remote]
 
 @pytest.fixture
 def idle(tmp_path: Path, azure_environment: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[AzureMLWorld]:
-    """A world without a machine to give: its jobs stay Queued until they are cancelled."""
+    """Give a workspace without machines: its jobs stay Queued until they are cancelled."""
     world = AzureMLWorld(tmp_path, azurite=azure_environment, image="team/none:1", runs=False)
     for name, value in world.plane.environ().items():
         monkeypatch.setenv(name, value)
     world.plane.no_capacity = True
     yield world
     world.close()
-    assert world.plane.wire.leaks == [], "a token of the resource manager went where none belongs"
+    assert world.plane.wire.leaks == [], "a token of the resource manager went to another service"
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_shell_needs_a_key_and_a_job_that_lets_it_in(idle: AzureMLWorld) -> No
     assert caught.value.field == "azureml.ssh_public_key"
 
 
-# ---------------------------------------------------------------------------------------------------- what passes again
+# ------------------------------------------------------------------------------------------------------- passing faults
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_shell_needs_a_key_and_a_job_that_lets_it_in(idle: AzureMLWorld) -> No
     [Fault.throttled("PUT job", 2), Fault.broken("PUT job", 2), Fault.broken("PUT job", 2, status=503)],
     ids=lambda fault: fault.error.status,
 )
-def test_what_passes_is_tried_again(idle: AzureMLWorld, fault: Fault) -> None:
+def test_passing_faults_are_retried(idle: AzureMLWorld, fault: Fault) -> None:
     idle.plane.wire.faults.append(dataclasses.replace(fault))
     run = idle.send(idle.plan(run_id="again"))
     assert run.status().state == "pending"
@@ -103,7 +103,7 @@ def test_what_passes_is_tried_again(idle: AzureMLWorld, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault("PUT job", done=True), Fault.broken("PUT job", done=True)])
-def test_an_answer_that_is_lost_is_no_second_job(idle: AzureMLWorld, fault: Fault) -> None:
+def test_a_lost_answer_makes_no_second_job(idle: AzureMLWorld, fault: Fault) -> None:
     idle.plane.wire.faults.append(dataclasses.replace(fault))
     run = idle.send(idle.plan(run_id="lost"))
     assert run.status().state == "pending"
@@ -119,7 +119,7 @@ def test_a_job_that_another_client_has_just_created_is_the_same(idle: AzureMLWor
     assert len(idle.plane.jobs) == 1
 
 
-def test_a_job_of_that_name_that_is_somebody_else_s(idle: AzureMLWorld) -> None:
+def test_a_foreign_job_of_that_name_is_a_conflict(idle: AzureMLWorld) -> None:
     plan = idle.plan(run_id="taken")
     name, body = idle.serialised(plan.request)
     body["properties"]["tags"] = {}
@@ -132,7 +132,7 @@ def test_a_job_of_that_name_that_is_somebody_else_s(idle: AzureMLWorld) -> None:
 
 
 def test_a_job_of_an_earlier_run_of_that_id_is_not_taken_for_this_one(idle: AzureMLWorld) -> None:
-    """The run's folder is removed, and its id used again."""
+    """Check after the run's folder was deleted and its id used again."""
     plan = idle.plan(run_id="twice")
     name, body = idle.serialised(plan.request)
     body["properties"]["tags"]["cloudtrain.request"] = "another"
@@ -143,7 +143,7 @@ def test_a_job_of_an_earlier_run_of_that_id_is_not_taken_for_this_one(idle: Azur
     assert idle.plane.wire.count("PUT job") == 0
 
 
-def test_a_throttled_wait_asks_no_sooner_than_it_is_told(idle: AzureMLWorld) -> None:
+def test_a_throttled_wait_obeys_retry_after(idle: AzureMLWorld) -> None:
     run, wire = idle.send(idle.plan(run_id="slowly")), idle.plane.wire
     wire.faults.append(Fault.throttled("GET job", 1, seconds=3))
     threading.Timer(1.0, only(idle).stop).start()
@@ -179,7 +179,7 @@ def test_cancelled_while_it_waits_for_machines(idle: AzureMLWorld) -> None:
 
 
 def test_a_wait_that_is_too_long_ends_as_a_lack_of_capacity(idle: AzureMLWorld) -> None:
-    """Queued for ever, and no word of a quota: the client that waits ends it."""
+    """Check a job that stays Queued without a message about a quota: the waiting client ends it."""
     run = idle.send(idle.plan({"max_wait": 1}, run_id="never"))
     result = run.wait(timeout=PATIENCE, poll=0.2)
     assert (result["state"], result["category"], result["exit_code"]) == ("failed", "capacity", 4)
@@ -189,7 +189,7 @@ def test_a_wait_that_is_too_long_ends_as_a_lack_of_capacity(idle: AzureMLWorld) 
 # ------------------------------------------------------------------------------------------------------ tokens and SAS
 
 
-def test_a_token_that_no_longer_counts_is_fetched_anew_in_a_long_wait(idle: AzureMLWorld) -> None:
+def test_a_revoked_token_is_replaced_in_a_long_wait(idle: AzureMLWorld) -> None:
     wire = idle.plane.wire
     run = idle.send(idle.plan(run_id="expires"))
     native = str(run.result()["native_id"])
@@ -207,7 +207,7 @@ def test_a_token_that_no_longer_counts_is_fetched_anew_in_a_long_wait(idle: Azur
 
 
 def test_a_token_near_its_end_is_replaced_before_it_fails(idle: AzureMLWorld) -> None:
-    idle.plane.wire.token_seconds = 200.0  # azure-core asks for another from 300 s before the end on
+    idle.plane.wire.token_seconds = 200.0  # azure-core asks for a new token in the last 300 s
     run = idle.send(idle.plan(run_id="renews"))
     before = idle.plane.wire.count("GET token")
     again = type(idle.provider)(**dataclasses.asdict(idle.provider.settings))
@@ -245,8 +245,8 @@ def test_the_token_of_the_resource_manager_goes_nowhere_else(idle: AzureMLWorld)
     ],
 )
 def test_every_byte_of_every_node_comes_once(idle: AzureMLWorld, at_the_end: int, late: bool) -> None:
-    """Of 8 nodes, whose logs grow by pieces that end anywhere, in characters too, while signatures expire; ``late``:
-    most of them as the job ends."""
+    """Check 8 nodes whose logs end mid-character while signatures expire. With ``late``, most bytes come after
+    the end."""
     draw = random.Random(8)
     idle.plane.blobs.at_the_end, idle.plane.blobs.sas_seconds = at_the_end, 2.0
     run = idle.send(idle.plan({"instance_count": 8}, run_id="bytes"))
@@ -275,10 +275,10 @@ def test_every_byte_of_every_node_comes_once(idle: AzureMLWorld, at_the_end: int
     for line in run.logs(follow=True, poll=0.1):
         found.setdefault(str(line.node), []).append(line.text)
     assert found == {str(node): lines for node, lines in enumerate(texts)}
-    assert idle.plane.wire.count("GET details") > 1, "no signature had to be fetched anew"
+    assert idle.plane.wire.count("GET details") > 1, "no signature had to be renewed"
 
 
-def test_a_node_that_dies_before_its_peers_begin_is_seen_at_once(idle: AzureMLWorld) -> None:
+def test_a_node_that_dies_before_its_peers_begin_is_reported_at_once(idle: AzureMLWorld) -> None:
     run = idle.send(idle.plan({"instance_count": 2}, run_id="alone"))
     job = only(idle)
     job.log(1).take(b"this-image-has-no-python3: not found\n")
@@ -286,7 +286,7 @@ def test_a_node_that_dies_before_its_peers_begin_is_seen_at_once(idle: AzureMLWo
     assert [(line.node, line.text) for line in run.logs()] == [("1", "this-image-has-no-python3: not found")]
 
 
-#: In a process of its own: SHA-256 of each node's lines as `Run.logs` gives them, and the most memory it had, in MiB.
+#: Program that prints the SHA-256 of each node's lines from `Run.logs`, and its peak memory in MiB.
 READ = """
 import hashlib, json, re, sys
 from cloudtrain.runs.run import open_run
@@ -303,8 +303,8 @@ MEMORY_MIB = 100
 @pytest.mark.timeout(3600)
 @pytest.mark.proof
 @pytest.mark.parametrize("mib", [16, 2048])
-def test_logs_of_8_ranks_come_whole_and_need_little_memory(idle: AzureMLWorld, mib: int) -> None:
-    """Numbered, as the runtime prints them; from the platform alone."""
+def test_logs_of_8_ranks_are_complete_and_need_little_memory(idle: AzureMLWorld, mib: int) -> None:
+    """Read numbered lines, as the runtime prints them, from the platform alone."""
     run = idle.send(idle.plan({"instance_count": 8}, run_id="much"))
     job = only(idle)
     wanted, pad = {}, "x" * 980
@@ -331,16 +331,16 @@ def test_logs_of_8_ranks_come_whole_and_need_little_memory(idle: AzureMLWorld, m
     assert most <= MEMORY_MIB
 
 
-# -------------------------------------------------------------------------------------------------------- who may not
+# ------------------------------------------------------------------------------------------------------ refused callers
 
 
 def refused(client: AzureClient, *flags: str) -> Done:
-    """Of a submit that must end in one line, with no job."""
+    """Submit, and check that this ends in one line and without a job."""
     done = client.submit(str(client.jobs.code / "hold/train.py"), "refused", "--detach", *flags)
     assert client.world.plane.jobs == {}
     assert "Traceback" not in done.err
-    said = [line for line in done.err.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1, done.err
+    lines = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, done.err
     return done
 
 
@@ -359,7 +359,7 @@ def test_without_credentials(client: AzureClient) -> None:
         ("subscription_id", "99999999-2222-3333-4444-555555555555"),
     ],
 )
-def test_of_a_workspace_that_is_none(client: AzureClient, setting: str, value: str) -> None:
+def test_without_such_a_workspace(client: AzureClient, setting: str, value: str) -> None:
     done = refused(client, "--set", f"{setting}={value}")
     assert done.code == 2
     assert f"azureml.{setting}" in done.err
@@ -374,7 +374,7 @@ def test_without_a_role_on_the_workspace(client: AzureClient) -> None:
     assert "AzureML Data Scientist" in done.err
 
 
-def test_of_a_compute_that_is_none(client: AzureClient) -> None:
+def test_without_such_a_compute(client: AzureClient) -> None:
     done = refused(client, "--set", "compute=nowhere")
     assert done.code == 2
     assert "azureml.compute" in done.err
@@ -382,7 +382,7 @@ def test_of_a_compute_that_is_none(client: AzureClient) -> None:
 
 
 def test_without_a_role_on_the_storage_account(client: AzureClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller's own: nothing can be staged."""
+    """Deny the caller's own role, so that nothing can be staged."""
     wire = client.world.plane.wire
     account = client.world.plane.blobs.account
     text = "This request is not authorized to perform this operation using this permission."
@@ -438,7 +438,7 @@ def test_a_quota_that_does_not_reach_names_the_one_to_ask_for(idle: AzureMLWorld
 
 
 def preempted(client: AzureClient) -> Run:
-    """A run whose first job was taken back."""
+    """Return a run whose first job was preempted."""
     script = str(client.jobs.code / "hold/train.py")
     done = client.submit(script, "spot", "--detach", "--spot", "--retries", "1")
     assert done.code == 0, done.err

@@ -1,4 +1,4 @@
-"""``cloudtrain doctor azureml`` and a workspace in which something is amiss: its line, its fix, its exit code."""
+"""``cloudtrain doctor azureml`` and a workspace with one fault at a time: its line, its fix, its exit code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory, azure_server: str) -> It
 def world(
     workspace: AzureMLWorld, examiner: Examiner, azure_environment: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[AzureMLWorld]:
-    """Well, and set up in the examiner's folder; nothing is created, whatever was found."""
+    """Give a sound workspace with settings in the examiner's folder. The checks must create nothing."""
     for name, value in workspace.plane.environ().items():
         monkeypatch.setenv(name, value)
     examiner.settings("azureml", workspace.store, table(workspace))
@@ -46,7 +46,7 @@ def world(
     from azure.storage.blob import ContainerClient
 
     with ContainerClient.from_connection_string(azure_environment, plane.container) as client:
-        assert list(client.list_blob_names()) == [], "something was left behind"
+        assert list(client.list_blob_names()) == [], "a check left objects behind"
 
 
 def table(world: AzureMLWorld, **more: Any) -> dict[str, Any]:
@@ -56,16 +56,18 @@ def table(world: AzureMLWorld, **more: Any) -> dict[str, Any]:
 def test_all_is_well(world: AzureMLWorld, examiner: Examiner) -> None:
     world.plane.environments["train"] = {"3": "team/none:1"}
     found = examiner("--image", "azureml:train:3")
-    told = {name: row["status"] for name, row in found.rows.items()}
+    statuses = {name: row["status"] for name, row in found.rows.items()}
     names = ["settings", "plan", "sdk", "credentials", "workspace", "datastore", "compute", "serverless", "permissions"]
-    assert told == {**dict.fromkeys([*names, "quota", "environment", "store"], "ok"), "compute": "skipped"}, found.rows
+    assert statuses == {**dict.fromkeys([*names, "quota", "environment", "store"], "ok"), "compute": "skipped"}, (
+        found.rows
+    )
     assert found.code == 0
     assert f"subscription {SUBSCRIPTION}" in found.rows["credentials"]["detail"]
     assert "DSv2 Family" in found.rows["quota"]["detail"]
     assert "4 are needed (1 x Standard_DS3_v2)" in found.rows["quota"]["detail"]
 
 
-def test_nobody_is_signed_in(
+def test_without_credentials(
     world: AzureMLWorld, examiner: Examiner, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     world.plane.wire.signed_in = False
@@ -81,12 +83,12 @@ def test_a_service_that_does_not_answer(world: AzureMLWorld, examiner: Examiner)
     examiner("--image", "team/none:1").failure("workspace", "does not answer", fix="try again", code=7)
 
 
-def test_a_workspace_that_there_is_none(world: AzureMLWorld, examiner: Examiner) -> None:
+def test_a_missing_workspace(world: AzureMLWorld, examiner: Examiner) -> None:
     examiner.settings("azureml", world.store, table(world, workspace_name="none"))
     examiner("--image", "team/none:1").failure("workspace", "azureml.workspace_name", fix="workspace_name", code=2)
 
 
-def test_what_the_caller_may_not_look_at_is_unknown(world: AzureMLWorld, examiner: Examiner) -> None:
+def test_facts_that_the_caller_may_not_read_are_unknown(world: AzureMLWorld, examiner: Examiner) -> None:
     for operation in ("GET permissions", "GET vmSizes"):
         world.plane.wire.faults.append(Fault.denied(operation, "any/read", f"/subscriptions/{SUBSCRIPTION}"))
     found = examiner("--image", "team/none:1")
@@ -94,8 +96,8 @@ def test_what_the_caller_may_not_look_at_is_unknown(world: AzureMLWorld, examine
     assert found.code == 0
 
 
-def test_all_that_can_be_wrong_with_a_workspace(world: AzureMLWorld, examiner: Examiner) -> None:
-    """Each has its own line, fix and code; the verb's is that of the gravest."""
+def test_every_fault_of_a_workspace(world: AzureMLWorld, examiner: Examiner) -> None:
+    """Check that each fault has its own line, fix and code; the command exits with the gravest code."""
     world.plane.datastore("other", f"{world.plane.container}-2")
     examiner.settings("azureml", world.store, table(world, datastore="other", compute="none"))
     world.plane.questions.actions = ["Microsoft.MachineLearningServices/workspaces/*/read", "*/workspaces/read"]
@@ -109,7 +111,7 @@ def test_all_that_can_be_wrong_with_a_workspace(world: AzureMLWorld, examiner: E
 
 
 @pytest.mark.parametrize("spot", [False, True])
-def test_a_quota_that_is_used_up(world: AzureMLWorld, examiner: Examiner, spot: bool) -> None:
+def test_a_used_up_quota(world: AzureMLWorld, examiner: Examiner, spot: bool) -> None:
     world.plane.quotas["Standard_NC4as_T4_v3"] = 6
     world.plane.questions.used["Standard_NC4as_T4_v3"] = 1
     flags = ["--image", "team/none:1", "--instance-type", "Standard_NC4as_T4_v3", "--nodes", "2"]
@@ -118,14 +120,14 @@ def test_a_quota_that_is_used_up(world: AzureMLWorld, examiner: Examiner, spot: 
     found.failure("quota", name, "8 are needed (2 x Standard_NC4as_T4_v3)", fix="in Studio (Quota)", code=4)
 
 
-def test_a_size_that_is_not_there_and_a_quota_that_nobody_tells(world: AzureMLWorld, examiner: Examiner) -> None:
+def test_a_missing_size_and_an_unknown_quota(world: AzureMLWorld, examiner: Examiner) -> None:
     flags = ["--image", "team/none:1", "--instance-type"]
     examiner(*flags, "Standard_F4s_v2").failure("quota", "westeurope has no Standard_F4s_v2", fix="list-sizes", code=4)
     world.plane.questions.unlisted.add("Standard_DS3_v2")
     assert examiner(*flags, "Standard_DS3_v2").status("quota") == "unknown"
 
 
-def test_the_size_of_a_cluster_is_what_counts(world: AzureMLWorld, examiner: Examiner) -> None:
+def test_the_size_of_a_cluster_counts(world: AzureMLWorld, examiner: Examiner) -> None:
     world.plane.computes["gpus"] = {"vmSize": "STANDARD_NC4AS_T4_V3"}
     world.plane.quotas["Standard_NC4as_T4_v3"] = 0
     examiner.settings("azureml", world.store, table(world, compute="gpus"))
@@ -179,7 +181,7 @@ OWN = {"type": "UserAssigned", "userAssignedIdentities": {"/subscriptions/s/x": 
         ("user_identity", {"type": "None"}, True),
     ],
 )
-def test_a_serverless_job_is_the_workspace_s_own_identity(
+def test_a_serverless_job_needs_the_workspace_s_identity(
     world: AzureMLWorld, examiner: Examiner, setting: str, identity: dict[str, Any], right: bool
 ) -> None:
     world.plane.questions.identity = identity
@@ -196,7 +198,7 @@ def test_a_serverless_job_is_the_workspace_s_own_identity(
         ({"type": "None"}, "own identity: the workspace has none"),
     ],
 )
-def test_the_identity_that_a_serverless_job_can_be_is_named(
+def test_doctor_names_the_identity_for_a_serverless_job(
     world: AzureMLWorld, examiner: Examiner, identity: dict[str, Any], has: str
 ) -> None:
     world.plane.questions.identity = identity
@@ -214,7 +216,7 @@ def test_an_image_needs_the_right_to_make_an_environment(world: AzureMLWorld, ex
 
 
 def test_a_store_by_the_name_of_its_datastore(world: AzureMLWorld, examiner: Examiner) -> None:
-    """It is resolved first, which a plan alone does not do; and so the same."""
+    """Check that doctor resolves it, which a plan alone does not, to the same store."""
     examiner.settings("azureml", "azureml://datastores/none/paths/store", table(world, datastore="none"))
     found = examiner("--image", "team/none:1")
     found.failure("store", "no datastore 'none'", fix="az ml datastore list", code=2)

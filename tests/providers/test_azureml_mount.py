@@ -1,7 +1,7 @@
-"""Azure ML's real mount engine (azureml-dataprep-rslex) against Azurite: what a node writes to ``live/`` through it.
+"""Azure ML's real mount engine (azureml-dataprep-rslex) against Azurite, for the files that a node writes to ``live/``.
 
-`make test-azureml-mount` runs this. The engine lives in a Python of its own, which RSLEX_PYTHON names. It speaks to the
-host of an account, so a proxy of this machine takes its calls to Azurite, each with a signature.
+`make test-azureml-mount` runs this. The engine needs a Python of its own, which RSLEX_PYTHON names. It calls the host
+of an account, so a local proxy signs each call and forwards it to Azurite.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ HOST = f"{AZURITE_ACCOUNT}.blob.core.windows.net"
 
 
 def certificates(folder: Path) -> tuple[Path, Path]:
-    """An authority, and key and certificate of `HOST` by it: the engine takes no certificate that signs itself."""
+    """Return an authority, and a certificate of `HOST` with its key: the engine accepts no self-signed one."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -99,7 +99,7 @@ def certificates(folder: Path) -> tuple[Path, Path]:
 
 
 class Relay(http.server.BaseHTTPRequestHandler):
-    """A proxy for `HOST`, which it is itself: with Azurite behind it, and a signature on each call."""
+    """A proxy for `HOST` that answers itself: it signs each call and forwards it to Azurite."""
 
     protocol_version = "HTTP/1.1"
     azurite = ""
@@ -126,7 +126,7 @@ class Relay(http.server.BaseHTTPRequestHandler):
         with contextlib.closing(http.client.HTTPConnection(self.azurite)) as connection:
             connection.request(self.command, f"/{AZURITE_ACCOUNT}{parts.path}?{query}", body, headers)
             answer = connection.getresponse()
-            data = answer.read().replace(b"<Marker/>", b"")  # which the service leaves out
+            data = answer.read().replace(b"<Marker/>", b"")  # the service leaves it out
         self.send_response_only(answer.status)
         for name, text in answer.headers.items():
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
@@ -168,7 +168,8 @@ def proxy(azure_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @contextlib.contextmanager
 def mounted(url: str, folder: Path, proxy: str, logs: Path) -> Iterator[Path]:
-    """``abfs://CONTAINER/PATH`` at ``folder``, in the engine's own process; at the end all is uploaded."""
+    """Mount ``abfs://CONTAINER/PATH`` at ``folder`` in a process of the engine. At the end it has uploaded
+    everything."""
     folder.mkdir(exist_ok=True)
     container, _, path = url.removeprefix("abfs://").partition("/")
     uri = f"wasbs://{container}@{HOST}/{path}"
@@ -194,7 +195,7 @@ def mounted(url: str, folder: Path, proxy: str, logs: Path) -> Iterator[Path]:
 
 
 def mark(url: str) -> None:
-    """Make a folder as the platform does before it mounts an output: an empty blob."""
+    """Create the empty blob of a folder, as the platform does before it mounts an output."""
     from azure.storage.blob import BlobClient
 
     container, _, path = url.removeprefix("abfs://").partition("/")
@@ -202,7 +203,7 @@ def mark(url: str) -> None:
         blob.upload_blob(b"", metadata={"hdi_isfolder": "true"})
 
 
-def test_what_a_node_writes_reaches_the_store_and_leaves_it_again(azure_url: str, proxy: str, tmp_path: Path) -> None:
+def test_files_of_a_node_reach_the_store_and_can_be_deleted(azure_url: str, proxy: str, tmp_path: Path) -> None:
     store = Store(f"{azure_url}/{uuid.uuid4().hex[:8]}")
     layout = Layout(store=store.url, run_id="kept", code_digest="a" * 64, runtime_digest="b" * 64)
     store.create_run(layout, {"protocol": 1, "layout": {"code_digest": "a" * 64, "runtime_digest": "b" * 64}})
@@ -229,6 +230,6 @@ def test_what_a_node_writes_reaches_the_store_and_leaves_it_again(azure_url: str
     assert [row["run_id"] for row in list_page(store, limit=None).rows] == ["kept", "dead"]
     assert [item.key for item in collect(store, older_than=0, delete=True).found] == ["runs/dead"]
     assert [row["run_id"] for row in list_page(store, limit=None).rows] == ["kept"], (
-        "marks of folders that the mount made"
+        "the mount's folder markers are listed as runs"
     )
     assert "runs/dead" not in store.files.names("runs")

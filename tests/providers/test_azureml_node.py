@@ -1,4 +1,5 @@
-"""Provider ``azureml`` on the node: what it reads from the job, and secrets with nothing but the job's identity."""
+"""Provider ``azureml`` on the node: its reading of the job's variables, and secrets through the job's identity
+alone."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def topology(**environ: str) -> Topology:
         ({"NODE_RANK": "0", "MASTER_ADDR": "node-0", "OMPI_COMM_WORLD_NODE_RANK": "7"}, 0, "node-0"),
     ],
 )
-def test_the_topology_from_whatever_is_told(environ: dict[str, str], rank: int, address: str) -> None:
+def test_the_topology_from_any_known_variables(environ: dict[str, str], rank: int, address: str) -> None:
     found = topology(**FOUR, **environ)
     assert (found.nodes, found.node_rank, found.master_addr) == (4, rank, address)
 
@@ -55,21 +56,21 @@ def test_the_topology_from_whatever_is_told(environ: dict[str, str], rank: int, 
         {"OMPI_COMM_WORLD_NODE_RANK": "1", "MASTER_ADDR": "10.0.0.4"},
     ],
 )
-def test_a_node_that_is_not_told_which_it_is_says_so(environ: dict[str, str]) -> None:
-    """Two nodes that both take themselves for the first would wait for each other."""
+def test_a_node_without_its_number_is_refused(environ: dict[str, str]) -> None:
+    """Check this because two nodes that both act as the first would wait for each other."""
     with pytest.raises(SpecError, match="is not set"):
         topology(**FOUR, **environ)
 
 
-def test_one_node_needs_no_telling() -> None:
+def test_one_node_needs_no_variables() -> None:
     assert topology() == Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=29500)
     alone = topology(CLOUDTRAIN_NODES="1", MASTER_ADDR="10.0.0.4", NODE_RANK="0", MASTER_PORT="6105")
     assert alone == Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=6105)
 
 
-@for_each(("told", "port"), [("6105", 6105), ("", 29500), ("65535", 29500), ("x", 29500)])
-def test_the_port_leaves_room_for_the_node_link(told: str, port: int) -> None:
-    assert topology(MASTER_PORT=told).master_port == port
+@for_each(("given", "port"), [("6105", 6105), ("", 29500), ("65535", 29500), ("x", 29500)])
+def test_the_port_leaves_room_for_the_node_link(given: str, port: int) -> None:
+    assert topology(MASTER_PORT=given).master_port == port
 
 
 def test_paths_are_those_of_the_command_line() -> None:
@@ -93,7 +94,7 @@ def test_paths_are_those_of_the_command_line() -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folders in which Linux tells of devices, with none in them."""
+    """Replace Linux's folders of devices by empty ones."""
     monkeypatch.setattr(node, "DEVICES", str(tmp_path / "infiniband"))
     monkeypatch.setattr(node, "NETWORKS", str(tmp_path / "net"))
     return tmp_path
@@ -117,7 +118,7 @@ def test_without_infiniband_nothing_is_set(machine: Path) -> None:
     assert words(NCCL_IB_DISABLE="1") == {}
 
 
-def test_infiniband_is_used_where_it_is(machine: Path) -> None:
+def test_infiniband_is_used_where_it_exists(machine: Path) -> None:
     device(machine, "mlx5_ib0", "InfiniBand")
     assert words(NCCL_IB_DISABLE="1") == {"NCCL_IB_DISABLE": "0"}
     (machine / "net" / "eth0").mkdir(parents=True)
@@ -126,7 +127,7 @@ def test_infiniband_is_used_where_it_is(machine: Path) -> None:
 
 
 def test_the_slow_network_is_kept_out_of_the_fast_one(machine: Path) -> None:
-    """The accelerated Ethernet of a machine is an RDMA device too."""
+    """Check this because the accelerated Ethernet of a machine is an RDMA device too."""
     for name, layer in (("mlx5_ib0", "InfiniBand"), ("mlx5_ib1", "InfiniBand"), ("mlx5_an0", "Ethernet")):
         device(machine, name, layer)
     assert words()["NCCL_IB_HCA"] == "=mlx5_ib0:1,mlx5_ib1:1"
@@ -137,15 +138,15 @@ def test_the_slow_network_is_kept_out_of_the_fast_one(machine: Path) -> None:
 
 
 class Service(http.server.BaseHTTPRequestHandler):
-    """The token's endpoint at /token (plain), and a vault at /secrets (TLS); both on loopback."""
+    """Servers on loopback: the token's endpoint at /token (plain), and a vault at /secrets (TLS)."""
 
     answers: list[tuple[int, Any]]
     tokens: list[tuple[int, Any]]
-    seen: list[tuple[str, dict[str, str], Mapping[str, str]]]
+    requests: list[tuple[str, dict[str, str], Mapping[str, str]]]
 
     def do_GET(self) -> None:
         parts = urllib.parse.urlsplit(self.path)
-        self.seen.append((parts.path, dict(urllib.parse.parse_qsl(parts.query)), dict(self.headers)))
+        self.requests.append((parts.path, dict(urllib.parse.parse_qsl(parts.query)), dict(self.headers)))
         waiting = self.tokens if parts.path == "/token" else self.answers
         status, answer = waiting.pop(0) if len(waiting) > 1 else waiting[0]
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
@@ -155,7 +156,7 @@ class Service(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *args: Any) -> None:
-        """Nothing."""
+        """Print nothing."""
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     pem = tmp_path / "pem"
     pem.write_bytes(certificate())
     monkeypatch.setenv("SSL_CERT_FILE", str(pem))
-    given = {"answers": [(200, {"value": "s3cret ü"})], "tokens": [(200, {"access_token": "TK"})], "seen": []}
+    given = {"answers": [(200, {"value": "s3cret ü"})], "tokens": [(200, {"access_token": "TK"})], "requests": []}
     handler: Any = type("Handler", (Service,), given)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pem)
@@ -188,24 +189,24 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
 def test_a_secret_is_read_with_the_identity_of_the_job(service: Any) -> None:
     assert secret(service.reference, service.environ) == "s3cret ü"
-    (_, asked, headers), (path, query, vault) = service.seen
-    assert (asked["resource"], headers["X-Identity-Header"]) == ("https://vault.azure.net", "let me")
+    (_, parameters, headers), (path, query, vault) = service.requests
+    assert (parameters["resource"], headers["X-Identity-Header"]) == ("https://vault.azure.net", "let me")
     assert (path, query) == ("/secrets/hf-token", {"api-version": "7.4"})
     assert vault["Authorization"] == "Bearer TK"
     secret(f"{service.reference}/{'0' * 32}", service.environ)
-    assert service.seen[-1][0] == f"/secrets/hf-token/{'0' * 32}"
+    assert service.requests[-1][0] == f"/secrets/hf-token/{'0' * 32}"
 
 
 def test_a_cluster_has_an_endpoint_of_its_own(service: Any) -> None:
     assert token("https://vault.azure.net", {**service.cluster, "DEFAULT_IDENTITY_CLIENT_ID": "of-the-cluster"}) == "TK"
-    _, query, headers = service.seen[0]
+    _, query, headers = service.requests[0]
     assert query == {"api-version": "2017-09-01", "resource": "https://vault.azure.net", "clientid": "of-the-cluster"}
     assert headers["Secret"] == "let me"
 
 
 def test_the_client_id_of_an_identity_of_the_users(service: Any) -> None:
     token("r", {**service.environ, "AZURE_CLIENT_ID": "mine", "DEFAULT_IDENTITY_CLIENT_ID": "of-the-cluster"})
-    assert service.seen[0][1]["client_id"] == "mine"
+    assert service.requests[0][1]["client_id"] == "mine"
 
 
 @for_each(
@@ -221,14 +222,14 @@ def test_each_cloud_has_its_own_vaults(vault: str, host: str, resource: str) -> 
     assert place(f"{vault}/x") == (f"https://{host}/secrets/x?api-version=7.4", resource)
 
 
-def test_what_passes_is_tried_again(service: Any) -> None:
+def test_passing_faults_are_retried(service: Any) -> None:
     throttled = (429, {"error": {"message": "slow"}})
     service.answers = [throttled, (503, b"<html>"), (200, {"value": "v"})]
     assert secret(service.reference, service.environ) == "v"
-    service.answers, service.seen = [throttled], []
+    service.answers, service.requests = [throttled], []
     with pytest.raises(StorageError, match=r"was refused \(429\): slow"):
         secret(service.reference, service.environ)
-    assert len(service.seen) == 4, "one token, three tries"
+    assert len(service.requests) == 4, "one token, three tries"
 
 
 @pytest.mark.parametrize(
@@ -240,22 +241,22 @@ def test_what_passes_is_tried_again(service: Any) -> None:
         ((200, [1]), "without a value"),
     ],
 )
-def test_a_refusal_is_told_at_once(service: Any, answer: tuple[int, Any], says: str) -> None:
+def test_a_refusal_is_raised_at_once(service: Any, answer: tuple[int, Any], says: str) -> None:
     service.answers = [answer]
     with pytest.raises(StorageError, match=says):
         secret(service.reference, service.environ)
-    assert len(service.seen) == 2
+    assert len(service.requests) == 2
 
 
-def test_a_job_without_an_identity_is_told_how_to_get_one(service: Any) -> None:
+def test_a_job_without_an_identity_gets_a_hint(service: Any) -> None:
     service.tokens = [(400, {"error": "invalid_request", "error_description": "Identity not found"})]
     with pytest.raises(StorageError, match=r"Identity not found; give the job an identity \(azureml\.identity\)"):
         secret(service.reference, service.environ)
-    assert len(service.seen) == 1
+    assert len(service.requests) == 1
 
 
 def test_a_vault_with_another_certificate_gets_no_token(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SSL_CERT_FILE")
     with pytest.raises(StorageError, match="does not answer"):
         secret(service.reference, service.environ)
-    assert [path for path, _, _ in service.seen] == ["/token"]
+    assert [path for path, _, _ in service.requests] == ["/token"]

@@ -1,6 +1,6 @@
-"""Preemption on Azure ML without a signal: Scheduled Events, the machine taken away, the same job started again.
+"""Preemption on Azure ML without a signal: Scheduled Events, a lost machine, and a restart of the same job.
 
-The metadata service is the loopback one of `worlds.azureml`; the jobs run in containers of this machine.
+The metadata service is the loopback one of `worlds.azureml`; the jobs run in local containers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from worlds.azureml.world import AzureMLWorld
 from cloudtrain.providers.azureml import node
 from cloudtrain.providers.azureml.node import ScheduledEvents, marker, node_environment
 
-# ------------------------------------------------------------------------------------------------- what Azure announces
+# -------------------------------------------------------------------------------------------------------- announcements
 
 
 class Metadata:
-    """A metadata service: ``answers`` by the end of a path; calls it refused, or that came through a proxy."""
+    """A metadata service: ``answers`` by the end of a path. It records calls that it refused, or that came through a
+    proxy."""
 
     def __init__(self) -> None:
         self.answers: dict[str, str] = {"/name": "AML-set_1"}
@@ -70,7 +71,7 @@ def event(kind: str = "Preempt", *machines: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("events", "said"),
+    ("events", "reason"),
     [
         ([], ""),
         ([event()], "Azure announced Preempt of its machine"),
@@ -81,14 +82,14 @@ def event(kind: str = "Preempt", *machines: str) -> dict[str, Any]:
         ([event("Reboot"), event()], "Azure announced Preempt of its machine"),
     ],
 )
-def test_what_an_event_says_of_this_machine(metadata: Metadata, events: list[dict[str, Any]], said: str) -> None:
+def test_an_event_counts_only_for_this_machine(metadata: Metadata, events: list[dict[str, Any]], reason: str) -> None:
     metadata.announce(*events)
     look = ScheduledEvents(metadata.url)
-    assert (look(), look()) == (said, said)
+    assert (look(), look()) == (reason, reason)
     assert metadata.calls.count("/metadata/scheduledevents?api-version=2020-07-01") == 2
 
 
-def test_no_proxy_is_asked(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_metadata_service_is_called_without_a_proxy(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     metadata.announce(event())
@@ -96,12 +97,12 @@ def test_no_proxy_is_asked(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("answer", ["", "<html>", "[]", '{"Events": 7}', '{"Events": [{}]}', '{"Events": [3]}'])
-def test_an_answer_that_says_nothing_is_none(metadata: Metadata, answer: str) -> None:
+def test_an_empty_answer_is_no_notice(metadata: Metadata, answer: str) -> None:
     metadata.answers["/scheduledevents"] = answer
     assert ScheduledEvents(metadata.url)() is None
 
 
-def test_a_service_that_is_not_there_is_none(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_service_is_no_notice(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
     look = ScheduledEvents(metadata.url)
     assert look() is None  # 400
     metadata.server.shutdown()
@@ -113,7 +114,7 @@ def test_a_service_that_is_not_there_is_none(metadata: Metadata, monkeypatch: py
     assert time.monotonic() - began < 5
 
 
-def test_a_cluster_of_kubernetes_makes_a_file(tmp_path: Path) -> None:
+def test_a_kubernetes_cluster_announces_by_a_file(tmp_path: Path) -> None:
     file = tmp_path / "to-be-preempted"
     assert marker(str(file)) == ""
     file.touch()
@@ -121,7 +122,7 @@ def test_a_cluster_of_kubernetes_makes_a_file(tmp_path: Path) -> None:
 
 
 def test_the_address_of_the_metadata_service_is_azures_own() -> None:
-    """Only a variable of ours leads elsewhere: neither a job's env nor its options can set that."""
+    """Check that only cloudtrain's own variable changes it: neither a job's env nor its options can set that."""
     found = node_environment({}, {})
     assert [look._url.geturl() for look in found.notices if isinstance(look, ScheduledEvents)] == [node.URL]
     assert found.hold == 120.0
@@ -151,7 +152,7 @@ def client(made: AzureMLWorld, tmp_path: Path) -> Iterator[AzureClient]:
 
 
 def detached(client: AzureClient, run_id: str, *words: str) -> CommandJob:
-    """The job of a run that no client waits for, at its 80th step."""
+    """Start a run that no client waits for. Return its job at the 80th step."""
     flags = ("--spot", "--detach", "--", "--steps", str(STEPS), "--interval", str(INTERVAL), "--pause", str(PAUSE))
     done = client.submit(str(SCRIPT), run_id, *flags, *words)
     assert done.code == 0, done.err
@@ -160,7 +161,7 @@ def detached(client: AzureClient, run_id: str, *words: str) -> CommandJob:
 
 
 def steps(job: CommandJob, attempt: str) -> list[int]:
-    """Of rank 0."""
+    """Return the steps of rank 0."""
     lines = [line for line in job.printed().splitlines() if line.startswith(f"[a{attempt} n0 r0 ")]
     return [int(line.split("] step ")[1].split()[0]) for line in lines if "] step " in line]
 
@@ -187,7 +188,7 @@ class TestWholeRuns:
         assert second["resumed_from"] == f"step-{stopped}"
 
     @pytest.mark.proof
-    def test_a_notice_that_is_withdrawn_once_all_have_left_ends_the_attempt_as_preempted(
+    def test_a_notice_withdrawn_after_all_ranks_exited_ends_the_attempt_as_preempted(
         self, client: AzureClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(client.world.plane, "notice", 10 * NOTICE)
@@ -209,6 +210,6 @@ class TestWholeRuns:
         job.preempt(1)
         client.until("deaf", "Azure announced Preempt")
         job.withdraw()
-        assert job.wait(PATIENCE) == "Failed", "its end, within 120 s, may come of the notice"
+        assert job.wait(PATIENCE) == "Failed", "an end within 120 s may be due to the notice"
         assert "the notice was withdrawn; training continues" in job.printed()
         assert (job.starts, steps(job, "0.0")[-1]) == (1, STEPS)

@@ -1,4 +1,4 @@
-"""Provider ``azureml``: answers that break off, and a discovery that is none, over real connections."""
+"""Provider ``azureml`` over real connections: answers that break off, and discoveries without a service."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPLIES = {
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers a path of `REPLIES`, and hangs up."""
+    """A server that answers a path of `REPLIES` and closes the connection."""
 
     def do_GET(self) -> None:
         header, body = REPLIES[self.path.partition("?")[0]]
@@ -43,7 +43,7 @@ def server() -> Iterator[str]:
 
 
 def reader(url: str) -> Provider:
-    """A provider to which the history has just named one log file of job ``j``."""
+    """Return a provider whose history has just named one log file of job ``j``."""
     provider = Provider(**SAMPLE["settings"])  # type: ignore[arg-type]
     details = {"status": "Running", "logFiles": {"user_logs/std_log.txt": f"{url}?sig=hidden"}}
     provider.account.details["j"] = (time.monotonic(), details)

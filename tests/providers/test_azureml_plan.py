@@ -1,4 +1,4 @@
-"""Provider ``azureml``: its requests, before anything is sent."""
+"""Requests of provider ``azureml`` before it sends them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_command_is_words_and_fills_in_every_path() -> None:
         attempt=3, inputs={"a-b": url, "one": f"{url}.csv"}, resume_from=f"{STORE}/runs/q/live/checkpoints"
     )
     first, *words = shlex.split(request.body["command"])
-    assert [first, *words[:2]] == ["exec", "/bin/sh", "-c"], "the stop signal must not end at a shell"
+    assert [first, *words[:2]] == ["exec", "/bin/sh", "-c"], "a shell would keep the stop signal from the node"
     assert "exec `" in words[2]
     assert words[3:9] == [
         "cloudtrain", "${{inputs.cloudtrain_runtime}}/cloudtrain.pyz", "run",
@@ -129,11 +129,11 @@ def test_the_command_is_words_and_fills_in_every_path() -> None:
         ("https://acct.blob.core.windows.net/c/a%20b", "https://acct.blob.core.windows.net/c/a%20b/"),
     ],
 )
-def test_urls_are_rewritten_to_what_a_job_reads(url: str, path: str) -> None:
+def test_urls_are_rewritten_for_jobs(url: str, path: str) -> None:
     assert planned(inputs={"a": {"url": url, "mode": "copy"}}).body["inputs"]["a"]["path"] == path
 
 
-def test_a_store_whose_account_the_environment_tells() -> None:
+def test_the_environment_names_the_account_of_a_store() -> None:
     store = "abfs://contract/store"
     body = planned({"store": store}, inputs={"a": "abfs://contract/x"}).body
     assert body["inputs"]["a"]["path"] == f"{PATHS}/x/"
@@ -182,10 +182,10 @@ def test_a_cluster_decides_on_its_machines() -> None:
     assert request.body["resources"] == {"instance_count": 2, "shm_size": "64g"}
     assert request.body["distribution"] == {"type": "pytorch", "process_count_per_instance": 1}
     assert request.context["processes"] == 8
-    assert request.body["tags"]["cloudtrain.gpu"] == "H100:8", "compared with the cluster when it is sent"
+    assert request.body["tags"]["cloudtrain.gpu"] == "H100:8", "submit compares it with the cluster"
     assert "gpu-cluster decides" in " ".join(request.notes)
     assert planned(CLUSTER).body["resources"]["shm_size"] == "16g", "never the platform's own 2g"
-    assert "compute" not in planned().body, "serverless is no name of a cluster"
+    assert "compute" not in planned().body, "serverless is not the name of a cluster"
     assert "properties" not in request.body
     warm = planned(CLUSTER, keep_warm="30m")
     assert warm.body["properties"] == {"cloudtrain.keep_warm": "1800"}
@@ -228,14 +228,14 @@ def test_machines(fields: dict[str, Any], instance_type: str, processes: int) ->
     ],
 )
 def test_the_two_kinds_of_h100_are_kept_apart(gpu: str, hint: str) -> None:
-    """80 GB on a board with InfiniBand, and 94 GB on a card of its own: a job for one is none for the other."""
+    """Check that a job for 80 GB boards with InfiniBand does not get a 94 GB card, and vice versa."""
     error = refused(gpu=gpu)
     assert error.field == "resources.gpu"
     assert f"no known machine has {gpu}" in str(error)
     assert error.hint.startswith(hint)
 
 
-def test_gpus_in_order_of_preference_are_the_clients() -> None:
+def test_the_client_tries_gpus_in_order_of_preference() -> None:
     two = ["H100:8", "T4:1"]
     assert planned(gpu=two).body["resources"]["instance_type"] == "Standard_ND96isr_H100_v5"
     second = planned(gpu=two, gpu_index=1)
@@ -257,9 +257,9 @@ def test_limits() -> None:
     assert cluster.body["limits"] == {"timeout": 7200}
 
 
-def test_an_estimate_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the account's own price, else by Azure ML's list of some date; and max_cost goes by the first alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no list that was read from a cloud here
+def test_an_estimate_names_its_price_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the account's own price comes first, then Azure ML's list of a date. max_cost uses the first alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no list that this machine has read from a cloud
     (tmp_path / "train.py").write_text("")
 
     def made(given: Mapping[str, Any], **fields: Any) -> tuple[dict[str, Any] | None, str]:
@@ -292,13 +292,13 @@ def test_an_estimate_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
         made({"prices": {}}, gpu="T4:1", max_cost=5)
 
 
-def test_a_plan_says_who_acts_on_a_preemption() -> None:
+def test_a_plan_explains_a_preemption() -> None:
     assert "set retries" in " ".join(planned(spot=True).notes)
     assert "cloudtrain reconcile" in " ".join(planned(spot=True, retries=2).notes)
     assert planned().notes == ()
 
 
-def test_a_plan_says_what_may_never_work() -> None:
+def test_a_plan_warns_of_jobs_that_may_never_start() -> None:
     assert not any("nodes" in note for note in planned(instance_count=100).notes)
     assert "limits a job of several nodes to 100 nodes" in " ".join(planned(instance_count=101).notes)
     (note,) = planned(instance_type="Standard_NC6s_v3").notes
@@ -466,17 +466,17 @@ def test_settings_are_checked(field: str, given: dict[str, Any], says: str) -> N
 
 @pytest.mark.parametrize("place", [".azureml/config.json", "config.json", "aml_config/project.json"])
 def test_the_workspace_of_azures_own_file(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {name: f"{name}-told" for name in ("subscription_id", "resource_group", "workspace_name")}
+    config = {name: f"{name}-file" for name in ("subscription_id", "resource_group", "workspace_name")}
     (tmp_path / place).parent.mkdir(exist_ok=True)
-    (tmp_path / place).write_text(json.dumps(told))
+    (tmp_path / place).write_text(json.dumps(config))
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
-    assert dataclasses.asdict(Provider().settings).items() >= told.items()
-    assert Provider(workspace_name="mine").settings.subscription_id == "", "never half of one and half of another"
+    assert dataclasses.asdict(Provider().settings).items() >= config.items()
+    assert Provider(workspace_name="mine").settings.subscription_id == "", "settings of two workspaces must not mix"
     (tmp_path / "below" / "config.json").write_text('{"hidden_size": 768}')
-    assert Provider().settings.workspace_name == "workspace_name-told", "a model's configuration is none of a workspace"
+    assert Provider().settings.workspace_name == "workspace_name-file", "a model's configuration is not a workspace's"
     (tmp_path / "below" / "config.json").write_text("not json")
-    assert Provider().settings.workspace_name == "workspace_name-told"
+    assert Provider().settings.workspace_name == "workspace_name-file"
 
 
 def test_the_workspace_of_azures_own_file_as_a_scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,7 +489,7 @@ def test_the_workspace_of_azures_own_file_as_a_scope(tmp_path: Path, monkeypatch
     assert Provider().settings.subscription_id == ""
 
 
-def test_a_data_asset_is_no_folder() -> None:
+def test_a_data_asset_is_not_a_folder() -> None:
     long = "azureml://subscriptions/s/resourcegroups/g/workspaces/w"
     assets = ["azureml:digits:1", "azureml://registries/r/data/x/versions/1", f"{long}/data/x/labels/latest"]
     for url in assets:
@@ -498,7 +498,7 @@ def test_a_data_asset_is_no_folder() -> None:
     assert planned(inputs={"d": folder}).body["inputs"]["d"]["path"] == f"{folder}/"
 
 
-def test_a_request_is_marked_with_what_it_is() -> None:
+def test_a_request_has_a_digest_of_itself() -> None:
     first, again = planned(), planned()
     assert first.body["tags"]["cloudtrain.request"] == again.body["tags"]["cloudtrain.request"]
     others = [
@@ -509,7 +509,7 @@ def test_a_request_is_marked_with_what_it_is() -> None:
     assert len({request.body["tags"]["cloudtrain.request"] for request in (first, *others)}) == 4
 
 
-def test_a_cluster_of_which_nothing_is_said_has_one_rank_a_node() -> None:
+def test_an_unknown_cluster_has_one_rank_a_node() -> None:
     silent = planned(CLUSTER)
     assert silent.context["processes"] == 1
     assert any("one rank" in note for note in silent.notes)
@@ -518,7 +518,7 @@ def test_a_cluster_of_which_nothing_is_said_has_one_rank_a_node() -> None:
 
 
 def test_a_store_by_its_datastore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which container that is Azure alone knows; see the World for the answer."""
+    """Check a plan, which cannot ask Azure for the datastore's container. test_azureml_reconcile has the answer."""
     provider = Provider(**WORKSPACE)
     for url, field, says in (
         ("azureml://datastores/other/paths/x", "azureml.datastore", "set datastore = 'other'"),
@@ -530,7 +530,7 @@ def test_a_store_by_its_datastore(monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.field == field
 
 
-# ----------------------------------------------------------------------------------------------- against the real rules
+# ---------------------------------------------------------------------------------------------- against the SDK's rules
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=40)
 URLS = st.one_of(
@@ -636,7 +636,7 @@ TYPES_OF_IDENTITY = {"aml_token": "AMLToken", "user_identity": "UserIdentity", "
 
 
 def on_the_wire(document: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """(properties of the body, environment) that azure-ai-ml's own loader makes of a document."""
+    """Return (properties of the body, environment) from azure-ai-ml's own loader of a document."""
     from azure.ai.ml import load_job
     from azure.ai.ml._restclient.arm_ml_service._utils.model_base import SdkJSONEncoder
 
@@ -645,7 +645,7 @@ def on_the_wire(document: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     made = made._to_job() if hasattr(made, "_to_job") else made
     environment = made.environment
     environment = environment if isinstance(environment, str) else {"image": environment.image}
-    # In place of what the SDK asks the workspace for.
+    # Replace the SDK's calls to the workspace.
     made.environment = f"{ID}/environments/any/versions/1"
     if made.compute:
         made.compute = f"{ID}/computes/{made.compute}"
@@ -653,14 +653,14 @@ def on_the_wire(document: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     assert model_errors(body) == []
     resolved = json.loads(json.dumps(body))
     for item in resolved["properties"]["inputs"].values():
-        if "://" not in item["uri"]:  # a data asset, whose id the SDK asks the workspace for
+        if "://" not in item["uri"]:  # a data asset: the SDK asks the workspace for its id
             item["uri"] = f"{ID}/data/{item['uri'].replace(':', '/versions/')}"
     assert broken_rules(str(made.name), resolved) == []
     return body["properties"], environment
 
 
 def expected(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, by our own reading: every field of the document, and what Azure adds to every job."""
+    """Return the same by an independent reading: every field of the document, and Azure's additions to every job."""
 
     def items(kind: str) -> dict[str, Any]:
         word = f"job{kind[:-1].capitalize()}Type"
@@ -734,7 +734,7 @@ def _planned(given: dict[str, Any], fields: dict[str, Any]) -> Request | SpecErr
 @settings(max_examples=examples(3 * TRIALS or 300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SETTINGS, JOBS)
 def test_what_is_planned_is_what_the_sdk_sends(given: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Every field of the document, and nothing else; or it is refused by name."""
+    """Check that the SDK sends every field of the document and nothing else, or that the plan names a refused field."""
     request = _planned(given, fields)
     event("refused" if isinstance(request, SpecError) else "planned")
     if isinstance(request, SpecError):
@@ -746,12 +746,16 @@ def test_what_is_planned_is_what_the_sdk_sends(given: dict[str, Any], fields: di
     timeout = sent["limits"].pop("timeout")
     assert seconds_of(timeout) == document["limits"]["timeout"]
     assert sent == expected(document)
-    told = document["environment"]
-    assert environment == (told if isinstance(told, dict) or "//" in told else told.removeprefix("azureml:"))
+    environment_of_plan = document["environment"]
+    assert environment == (
+        environment_of_plan
+        if isinstance(environment_of_plan, dict) or "//" in environment_of_plan
+        else environment_of_plan.removeprefix("azureml:")
+    )
     Provider(**{**WORKSPACE, **given}).launch_spec(request)
 
 
-# ----------------------------------------------------------------------------------------------------- what would start
+# -------------------------------------------------------------------------------------------------------- started nodes
 
 
 def test_nodes_of_a_request() -> None:

@@ -1,4 +1,4 @@
-"""On the loopback Azure ML: a job that is Queued for ever, those who reconcile it, and a store by its datastore's name.
+"""On the loopback Azure ML: a job that stays Queued, clients that reconcile it, and a store by its datastore's name.
 
 No job runs, so no engine is needed.
 """
@@ -30,7 +30,7 @@ STEPS = {
 
 @pytest.fixture
 def idle(tmp_path: Path, azure_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[AzureMLWorld]:
-    """A world without a machine to give."""
+    """Give a workspace without machines."""
     world = AzureMLWorld(tmp_path / "world", azurite=azure_server, image="team/trainer:1", runs=False)
     for name, value in world.plane.environ().items():
         monkeypatch.setenv(name, value)
@@ -48,7 +48,7 @@ def jobs(idle: AzureMLWorld, tmp_path: Path) -> Iterator[Jobs]:
 
 
 def waits(idle: AzureMLWorld) -> Run:
-    """A run that has waited for longer than it may, and may be tried once more."""
+    """Return a run that has waited longer than it may, with one retry left."""
     run = idle.send(idle.plan({"max_wait": 1, "retries": 1}, run_id="waits"))
     time.sleep(1.2)
     assert run.status().state == "pending"
@@ -56,7 +56,7 @@ def waits(idle: AzureMLWorld) -> Run:
 
 
 @pytest.mark.proof
-def test_two_who_reconcile_at_once_end_one_wait_and_start_one_attempt(idle: AzureMLWorld, jobs: Jobs) -> None:
+def test_two_reconciling_clients_end_one_wait_and_start_one_attempt(idle: AzureMLWorld, jobs: Jobs) -> None:
     run = waits(idle)
     deadline = time.monotonic() + PATIENCE
     while run.store.result("waits") is None:
@@ -83,18 +83,18 @@ def test_two_who_reconcile_at_once_end_one_wait_and_start_one_attempt(idle: Azur
         pytest.param("write_submitted", "before", marks=pytest.mark.proof),
     ],
 )
-def test_one_who_dies_reconciling_leaves_one_job_an_attempt(
+def test_a_client_that_dies_reconciling_leaves_one_job_an_attempt(
     idle: AzureMLWorld, jobs: Jobs, step: str, moment: str
 ) -> None:
     run = waits(idle)
     python = dying(STEPS[step].format(provider="azureml"), moment)
-    for _ in range(20):  # a first one may do no more than stop what waits
+    for _ in range(20):  # the first client may only stop the waiting job
         client = jobs.start("reconcile", run.url, python=python)
         out, err = client.communicate(timeout=PATIENCE)
         assert client.returncode in (0, 99), out + err
         if client.returncode == 99:
             break
-    assert client.returncode == 99, "the call was never made"
+    assert client.returncode == 99, "the client did not reach the call"
     deadline = time.monotonic() + PATIENCE
     while run.store.result("waits") is None:
         assert time.monotonic() < deadline, run.result()

@@ -1,8 +1,8 @@
 """Azure ML's real answers on command jobs, from the recordings of azure-sdk-for-python, read by `status_of`.
 
 `make test-azureml-recordings` runs this. AZURE_SDK_RECORDINGS names a folder of recordings in a checkout of that
-repository (sdk/ml/azure-ai-ml/tests/recordings) or of Azure/azure-sdk-assets. At least one recording holds a secret in
-the clear: nothing but the bodies of answers on jobs is read here, and nothing of them is stored or printed.
+repository (sdk/ml/azure-ai-ml/tests/recordings) or of Azure/azure-sdk-assets. At least one recording contains a plain
+secret. So this reads only the bodies of answers on jobs, and stores and prints nothing of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.azureml_recordings]
 
 
 def jobs(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The name of the recording, and each command job that was created, read or listed in it."""
+    """Yield the name of the recording and each command job that it creates, reads or lists."""
     for path in sorted(folder.rglob("*.json")):
         try:
             entries = json.loads(path.read_bytes())["Entries"]
@@ -41,9 +41,9 @@ def jobs(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def test_every_command_job_that_was_ever_recorded_has_a_status() -> None:
     found = Counter[str]()
-    for name, told in jobs(Path(os.environ["AZURE_SDK_RECORDINGS"])):
-        status = status_of(told, {})
+    for name, job in jobs(Path(os.environ["AZURE_SDK_RECORDINGS"])):
+        status = status_of(job, {})
         assert status.state in STATES, name
         assert status.native in {*STATUSES, "Unknown", "Waiting"}, name
         found[status.native] += 1
-    assert found, "no command job is recorded there"
+    assert found, "the folder has no recorded command job"

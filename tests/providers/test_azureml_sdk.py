@@ -1,4 +1,4 @@
-"""Provider ``azureml`` and what it sends jobs through: azure-ai-ml, kept from doing what nobody asked for."""
+"""Provider ``azureml`` sends jobs through azure-ai-ml: checks of the SDK's side effects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.remote, pytest.mark.slow]
 
 @pytest.fixture
 def idle(tmp_path: Path, azure_environment: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[AzureMLWorld]:
-    """A world whose jobs never start."""
+    """Give a workspace whose jobs never start."""
     world = AzureMLWorld(tmp_path / "world", azurite=azure_environment, image="team/trainer:1", runs=False)
     for name, value in world.plane.environ().items():
         monkeypatch.setenv(name, value)
@@ -26,10 +26,10 @@ def idle(tmp_path: Path, azure_environment: str, monkeypatch: pytest.MonkeyPatch
     world.close()
 
 
-def test_it_leaves_no_trace_here_and_takes_none_along(
+def test_the_sdk_leaves_no_trace_and_sends_none(
     idle: AzureMLWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A git repository whose address says more than the workspace need know; a variable that chooses another cloud."""
+    """Check in a git repository with a secret in its remote's URL, and with a variable that selects another cloud."""
     folder = tmp_path / "repository"
     folder.mkdir()
     for words in (["init", "-q"], ["remote", "add", "origin", "https://git.example/private/thing"]):

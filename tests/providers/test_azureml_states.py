@@ -1,4 +1,4 @@
-"""Provider ``azureml``: what Azure's words on a job mean, and what its refusals become."""
+"""Provider ``azureml``: the meaning of Azure's statuses, and the errors for its refusals."""
 
 from __future__ import annotations
 
@@ -35,94 +35,96 @@ CRASH = (
 )
 
 
-def said(status: str, *, error: tuple[str, str] = ("", ""), seconds: float | None = None, **properties: Any) -> Status:
-    """The status of a job of two nodes that ran for ``seconds``."""
+def status_for(
+    status: str, *, error: tuple[str, str] = ("", ""), seconds: float | None = None, **properties: Any
+) -> Status:
+    """Return the status of a two-node job that ran for ``seconds``."""
     times = {}
     if seconds is not None:
         times = {"startTimeUtc": "2026-11-22T00:00:00Z", "endTimeUtc": f"2026-11-22T00:{int(seconds // 60):02}:00Z"}
     resources = {"instanceType": "Standard_DS3_v2", "instanceCount": 2}
-    told = {"properties": {"status": status, "resources": resources, "limits": {"timeout": "PT10M"}, **properties}}
+    job = {"properties": {"status": status, "resources": resources, "limits": {"timeout": "PT10M"}, **properties}}
     details = {**times, "error": {"error": {"code": error[0], "message": error[1]}}}
-    return status_of(told, details, prices={"Standard_DS3_v2": 0.6})
+    return status_of(job, details, prices={"Standard_DS3_v2": 0.6})
 
 
 # --------------------------------------------------------------------------------------------------------------- states
 
 
 def test_every_native_state_has_a_meaning() -> None:
-    found = {name: said(name).state for name in STATUSES}
+    found = {name: status_for(name).state for name in STATUSES}
     assert {name for name, state in found.items() if state in FINAL} == {"Completed", "Failed", "Canceled"}
     pending = {"NotStarted", "Queued", "Provisioning", "Preparing", "Starting", "Paused"}
     assert {name for name, state in found.items() if state == "pending"} == pending
-    assert said("Waiting").state == "pending", "of Singularity, which no model lists"
+    assert status_for("Waiting").state == "pending", "a status of Singularity that no model lists"
     assert found["NotResponding"] == found["CancelRequested"] == found["Finalizing"] == "running"
-    assert said("OfNextYear").state == "running", "what nobody knows is not over"
-    assert "come back" in said("NotResponding").reason
+    assert status_for("OfNextYear").state == "running", "an unknown status is not final"
+    assert "come back" in status_for("NotResponding").reason
 
 
 def test_a_failure_has_its_reason_and_category() -> None:
-    found = said("Failed", error=("UserError", CRASH), seconds=120)
+    found = status_for("Failed", error=("UserError", CRASH), seconds=120)
     assert (found.state, found.category) == ("failed", "user_error")
     assert found.reason.startswith("Execution failed")
     assert (found.started, found.finished) == (1795305600.0, 1795305720.0)
     assert found.instance_type == "Standard_DS3_v2"
     assert found.cost_usd == 0.04, "two nodes, two minutes, 0.6 USD an hour"
-    assert found.billed_s is None, "Azure does not tell"
-    assert said("Failed").reason.startswith("Azure ML gives no reason")
+    assert found.billed_s is None, "Azure does not report it"
+    assert status_for("Failed").reason.startswith("Azure ML gives no reason")
 
 
-def test_what_never_had_a_machine_costs_nothing() -> None:
-    assert said("Canceled").cost_usd == 0.0
-    assert said("Running").cost_usd is None
+def test_a_job_without_machines_costs_nothing() -> None:
+    assert status_for("Canceled").cost_usd == 0.0
+    assert status_for("Running").cost_usd is None
 
 
 @pytest.mark.parametrize("logs", [{}, {"system_logs/lifecycler.log": "https://x"}])
-def test_a_start_without_a_log_of_the_script_is_none(logs: Any) -> None:
-    """Azure's time of a start may be that of a job that only waited: neither a time limit nor a price comes of it."""
+def test_a_start_without_a_log_does_not_count(logs: Any) -> None:
+    """Check this because Azure's start may be of a job that only waited. It gives neither a time limit nor a price."""
     times = {"startTimeUtc": "2026-11-22T00:00:00Z", "endTimeUtc": "2026-11-22T00:20:00Z"}
     properties = {"resources": {"instanceType": "Standard_DS3_v2"}, "limits": {"timeout": "PT10M"}}
-    told = {"properties": {"status": "Canceled", **properties}}
-    found = status_of(told, {**times, "logFiles": logs}, prices={"Standard_DS3_v2": 0.6})
+    job = {"properties": {"status": "Canceled", **properties}}
+    found = status_of(job, {**times, "logFiles": logs}, prices={"Standard_DS3_v2": 0.6})
     assert (found.category, found.started, found.cost_usd) == ("cancelled", None, 0.0)
-    ran = status_of(told, {**times, "logFiles": {"user_logs/std_log_process_0.txt": "https://x"}})
+    ran = status_of(job, {**times, "logFiles": {"user_logs/std_log_process_0.txt": "https://x"}})
     assert (ran.category, ran.started) == ("timeout", 1795305600.0)
     for unknown in (times, {**times, "logFiles": None}):
-        assert status_of(told, unknown).category == "timeout", "a history that is behind"
-    seen = status_of(told, {**times, "logFiles": logs}, ran=True)
-    assert (seen.category, seen.started) == ("timeout", 1795305600.0)
+        assert status_of(job, unknown).category == "timeout", "the history may lag"
+    started = status_of(job, {**times, "logFiles": logs}, ran=True)
+    assert (started.category, started.started) == ("timeout", 1795305600.0)
     running = {"properties": {"status": "Running", **properties}}
     assert status_of(running, {**times, "logFiles": logs}).started == 1795305600.0
 
 
-def test_the_time_limit_is_no_users_cancel() -> None:
-    """Azure ML cancels a job that is over its limit: no word may be said."""
-    assert said("Canceled", seconds=600).category == "timeout"
-    assert said("Canceled", seconds=540).category == "cancelled"
-    late = said("Canceled", error=("JobTimeout", "The job exceeded the maximum run duration"), seconds=60)
+def test_the_time_limit_is_not_a_users_cancel() -> None:
+    """Check this because Azure ML cancels a job at its time limit, perhaps without a message."""
+    assert status_for("Canceled", seconds=600).category == "timeout"
+    assert status_for("Canceled", seconds=540).category == "cancelled"
+    late = status_for("Canceled", error=("JobTimeout", "The job exceeded the maximum run duration"), seconds=60)
     assert (late.state, late.category) == ("failed", "timeout")
     stopped = ("UserError", "User process '/bin/sh' exited with status code 75")
-    assert said("Failed", error=stopped, seconds=600).category == "timeout", "our node's own word on any stop"
-    assert said("Failed", seconds=600).category == "timeout"
-    assert said("Failed", error=stopped, seconds=540).category == "preempted"
-    assert said("Failed", error=("UserError", CRASH), seconds=600).category == "user_error"
+    assert status_for("Failed", error=stopped, seconds=600).category == "timeout", "the node's own message on any stop"
+    assert status_for("Failed", seconds=600).category == "timeout"
+    assert status_for("Failed", error=stopped, seconds=540).category == "preempted"
+    assert status_for("Failed", error=("UserError", CRASH), seconds=600).category == "user_error"
 
 
-def test_a_cancel_is_what_was_asked_for_unless_azure_says_otherwise() -> None:
+def test_a_cancel_is_the_users_unless_azure_gives_another_reason() -> None:
     for message in ("Node was preempted", DP100, "AllocationFailed", "not enough capacity"):
-        found = said("Canceled", error=("x", message), seconds=60)
+        found = status_for("Canceled", error=("x", message), seconds=60)
         assert (found.state, found.category) == ("cancelled", "cancelled"), message
     for message, category in (
         (f"canceled because {DP100}", "quota"),
         ("Cancelled by the system: evicted", "preempted"),
     ):
-        found = said("Canceled", error=("x", message), seconds=60)
+        found = status_for("Canceled", error=("x", message), seconds=60)
         assert (found.state, found.category) == ("failed", category), message
 
 
-def test_a_cluster_stands_for_its_machines() -> None:
+def test_the_status_names_the_cluster_of_a_job() -> None:
     cluster = "/subscriptions/s/resourceGroups/g/providers/x/workspaces/w/computes/gpu"
-    told = {"properties": {"status": "Running", "computeId": cluster, "resources": {"instanceCount": 2}}}
-    assert status_of(told, {}).instance_type == "gpu"
+    job = {"properties": {"status": "Running", "computeId": cluster, "resources": {"instanceCount": 2}}}
+    assert status_of(job, {}).instance_type == "gpu"
 
 
 CATEGORIES = [
@@ -173,14 +175,14 @@ def test_the_exact_quota_to_ask_for() -> None:
     assert quota_hint(DP100).startswith("ask for at least 4 dedicated vCPUs of Standard D Family (there are 2)")
     assert "low-priority vCPUs of" in quota_hint(DP100.replace("Standard D Family", "Low Priority Family"))
     assert "Quota" in quota_hint("ClusterQuotaReached")
-    assert said("Failed", error=("JobNodeCountExceedsCoreQuota", DP100)).reason.count("ask for at least 4") == 1
+    assert status_for("Failed", error=("JobNodeCountExceedsCoreQuota", DP100)).reason.count("ask for at least 4") == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
 REAL: list[tuple[str, str, str, str]] = [
-    # By users of the service, or code of Microsoft's own: where, what was said, and what that is.
+    # From users of the service, or code of Microsoft's own: the source, the message, and its category.
     (
         "Azure/MachineLearningNotebooks#1242, MicrosoftDocs/azure-docs#66288, microsoft/MLOpsPython#346",
         "AzureMLCompute job failed. PreemptionError: Nodes of this job got pre-empted. Check if the run has failed or "
@@ -218,13 +220,13 @@ REAL: list[tuple[str, str, str, str]] = [
     ("microsoft/InnerEye-DeepLearning#253", INNER_EYE, "UserError", "quota"),
     ("azureml-examples#2614", CRASH, "UserError", "user_error"),
 ]
-"""Real texts, with where they were seen; the row's name in a failure is its issue's."""
+"""Real messages with their sources. Each row's id is its issue."""
 
 
-@for_each(("seen", "text", "code", "category"), REAL)
-def test_real_texts(seen: str, text: str, code: str, category: str) -> None:
-    found = said("Failed", error=(code, text))
-    assert (found.state, found.category) == ("failed", category), seen
+@for_each(("source", "text", "code", "category"), REAL)
+def test_real_texts(source: str, text: str, code: str, category: str) -> None:
+    found = status_for("Failed", error=(code, text))
+    assert (found.state, found.category) == ("failed", category), source
 
 
 REFUSALS: list[tuple[int, str, str, type[CloudtrainError], str]] = [
@@ -283,4 +285,4 @@ def test_errors_of_azures_libraries() -> None:
     refused = known.ClientAuthenticationError("AADSTS700082: The refresh token has expired")
     refused.status_code = 400
     assert isinstance(error_of(refused, what="get job"), AuthError), "400 is how the token service refuses"
-    assert error_of(KeyError("x"), what="get job") is None, "a fault of our own stays one"
+    assert error_of(KeyError("x"), what="get job") is None, "cloudtrain's own fault stays one"

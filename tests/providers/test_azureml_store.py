@@ -1,4 +1,4 @@
-"""A store by the workspace's own word for it: which container a datastore is, and what cannot be one."""
+"""A store by the name of its datastore: the container behind it, and the refused ones."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SHORT = "azureml://datastores/team/paths/a/b"
 LONG = "azureml://subscriptions/1111-2222/resource{}roups/training/{}workspaces/Vision/datastores/team/paths/a/b"
 
 
-def resolved(url: str, told: Mapping[str, Any] = BLOB, datastore: str = "team") -> str:
-    return store_url(url, datastore, {"team": told}.__getitem__, workspace=WORKSPACE)
+def resolved(url: str, answer: Mapping[str, Any] = BLOB, datastore: str = "team") -> str:
+    return store_url(url, datastore, {"team": answer}.__getitem__, workspace=WORKSPACE)
 
 
 @for_each(
-    ("url", "told", "container"),
+    ("url", "answer", "container"),
     [
         (SHORT, BLOB, "c@acct.dfs.core.windows.net/a/b"),
         (SHORT + "/", BLOB, "c@acct.dfs.core.windows.net/a/b"),
@@ -40,8 +40,8 @@ def resolved(url: str, told: Mapping[str, Any] = BLOB, datastore: str = "team") 
         (LONG.format("G", "providers/Microsoft.MachineLearningServices/"), BLOB, "c@acct.dfs.core.windows.net/a/b"),
     ],
 )
-def test_a_datastore_is_its_container(url: str, told: Mapping[str, Any], container: str) -> None:
-    assert resolved(url, told) == f"abfs://{container}"
+def test_a_datastore_is_its_container(url: str, answer: Mapping[str, Any], container: str) -> None:
+    assert resolved(url, answer) == f"abfs://{container}"
 
 
 @for_each(
@@ -54,26 +54,26 @@ def test_a_datastore_is_its_container(url: str, told: Mapping[str, Any], contain
         (LONG.format("g", "").replace("1111", "9999"), "store", "is in the workspace 9999-2222/training/Vision"),
     ],
 )
-def test_what_is_no_place_of_this_workspace_is_refused(url: str, field: str, words: str) -> None:
+def test_urls_outside_the_workspace_are_refused(url: str, field: str, words: str) -> None:
     with pytest.raises(SpecError) as caught:
         resolved(url)
     assert caught.value.field == field
     assert words in str(caught.value)
 
 
-def test_a_datastore_that_is_no_container_is_refused() -> None:
+def test_a_datastore_of_files_is_refused() -> None:
     with pytest.raises(SpecError, match=r"'team' is not a container of Azure Storage \(AzureFile\)"):
         resolved(SHORT, {"datastoreType": "AzureFile", "accountName": "acct", "fileShareName": "s"})
 
 
-def test_a_plan_asks_nobody_and_says_what_to_write() -> None:
+def test_a_plan_asks_no_server_and_gives_a_hint() -> None:
     with pytest.raises(SpecError) as caught:
         store_url(SHORT, "team", None, workspace=WORKSPACE)
     assert "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/a/b" in caught.value.hint
     assert "\n" not in str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------- who reads and writes it
+# ---------------------------------------------------------------------------------------------------------- credentials
 
 
 METADATA = {
@@ -89,7 +89,7 @@ OWN: dict[str, Any] = {"cloud": "Own", "cloud_metadata": METADATA}
 
 @pytest.fixture
 def signed_out(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No word of storage in the environment."""
+    """Remove all variables of Azure's storage."""
     for word in ("ANON", "ACCOUNT_NAME", "ACCOUNT_KEY", "CONNECTION_STRING", "SAS_TOKEN", "CLIENT_ID"):
         monkeypatch.delenv(f"AZURE_STORAGE_{word}", raising=False)
     return monkeypatch
@@ -100,7 +100,7 @@ def provider(**given: Any) -> Provider:
 
 
 def opened(url: str, **given: Any) -> Any:
-    """The access to ``url``, as a store opens it."""
+    """Return the access to ``url``, as a store opens it."""
     return find_access(url, provider(**given).storage(url), os.environ, moving=TransferOptions())
 
 
@@ -113,7 +113,7 @@ def opened(url: str, **given: Any) -> Any:
         (OWN, "core.own.example", "https://login.own.example"),
     ],
 )
-def test_a_store_is_opened_by_who_is_signed_in(
+def test_the_signed_in_user_opens_a_store(
     given: dict[str, Any], suffix: str, authority: str | None, signed_out: pytest.MonkeyPatch
 ) -> None:
     url = f"abfs://c@acct.dfs.{suffix}/s"

@@ -1,7 +1,7 @@
-"""Provider ``azureml``, call by call: what it sends, in what order, and what it makes of each answer.
+"""Provider ``azureml``, call by call: its requests, their order, and its reading of each answer.
 
-At the wire like test_azureml_calls, and with nothing that takes time: no emulator, for the account's few answers are
-given here, and requests that no store holds.
+It runs at the wire like test_azureml_calls, but fast: no emulator and no store. This module answers for the storage
+account itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ACTION = "Microsoft.MachineLearningServices/workspaces/jobs/write"
 
 
 class Containers:
-    """Of a storage account, what the plane itself asks for: containers are made, and blobs to which one appends."""
+    """A storage account with the few calls that the plane needs: create containers, and append to blobs."""
 
     def __init__(self, folder: Path) -> None:
         self.wire, self.blobs = Wire(folder), dict[str, bytes]()
@@ -75,7 +75,7 @@ class Containers:
 
 @pytest.fixture
 def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
-    """A workspace without a machine to give: its jobs stay Queued."""
+    """Give a workspace without machines: its jobs stay Queued."""
     for name in [name for name in os.environ if name.startswith("AZURE")]:
         monkeypatch.delenv(name)
     account = Containers(tmp_path / "account")
@@ -86,11 +86,11 @@ def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
     yield plane
     plane.close()
     account.wire.close()
-    assert plane.wire.leaks == [], "a token of the resource manager went where none belongs"
+    assert plane.wire.leaks == [], "a token of the resource manager went to another service"
 
 
 def plans(plane: Plane, **settings: Any) -> Plans:
-    """Of a workspace's jobs."""
+    """Return `Plans` for a workspace's jobs."""
     subscription, group, workspace = plane.scope
     made = {
         "subscription_id": subscription,
@@ -104,20 +104,20 @@ def plans(plane: Plane, **settings: Any) -> Plans:
 
 
 def client(plane: Plane, **settings: Any) -> Provider:
-    """Another client of the workspace."""
+    """Return another client of the workspace."""
     return Provider(**plans(plane, **settings).settings)
 
 
 def operations(plane: Plane, since: int = 0) -> list[str]:
-    """What was asked for but tokens, in order."""
+    """Return the operations called in order, without those for tokens."""
     return [call.operation for call in plane.wire.calls[since:] if call.operation != "GET token"]
 
 
 def put(plane: Plane, request: Request, /, **tags: str | None) -> CommandJob:
-    """The request's job, with other tags."""
+    """Create the request's job with other tags."""
     name = str(request.body["name"])
-    told = {**request.body["tags"], **{f"cloudtrain.{key}": value for key, value in tags.items()}}
-    properties = {"tags": {key: value for key, value in told.items() if value is not None}, "environmentId": "e"}
+    all_tags = {**request.body["tags"], **{f"cloudtrain.{key}": value for key, value in tags.items()}}
+    properties = {"tags": {key: value for key, value in all_tags.items() if value is not None}, "environmentId": "e"}
     made = plane.jobs[name] = CommandJob(plane, name, {"properties": {**properties, "jobType": "Command"}}, "i")
     return made
 
@@ -133,7 +133,8 @@ def only(plane: Plane) -> CommandJob:
 def test_a_creation_is_looked_for_checked_and_put_once(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And leaves no trace in this process: the SDK sets a variable, reads git's, prints, and shows its warnings."""
+    """Check also that this process keeps no trace: the SDK sets a variable, reads git's, prints, and shows its
+    warnings."""
     monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "AzureChinaCloud")
     monkeypatch.setenv("AZUREML_GIT_COMMIT", "abc")
     monkeypatch.setenv("GIT_DIR", "/somewhere")
@@ -145,9 +146,9 @@ def test_a_creation_is_looked_for_checked_and_put_once(
     assert dict(os.environ) == before
     assert capfd.readouterr() == ("", "")
     assert logging.getLogger("azure.ai.ml").level == logging.ERROR
-    asked = operations(plane)
-    assert asked[:2] == ["GET job", "GET datastore"]
-    assert (asked.count("PUT job"), asked[-1]) == (1, "PUT job")
+    calls = operations(plane)
+    assert calls[:2] == ["GET job", "GET datastore"]
+    assert (calls.count("PUT job"), calls[-1]) == (1, "PUT job")
     looked, store = (call for call in plane.wire.calls if call.operation in ("GET job", "GET datastore"))
     assert (looked.method, looked.url) == ("GET", f"{native}?api-version=2025-01-01-preview")
     assert store.url == f"{plane.id}/datastores/workspaceblobstore?api-version=2025-01-01-preview"
@@ -171,19 +172,19 @@ def test_variables_that_were_not_there_are_not_there_afterwards(plane: Plane, mo
     with pytest.raises(LostContactError, match=r"^Azure ML does not answer now: create job: An internal error"):
         client(plane).submit(plans(plane).planned())
     assert dict(os.environ) == before
-    assert plane.wire.count("PUT job") == 1, "patience is not the SDK's"
+    assert plane.wire.count("PUT job") == 1, "the SDK must not retry"
 
 
 @pytest.mark.parametrize(
     ("tags", "says"),
     [
-        ({"run": "somebody"}, "of another run"),
+        ({"run": "another-run"}, "of another run"),
         ({"run": None}, "of another run"),
         ({"request": "another"}, "of an earlier run of that id, which was another job"),
         ({"request": None}, "of an earlier run of that id, which was another job"),
     ],
 )
-def test_a_job_of_that_name_that_is_another(plane: Plane, tags: dict[str, str | None], says: str) -> None:
+def test_another_job_of_that_name_is_a_conflict(plane: Plane, tags: dict[str, str | None], says: str) -> None:
     request, provider = plans(plane).planned(), client(plane)
     put(plane, request, **tags)
     with pytest.raises(ConflictError) as caught:
@@ -195,7 +196,7 @@ def test_a_job_of_that_name_that_is_another(plane: Plane, tags: dict[str, str | 
 
 
 def test_a_job_that_another_client_has_just_put_is_the_same(plane: Plane) -> None:
-    """As the second one is told by the refusal alone."""
+    """Check that a second client learns this from the refusal alone."""
     request, provider = plans(plane).planned(), client(plane)
     put(plane, request)
     plane.wire.faults.append(Fault("GET job", Refusal(404, "NotFound", "not yet")))
@@ -207,7 +208,7 @@ def test_a_job_that_another_client_has_just_put_is_the_same(plane: Plane) -> Non
     assert len(plane.jobs) == 1
 
 
-def test_an_answer_that_is_lost_is_no_second_job(plane: Plane) -> None:
+def test_a_lost_answer_makes_no_second_job(plane: Plane) -> None:
     request, provider = plans(plane).planned(), client(plane)
     plane.wire.faults.append(Fault("PUT job", done=True))
     with pytest.raises(LostContactError, match=r"^Azure does not answer: create job: "):
@@ -216,14 +217,14 @@ def test_an_answer_that_is_lost_is_no_second_job(plane: Plane) -> None:
     assert plane.wire.count("PUT job") == 1
 
 
-def test_a_role_that_lacks_is_named(plane: Plane) -> None:
+def test_a_missing_role_is_named(plane: Plane) -> None:
     plane.wire.faults.append(Fault.denied("PUT job", ACTION, f"/subscriptions/{SUBSCRIPTION}"))
     with pytest.raises(AuthError, match=rf"^create job: .*{ACTION}.*\n.*'AzureML Data Scientist' on the workspace"):
         client(plane).submit(plans(plane).planned())
     assert plane.jobs == {}
 
 
-def test_a_store_that_is_not_the_datastores_container(plane: Plane) -> None:
+def test_a_store_outside_the_datastores_container(plane: Plane) -> None:
     plane.datastore("elsewhere", "another")
     ours, store = plane.blobs.account, plane.container
     for datastore, container, says in (
@@ -252,8 +253,8 @@ def test_a_store_that_is_not_the_datastores_container(plane: Plane) -> None:
     assert len(plane.jobs) == 1
 
 
-def test_a_cluster_is_looked_at_before_a_job_waits_for_it(plane: Plane) -> None:
-    """For ever, as the service takes a job for one that is not there."""
+def test_a_cluster_is_checked_before_a_job_waits_for_it(plane: Plane) -> None:
+    """Check this because the service accepts a job for a missing cluster, which then waits for ever."""
     plane.computes["gpus"] = {"vmSize": "STANDARD_NC64AS_T4_V3"}
     plane.computes["odd"] = {"vmSize": "Standard_Of_Next_Year"}
     for compute, gpu, kind, says in (
@@ -272,8 +273,8 @@ def test_a_cluster_is_looked_at_before_a_job_waits_for_it(plane: Plane) -> None:
         assert type(caught.value) is kind
         assert says in str(caught.value)
     assert plane.jobs == {}
-    (asked, *_) = [call.url for call in plane.wire.calls if call.operation == "GET compute"]
-    assert asked == f"{plane.id}/computes/none?api-version=2025-01-01-preview"
+    (url, *_) = [call.url for call in plane.wire.calls if call.operation == "GET compute"]
+    assert url == f"{plane.id}/computes/none?api-version=2025-01-01-preview"
     for compute, gpu in (("gpus", ["T4:4"]), ("odd", ["T4:4"]), ("gpus", [])):
         since = len(plane.wire.calls)
         request = plans(plane, compute=compute).planned(
@@ -284,8 +285,8 @@ def test_a_cluster_is_looked_at_before_a_job_waits_for_it(plane: Plane) -> None:
     assert client(plane).account.compute("odd")["vmSize"] == "Standard_Of_Next_Year"
 
 
-def test_what_the_sdk_itself_will_not_send_is_one_line(plane: Plane) -> None:
-    """It says so in colours, and over many lines."""
+def test_a_refusal_of_the_sdk_is_one_line(plane: Plane) -> None:
+    """Check this because the SDK prints it in colours and over many lines."""
     request = plans(plane).planned()
     path = "azureml://datastores/workspaceblobstore/paths/a:b/"
     for change in (
@@ -325,7 +326,7 @@ def test_what_the_sdk_itself_will_not_send_is_one_line(plane: Plane) -> None:
         (None, LostContactError, "Azure does not answer: get job: "),
     ],
 )
-def test_every_refusal_is_one_of_ours(plane: Plane, refusal: Refusal | None, kind: type, says: str) -> None:
+def test_every_refusal_is_a_cloudtrain_error(plane: Plane, refusal: Refusal | None, kind: type, says: str) -> None:
     plane.wire.faults.append(Fault("GET job", refusal, times=10))
     with pytest.raises(CloudtrainError) as caught:
         client(plane).status(f"{plane.id}/jobs/none")
@@ -336,23 +337,23 @@ def test_every_refusal_is_one_of_ours(plane: Plane, refusal: Refusal | None, kin
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[1]", b'"text"', b'{"error": null}', b""])
-def test_a_refusal_that_is_a_page_is_told_by_its_status(plane: Plane, body: bytes) -> None:
+def test_a_refusal_as_a_page_shows_its_status(plane: Plane, body: bytes) -> None:
     plane.wire.route("GET", "/elsewhere", "GET elsewhere", lambda call: Answer(body, 418))
     with pytest.raises(SpecError, match=r"^look: 418$"):
         client(plane).account.call("GET", f"{plane.url}/elsewhere", what="look")
 
 
 def test_an_answer_that_is_no_json_is_one_line(plane: Plane) -> None:
-    said = [b"<html>"]
-    plane.wire.route("GET", "/elsewhere", "GET elsewhere", lambda call: Answer(said[0]))
+    bodies = [b"<html>"]
+    plane.wire.route("GET", "/elsewhere", "GET elsewhere", lambda call: Answer(bodies[0]))
     account = client(plane).account
     with pytest.raises(PlatformError, match=r"^look: the answer is not JSON$"):
         account.call("GET", f"{plane.url}/elsewhere", what="look")
-    for said[0] in (b"", b"null"):
+    for bodies[0] in (b"", b"null"):
         assert account.call("GET", f"{plane.url}/elsewhere", what="look") is None
 
 
-def test_each_call_says_what_it_was_for(plane: Plane) -> None:
+def test_each_error_names_its_call(plane: Plane) -> None:
     provider = client(plane)
     native = provider.submit(plans(plane).planned())
     only(plane).end("Failed", "UserError", "it broke")
@@ -373,7 +374,7 @@ def test_each_call_says_what_it_was_for(plane: Plane) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "told", "least", "most"),
+    ("status", "headers", "least", "most"),
     [
         (429, {"Retry-After": "7"}, 6, 7),
         (503, {"Retry-After": "7"}, 6, 7),
@@ -383,10 +384,10 @@ def test_each_call_says_what_it_was_for(plane: Plane) -> None:
         (500, {"Retry-After": "7"}, 0, 0),
     ],
 )
-def test_a_host_that_asks_to_be_left_alone_is(
-    plane: Plane, status: int, told: Mapping[str, str], least: float, most: float
+def test_a_host_that_asks_for_a_pause_gets_it(
+    plane: Plane, status: int, headers: Mapping[str, str], least: float, most: float
 ) -> None:
-    plane.wire.faults.append(Fault("GET job", Refusal(status, "TooManyRequests", "slowly", told)))
+    plane.wire.faults.append(Fault("GET job", Refusal(status, "TooManyRequests", "slowly", headers)))
     provider, native = client(plane), f"{plane.id}/jobs/none"
     began = time.monotonic()
     with pytest.raises(LostContactError, match=r"^Azure ML does not answer now: get job: slowly"):
@@ -405,7 +406,7 @@ def test_a_host_that_asks_to_be_left_alone_is(
 # --------------------------------------------------------------------------------------- status, cancel and the history
 
 
-def test_a_status_asks_the_history_where_that_alone_tells(plane: Plane) -> None:
+def test_a_status_asks_the_history_only_for_its_own_facts(plane: Plane) -> None:
     provider = client(plane, prices={"Standard_DS3_v2": 2.0})
     native = provider.submit(plans(plane).planned(instance_type="Standard_DS3_v2", instance_count=2))
     job, name = only(plane), only(plane).name
@@ -420,7 +421,7 @@ def test_a_status_asks_the_history_where_that_alone_tells(plane: Plane) -> None:
     running = [provider.status(native) for _ in range(2)]
     assert [(each.state, each.started) for each in running] == [("running", pytest.approx(job.started, abs=0.01))] * 2
     first = ["GET job", "GET workspace", "GET discovery", "GET details"]
-    assert operations(plane, since) == [*first, "GET job"], "when it began does not change"
+    assert operations(plane, since) == [*first, "GET job"], "the start does not change"
     plane.unknown.clear()
     job.end("Failed", "UserError", "Execution failed. User process 'sh' exited with status code 3.")
     since = len(plane.wire.calls)
@@ -437,13 +438,11 @@ def test_a_status_asks_the_history_where_that_alone_tells(plane: Plane) -> None:
     assert "no-such-run" not in provider.account.details
     plane.wire.faults.append(Fault("GET details", Refusal(404, "NotFound", "not yet")))
     behind = provider.status(native)
-    assert (behind.state, behind.started) == ("failed", pytest.approx(job.started, abs=0.01)), (
-        "the history may be behind"
-    )
+    assert (behind.state, behind.started) == ("failed", pytest.approx(job.started, abs=0.01)), "the history may lag"
 
 
-def test_a_job_is_found_whatever_the_settings_are_by_then(plane: Plane) -> None:
-    """By its whole id; a bare name is of the workspace that we are in."""
+def test_a_job_is_found_after_the_settings_changed(plane: Plane) -> None:
+    """Check that it is found by its whole id; a bare name belongs to the present workspace."""
     native = client(plane).submit(plans(plane).planned())
     elsewhere = client(plane, workspace_name="another")
     assert elsewhere.status(native).state == "pending"
@@ -457,15 +456,15 @@ def test_a_job_is_found_whatever_the_settings_are_by_then(plane: Plane) -> None:
         client(plane).status("none")
 
 
-def test_a_cancel_is_asked_for_once_and_what_is_over_stays(plane: Plane) -> None:
+def test_a_cancel_is_sent_once_and_ended_jobs_stay(plane: Plane) -> None:
     provider = client(plane)
     native = provider.submit(plans(plane).planned())
     provider.cancel(native)
     assert only(plane).wait() == "Canceled"
     provider.cancel(native)
     assert operations(plane)[-3:] == ["POST cancel", "POST cancel", "GET job"]
-    asked = next(call for call in plane.wire.calls if call.operation == "POST cancel")
-    assert asked.url == f"{native}/cancel?api-version=2025-01-01-preview"
+    cancel = next(call for call in plane.wire.calls if call.operation == "POST cancel")
+    assert cancel.url == f"{native}/cancel?api-version=2025-01-01-preview"
     with pytest.raises(NotFoundError, match=r"^cancel job: Job none is not found"):
         provider.cancel("none")
     assert operations(plane)[-1] == "POST cancel"
@@ -479,7 +478,7 @@ def test_a_cancel_is_asked_for_once_and_what_is_over_stays(plane: Plane) -> None
                 provider.cancel(native)
 
 
-def test_a_log_is_read_on_from_its_cursor_without_a_token(plane: Plane) -> None:
+def test_a_log_is_read_from_its_cursor_without_a_token(plane: Plane) -> None:
     provider = client(plane)
     native = provider.submit(plans(plane).planned(instance_count=2))
     job = only(plane)
@@ -499,7 +498,7 @@ def test_a_log_is_read_on_from_its_cursor_without_a_token(plane: Plane) -> None:
 
 
 def restarted(job: CommandJob, number: int, text: str) -> None:
-    """The file of a node begins anew, as after a preemption."""
+    """Restart the log of a node, as after a preemption."""
     job.logs = []
     job.log(number).take(text.encode())
     job.log(number).flush()
@@ -507,8 +506,8 @@ def restarted(job: CommandJob, number: int, text: str) -> None:
 
 @pytest.mark.parametrize("at_the_end", [206, 416])
 @pytest.mark.parametrize("length", [1, 39, 40, 41, 300], ids=lambda n: f"{n}-lines")
-def test_a_log_that_begins_anew_is_read_from_its_start(plane: Plane, length: int, at_the_end: int) -> None:
-    """Be it shorter than what was read of the one before, as long, or longer."""
+def test_a_restarted_log_is_read_from_its_start(plane: Plane, length: int, at_the_end: int) -> None:
+    """Check this whether the new log is shorter than the part already read, as long, or longer."""
     plane.blobs.at_the_end = at_the_end
     provider = client(plane)
     native = provider.submit(plans(plane).planned())
@@ -516,9 +515,9 @@ def test_a_log_that_begins_anew_is_read_from_its_start(plane: Plane, length: int
     job.log(0).take("".join(f"line {n:03}\n" for n in range(40)).encode())
     job.log(0).flush()
     first = provider.logs(native)
-    restarted(job, 0, "".join(f"anew {n:03}\n" for n in range(length)))
+    restarted(job, 0, "".join(f"next {n:03}\n" for n in range(length)))
     again = provider.logs(native, json.loads(json.dumps(first.cursor)))
-    assert [line.text for line in again.lines] == [f"anew {n:03}" for n in range(length)]
+    assert [line.text for line in again.lines] == [f"next {n:03}" for n in range(length)]
     assert not {line.id for line in first.lines} & {line.id for line in again.lines}
     job.log(0).take(b"more\n")
     job.log(0).flush()
@@ -528,8 +527,8 @@ def test_a_log_that_begins_anew_is_read_from_its_start(plane: Plane, length: int
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["cursor", "older-cursor"])
-def test_a_log_that_begins_anew_with_the_same_lines_before_its_place(plane: Plane, older: bool) -> None:
-    """Its first bytes differ. A cursor of an older version does not hold those, and is still read."""
+def test_a_restarted_log_with_the_same_lines_before_the_cursor(plane: Plane, older: bool) -> None:
+    """Check this when only its first bytes differ. Cursors of older versions lack them and are still valid."""
     provider = client(plane)
     native = provider.submit(plans(plane).planned())
     job = only(plane)
@@ -544,7 +543,7 @@ def test_a_log_that_begins_anew_with_the_same_lines_before_its_place(plane: Plan
     assert lines == (["done"] if older else ["attempt 1", *same.splitlines(), "done"])
 
 
-def test_a_log_that_is_named_and_not_there_yet_keeps_its_place(plane: Plane) -> None:
+def test_a_log_that_does_not_exist_yet_keeps_its_cursor(plane: Plane) -> None:
     provider = client(plane)
     native = provider.submit(plans(plane).planned())
     job = only(plane)
@@ -574,28 +573,28 @@ def test_the_files_of_a_restart_are_read_too(plane: Plane, monkeypatch: pytest.M
 
 
 def test_a_service_that_never_answers_is_given_up(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After half a minute; here sooner."""
-    gone = threading.Event()
+    """Check the timeout of half a minute, shortened here."""
+    finished = threading.Event()
     assert module.TIMEOUT == 30
     monkeypatch.setattr(module, "TIMEOUT", 1.0)
 
     def stall(call: Call) -> Answer:
-        gone.wait(20)
+        finished.wait(20)
         return Answer()
 
     plane.wire.route("GET", "/never", "GET never", stall, open=True)
     with pytest.raises(LostContactError, match=r"^Azure does not answer: look: "):
         client(plane).account.fetch(f"{plane.api}/never", what="look")
-    gone.set()
+    finished.set()
 
 
-def test_an_answer_that_is_asked_for_in_pieces_comes_in_pieces(plane: Plane) -> None:
-    """The second is sent once the first has been read: none of it waits for all of it."""
-    read, seen = threading.Event(), list[bool]()
+def test_an_answer_read_in_pieces_comes_in_pieces(plane: Plane) -> None:
+    """Check that the server sends the second piece only after the client has read the first."""
+    read, waited = threading.Event(), list[bool]()
 
     def pieces() -> Iterator[bytes]:
         yield b"x" * SOME
-        seen.append(read.wait(20))
+        waited.append(read.wait(20))
         yield b"y"
 
     plane.wire.route("GET", "/slow", "GET slow", lambda call: Answer(pieces(), length=SOME + 1), open=True)
@@ -604,10 +603,10 @@ def test_an_answer_that_is_asked_for_in_pieces_comes_in_pieces(plane: Plane) -> 
     size = len(next(found))
     read.set()
     assert size + sum(map(len, found)) == SOME + 1
-    assert seen == [True]
+    assert waited == [True]
 
 
-def test_a_place_that_does_not_answer_is_told_by_what_was_asked(plane: Plane) -> None:
+def test_a_lost_connection_names_its_call(plane: Plane) -> None:
     account = client(plane).account
     plane.wire.faults += [Fault("GET discovery"), Fault("GET discovery")]
     for call, what in (
@@ -619,7 +618,7 @@ def test_a_place_that_does_not_answer_is_told_by_what_was_asked(plane: Plane) ->
 
 
 @pytest.mark.parametrize(
-    ("told", "says"),
+    ("body", "says"),
     [
         (b'{"api": "http://plain.example"}', "no https service of runs: 'http://plain.example'"),
         (b"{}", "no https service of runs: ''"),
@@ -627,14 +626,14 @@ def test_a_place_that_does_not_answer_is_told_by_what_was_asked(plane: Plane) ->
         (b"<html>", "no https service of runs: ''"),
     ],
 )
-def test_a_discovery_that_names_no_service_is_one_line(plane: Plane, told: bytes, says: str) -> None:
-    plane.wire.route("GET", "/odd", "GET odd", lambda call: Answer(told), open=True)
+def test_a_discovery_that_names_no_service_is_one_line(plane: Plane, body: bytes, says: str) -> None:
+    plane.wire.route("GET", "/odd", "GET odd", lambda call: Answer(body), open=True)
     with pytest.raises(PlatformError) as caught:
         client(plane).account.discovered(f"{plane.api}/odd")
     assert str(caught.value) == f"the workspace's discovery names {says}"
 
 
-def test_a_discovery_is_asked_for_once_a_workspace(plane: Plane) -> None:
+def test_the_discovery_is_called_once_a_workspace(plane: Plane) -> None:
     plane.wire.route("GET", "/old", "GET old", lambda call: Answer({"history": "https://old.example/"}), open=True)
     account = client(plane).account
     assert account.discovered(f"{plane.api}/old") == "https://old.example"
@@ -642,10 +641,10 @@ def test_a_discovery_is_asked_for_once_a_workspace(plane: Plane) -> None:
     assert operations(plane)[1:] == ["GET workspace", "GET discovery"]
 
 
-# --------------------------------------------------------------------------------------------------------- who calls
+# -------------------------------------------------------------------------------------------------------------- callers
 
 
-def test_a_token_that_no_longer_counts_is_fetched_anew_once(plane: Plane) -> None:
+def test_a_revoked_token_is_replaced_once(plane: Plane) -> None:
     provider = client(plane)
     native = provider.submit(plans(plane).planned())
     credential = provider.account.credential
@@ -677,22 +676,22 @@ def jwt(claims: Any) -> str:
         (["no", "table"], None),
     ],
 )
-def test_who_a_token_is_for(claims: Any, name: str | None) -> None:
+def test_the_name_in_a_token(claims: Any, name: str | None) -> None:
     assert named(jwt(claims)) == name
 
 
 @for_each("token", ["", "one", "h.%%%.s", "h.e30", "h.bm8.s"])
-def test_a_token_that_says_nothing_is_nobodys(token: str) -> None:
+def test_a_token_without_a_name(token: str) -> None:
     assert named(token) is None
 
 
-def test_who_calls_and_what_doctor_finds_in_a_workspace_that_is_well(plane: Plane) -> None:
+def test_the_caller_and_doctor_in_a_sound_workspace(plane: Plane) -> None:
     provider = client(plane)
     assert re.fullmatch(r"[0-9a-f-]{36}", provider.principal() or "")
     request = plans(plane).planned(instance_type="Standard_DS3_v2")
     rows = {check.name: check for check in provider.checks(f"abfs://{plane.container}/store", request)}
     names = ("sdk", "credentials", "workspace", "datastore", "permissions", "quota")
-    assert rows["compute"].status == "skipped", "of serverless machines"
+    assert rows["compute"].status == "skipped", "serverless machines have no cluster"
     assert {name: rows[name].status for name in names} == dict.fromkeys(names, "ok")
     assert "environment" in rows
     bare = {check.name: check.status for check in provider.checks("", None)}

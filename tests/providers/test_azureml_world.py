@@ -1,5 +1,4 @@
-"""The loopback Azure ML itself, with the real MLClient and requests written by hand: no provider of ours has a part in
-this."""
+"""The loopback Azure ML itself, with the real MLClient and requests by hand, independent of cloudtrain's provider."""
 
 from __future__ import annotations
 
@@ -34,11 +33,11 @@ STORE = "azureml://datastores/workspaceblobstore/paths"
 SEE = """
 import json, os, signal, sys, time
 me, live = os.environ["NODE_RANK"], sys.argv[1]
-def told(*_):
-    open(live + "/told-" + me, "w").write("told")
-    print("told", flush=True)
+def sigterm(*_):
+    open(live + "/sigterm-" + me, "w").write("sigterm")
+    print("sigterm", flush=True)
     sys.exit(0)
-signal.signal(signal.SIGTERM, told)
+signal.signal(signal.SIGTERM, sigterm)
 print(json.dumps({"me": me, "word": open(os.path.dirname(__file__) + "/word.txt").read(), "env": os.environ["WORD"],
                   "engine": [k for k in os.environ if k.startswith("CLOUDTRAIN_")],
                   "run": os.environ["AZUREML_RUN_ID"], "world": os.environ["WORLD_SIZE"],
@@ -55,11 +54,11 @@ SCRIPTS = {
     "peers": SEE + "open(live + '/mine-' + me, 'w').write('x')\n"
     "while not os.path.exists(live + '/mine-' + str(1 - int(me))):\n    time.sleep(0.1)\nprint('met', flush=True)\n",
 }  # fmt: skip
-"""By name; each prints what it sees, and holds, ends or fails."""
+"""Scripts by name. Each prints its view of the node, then waits, ends or fails."""
 
 
 def body(**more: Any) -> dict[str, Any]:
-    """A job that the service accepts; ``more`` replaces whole members of its properties, None removes one."""
+    """Return a job that the service accepts. ``more`` replaces members of its properties; None removes one."""
     folder = {"jobInputType": "uri_folder"}
     properties: dict[str, Any] = {
         "jobType": "Command",
@@ -89,7 +88,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return made
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -126,18 +125,18 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("computeId", "cluster", "no resource id"),
     ],
 )  # fmt: skip
-def test_what_the_service_refuses(path: str, value: Any, words: str) -> None:
+def test_the_service_refuses(path: str, value: Any, words: str) -> None:
     request = changed(path, value)
     problems = model_errors(request) or broken_rules("job", request)
     assert words in "; ".join(problems)
 
 
 @pytest.mark.parametrize("name", ["", "-a", "two words", "a" * 256, "a.b"])
-def test_names_it_refuses(name: str) -> None:
+def test_the_service_refuses_names(name: str) -> None:
     assert "Job name" in "; ".join(broken_rules(name, body()))
 
 
-def test_spot_is_no_word_for_a_cluster() -> None:
+def test_a_cluster_takes_no_spot() -> None:
     request = body(computeId="/subscriptions/s/computes/c", queueSettings={"jobTier": "Spot"})
     assert "a cluster has a tier of its own" in "; ".join(broken_rules("job", request))
 
@@ -154,7 +153,7 @@ def test_spot_is_no_word_for_a_cluster() -> None:
         ("tags", {"ключ": "two words"}),
     ],
 )
-def test_what_it_accepts(path: str, value: Any) -> None:
+def test_the_service_accepts(path: str, value: Any) -> None:
     request = changed(path, value)
     assert model_errors(request) + broken_rules("job", request) == []
 
@@ -166,10 +165,10 @@ def test_durations() -> None:
             seconds_of(wrong)
 
 
-# -------------------------------------------------------------------------------------------------- what a request says
+# ------------------------------------------------------------------------------------------------------------- readings
 
 
-def test_a_reading_is_what_the_platform_documents() -> None:
+def test_a_reading_follows_the_pages() -> None:
     nodes = reading("job", body(), IMAGE).nodes
     first, second = (node.env for node in nodes)
     assert first["MASTER_ADDR"] == second["MASTER_ADDR"] == nodes[0].hostname
@@ -182,7 +181,7 @@ def test_a_reading_is_what_the_platform_documents() -> None:
     assert node.shm == 2 << 30, "the service's own default"
 
 
-def test_differences_tells_every_part() -> None:
+def test_differences_finds_every_part() -> None:
     containers = {"workspaceblobstore": "c", "other": "d"}
     where = lambda url: place(url, containers)  # noqa: E731
     ours = reading("job", body(), IMAGE)
@@ -207,7 +206,7 @@ def test_differences_tells_every_part() -> None:
 
 @pytest.fixture
 def plane(azure_environment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
-    """A workspace that starts jobs only where a test asks for the engine too."""
+    """Give a workspace that starts jobs only where a test uses the engine too."""
     with Plane(tmp_path / "azure", azurite=azure_environment, curated=IMAGE, runs=False) as made:
         for name, value in made.environ().items():
             monkeypatch.setenv(name, value)
@@ -224,7 +223,7 @@ def client(plane: Plane) -> MLClient:
 
 
 def job(name: str, script: str = "see", nodes: int = 2, **more: Any) -> Any:
-    """A job of the SDK's own making."""
+    """Return a job made by the SDK."""
     return command(
         name=name,
         command=f"exec python3 ${{{{inputs.code}}}}/{script}.py ${{{{outputs.live}}}}",
@@ -240,7 +239,7 @@ def job(name: str, script: str = "see", nodes: int = 2, **more: Any) -> Any:
 
 
 class Raw:
-    """Requests by hand."""
+    """A client for requests by hand."""
 
     def __init__(self, plane: Plane) -> None:
         self.plane, self.token = plane, plane.wire.issue(plane.url)[0]
@@ -290,7 +289,7 @@ class TestWire:
         with pytest.raises(ResourceNotFoundError):
             ml.jobs.begin_cancel("none")
 
-    def test_what_the_sdk_uploads_as_code_is_asked_for_by_its_hash(self, plane: Plane, tmp_path: Path) -> None:
+    def test_the_sdk_finds_uploaded_code_by_its_hash(self, plane: Plane, tmp_path: Path) -> None:
         ml, code = client(plane), tmp_path / "code"
         code.mkdir()
         (code / "train.py").write_text("print(1)\n")
@@ -299,7 +298,7 @@ class TestWire:
         assert (plane.wire.count("POST upload"), plane.wire.count("PUT code")) == (1, 1)
         assert len({plane.job(name).body["properties"]["codeId"] for name in ("one", "two")}) == 1
 
-    def test_the_sdk_streams_what_the_history_names(self, plane: Plane, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_sdk_streams_the_logs_of_the_history(self, plane: Plane, capsys: pytest.CaptureFixture[str]) -> None:
         ml = client(plane)
         ml.jobs.create_or_update(job("one", nodes=1))
         made = plane.job("one")
@@ -312,8 +311,8 @@ class TestWire:
 
     def test_an_unknown_compute_and_environment_are_refused(self, plane: Plane) -> None:
         raw = Raw(plane)
-        status, _, said = raw("PUT", "/jobs/one", body(computeId=f"{plane.id}/computes/none"))
-        assert (status, json.loads(said)["error"]["message"]) == (400, "Unknown compute target 'none'.")
+        status, _, answer = raw("PUT", "/jobs/one", body(computeId=f"{plane.id}/computes/none"))
+        assert (status, json.loads(answer)["error"]["message"]) == (400, "Unknown compute target 'none'.")
         plane.computes["cluster"] = {"vmSize": "STANDARD_DS3_V2", "vmPriority": "LowPriority"}
         assert raw("PUT", "/jobs/one", body(computeId=f"{plane.id}/computes/cluster"))[0] == 201
         assert client(plane).compute.get("cluster").tier == "low_priority"
@@ -322,11 +321,11 @@ class TestWire:
         assert list(plane.jobs) == ["one"]
 
     def test_a_body_with_an_unknown_member_makes_no_job(self, plane: Plane) -> None:
-        status, _, said = Raw(plane)("PUT", "/jobs/one", body(restarts=3))
-        assert (status, json.loads(said)["error"]["code"]) == (400, "ValidationError")
+        status, _, answer = Raw(plane)("PUT", "/jobs/one", body(restarts=3))
+        assert (status, json.loads(answer)["error"]["code"]) == (400, "ValidationError")
         assert plane.jobs == {}
 
-    def test_a_token_counts_for_as_long_as_it_does(self, plane: Plane) -> None:
+    def test_a_token_is_valid_until_it_expires(self, plane: Plane) -> None:
         raw = Raw(plane)
         assert raw("GET", "")[0] == 200
         plane.wire.expire()
@@ -343,7 +342,7 @@ class TestWire:
         with pytest.raises(Exception, match="managed identity"):
             client(plane).jobs.get("one")
 
-    def test_a_token_that_goes_where_none_belongs_is_noted(self, plane: Plane) -> None:
+    def test_a_token_sent_to_the_wrong_service_is_recorded(self, plane: Plane) -> None:
         raw = Raw(plane)
         raw("GET", f"{plane.api}/discovery/workspaces/w-1")
         assert plane.wire.leaks == []
@@ -362,12 +361,12 @@ class TestWire:
     def test_faults_on_demand(self, plane: Plane, fault: Fault, status: int) -> None:
         raw = Raw(plane)
         plane.wire.faults.append(fault)
-        found, headers, said = raw("GET", "")
-        assert (found, json.loads(said)["error"]["code"]) == (status, fault.error and fault.error.code)
+        found, headers, answer = raw("GET", "")
+        assert (found, json.loads(answer)["error"]["code"]) == (status, fault.error and fault.error.code)
         assert headers.get("Retry-After") == ("7" if status == 429 else None)
         assert raw("GET", "")[0] == 200
 
-    def test_an_answer_that_is_lost_has_had_its_effect(self, plane: Plane) -> None:
+    def test_a_lost_answer_has_had_its_effect(self, plane: Plane) -> None:
         plane.wire.faults.append(Fault("PUT job", done=True))
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             Raw(plane)("PUT", "/jobs/one", body())
@@ -400,8 +399,8 @@ class TestLogs:
         return raw, made
 
     def url(self, raw: Raw, name: str = "user_logs/std_log_process_1.txt") -> str:
-        told = raw("GET", f"{raw.plane.url}/history/v1.0{raw.plane.id}/runs/one/details")[2]
-        return str(json.loads(told)["logFiles"][name])
+        details = raw("GET", f"{raw.plane.url}/history/v1.0{raw.plane.id}/runs/one/details")[2]
+        return str(json.loads(details)["logFiles"][name])
 
     @pytest.mark.parametrize("at_the_end", [206, 416])
     def test_a_log_is_read_by_range_and_ends_in_either_way(self, plane: Plane, at_the_end: int) -> None:
@@ -416,7 +415,7 @@ class TestLogs:
         made.log(1).flush(whole=True)
         assert raw("GET", url, Range="bytes=8-")[::2] == (206, "drei ü\n".encode())
 
-    def test_its_signature_is_its_own_and_expires(self, plane: Plane) -> None:
+    def test_each_log_has_a_signature_that_expires(self, plane: Plane) -> None:
         plane.blobs.sas_seconds = 5.0
         raw, _ = self.logged(plane)
         url = self.url(raw)
@@ -446,7 +445,7 @@ class TestLogs:
 
 
 class Running:
-    """Jobs of a `Plane` with an engine, sent by the SDK."""
+    """A client that sends jobs by the SDK to a `Plane` with an engine."""
 
     def __init__(self, plane: Plane) -> None:
         self.plane, self.ml = plane, client(plane)
@@ -458,8 +457,8 @@ class Running:
     def keys(self, name: str) -> set[str]:
         return self.plane.blobs.names(f"{STORE}/{name}/live/")
 
-    def said(self, made: CommandJob, text: str = "", nodes: int = 2) -> None:
-        """Wait until every node has printed something that holds ``text``."""
+    def await_line(self, made: CommandJob, text: str = "", nodes: int = 2) -> None:
+        """Wait until every node has printed a line that contains ``text``."""
         Jobs.wait_for(lambda: made.over or sum(text in line for line in made.printed().splitlines()) >= nodes)
         assert not made.over, made.error
 
@@ -485,24 +484,24 @@ class TestJobs:
         assert made.history == [
             "NotStarted", "Starting", "Provisioning", "Preparing", "Running", "Finalizing", "Completed",
         ]  # fmt: skip
-        seen = [json.loads(line) for line in made.printed().splitlines()]
-        assert sorted(item.pop("me") for item in seen) == ["0", "1"]
-        assert seen == 2 * [
+        views = [json.loads(line) for line in made.printed().splitlines()]
+        assert sorted(item.pop("me") for item in views) == ["0", "1"]
+        assert views == 2 * [
             {
                 "word": "of the input",
                 "env": "of the environment",
-                "engine": ["CLOUDTRAIN_METADATA_URL"],  # a true node needs none: it has a metadata service
+                "engine": ["CLOUDTRAIN_METADATA_URL"],  # a real node needs none: it has a metadata service
                 "run": "done",
                 "world": "2",
                 "live": ["earlier"],
             }
         ]
         assert running.keys("done") == {"earlier", "checkpoint-0", "checkpoint-1"}
-        told = running.ml.jobs.get("done")
-        assert (told.status, told.tags) == ("Completed", {"team": "vision"})
+        job = running.ml.jobs.get("done")
+        assert (job.status, job.tags) == ("Completed", {"team": "vision"})
         assert sorted(made.details()["logFiles"]) == [f"user_logs/std_log_process_{n}.txt" for n in range(2)]
 
-    def test_a_failure_says_the_exit_code_and_the_file(self, running: Running) -> None:
+    def test_a_failure_names_the_exit_code_and_the_log(self, running: Running) -> None:
         made = running.send("fail", "fail")
         assert made.wait() == "Failed"
         assert made.error is not None
@@ -512,15 +511,15 @@ class TestJobs:
 
     def test_a_cancel_reaches_every_container(self, running: Running) -> None:
         made = running.send("stop", "hold")
-        running.said(made)
+        running.await_line(made)
         running.ml.jobs.begin_cancel("stop").result(60)
         assert made.wait() == "Canceled"
-        assert running.keys("stop") == {"told-0", "told-1"}
+        assert running.keys("stop") == {"sigterm-0", "sigterm-1"}
 
-    def test_a_grace_that_is_not_used_ends_in_a_kill(self, running: Running) -> None:
+    def test_an_unused_grace_ends_in_a_kill(self, running: Running) -> None:
         running.plane.grace = 1.0
         made = running.send("deaf", "deaf")
-        running.said(made)
+        running.await_line(made)
         made.stop()
         assert made.wait() == "Canceled"
 
@@ -532,7 +531,7 @@ class TestJobs:
         assert "limit of 600 seconds" in made.error["error"]["message"]
 
     @pytest.mark.parametrize("restarts", [False, True])
-    def test_nodes_that_are_taken_back_fail_the_job_or_start_it_again(self, running: Running, restarts: bool) -> None:
+    def test_preempted_nodes_fail_the_job_or_restart_it(self, running: Running, restarts: bool) -> None:
         running.plane.restarts = restarts
         made = running.send("spot", "once", job_tier="spot")
         Jobs.wait_for(lambda: running.keys("spot") == {"seen-0", "seen-1"})
@@ -542,7 +541,7 @@ class TestJobs:
         assert ("Queued" in made.history) == restarts
         assert restarts or (made.error and "PreemptionError" in made.error["error"]["message"])
 
-    def test_a_lost_node_is_the_service_s_fault(self, running: Running) -> None:
+    def test_a_lost_node_is_a_fault_of_the_service(self, running: Running) -> None:
         made = running.send("lost", "once")
         Jobs.wait_for(lambda: len(running.keys("lost")) == 2)
         made.lose(0)
@@ -551,7 +550,7 @@ class TestJobs:
         assert made.error is not None
         assert made.error["error"]["code"] == "ServiceError"
 
-    def test_a_mounted_output_shows_what_peers_write(self, running: Running) -> None:
+    def test_a_mounted_output_shows_the_peers_files(self, running: Running) -> None:
         made = running.send("peers", "peers")
         assert made.wait() == "Completed"
         assert made.printed().count("met") == 2
@@ -559,13 +558,13 @@ class TestJobs:
     def test_a_mounted_output_that_lags(self, running: Running) -> None:
         running.plane.sync_lag = 3.0
         made = running.send("lag", "once")
-        running.said(made)
+        running.await_line(made)
         assert running.keys("lag") == set()
         Jobs.wait_for(lambda: running.keys("lag") == {"seen-0", "seen-1"})
         made.stop()
         made.wait()
 
-    def test_what_keeps_a_job_from_running(self, running: Running) -> None:
+    def test_reasons_that_keep_a_job_from_running(self, running: Running) -> None:
         plane = running.plane
         plane.quotas["Standard_DS3_v2"] = 2
         made = running.send("quota", "done")
@@ -583,7 +582,7 @@ class TestJobs:
         plane.no_capacity = False
         assert made.wait() == "Completed"
 
-    def test_an_image_that_is_not_there(self, running: Running) -> None:
+    def test_a_missing_image(self, running: Running) -> None:
         made = running.send("none", "done", nodes=1)
         made.wait()
         running.ml.jobs.create_or_update(
@@ -595,7 +594,7 @@ class TestJobs:
 
     def test_a_status_on_demand(self, running: Running) -> None:
         made = running.send("odd", "hold")
-        running.said(made)
+        running.await_line(made)
         for status in ("NotResponding", "Quiescing"):
             running.plane.unknown["odd"] = status
             assert running.ml.jobs.get("odd").status == status

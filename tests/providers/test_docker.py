@@ -1,4 +1,4 @@
-"""Provider ``docker`` against the contract suite, what it plans, and what it refuses."""
+"""Provider ``docker`` in the contract suite, its plans and its refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cloudtrain.testing.tables import Fields
 
 
 class DockerWorld(FakePlatform):
-    """This machine's engine: nothing is faked. ``image`` is what all jobs run on."""
+    """This machine's engine; nothing is faked. ``image`` is the image of all jobs."""
 
     def __init__(self, folder: Path, *, engine: Any, image: str, store: str = "") -> None:
         super().__init__(
@@ -50,7 +50,7 @@ class DockerWorld(FakePlatform):
         yield {ENGINE_PREFIX + key: str(value) for key, value in words.items()}
 
     def container(self, run: Run, number: int) -> str:
-        """Id of the running container of node ``number``."""
+        """Return the id of the running container of node ``number``."""
         wanted = {"label": [f"cloudtrain.run={run.url}", f"cloudtrain.node={number}"]}
         (found,) = self.engine.containers(filters=wanted)
         return str(found["Id"])
@@ -64,7 +64,7 @@ class DockerWorld(FakePlatform):
     def fault(self, category: str) -> contextlib.AbstractContextManager[Fields]:
         if category == "image":
             return contextlib.nullcontext({"image": "127.0.0.1:9/team/none:1"})
-        raise Impossible("one's own engine knows no accounts, no quotas and no lack of capacity")
+        raise Impossible("a local engine has no accounts, no quotas and no lack of capacity")
 
 
 @pytest.mark.docker
@@ -87,7 +87,7 @@ def test_a_shell_enters_a_node(tmp_path: Path, engine: Any, images: Callable[[st
     check_shell(DockerWorld(tmp_path, engine=engine, image=images("pip")))
 
 
-# --------------------------------------------------------------------------------------------- what needs no engine
+# ---------------------------------------------------------------------------------------------------- without an engine
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_refuses(world: FakePlatform, fields: Fields, field: str, words: str) ->
     assert words in caught.value.with_hint()
 
 
-def test_every_refusal_is_tried() -> None:
+def test_every_refusal_has_a_case() -> None:
     tried = {mark.args[1][i][1] for mark in test_refuses.pytestmark for i in range(len(mark.args[1]))}  # type: ignore[attr-defined]
     assert set(_REFUSED) <= tried
 
@@ -222,7 +222,7 @@ def test_no_engine_here_is_one_line_that_offers_local(
 
 @pytest.fixture
 def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """docker's own folder, with the contexts ``far``, ``dead`` and ``broken``, and no config.json."""
+    """Create docker's own folder, with the contexts ``far``, ``dead`` and ``broken``, and no config.json."""
     folder = tmp_path / "docker"
     for name, address in (("far", "ssh://me@example.org"), ("dead", "unix:///no/such.sock"), ("broken", None)):
         meta = folder / "contexts" / "meta" / hashlib.sha256(name.encode()).hexdigest() / "meta.json"
@@ -245,7 +245,7 @@ def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 @pytest.mark.parametrize("by", ["variable", "config"])
-def test_the_context_is_the_one_that_docker_itself_would_take(
+def test_the_context_is_docker_s_own_choice(
     world: FakePlatform, contexts: Path, monkeypatch: pytest.MonkeyPatch, by: str, name: str, words: str
 ) -> None:
     if by == "variable":
@@ -293,15 +293,15 @@ def test_docker_host_comes_before_a_context_and_that_before_the_current_one(
         ("ssh://localhost", True),
     ],
 )
-def test_which_addresses_are_elsewhere(address: str, remote: bool) -> None:
+def test_remote_addresses(address: str, remote: bool) -> None:
     assert _is_remote(address) == remote
 
 
-# ------------------------------------------------------------------------------------------------- a made-up engine
+# -------------------------------------------------------------------------------------------------------- a fake engine
 
 
 class FakeEngine:
-    """What `check_image` and `clear` ask; networks are there, the containers in them have just gone."""
+    """An engine with the calls of `check_image` and `clear`. The networks exist; their containers have just gone."""
 
     def __init__(self, **image: str) -> None:
         self.image, self.removed = image, list[str]()
@@ -330,7 +330,7 @@ class FakeEngine:
         self.removed.append(name)
 
 
-def test_a_container_that_has_just_gone_keeps_no_network() -> None:
+def test_a_container_that_has_just_gone_does_not_keep_its_network() -> None:
     engine = FakeEngine()
     assert clear(engine, "x")
     assert engine.removed == ["a", "b"]
@@ -348,7 +348,7 @@ def test_a_container_that_has_just_gone_keeps_no_network() -> None:
         ("s390x", "", None, False),
     ],
 )
-def test_an_image_is_for_a_platform_or_not(image: str, variant: str, platform: str | None, fits: bool) -> None:
+def test_the_platform_of_an_image(image: str, variant: str, platform: str | None, fits: bool) -> None:
     engine = FakeEngine(Os="linux", Architecture=image, Variant=variant)
     if fits:
         assert check_image(engine, "x", platform)
@@ -357,22 +357,22 @@ def test_an_image_is_for_a_platform_or_not(image: str, variant: str, platform: s
             check_image(engine, "x", platform)
 
 
-def test_why_tells_the_cause_and_never_what_was_left_behind() -> None:
+def test_why_names_the_cause_and_no_handled_error() -> None:
     def raised(exc: Exception, during: Exception, *, cause: Exception | None = None, hide: bool = False) -> Exception:
         exc.__context__ = during
         if cause or hide:
             exc.__cause__ = cause  # as by `from`, which hides the context
         return exc
 
-    gone, other = FileNotFoundError(2, "no such file"), PermissionError(13, "not yours")
-    assert why(raised(RuntimeError("wrapped"), gone)) == "no such file"
-    assert why(raised(RuntimeError("wrapped"), gone, hide=True)) == "wrapped"
-    assert why(raised(RuntimeError("wrapped"), gone, cause=other)) == "not yours"
-    assert why(raised(SpecError("ours"), gone)) == "ours"
-    assert why(raised(RuntimeError("wrapped"), other, cause=raised(SpecError("ours"), gone))) == "ours"
+    missing, other = FileNotFoundError(2, "no such file"), PermissionError(13, "not yours")
+    assert why(raised(RuntimeError("wrapped"), missing)) == "no such file"
+    assert why(raised(RuntimeError("wrapped"), missing, hide=True)) == "wrapped"
+    assert why(raised(RuntimeError("wrapped"), missing, cause=other)) == "not yours"
+    assert why(raised(SpecError("ours"), missing)) == "ours"
+    assert why(raised(RuntimeError("wrapped"), other, cause=raised(SpecError("ours"), missing))) == "ours"
 
 
-def test_without_its_client_library_it_says_what_to_install(
+def test_a_missing_client_library_gives_the_install_command(
     world: FakePlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "docker", None)

@@ -1,6 +1,6 @@
-"""What each cloud's states and times say of a job that another place may get: whether it is over, and ever ran.
+"""Runs with a fallback: from a cloud's states and times cloudtrain decides if a job is over, and if it ever ran.
 
-The job is on the cloud's own wire; the place that follows is a folder, which takes any. None of them runs a script.
+The job is on the cloud's own wire; the next place is a folder that accepts any job. No script runs.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ pytestmark = [pytest.mark.remote]
 
 HOUR = 3600.0
 built = cache(runtime_zip.build)
-"""What it takes is no part of these trials."""
+"""Built once: its time is not part of these tests."""
 
 
 class Waiting:
-    """Runs whose jobs wait for machines in a cloud; those that are left begin in the second place."""
+    """Runs whose jobs wait for machines in a cloud. Runs that leave it start in the second place."""
 
     def __init__(self, world: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, **table: Any) -> None:
         self.world, self.name = world, name
         foldercloud.install(folder / "site")
-        (folder / "site/foldercloud.py").unlink()  # the module is that of this process
+        (folder / "site/foldercloud.py").unlink()  # the tests import the module in this process
         monkeypatch.syspath_prepend(str(folder / "site"))
         monkeypatch.setattr(runtime_zip, "build", built)
         self.second = Provider(folder=str(folder / "second"))
@@ -68,17 +68,17 @@ class Waiting:
             monkeypatch.setenv(variable, value)
 
     def submit(self, run_id: str, **fields: Any) -> Run:
-        """Two days ago; it may wait for an hour, and run for twenty minutes."""
+        """Submit a run as if two days ago. It may wait for an hour, and run for twenty minutes."""
         waits = {} if self.name == "sagemaker" else {"max_wait": int(HOUR)}
         given: dict[str, Any] = {"max_runtime": 1200, "on": {self.name: fields}, **waits}
         run = Estimator(entry_point="train.py", **given).fit(wait=False, run_id=run_id)
         key = f"runs/{run_id}/attempts/0/submitted.json"
-        noted = json.loads(run.store.files.read(key))
-        run.store.files.write(key, json.dumps({**noted, "time": noted["time"] - 48 * HOUR}).encode())
+        record = json.loads(run.store.files.read(key))
+        run.store.files.write(key, json.dumps({**record, "time": record["time"] - 48 * HOUR}).encode())
         return run
 
     def look(self, run: Run) -> bool:
-        """What any client does that comes by; whether the run is in the second place by now."""
+        """Reconcile as any client does. Return True if the run is then in the second place."""
         run.reconcile(retry=FallbackPolicy(run))
         return f"{run.run_id}.0" in self.second.jobs()
 
@@ -94,41 +94,41 @@ def azure(tmp_path: Path, azure_server: str, monkeypatch: pytest.MonkeyPatch) ->
     world.close()
 
 
-def on_azure(azure: Waiting, run_id: str, shown: str = "", started: bool = False) -> tuple[Run, Any]:
-    """A run, and its job, which is ``shown`` in that state; Azure has stamped a start, of the time it was submitted."""
+def on_azure(azure: Waiting, run_id: str, state: str = "", started: bool = False) -> tuple[Run, Any]:
+    """Return a run and its job in the native state ``state``. With ``started`` Azure gives it a start at submission."""
     run = azure.submit(run_id, image=azure.world.image)
     job = azure.world.job(run)
     job.started = time.time() - 2 * HOUR if started else None
-    if shown:
-        azure.world.plane.unknown[job.name] = shown
+    if state:
+        azure.world.plane.unknown[job.name] = state
     return run, job
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_azure_s_job_that_waits_in_any_state_goes_on_once_it_is_over(azure: Waiting, started: bool) -> None:
-    """Whatever the time says that Azure calls a start: no log of a script, so none has run."""
-    for shown in ("Starting", "Provisioning", "Preparing", "Queued", "Paused"):
-        run, job = on_azure(azure, shown.lower(), shown, started)
-        assert not azure.look(run), "it was only asked to end"
+def test_azure_s_waiting_job_moves_once_it_is_over(azure: Waiting, started: bool) -> None:
+    """Check this whatever Azure calls a start: without a log of the script, none has run."""
+    for native in ("Starting", "Provisioning", "Preparing", "Queued", "Paused"):
+        run, job = on_azure(azure, native.lower(), native, started)
+        assert not azure.look(run), "the job is not over yet"
         azure.world.plane.unknown[job.name] = "CancelRequested"
         assert not azure.look(run)
         assert job.wait() == "Canceled"
         del azure.world.plane.unknown[job.name]
-        assert azure.look(run), shown
+        assert azure.look(run), native
         (refusal,) = run.result()["refusals"]
-        assert (refusal["category"], refusal["reason"]) == ("capacity", f"no machines within max_wait (1h): {shown}")
+        assert (refusal["category"], refusal["reason"]) == ("capacity", f"no machines within max_wait (1h): {native}")
 
 
-def test_azure_s_job_that_may_run_is_left_alone(azure: Waiting) -> None:
-    for shown in ("Running", "Finalizing", "NotResponding", "CancelRequested", "OfNextYear"):
-        run, job = on_azure(azure, shown.lower(), shown, started=True)
-        assert not azure.look(run), shown
-        assert job.status == "Queued", "nobody has asked it to end"
+def test_azure_s_job_that_may_run_stays(azure: Waiting) -> None:
+    for native in ("Running", "Finalizing", "NotResponding", "CancelRequested", "OfNextYear"):
+        run, job = on_azure(azure, native.lower(), native, started=True)
+        assert not azure.look(run), native
+        assert job.status == "Queued", "no client may cancel it"
         assert run.store.expired(run.run_id, 0) is None
 
 
 def test_azure_s_job_whose_script_has_a_log_stays_where_it_ran(azure: Waiting) -> None:
-    """Its low-priority nodes were taken, and it waits once more."""
+    """Check a job whose low-priority nodes were preempted, and which waits again."""
     run, job = on_azure(azure, "again", started=True)
     job.log(0)
     assert not azure.look(run)
@@ -137,7 +137,7 @@ def test_azure_s_job_whose_script_has_a_log_stays_where_it_ran(azure: Waiting) -
     assert run.result()["state"] == "failed"
 
 
-def test_azure_s_job_that_was_seen_to_run_has_run_though_the_history_lists_no_log_yet(azure: Waiting) -> None:
+def test_azure_s_job_once_running_has_run_even_before_its_log_is_listed(azure: Waiting) -> None:
     run, job = on_azure(azure, "behind", "Running", started=True)
     assert not azure.look(run)
     del azure.world.plane.unknown[job.name]
@@ -148,7 +148,7 @@ def test_azure_s_job_that_was_seen_to_run_has_run_though_the_history_lists_no_lo
 
 
 @pytest.mark.parametrize("ran", [False, True])
-def test_azure_s_word_on_a_quota_counts_unless_the_script_ran(azure: Waiting, ran: bool) -> None:
+def test_azure_s_quota_error_counts_unless_the_script_ran(azure: Waiting, ran: bool) -> None:
     run, job = on_azure(azure, "quota", "Queued", started=True)
     if ran:
         job.log(0)
@@ -170,8 +170,8 @@ def aws(tmp_path: Path, s3_environment: str, monkeypatch: pytest.MonkeyPatch) ->
     world.close()
 
 
-def stands(job: TrainingJob, *steps: str, status: str = "InProgress", started: bool, reason: str = "") -> None:
-    """From now on DescribeTrainingJob says that it went through these secondary states."""
+def set_steps(job: TrainingJob, *steps: str, status: str = "InProgress", started: bool, reason: str = "") -> None:
+    """Make DescribeTrainingJob report these secondary states from now on."""
     job._stop.set()
     job._thread.join()
     moves = [{"Status": step, "StartTime": 1e9 + number} for number, step in enumerate(steps)]
@@ -197,23 +197,23 @@ SAGEMAKER = [
 ]
 
 
-def test_sagemaker_s_job_goes_on_when_it_has_failed_for_capacity_and_its_script_never_began(aws: Waiting) -> None:
-    """While it is in progress, in whatever state and however long, it stays: who lets it wait is SageMaker."""
-    seen: set[tuple[str, bool]] = set()
+def test_sagemaker_s_job_moves_when_it_failed_for_capacity_before_its_script(aws: Waiting) -> None:
+    """Check that a job in progress stays in any state and for any time: SageMaker itself ends its wait."""
+    tried: set[tuple[str, bool]] = set()
     for number, (steps, started, leaves) in enumerate(SAGEMAKER):
         run = aws.submit(f"r{number}", instance_type="ml.m5.xlarge")
         (job,) = [job for (_, name), job in aws.world.plane.jobs.items() if f"r{number}" in name]
         for word, step in enumerate(steps, 1):
-            if (step, started) not in seen:
-                stands(job, *steps[:word], started=started)
+            if (step, started) not in tried:
+                set_steps(job, *steps[:word], started=started)
                 assert not aws.look(run), steps[:word]
-            seen.add((step, started))
-        stands(job, *steps, started=started)
+            tried.add((step, started))
+        set_steps(job, *steps, started=started)
         assert not aws.look(run)
-        assert job.record["TrainingJobStatus"] == "InProgress", "nobody has stopped it"
-        stands(job, *steps, status="Stopping", started=started)
+        assert job.record["TrainingJobStatus"] == "InProgress", "no client may stop it"
+        set_steps(job, *steps, status="Stopping", started=started)
         assert not aws.look(run)
-        stands(job, *steps, "Failed", status="Failed", started=started, reason=CAPACITY)
+        set_steps(job, *steps, "Failed", status="Failed", started=started, reason=CAPACITY)
         assert aws.look(run) == leaves, (steps, started)
 
 
@@ -230,8 +230,8 @@ def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting]
     world.close()
 
 
-def is_now(job: CustomJob, state: str, *, error: str = "") -> None:
-    """From now on the job is in that state. It has the startTime that every job has, of its admission."""
+def set_state(job: CustomJob, state: str, *, error: str = "") -> None:
+    """Put the job in a state from now on. Like every job, it has the startTime of its admission."""
     while not job.record.HasField("start_time"):
         time.sleep(0.01)
     job._stop.set()
@@ -243,8 +243,8 @@ def is_now(job: CustomJob, state: str, *, error: str = "") -> None:
     job._move(f"JOB_STATE_{state}")
 
 
-def begun(run: Run) -> None:
-    """Node 0 has left a start record: the job had machines, an hour ago."""
+def write_start_record(run: Run) -> None:
+    """Write node 0's start record, of an hour ago: the job had machines."""
     record = {"protocol": 1, "attempt": "0.0", "started": time.time() - HOUR, "after": None, "resumed_from": ""}
     run.store.files.write(f"runs/{run.run_id}/live/attempts/0.0.json", json.dumps(record).encode())
 
@@ -256,62 +256,62 @@ def on_google(google: Waiting, run_id: str) -> tuple[Run, CustomJob]:
     return run, google.world.plane.jobs[name]
 
 
-def test_vertex_s_job_that_waits_in_any_state_goes_on_once_it_is_over(google: Waiting) -> None:
+def test_vertex_s_waiting_job_moves_once_it_is_over(google: Waiting) -> None:
     for state in ("QUEUED", "PENDING", "PAUSED"):
         run, job = on_google(google, state.lower())
-        is_now(job, state)
-        assert not google.look(run), "it was only asked to end"
+        set_state(job, state)
+        assert not google.look(run), "the job is not over yet"
         assert job.state == "JOB_STATE_CANCELLING"
         assert not google.look(run)
-        is_now(job, "CANCELLED")
+        set_state(job, "CANCELLED")
         assert google.look(run), state
         (refusal,) = run.result()["refusals"]
         assert refusal["category"] == "capacity"
         assert refusal["reason"].startswith(f"no machines within max_wait (1h): {state}")
 
 
-def test_vertex_s_job_that_may_run_or_has_run_is_left_alone(google: Waiting) -> None:
-    """PENDING is also one that has lost its machines: it has waited since then, and not since it was submitted."""
+def test_vertex_s_job_that_may_run_or_has_run_stays(google: Waiting) -> None:
+    """Check PENDING too after the job lost its machines: its wait counts from then, not from its submission."""
     for state in ("RUNNING", "UPDATING", "PENDING"):
         run, job = on_google(google, state.lower())
-        if state == "PENDING":  # a client saw it run before
-            is_now(job, "RUNNING")
+        if state == "PENDING":  # a client has seen it run
+            set_state(job, "RUNNING")
             assert not google.look(run)
             assert run.store.seen_running(run.run_id, 0) == pytest.approx(time.time(), abs=60)
-        is_now(job, state)
+        set_state(job, state)
         assert not google.look(run), state
-        assert job.state == f"JOB_STATE_{state}", "nobody has asked it to end"
+        assert job.state == f"JOB_STATE_{state}", "no client may cancel it"
         assert run.store.expired(run.run_id, 0) is None
 
 
 @pytest.mark.parametrize(("hours", "state", "error"), [(4, "EXPIRED", (0, "")), (2, "FAILED", (8, "no capacity"))])
-def test_vertex_s_job_that_only_waited_costs_nothing_and_leads_on(
+def test_vertex_s_job_that_only_waited_costs_nothing_and_moves(
     google: Waiting, hours: float, state: str, error: tuple[int, str]
 ) -> None:
-    """In the recorded shape: a startTime of the admission, and hours until the end. It may run for 20 minutes."""
+    """Check the recorded shape: a startTime of the admission, and hours until the end. It may run for 20 minutes."""
     run, job = on_google(google, state.lower())
     first = Run(store=run.store, run_id=run.run_id)
-    is_now(job, state, error=error[1])
-    told = after_waiting(hours, state, error)
+    set_state(job, state, error=error[1])
+    ended = after_waiting(hours, state, error)
     for field, name in (("create_time", "createTime"), ("start_time", "startTime"), ("end_time", "endTime")):
-        getattr(job.record, field).FromJsonString(told[name])
-    assert google.look(run), "the next place has it"
+        getattr(job.record, field).FromJsonString(ended[name])
+    assert google.look(run), "the run is not in the next place"
     (refusal,) = run.result()["refusals"]
     assert refusal["category"] == "capacity"
-    left = first.store.result(run.run_id)
-    assert left is not None
-    assert (left["category"], left["exit_code"], left["cost"]["estimate_usd"]) == ("capacity", 4, 0)
-    assert [row["started"] for row in left["attempts"]] == [None]
+    result = first.store.result(run.run_id)
+    assert result is not None
+    assert (result["category"], result["exit_code"], result["cost"]["estimate_usd"]) == ("capacity", 4, 0)
+    assert [row["started"] for row in result["attempts"]] == [None]
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_vertex_s_want_of_machines_leads_on_where_the_job_was_never_running(google: Waiting, started: bool) -> None:
+def test_vertex_s_lack_of_machines_moves_a_job_that_never_ran(google: Waiting, started: bool) -> None:
     for state, error in (("FAILED", STOCKOUT.format(region="here")), ("EXPIRED", ""), ("CANCELLED", "")):
         run, job = on_google(google, state.lower())
         if state == "CANCELLED":
             run.store.expire(run.run_id, 0, "no machines within max_wait (1h)")
         if started:
-            begun(run)
-        is_now(job, state, error=error)
+            write_start_record(run)
+        set_state(job, state, error=error)
         assert google.look(run) != started, state
         assert run.result()["state"] == ("failed" if started else "pending")

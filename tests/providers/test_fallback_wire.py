@@ -1,4 +1,5 @@
-"""From place to place over the wire: regions of AWS, locations of Google Cloud, and from the one cloud to the other."""
+"""Fallback over the wire: between regions of AWS, between locations of Google Cloud, and from one cloud to the
+other."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ AWS, GOOGLE = "sagemaker", "vertex"
 
 
 class Clouds:
-    """An account of AWS and a project of Google Cloud, two places each, without a machine in any."""
+    """An account of AWS and a project of Google Cloud with two places each and no machines."""
 
     def __init__(self, tmp_path: Path, moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.aws = SageMakerWorld(tmp_path / "a", moto=moto, image="team/trainer:1", runs=False)
@@ -82,14 +83,14 @@ class Clouds:
         return Estimator.attach("r", store=self.stores[provider][0])
 
     def jobs(self) -> list[str]:
-        """Where jobs are that are not over."""
+        """Return the places of the jobs that are not over."""
         aws = [region for (region, _), job in self.aws.plane.jobs.items() if not job.over]
         return aws + [name.split("/")[3] for name, job in self.google.plane.jobs.items() if not job.over]
 
     def long_ago(self, run: Run) -> None:
         key = "runs/r/attempts/0/submitted.json"
-        noted = json.loads(run.store.files.read(key))
-        run.store.files.write(key, json.dumps({**noted, "time": noted["time"] - 2 * 86400}).encode())
+        record = json.loads(run.store.files.read(key))
+        run.store.files.write(key, json.dumps({**record, "time": record["time"] - 2 * 86400}).encode())
 
 
 @pytest.fixture
@@ -107,49 +108,49 @@ def test_no_quota_in_one_region_leads_to_the_next(
     (clouds.aws if provider == AWS else clouds.google).plane.capped.add(places[0])
     assert clouds.submit(provider) == 0
     out, err = capsys.readouterr()
-    said = json.loads(out)
+    answer = json.loads(out)
     assert clouds.jobs() == [places[1]]
-    assert said["run"] == f"{clouds.stores[provider][1]}/runs/r"
-    assert [(item["place"], item["category"]) for item in said["refusals"]] == [(places[0], "quota")]
+    assert answer["run"] == f"{clouds.stores[provider][1]}/runs/r"
+    assert [(item["place"], item["category"]) for item in answer["refusals"]] == [(places[0], "quota")]
     assert f"{provider} {places[0]}: " in err
     run = clouds.attach(provider)
-    assert (run.url, run.status().state) == (said["run"], "pending")
-    assert clouds.submit(provider) == 0, "the same command finds it"
+    assert (run.url, run.status().state) == (answer["run"], "pending")
+    assert clouds.submit(provider) == 0, "the same command must find the run"
     assert clouds.jobs() == [places[1]]
-    assert json.loads(capsys.readouterr().out)["run"] == said["run"]
+    assert json.loads(capsys.readouterr().out)["run"] == answer["run"]
     run.cancel()
     clouds.attach(provider).wait(timeout=30, poll=0.1)
     assert clouds.jobs() == []
 
 
 def test_a_type_that_a_region_lacks_leads_to_the_next(clouds: Clouds, capsys: pytest.CaptureFixture[str]) -> None:
-    """AWS's code for it is that of a quota, and no quota brings the machine there."""
+    """Check this because AWS reports it with the code of a quota, though no quota helps."""
     clouds.aws.plane.absent.add(REGIONS[0])
     assert clouds.submit(AWS) == 0
-    said = json.loads(capsys.readouterr().out)
+    answer = json.loads(capsys.readouterr().out)
     assert clouds.jobs() == [REGIONS[1]]
-    (refusal,) = said["refusals"]
+    (refusal,) = answer["refusals"]
     assert (refusal["place"], refusal["category"]) == (REGIONS[0], "capacity")
     assert "another region or type" in refusal["reason"]
 
 
-def given(run: Run) -> dict[str, bytes]:
-    """What the nodes of the run are given to go on from, by the path below the checkpoint's name."""
+def resume_files(run: Run) -> dict[str, bytes]:
+    """Return the files that the run's nodes resume from, by their paths below the checkpoint's name."""
     key = str(run.record["layout"]["resume"]).removeprefix(f"{run.store.url}/")
     (commit,) = [name for name in run.store.files.list(key) if name.endswith("/commit.json")]
     listed = json.loads(run.store.files.read(commit))["files"]
     return {path.split("/", 2)[2]: run.store.files.read(commit.replace("commit.json", path)) for path in listed}
 
 
-def test_a_checkpoint_goes_along_and_a_run_that_moved_is_resumed_in_another_cloud(
+def test_a_checkpoint_moves_along_and_a_moved_run_is_resumed_in_another_cloud(
     clouds: Clouds, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a client that cannot read the run which was resumed: only the machine that submitted had it."""
+    """Check with a client that cannot read the first run's store: only the submitting machine can."""
     theirs = clouds.code.parent / "theirs"
     saved = Ran(f"file://{theirs}").save(6)
     assert clouds.submit(GOOGLE, "--max-wait", "1h", "--resume-from", str(theirs / "runs/first")) == 0
     run = clouds.attach(GOOGLE)
-    assert given(run) == saved
+    assert resume_files(run) == saved
     clouds.long_ago(run)
     shutil.rmtree(theirs)
     deadline = time.monotonic() + 60
@@ -159,18 +160,18 @@ def test_a_checkpoint_goes_along_and_a_run_that_moved_is_resumed_in_another_clou
     assert clouds.jobs() == LOCATIONS[1:]
     moved = clouds.attach(GOOGLE)
     assert moved.url == f"{clouds.stores[GOOGLE][1]}/runs/r"
-    assert given(moved) == saved
+    assert resume_files(moved) == saved
     newer = Ran(moved.store.url, "r").save(8)
     words = [word if word != "r" else "s" for word in clouds.words(AWS)]
     first = f"{clouds.stores[GOOGLE][0]}/runs/r"
     assert cli.main(["submit", "--detach", *words, "--resume-from", first]) == 0
     resumed = Estimator.attach("s", store=clouds.stores[AWS][0])
     assert resumed.record["layout"]["resume_source"] == f"{moved.url}/live/checkpoints"
-    assert given(resumed) == newer
+    assert resume_files(resumed) == newer
 
 
 @pytest.mark.parametrize("provider", [AWS, GOOGLE])
-def test_what_a_user_got_wrong_leads_nowhere(clouds: Clouds, provider: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_error_moves_no_run(clouds: Clouds, provider: str, capsys: pytest.CaptureFixture[str]) -> None:
     if provider == AWS:
         role = str(clouds.aws.provider.settings.role)
         clouds.aws.plane.wire.faults.append(aws_wire.Fault.denied("CreateTrainingJob", "iam:PassRole", role, times=9))
@@ -182,7 +183,7 @@ def test_what_a_user_got_wrong_leads_nowhere(clouds: Clouds, provider: str, caps
 
 
 def test_a_create_whose_answer_is_lost_is_no_second_job_elsewhere(clouds: Clouds) -> None:
-    """Nor when, to the second call, that very job is what has used the quota up."""
+    """Check also that this holds when that very job has used up the quota for the second call."""
     plane = clouds.google.plane
     plane.wire.faults.append(google_wire.Fault("POST customJobs", done=True))
     assert clouds.submit(GOOGLE) == 0
@@ -208,7 +209,7 @@ def test_a_plan_has_every_place_and_needs_no_network(clouds: Clouds, capsys: pyt
     (clouds.code.parent / "plan.json").write_text(texts[0])
     clouds.aws.plane.capped |= set(REGIONS)
     assert cli.main(["submit", "--plan", str(clouds.code.parent / "plan.json"), "--detach", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["provider"], [item["place"] for item in said["refusals"]]) == (GOOGLE, REGIONS)
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["provider"], [item["place"] for item in answer["refusals"]]) == (GOOGLE, REGIONS)
     assert clouds.jobs() == LOCATIONS[:1]
-    assert clouds.attach(AWS).url == said["run"], "the first URL leads there"
+    assert clouds.attach(AWS).url == answer["run"], "the first URL must lead to the new place"

@@ -1,4 +1,4 @@
-"""Provider ``kubernetes`` over the wire: the contract suite, and what only Kubernetes does."""
+"""Provider ``kubernetes`` over the wire: the contract suite, and features that only Kubernetes has."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
 @pytest.fixture(scope="class")
 def made(kubernetes: Any) -> Iterator[KubernetesWorld]:
-    """A world of this class's own, with the environment that leads to it."""
+    """Give a FakePlatform for this class alone, with its environment."""
     with kubernetes("pip") as world:
         yield world
 
@@ -46,7 +46,7 @@ class TestKubernetes(ProviderContract):
 
 @pytest.mark.proof
 class TestJobSet(ProviderContract):
-    """The same, in JobSets."""
+    """The same suite with JobSets."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -75,7 +75,7 @@ class Client(clients.Client):
         self.train = ("--input", f"train={digits}", "--hp", f"epochs={EPOCHS}")
 
     def until(self, run_id: str, text: str) -> Job:
-        """Wait until a pod of the job has printed a line with ``text``; the job."""
+        """Wait until a pod of the job has printed a line with ``text``. Return the job."""
         job: Job = self.job(run_id)
         Jobs.wait_for(lambda: job.over or text in job.printed(), PATIENCE)
         assert not job.over, job.made["status"]
@@ -125,7 +125,7 @@ class TestWholeRuns:
     def test_a_pod_that_is_taken_or_lost_changes_no_bit(
         self, kubernetes: Any, whole: dict[int, float], tmp_path: Path, settings: Mapping[str, Any], what: str
     ) -> None:
-        """The losses of each step are those of provider local, on 2 nodes x 2 processes."""
+        """Check that each step has the losses of provider local, on 2 nodes x 2 processes."""
         if settings.get("bucket") and (not Path("/dev/fuse").exists() or os.geteuid() != 0):
             pytest.skip("needs root and FUSE")
         with kubernetes("torch", **settings) as world:
@@ -143,7 +143,7 @@ class TestWholeRuns:
 
     @pytest.mark.proof
     def test_max_runtime_counts_running_time_over_all_starts(self, client: Client) -> None:
-        """The first start runs for some seconds; the second gets what is left of the limit."""
+        """Check that a second start gets the limit less the seconds of the first."""
         script = client.jobs.write("hold/hold.py", HOLD)
         words = client.words(str(script), "timed", shape=PLAIN)
         words[words.index("20m")] = "24s"
@@ -170,7 +170,7 @@ class TestWholeRuns:
         assert "the script begins" in job.printed()
 
     def test_a_shell_reaches_the_pods(self, client: Client) -> None:
-        """With pipes; and at a terminal, whose size it passes on."""
+        """Check with pipes, and at a terminal, whose size the shell passes on."""
         check_shell(client.world)
         script = client.jobs.write("hold/hold.py", HOLD)
         process = client.jobs.start(*client.words(str(script), "terminal"))
@@ -178,14 +178,14 @@ class TestWholeRuns:
         ours, theirs = pty.openpty()
         words = ["shell", "terminal", "--store", client.store, "--node", "1", "--", "bash", "-c", SIZES]
         entered = subprocess.Popen([*CLI, *words], env=client.jobs.environ, stdin=theirs, stdout=theirs)
-        said = b""
+        output = b""
         for size in ((33, 101), (44, 122)):
             fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", *size, 0, 0))
-            while b"%d %d" % size not in said:
-                said += os.read(ours, 4096)
+            while b"%d %d" % size not in output:
+                output += os.read(ours, 4096)
         os.write(ours, b"end\r")
         assert entered.wait(60) == 7
-        assert b"got end" in said + os.read(ours, 4096)
+        assert b"got end" in output + os.read(ours, 4096)
         client.run("terminal").cancel()
         process.communicate(timeout=PATIENCE)
 
@@ -204,15 +204,15 @@ class TestWholeRuns:
 
     @pytest.mark.proof
     def test_ten_thousand_lines_of_eight_pods_come_once(self, client: Client, record_property: Any) -> None:
-        """The API loses the log of a pod that is evicted, and meanwhile all but the newest lines of every pod."""
+        """Check while the API loses an evicted pod's log, and all but the newest lines of every pod."""
         script = client.jobs.write("lines/lines.py", LINES.replace("400", str(MANY)))
         words = client.words(str(script), "many", shape=("--nodes", "8", "--launcher", "python"))
         assert client.jobs.here(*words, "--detach").code == 0
         job = client.until("many", "line 100 of rank 2")
         follower = client.jobs.start("logs", "many", "--store", client.store, "--follow")
         job.evict(1)
-        told: list[str] = []
-        reader = threading.Thread(target=lambda: told.append(follower.communicate(timeout=4 * PATIENCE)[0]))
+        lines: list[str] = []
+        reader = threading.Thread(target=lambda: lines.append(follower.communicate(timeout=4 * PATIENCE)[0]))
         reader.start()
         dropped = 0
         while reader.is_alive():
@@ -222,7 +222,7 @@ class TestWholeRuns:
             time.sleep(0.5)
         assert client.run("many").status().state == "succeeded"
         wanted = {f"{number} of rank {rank} in 0.1" for number in range(MANY) for rank in range(8)}
-        for text in (*told, client.jobs.here("logs", "many", "--store", client.store).out):
+        for text in (*lines, client.jobs.here("logs", "many", "--store", client.store).out):
             found = [line.partition("line ")[2] for line in text.splitlines() if "line " in line]
             assert len(set(found)) == len(found)
             assert wanted <= set(found)
@@ -237,7 +237,7 @@ class TestWholeRuns:
 @pytest.mark.proof
 @pytest.mark.parametrize(("call", "moment"), DEATHS)
 def test_a_client_s_death_leaves_one_job(made: KubernetesWorld, tmp_path: Path, call: str, moment: str) -> None:
-    """A job waits for machines meanwhile."""
+    """Check with another job that waits for machines meanwhile."""
     plane, jobs = made.plane, Jobs(tmp_path)
     before, plane.no_capacity = set(plane.jobs), True
     made.store = (made.folder / f"store-{call}-{moment}").as_uri()

@@ -41,7 +41,7 @@ while not start and not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketWorld]:
-    """A cluster without machines. Its bucket is mounted where nodes of this machine see it, too."""
+    """Give a cluster without machines. Its bucket is mounted where local nodes see it too."""
     made = BucketWorld(tmp_path, image="team/none:1", root=str(tmp_path / "mounted"))
     for name, value in made.plane.environ().items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Provider ``kubernetes`` and a cluster that gives trouble: lost answers, half-made jobs, two clients, few rights."""
+"""Provider ``kubernetes`` and an unreliable cluster: lost answers, half-made jobs, two clients, few rights."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ IMAGE = ["--image", "registry.example/team/none:1"]
 def world(
     tmp_path_factory: pytest.TempPathFactory, examiner: Examiner, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[KubernetesWorld]:
-    """A cluster that starts no container. The examiner's folder has its settings."""
+    """Give a cluster that starts no container, with its settings in the examiner's folder."""
     with idle(tmp_path_factory.mktemp("world"), monkeypatch) as found:
         examiner.settings("kubernetes", found.store, found.settings)
         yield found
 
 
 def two(world: KubernetesWorld, **more: Any) -> Request:
-    """The request of a job of two nodes with a secret: a Job, a Service and a Secret."""
+    """Return the request of a two-node job with a secret: a Job, a Service and a Secret."""
     made: Request = world.plan(TWO, more).request
     return made
 
 
 def again(world: KubernetesWorld, **settings: Any) -> Any:
-    """Another client."""
+    """Return another client."""
     return find_provider("kubernetes")(**{**dataclasses.asdict(world.provider.settings), **settings})
 
 
@@ -72,17 +72,17 @@ def test_no_shell_without_a_running_pod(world: KubernetesWorld) -> None:
 
 
 @pytest.mark.parametrize(
-    ("denied", "said", "code"),
+    ("denied", "message", "code"),
     [(False, "error: open a shell: Handshake status 404", 2), (True, "error: open a shell: Handshake status 403", 3)],
 )
 def test_a_shell_that_is_refused_is_one_line(
-    world: KubernetesWorld, capsys: pytest.CaptureFixture[str], denied: bool, said: str, code: int
+    world: KubernetesWorld, capsys: pytest.CaptureFixture[str], denied: bool, message: str, code: int
 ) -> None:
     if denied:
         world.plane.wire.faults.append(Fault("GET pods/exec", error=Refusal(403, "Forbidden", "you may not exec")))
     own = {name: getattr(world.provider.settings, name) for name in ("kubeconfig", "context", "namespace")}
     assert shell.main(json.dumps({"settings": own, "pod": "gone", "tty": False}), "true") == code
-    assert capsys.readouterr().err.startswith(said)
+    assert capsys.readouterr().err.startswith(message)
 
 
 def test_a_shell_whose_connection_is_cut_is_one_line(
@@ -97,15 +97,15 @@ def test_a_shell_whose_connection_is_cut_is_one_line(
     link.update = cut
     link.close_channel = link.write_channel = lambda *_: None
     monkeypatch.setattr(shell.Account, "exec", lambda *_, **__: link)
-    asked = {"settings": {"namespace": "team"}, "pod": "x", "tty": False}
+    wanted = {"settings": {"namespace": "team"}, "pod": "x", "tty": False}
     with ours, theirs, open(os.devnull) as nothing:
         monkeypatch.setattr(shell, "STDIN", nothing.fileno())
-        assert shell.main(json.dumps(asked), "true") == 7
+        assert shell.main(json.dumps(wanted), "true") == 7
     assert capsys.readouterr().err == "error: the shell ended: the connection was lost\n"
 
 
 def kinds(world: KubernetesWorld) -> list[str]:
-    """The kinds of the cluster's objects, with its Jobs."""
+    """Return the kinds of the cluster's objects, with its Jobs."""
     return sorted(["jobs"] * len(world.plane.jobs) + [kind for kind, _, _ in world.plane.objects if kind[0] == "s"])
 
 
@@ -145,12 +145,12 @@ def test_a_cluster_that_drops_fields_is_too_old() -> None:
 
 def test_a_folder_in_place_of_a_kubeconfig(world: KubernetesWorld, tmp_path: Path) -> None:
     client = again(world, kubeconfig=str(tmp_path / "none"))
-    with pytest.raises(AuthError) as told:
+    with pytest.raises(AuthError) as caught:
         client.status("team/x")
-    assert "kubernetes.context" in told.value.with_hint()
+    assert "kubernetes.context" in caught.value.with_hint()
 
 
-def test_a_context_that_is_not_there(world: KubernetesWorld) -> None:
+def test_a_missing_context(world: KubernetesWorld) -> None:
     with pytest.raises(AuthError, match="other"):
         again(world, context="other").status("team/x")
 
@@ -163,9 +163,9 @@ def test_the_variable_of_kubectl_names_the_cluster(world: KubernetesWorld, monke
 def test_a_wrong_token(world: KubernetesWorld, tmp_path: Path) -> None:
     other = tmp_path / "kubeconfig"
     other.write_text(world.plane.kubeconfig.read_text().replace("a-token-of-the-fake", "another"))
-    with pytest.raises(AuthError) as told:
+    with pytest.raises(AuthError) as caught:
         again(world, kubeconfig=str(other)).status("team/x")
-    assert "another" not in told.value.with_hint(), "a token is a secret"
+    assert "another" not in caught.value.with_hint(), "a token is a secret"
 
 
 def test_a_server_that_does_not_answer(world: KubernetesWorld, tmp_path: Path) -> None:
@@ -182,12 +182,12 @@ def test_an_id_of_another_platform(world: KubernetesWorld, native: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["status", "logs", "cancel"])
-def test_a_job_that_never_was(world: KubernetesWorld, what: str) -> None:
+def test_an_unknown_job(world: KubernetesWorld, what: str) -> None:
     with pytest.raises(NotFoundError):
         getattr(world.provider, what)("team/x")
 
 
-# ------------------------------------------------------------------------------------------------------ what is created
+# ------------------------------------------------------------------------------------------------------ created objects
 
 
 def test_the_job_comes_first_and_owns_the_rest(world: KubernetesWorld) -> None:
@@ -205,14 +205,14 @@ def test_the_job_comes_first_and_owns_the_rest(world: KubernetesWorld) -> None:
 @pytest.mark.parametrize("error", [None, DOWN], ids=["cut", "unavailable"])
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 def test_a_call_without_an_answer(world: KubernetesWorld, operation: str, error: Exception | None, done: bool) -> None:
-    """The client may die then: another one sees whether all is there, and completes it."""
+    """Check that another client, after the first one's death, completes a half-made job."""
     request = two(world)
     world.plane.wire.faults.append(Fault(operation, error=error, done=done))
     with pytest.raises(LostContactError):
         world.provider.submit(request, VALUES)
     other = again(world)
-    whole = operation == "POST secrets" and done
-    assert (other.find(request) is not None) == whole
+    complete = operation == "POST secrets" and done
+    assert (other.find(request) is not None) == complete
     native = other.submit(request, VALUES)
     assert kinds(world) == ["jobs", "secrets", "services"]
     assert other.find(request) == native == other.submit(request, VALUES)
@@ -240,10 +240,10 @@ def test_a_job_of_another_request_is_not_adopted(world: KubernetesWorld) -> None
     first, second = two(world), two(world, memory_gb=2)
     world.provider.submit(first, VALUES)
     assert world.provider.find(second) is None
-    with pytest.raises(ConflictError) as told:
+    with pytest.raises(ConflictError) as caught:
         world.provider.submit(second, VALUES)
-    assert told.value.field == "run_id"
-    assert "--run-id" in told.value.with_hint()
+    assert caught.value.field == "run_id"
+    assert "--run-id" in caught.value.with_hint()
 
 
 def test_a_job_that_has_ended_is_found_without_its_secret(world: KubernetesWorld) -> None:
@@ -266,12 +266,12 @@ def test_a_role_that_cannot_read_secrets(world: KubernetesWorld) -> None:
 @pytest.mark.parametrize("kind", ["jobs", "services", "secrets"])
 def test_a_role_that_cannot_create(world: KubernetesWorld, kind: str) -> None:
     world.plane.denied.add(f"POST {kind}")
-    with pytest.raises(AuthError) as told:
+    with pytest.raises(AuthError) as caught:
         world.provider.submit(two(world), VALUES)
-    assert "kubectl auth can-i --list" in told.value.with_hint()
+    assert "kubectl auth can-i --list" in caught.value.with_hint()
 
 
-# -------------------------------------------------------------------------------------------------- a job that is there
+# -------------------------------------------------------------------------------------------------------- existing jobs
 
 
 @pytest.mark.parametrize("operation", ["GET jobs", "GET pods"])
@@ -299,7 +299,7 @@ def test_a_cancel_without_an_answer_is_repeated(world: KubernetesWorld, done: bo
 
 
 def test_a_job_over_the_quota_is_ended_and_stays_so(world: KubernetesWorld) -> None:
-    """The quota may be free a moment later; the job of a later attempt must not run beside this one."""
+    """Check this because the quota may be free a moment later, and must not start a job next to a later attempt's."""
     world.plane.quota = True
     native = world.provider.submit(two(world), VALUES)
     job = world.plane.jobs["team", native.partition("/")[2]]
@@ -330,7 +330,7 @@ def test_all_is_well(world: KubernetesWorld, examiner: Examiner) -> None:
     assert "training is Bound" in found.rows["shared volume"]["detail"]
     assert "8" in found.rows["gpus"]["detail"]
     assert found.status("request") == "ok"
-    assert world.plane.jobs == {}, "nothing is created"
+    assert world.plane.jobs == {}, "doctor must create nothing"
 
 
 def test_a_right_that_is_missing(world: KubernetesWorld, examiner: Examiner) -> None:
@@ -343,7 +343,7 @@ def test_a_claim_that_is_missing(world: KubernetesWorld, examiner: Examiner) -> 
     examiner(*IMAGE).failure("shared volume", "'training'", fix="kubectl get pvc -n team", code=2)
 
 
-def test_a_claim_of_one_machine(world: KubernetesWorld, examiner: Examiner) -> None:
+def test_a_claim_for_one_machine(world: KubernetesWorld, examiner: Examiner) -> None:
     world.plane.objects["persistentvolumeclaims", "team", "training"]["spec"]["accessModes"] = ["ReadWriteOnce"]
     examiner(*IMAGE).failure("shared volume", "ReadWriteOnce", fix="ReadWriteMany", code=2)
 
@@ -370,7 +370,7 @@ def test_the_identity_that_a_service_account_names(world: KubernetesWorld, exami
     assert examiner(*IMAGE).status("service account") == "ok"
 
 
-def test_what_the_caller_may_not_look_at_is_unknown(world: KubernetesWorld, examiner: Examiner) -> None:
+def test_facts_that_the_caller_may_not_read_are_unknown(world: KubernetesWorld, examiner: Examiner) -> None:
     world.plane.denied |= {"GET persistentvolumeclaims", "GET nodes"}
     found = examiner(*IMAGE)
     assert [found.status(name) for name in ("shared volume", "gpus")] == ["unknown"] * 2, found.rows
@@ -378,8 +378,8 @@ def test_what_the_caller_may_not_look_at_is_unknown(world: KubernetesWorld, exam
 
 
 def test_an_api_server_that_refuses_the_request(world: KubernetesWorld, examiner: Examiner) -> None:
-    said = 'admission webhook "policy" denied the request: images come from registry.internal alone'
-    world.plane.wire.faults.append(Fault("POST jobs", error=Refusal(403, "Forbidden", said)))
+    message = 'admission webhook "policy" denied the request: images come from registry.internal alone'
+    world.plane.wire.faults.append(Fault("POST jobs", error=Refusal(403, "Forbidden", message)))
     examiner(*IMAGE).failure("request", "denied the request", fix="images come from registry.internal", code=2)
 
 
@@ -389,6 +389,6 @@ def test_a_cluster_that_does_not_answer(world: KubernetesWorld, examiner: Examin
     found.failed("cluster", "does not answer", fix="kubectl get jobs", code=7)
 
 
-def test_a_caller_who_is_not_known(world: KubernetesWorld, examiner: Examiner) -> None:
+def test_an_unknown_caller(world: KubernetesWorld, examiner: Examiner) -> None:
     world.plane.wire.faults.append(Fault("*", error=Refusal(401, "Unauthorized", "Unauthorized"), times=9))
     examiner(*IMAGE).failed("cluster", "Unauthorized", fix="kubectl auth can-i --list", code=3)

@@ -1,4 +1,4 @@
-"""Submission to a cluster under fire: clients that are killed, and calls whose answers are lost or cut."""
+"""Submission to a cluster while clients are killed, and answers are lost or cut."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ pytestmark = [pytest.mark.remote, pytest.mark.slow]
 
 VALUES = {"TOKEN": "geheim"}
 KINDS = {"job": ["jobs", "secrets", "services"], "jobset": ["jobsets", "secrets"]}
-"""The objects of a run: a client looks for the first one, and creates each."""
+"""Objects of a run: a client looks for the first one, and creates each."""
 CALLS = range(1, 7)
-"""A client makes 4 calls to submit, and at most 6 to complete what another one has begun."""
+"""Numbers of a client's calls: 4 to submit, and at most 6 to complete another client's job."""
 WAYS = (("kill", "before"), ("kill", "after"), ("lose", "before"), ("lose", "after"), ("cut", "after"))
-"""The client is killed, or it gets no answer, or half of one; the server got the call, or it did not."""
+"""Strikes: the client is killed, or it gets no answer, or half of one; before or after the server's work."""
 CLIENT = """
 import json, sys
 from cloudtrain.provider_api.protocol import Request
@@ -51,7 +51,7 @@ class Strike:
 
 
 class Fire(http.server.ThreadingHTTPServer):
-    """The way of one client to the cluster at ``port``. It carries calls on until ``strike``, and those after it."""
+    """A proxy of one client to the cluster at ``port``. It forwards all calls but the one that ``strike`` names."""
 
     daemon_threads = True
 
@@ -62,7 +62,7 @@ class Fire(http.server.ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def now(self) -> tuple[str, str]:
-        """Return how and when this call is struck; empty: it is not."""
+        """Return how and when this call is struck; empty if it is not."""
         self.calls += 1
         if self.calls != self.strike.number:
             return "", ""
@@ -115,14 +115,14 @@ def world(
 
 
 def request_of(world: KubernetesWorld, trial: int = 0) -> Request:
-    """The request of a job of two nodes with a secret: a Job, a Service and a Secret."""
+    """Return the request of a two-node job with a secret: a Job, a Service and a Secret."""
     fields = {"instance_count": 2, "secrets": {"TOKEN": "env:TOKEN"}}
     made: Request = world.plan(fields, run_id=f"trial-{trial}").request
     return made
 
 
 def send(world: KubernetesWorld, request: Request, strike: Strike) -> tuple[str, bool]:
-    """Submit as a client does that meets a strike and is then started again. Return the native id, and if it hit."""
+    """Submit with a strike, and start the client again. Return the native id, and if the strike hit."""
     fire = Fire(world.plane.wire.server.server_address[1], strike)
     config = json.loads(world.plane.kubeconfig.read_text())
     config["clusters"][0]["cluster"]["server"] = f"http://127.0.0.1:{fire.server_port}"
@@ -142,7 +142,7 @@ def send(world: KubernetesWorld, request: Request, strike: Strike) -> tuple[str,
 
 
 def killed(fire: Fire, settings: dict[str, Any], request: Request) -> None:
-    """Run a client as a process of its own, until it is killed or has submitted."""
+    """Run a client in a process of its own, until it is killed or has submitted."""
     sent = json.dumps([settings, asdict(request), VALUES])
     piped = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     fire.process = subprocess.Popen([sys.executable, "-c", CLIENT], text=True, **piped)
@@ -150,8 +150,8 @@ def killed(fire: Fire, settings: dict[str, Any], request: Request) -> None:
     assert (fire.process.returncode, bool(out)) == ((-9, False) if fire.hit else (0, True)), err
 
 
-def left(world: KubernetesWorld, request: Request) -> list[str]:
-    """The kinds of the run's objects. The first one owns the others, so they go with it."""
+def owned_kinds(world: KubernetesWorld, request: Request) -> list[str]:
+    """Return the kinds of the run's objects. The first one owns the others, so it takes them along."""
     label = request.body["items"][0]["metadata"]["labels"][LABEL_REQUEST]
     jobs = [("jobs", job.made["metadata"]) for job in world.plane.jobs.values()]
     objects = [(kind, item["metadata"]) for (kind, *_), item in world.plane.objects.items() if "metadata" in item]
@@ -179,7 +179,7 @@ def test_a_client_that_is_struck_at_any_call_leaves_one_job(
     request = request_of(world)
     native, hit = send(world, request, Strike(number, how, when))
     assert hit
-    assert left(world, request) == KINDS[kind]
+    assert owned_kinds(world, request) == KINDS[kind]
     assert send(world, request, Strike(0)) == (native, False)
 
 
@@ -194,7 +194,7 @@ def test_a_client_that_is_struck_at_any_call_leaves_one_job(
 def test_clients_at_once_under_fire_leave_one_job(
     world: KubernetesWorld, kind: str, trials: int, record_property: Any
 ) -> None:
-    """Three clients submit one run, and most of them are struck."""
+    """Check with three clients that submit one run, most of them with a strike."""
     chance = random.Random(f"kubernetes {SEED}")
     hits = dict.fromkeys(map("-".join, WAYS), 0)
     for trial in range(trials):
@@ -213,7 +213,7 @@ def test_clients_at_once_under_fire_leave_one_job(
         for thread in threads:
             thread.join()
         assert (len(natives), len(set(natives))) == (3, 1), (trial, strikes)
-        assert left(world, request) == KINDS[kind], (trial, strikes)
+        assert owned_kinds(world, request) == KINDS[kind], (trial, strikes)
         assert world.provider.find(request) == natives[0]
         while len(world.plane.jobs) <= trial:
             assert world.provider.status(natives[0]).state == "pending"

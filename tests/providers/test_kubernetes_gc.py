@@ -1,4 +1,4 @@
-"""``cloudtrain gc`` and the objects of a Kubernetes cluster whose run is gone."""
+"""``cloudtrain gc`` and objects of a Kubernetes cluster whose run was deleted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def world(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Iterator[KubernetesWorld]:
-    """A cluster with the jobs of two runs, ``kept`` and ``dropped``. The record of the latter is gone."""
+    """Give a cluster with the jobs of two runs, ``kept`` and ``dropped``. The record of ``dropped`` is deleted."""
     with idle(tmp_path_factory.mktemp("world"), monkeypatch, kind=request.param) as found:
         examiner.settings("kubernetes", found.store, found.settings)
         for run_id in ("kept", "dropped"):
@@ -43,7 +43,7 @@ def world(
             native = found.provider.submit(plan.request, VALUES)
             while found.key(native) not in found.plane.jobs:
                 found.provider.status(native)
-        for run_id in ("dropped", "earlier"):  # the latter is the contract suite's, and no whole run
+        for run_id in ("dropped", "earlier"):  # ``earlier`` is the contract suite's incomplete run
             shutil.rmtree(folder(found) / "runs" / run_id)
         for meta in found.plane.metas(f"{request.param}s").values():
             meta["creationTimestamp"] = OLD
@@ -72,14 +72,14 @@ def names(world: KubernetesWorld, kind: str) -> list[str]:
     return known + [name for at, _, name in world.plane.objects if at == kind]
 
 
-def test_a_job_whose_run_is_gone_is_removed_with_all_that_it_owns(world: KubernetesWorld, gc: Any) -> None:
+def test_the_job_of_a_deleted_run_goes_with_all_that_it_owns(world: KubernetesWorld, gc: Any) -> None:
     kind = world.settings.get("kind", "job")
     code, found, _ = gc()
     assert code == 0, found
     (item,) = found["found"]
     assert (code, item["kind"]) == (0, kind)
     assert "dropped" in item["key"]
-    assert len(names(world, f"{kind}s")) == 2, "nothing is removed without --delete"
+    assert len(names(world, f"{kind}s")) == 2, "gc removed objects without --delete"
     code, found, err = gc("--delete")
     assert f"removed {item['key']}" in err
     for at in {"jobs", f"{kind}s", "services", "secrets"}:
@@ -96,14 +96,14 @@ def test_a_young_job_stays(world: KubernetesWorld, gc: Any) -> None:
 
 
 def test_a_job_that_may_still_run_stays(world: KubernetesWorld, gc: Any) -> None:
-    """It may be of another store, which has the same path on another volume."""
+    """Check this because it may belong to a store with the same path on another volume."""
     for job in world.plane.jobs.values():
         job.made["status"] = {**job.made["status"], "conditions": []}
     assert gc("--delete")[1]["found"] == []
     assert len(names(world, "jobs")) == 2
 
 
-def test_a_caller_who_may_not_list_jobsets_finds_jobs(world: KubernetesWorld, gc: Any) -> None:
+def test_without_the_right_to_list_jobsets_gc_finds_jobs(world: KubernetesWorld, gc: Any) -> None:
     world.plane.wire.faults.append(Fault("GET jobsets", error=Refusal(403, "Forbidden", "you may not list jobsets")))
     _, found, err = gc()
     assert [item["kind"] for item in found["found"]] == ([] if world.settings.get("kind") == "jobset" else ["job"])
@@ -111,10 +111,10 @@ def test_a_caller_who_may_not_list_jobsets_finds_jobs(world: KubernetesWorld, gc
 
 
 @pytest.mark.parametrize("flags", [[], ["--store"]], ids=["named", "flag"])
-def test_another_store_asks_the_clusters_of_its_own_runs(
+def test_another_store_uses_the_clusters_of_its_own_runs(
     world: KubernetesWorld, gc: Any, examiner: Examiner, tmp_path: Path, flags: list[str]
 ) -> None:
-    """Neither the settings' cluster counts there, nor the settings' namespace."""
+    """Check that neither the cluster nor the namespace of the settings counts."""
     other, calls = Store((tmp_path / "other").as_uri()), world.plane.wire.calls
     record = json.loads((folder(world) / "runs/kept/run.json").read_text())
     other.files.write("runs/one/run.json", json.dumps({**record, "provider": "local", "settings": {}}).encode())
@@ -136,8 +136,8 @@ def test_the_empty_folder_of_a_volume_that_is_not_mounted_removes_nothing(world:
     assert len(names(world, "jobs")) == 2
 
 
-def test_what_cannot_be_listed_is_left_out(world: KubernetesWorld, gc: Any) -> None:
-    """Files are collected all the same."""
+def test_a_refused_listing_is_skipped(world: KubernetesWorld, gc: Any) -> None:
+    """Check that gc still collects files."""
     (folder(world) / "code" / ("a" * 64)).mkdir(parents=True)
     (folder(world) / "code" / ("a" * 64) / "code.tar.gz").write_bytes(b"x")
     os.utime(folder(world) / "code" / ("a" * 64) / "code.tar.gz", (0, 1.0))
@@ -148,7 +148,7 @@ def test_what_cannot_be_listed_is_left_out(world: KubernetesWorld, gc: Any) -> N
 
 
 def test_a_service_without_an_owner_is_found(world: KubernetesWorld, gc: Any) -> None:
-    """``kubectl create`` of a plan's manifest makes one."""
+    """Check the Service that ``kubectl create`` makes from a plan's manifest."""
     plain = type(world.provider)(**{**world.settings, "kind": "job"})
     plan = world.plan(FIELDS, run_id="by-hand")
     service = plain.plan(plan.job, plan.layout).body["items"][1]

@@ -1,4 +1,4 @@
-"""Provider ``kubernetes`` with ``kind = "jobset"``: the manifest, and a cluster that has JobSet, or has it not."""
+"""Provider ``kubernetes`` with ``kind = "jobset"``: the manifest, and clusters with and without JobSet."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_jobset_holds_the_same_job() -> None:
     assert network["subdomain"] == plain.body["items"][1]["metadata"]["name"]
     assert network["publishNotReadyAddresses"] is network["enableDNSHostnames"] is True
     assert made["spec"]["ttlSecondsAfterFinished"] == own["spec"]["ttlSecondsAfterFinished"]
-    assert "failurePolicy" not in made["spec"], "else a Job that failed begins again"
+    assert "failurePolicy" not in made["spec"], "a failurePolicy would start a failed Job again"
     differing = {key for key in own["spec"] if own["spec"][key] != job["spec"].get(key)}
     assert differing == {"ttlSecondsAfterFinished", "template"}
     pod, known = job["spec"]["template"]["spec"], own["spec"]["template"]["spec"]
@@ -69,7 +69,7 @@ def test_a_jobset_holds_the_same_job() -> None:
 
 @pytest.mark.parametrize("run_id", ["1", "20261126-" + "x" * 50, "a" * 60])
 @pytest.mark.parametrize("nodes", [1, 2, 4096])
-def test_its_names_are_those_that_its_webhook_takes(run_id: str, nodes: int) -> None:
+def test_the_webhook_accepts_the_names(run_id: str, nodes: int) -> None:
     request = planned(run_id, 11, instance_count=nodes)
     assert job_object(request)["metadata"]["name"] == check_jobset(request.body["items"][0])["metadata"]["name"]
 
@@ -98,10 +98,10 @@ def test_options_name_the_fields_of_the_job() -> None:
 
 
 def test_a_trainjob_is_refused_with_its_reason() -> None:
-    with pytest.raises(SpecError, match="runtime object of the cluster") as told:
+    with pytest.raises(SpecError, match="runtime object of the cluster") as caught:
         planned(kind="trainjob")
-    assert told.value.field == "kubernetes.kind"
-    assert "jobset" in told.value.with_hint()
+    assert caught.value.field == "kubernetes.kind"
+    assert "jobset" in caught.value.with_hint()
     with pytest.raises(SpecError, match=r"kubernetes\.kind"):
         planned(kind="jobsets")
 
@@ -132,7 +132,7 @@ def test_a_jobset_is_cancelled_by_its_job(world: KubernetesWorld) -> None:
 
 @pytest.mark.parametrize("controller", [None, True], ids=["that does nothing", "that is slow"])
 def test_a_jobset_that_has_no_job_is_cancelled(world: KubernetesWorld, controller: bool | None) -> None:
-    """Its Job comes suspended then, or, if it came meanwhile, is suspended. Neither has pods."""
+    """Check that its Job is created suspended, or is suspended if it came meanwhile. Neither has pods."""
     world.plane.jobset, world.plane.no_capacity = controller, False
     native = world.provider.submit(two(world))
     for _ in range(2):
@@ -178,9 +178,9 @@ def test_a_jobset_of_another_request_is_not_adopted(world: KubernetesWorld) -> N
 
 def test_a_cluster_without_jobset(world: KubernetesWorld, examiner: Examiner) -> None:
     world.plane.jobset = False
-    with pytest.raises(SpecError, match="has no JobSet") as told:
+    with pytest.raises(SpecError, match="has no JobSet") as caught:
         world.provider.submit(two(world))
-    assert told.value.field == "kubernetes.kind"
+    assert caught.value.field == "kubernetes.kind"
     examiner(*IMAGE).failure("jobset", "the cluster has no JobSet", fix="jobset.sigs.k8s.io", code=2)
 
 
@@ -200,7 +200,7 @@ def test_all_is_well(world: KubernetesWorld, examiner: Examiner) -> None:
     found = examiner(*IMAGE)
     assert {row["status"] for row in found.rows.values()} <= {"ok", "skipped"}, found.rows
     assert "takes the JobSet" in found.rows["request"]["detail"]
-    assert [kind for kind, _, _ in world.plane.objects if kind == "jobsets"] == [], "nothing is created"
+    assert [kind for kind, _, _ in world.plane.objects if kind == "jobsets"] == [], "doctor must create nothing"
 
 
 def test_a_right_that_is_missing(world: KubernetesWorld, examiner: Examiner) -> None:

@@ -1,6 +1,6 @@
-"""What provider ``kubernetes`` plans, before a real API server: 1.20.2, built from Debian's source.
+"""Plans of provider ``kubernetes`` before a real API server: 1.20.2, built from Debian's source.
 
-It drops fields that it does not know without a word. So each test also compares its answer with what was sent.
+It silently drops unknown fields. So each test also compares its answer with the request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEWER = (
     *("completionMode", "podFailurePolicy", "backoffLimitPerIndex", "maxFailedIndexes", "podReplacementPolicy"),
     "ttlSecondsAfterFinished",
 )
-"""Fields of a Job that 1.20 does not know, or has switched off."""
+"""Fields of a Job that 1.20 does not know, or has disabled."""
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "restricted": {"security": "restricted", "user": 1000},
     "pods": {
@@ -53,7 +53,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Account]:
-    """A caller of the server, who may do everything; it has the namespace ``team``."""
+    """Give an administrator of the server, which has the namespace ``team``."""
     if shutil.which("apt-get") is None:
         pytest.skip("Debian's tools build the server")
     folder = tmp_path_factory.mktemp("oracle")
@@ -72,13 +72,13 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Account]:
 
 @pytest.fixture
 def world(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesWorld]:
-    """The place of the plans; nothing is sent to it."""
+    """Give a cluster for the plans; nothing is sent to it."""
     with idle(tmp_path_factory.mktemp("world"), monkeypatch) as found:
         yield found
 
 
 def accepted(oracle: Account, request: Request) -> None:
-    """Send each object as a dry run. Nothing that is sent is missing in the answer, but what is newer than 1.20."""
+    """Send each object as a dry run. Check that the answer has every field that is not newer than 1.20."""
     for item in request.body["items"]:
         path = f"/apis/{item['apiVersion']}" if "/" in item["apiVersion"] else f"/api/{item['apiVersion']}"
         path += f"/namespaces/{item['metadata']['namespace']}/{item['kind'].lower()}s"
@@ -88,7 +88,7 @@ def accepted(oracle: Account, request: Request) -> None:
 
 
 def lost(sent: Any, answer: Any, at: str = "") -> Iterator[str]:
-    """Yield the places of values that were sent and did not come back."""
+    """Yield the paths of values that the answer lacks."""
     if isinstance(sent, Mapping) and isinstance(answer, Mapping):
         for key, value in sent.items():
             yield from lost(value, answer.get(key), f"{at}.{key}".lstrip("."))
@@ -117,7 +117,7 @@ def test_the_request_of_settings(oracle: Account, world: KubernetesWorld, settin
 
 
 def test_the_oracle_refuses(oracle: Account, world: KubernetesWorld) -> None:
-    """A field that is misspelt is missing in its answer, and a wrong value is refused."""
+    """Check that its answer lacks a misspelt field, and that it refuses a wrong value."""
     request = world.plan().request
     pod = request.body["items"][0]["spec"]["template"]["spec"]
     pod["hostNetwrok"] = True

@@ -225,7 +225,7 @@ def test_own_names_of_gpus_win_and_no_label_asks_for_any() -> None:
         ({}, {"tags": {"cloudtrain.run": "x"}}, "tags.cloudtrain.run"),
     ],
 )
-def test_it_is_refused_before_anything_is_sent(settings: Mapping[str, Any], job: Mapping[str, Any], field: str) -> None:
+def test_refused_before_anything_is_sent(settings: Mapping[str, Any], job: Mapping[str, Any], field: str) -> None:
     with pytest.raises(SpecError) as caught:
         planned(settings, **job)
     assert caught.value.field == field
@@ -242,7 +242,7 @@ def test_it_is_refused_before_anything_is_sent(settings: Mapping[str, Any], job:
         (layout(resume="file:///old/runs/a"), "resume_from"),
     ],
 )
-def test_what_is_not_on_the_shared_volume_is_refused(at: Layout, field: str) -> None:
+def test_a_url_outside_the_shared_volume_is_refused(at: Layout, field: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         planned(at=at, inputs={"data": "/data"} if at.inputs else {})
     assert caught.value.field == field
@@ -267,7 +267,9 @@ def test_nodes_see_a_bucket_where_it_is_mounted(bucket: str, store: str) -> None
     assert words[1] == "/srv/s/runtime/d/cloudtrain.pyz"
     assert {"code=/srv/s/code/c/code.tar.gz", "live=/srv/s/runs/20261126-x/live", "input.data=/srv/set"} <= set(words)
     assert {"resume=/srv/s/old", "flush=30"} <= set(words)
-    assert not any(word.startswith("direct=") for word in words), "a script writes by the URL: a mount cannot rename"
+    assert not any(word.startswith("direct=") for word in words), (
+        "a mount cannot rename, so a script must write by the URL"
+    )
     assert request.context["checkpoint_url"] == f"{store}/runs/20261126-x/checkpoints"
     (spec,) = Provider(**{**OWN, "bucket": bucket}).launch_spec(request).nodes
     assert {mount.url.partition("://")[0] for mount in spec.mounts} == {store.partition("://")[0]}
@@ -291,7 +293,7 @@ def test_a_store_that_is_not_in_the_mounted_bucket_is_refused(store: str) -> Non
 @pytest.mark.parametrize(
     "bucket", ["data", "file:///srv", "https://data", "gs://", "gs://data?x=1", "GS://data", "nfs://a"]
 )
-def test_what_is_no_bucket_is_refused(bucket: str) -> None:
+def test_an_invalid_bucket_is_refused(bucket: str) -> None:
     with pytest.raises(SpecError) as caught:
         planned({"bucket": bucket})
     assert caught.value.field == "kubernetes.bucket"
@@ -318,7 +320,7 @@ def test_a_node_writes_less_often_to_a_mounted_bucket(tmp_path: Path, monkeypatc
         assert clock() == ""
         written.add(file.read_text())
         now[0] += 1
-    assert written == {"30.0", "60.0", "90.0"}, "each is the time up to the next write, less one call"
+    assert written == {"30.0", "60.0", "90.0"}, "each value must be the time up to the next write, less one call"
 
 
 POD = ("items", "0", "spec", "template", "spec")
@@ -396,7 +398,7 @@ def test_the_table_of_fields_is_the_installed_client_s() -> None:
 
 
 @for_each("case", [name for name, row in ANSWERS["cases"].items() if row["code"] != 201])
-def test_what_a_real_server_refused_is_refused_before_it_is_sent(case: str) -> None:
+def test_refusals_of_a_real_server_come_before_sending(case: str) -> None:
     options: dict[str, Any] = {}
     for path, value in ANSWERS["cases"][case]["set"]:
         at = options
@@ -417,8 +419,8 @@ def test_a_wrong_service_is_refused(path: tuple[str, ...]) -> None:
     assert caught.value.field == ".".join(("options.kubernetes.items.1", *path))
 
 
-def test_a_request_up_to_its_limit_and_whatever_the_cluster_takes_pass() -> None:
-    """Each of these was accepted by a real API server of 1.36.2."""
+def test_requests_up_to_their_limit_and_other_valid_fields_pass() -> None:
+    """Check cases that a real API server of 1.36.2 accepted."""
     resources = {"limits": {"memory": "1Gi", "cpu": "2"}, "requests": {"memory": "1073741824", "cpu": "1"}}
     pod = {
         "tolerations": {"2": {"key": "a", "operator": "Equal"}},
@@ -464,7 +466,7 @@ def test_a_rehearsal_has_the_size_that_options_ask_for() -> None:
 
 
 def test_options_reach_the_manifest() -> None:
-    """Also further volumes, after ours."""
+    """Check also further volumes, after cloudtrain's own."""
     extra = {"rdma/ib": "1"}
     mount = {"volumeMounts": {"3": {"name": "data", "mountPath": "/data"}}}
     change = {
@@ -503,7 +505,7 @@ def test_a_share_of_a_gpu_is_hami_s_resources_and_annotations() -> None:
 
 @pytest.mark.parametrize("rule", [{"gpu_scheduler_policy": "spread"}, {"gpumem": 5}, {"gpumem_percentage": 50}])
 def test_a_job_asks_for_a_part_of_a_gpu(rule: Mapping[str, Any]) -> None:
-    """In whole MiB; the job's own word wins over the settings'."""
+    """Check whole MiB. The job's own share replaces that of the settings."""
     limits = container_of(planned({"hami": rule}, gpu=("A100:2",), gpu_memory="8GB"))["resources"]["limits"]
     assert limits == {"nvidia.com/gpu": "2", "nvidia.com/gpumem": str(8 * 10**9 // 2**20)}
     notes = planned({"hami": rule}, gpu=("A100:1",), gpu_memory="8GB", instance_count=2).notes
@@ -553,7 +555,7 @@ def test_the_clock_sums_all_starts_and_changes_the_exit_code(tmp_path: Path, mon
     assert first() == ""
     assert float(file.read_text()) == 40
     assert one.exit_code["preempted"] == node.AGAIN
-    now[0] += 1000  # it waited for machines
+    now[0] += 1000  # the job waits for machines
     (second,) = (other := node.node_environment(environ, paths)).notices
     assert second() == ""
     now[0] += 19
@@ -565,7 +567,7 @@ def test_the_clock_sums_all_starts_and_changes_the_exit_code(tmp_path: Path, mon
 
 
 def test_starts_that_are_cut_off_at_once_use_up_the_limit(tmp_path: Path) -> None:
-    """A write to a mounted bucket is an object, so there is none while such a start lasts."""
+    """Check a mounted bucket, where each write is an object: such a start writes nothing while it lasts."""
     environ = {node.NODES: "1", node.INDEX: "0"}
     paths = {"live": "/l", "limit": "600", "clock": str(tmp_path / "used"), "flush": "30"}
     for start in range(20):
@@ -590,7 +592,7 @@ def test_a_missing_secret_is_named_without_its_value(monkeypatch: pytest.MonkeyP
         node.secret("NONE")
 
 
-def test_nodes_that_are_left_out_get_no_pod() -> None:
+def test_excluded_nodes_get_no_pod() -> None:
     plain = planned(gpu=("H100:1",))
     other = Provider(**{**OWN, "exclude": ["n7"]}).without_machines(["n2", "n7"])
     assert other.settings.exclude == ("n7", "n2")

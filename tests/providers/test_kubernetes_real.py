@@ -1,7 +1,7 @@
 """The contract suite on the cluster of ``KUBECONFIG``, with CLOUDTRAIN_KUBERNETES=1; see worlds/kubernetes/real.py.
 
-Without that variable there is no test here. CLOUDTRAIN_KUBERNETES_IMAGE is an image of its nodes with Python and torch,
-and ``--basetemp`` a folder that they have at the same path.
+Without that variable this module has no test. CLOUDTRAIN_KUBERNETES_IMAGE is an image of its nodes with Python and
+torch. ``--basetemp`` is a folder that the nodes have at the same path.
 """
 
 from __future__ import annotations

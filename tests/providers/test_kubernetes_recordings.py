@@ -1,7 +1,7 @@
-"""The fake cluster beside a real one: what 1.36.2 said of 67 Jobs, and how its Jobs and pods looked in each scene.
+"""The fake cluster compared with a real 1.36.2: its answers to 67 Jobs, and its Jobs and pods in each scene.
 
-tests/data/kubernetes-answers.json has a Job, a change of it for each case, and the answer's HTTP status and message, of
-which the recorder kept 300 characters. tests/data/kubernetes-scenes.json has the scenes.
+tests/data/kubernetes-answers.json has a Job, a change of it for each case, and the answer's HTTP status and message,
+cut to 300 characters. tests/data/kubernetes-scenes.json has the scenes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCENES = json.loads((DATA / "kubernetes-scenes.json").read_text())
 
 
 def changed(case: str) -> dict[str, Any]:
-    """The Job of a case."""
+    """Return the Job of a case."""
     job: dict[str, Any] = copy.deepcopy(ANSWERS["base"])
     for path, value in ANSWERS["cases"][case]["set"]:
         at: Any = job
@@ -85,28 +85,28 @@ sys.exit("ValueError: bad") if os.environ["JOB_COMPLETION_INDEX"] == "1" else ti
 MEMORY = "found = bytearray(2 << 30)"
 
 
-def looks(job: Any, pods: Any) -> dict[str, Any]:
-    """The fields of a Job and its pods that do not differ between two clusters, with names and numbers made alike."""
+def comparable(job: Any, pods: Any) -> dict[str, Any]:
+    """Return the fields of a Job and its pods that two clusters share, with names and numbers made equal."""
 
     def alike(text: Any) -> str:
         text = re.sub(r"\S*sc-\w+-(\d)-[a-z0-9]{5}", r"POD-\1", str(text or ""))
         return re.sub(r"(ErrImagePull: failed to pull).*", r"\1", re.sub(r'image "[^"]+"', "image", text))
 
-    def told(item: Any) -> tuple[str, ...]:
+    def condition(item: Any) -> tuple[str, ...]:
         return tuple(alike(item.get(name)) for name in ("type", "status", "reason", "message"))
 
     def state(pod: Any) -> list[tuple[str, Any, Any]]:
         found = []
         for item in pod["status"].get("containerStatuses") or ():
             ((kind, rest),) = item["state"].items()
-            said = "" if kind == "terminated" else alike(rest.get("message"))
+            message = "" if kind == "terminated" else alike(rest.get("message"))
             began = rest.get("startedAt") == "1970-01-01T00:00:00Z"
-            found.append((kind, (rest.get("reason"), rest.get("exitCode"), began), said))
+            found.append((kind, (rest.get("reason"), rest.get("exitCode"), began), message))
         return found
 
     return {
         "marks": sorted(job["metadata"].get("annotations") or {}),
-        "conditions": [told(item) for item in job["status"].get("conditions") or ()],
+        "conditions": [condition(item) for item in job["status"].get("conditions") or ()],
         "started": bool(job["status"].get("startTime")),
         "completed": bool(job["status"].get("completionTime")),
         "pods": [
@@ -116,7 +116,7 @@ def looks(job: Any, pods: Any) -> dict[str, Any]:
                 "deleted": bool(pod["metadata"].get("deletionTimestamp")),
                 "machine": bool(pod["spec"].get("nodeName")),
                 "status": [alike(pod["status"].get(name)) for name in ("phase", "reason", "message")],
-                "conditions": sorted(told(item) for item in pod["status"].get("conditions") or ()),
+                "conditions": sorted(condition(item) for item in pod["status"].get("conditions") or ()),
                 "containers": state(pod),
             }
             for pod in pods
@@ -131,7 +131,7 @@ def world(kubernetes: Any) -> Iterator[KubernetesWorld]:
 
 
 class Stage:
-    """A Job of the fake cluster, made by hand as the recorded ones were, and looked at over the wire."""
+    """A Job of the fake cluster, made by hand like the recorded ones, and read over the wire."""
 
     def __init__(self, world: KubernetesWorld, name: str, program: str, *, nodes: int = 1, **change: Any) -> None:
         self.world, self.name = world, f"sc-{name}"
@@ -150,21 +150,21 @@ class Stage:
         self.account.call("POST", path, what="create", body=made, fieldValidation="Strict")
         self.job: Job = world.plane.jobs["team", self.name]
 
-    def looks(self) -> dict[str, Any]:
-        return looks(*self.account.describe(f"team/{self.name}"))
+    def comparable(self) -> dict[str, Any]:
+        return comparable(*self.account.describe(f"team/{self.name}"))
 
-    def comes_to(self, scene: str) -> None:
-        """Wait until all is as it was in the scene."""
-        wanted = looks(SCENES[scene]["job"], SCENES[scene]["pods"])
-        seen: list[Any] = []
+    def await_scene(self, scene: str) -> None:
+        """Wait until the Job and its pods are as in the scene."""
+        wanted = comparable(SCENES[scene]["job"], SCENES[scene]["pods"])
+        newest: list[Any] = []
 
         def there() -> bool:
-            seen[:] = [self.looks()]
-            return bool(seen[0] == wanted)
+            newest[:] = [self.comparable()]
+            return bool(newest[0] == wanted)
 
         with contextlib.suppress(AssertionError):
             Jobs.wait_for(there, 30)
-        assert seen[0] == wanted
+        assert newest[0] == wanted
 
     def until(self, text: str, nodes: int = 1) -> None:
         Jobs.wait_for(lambda: self.job.printed().count(text) >= nodes, PATIENCE)
@@ -179,30 +179,30 @@ class Stage:
 @pytest.mark.timeout(2 * PATIENCE)
 class TestScenes:
     def test_success(self, world: KubernetesWorld) -> None:
-        Stage(world, "ok", "import time; time.sleep(1)", nodes=2).comes_to("ok")
+        Stage(world, "ok", "import time; time.sleep(1)", nodes=2).await_scene("ok")
 
-    def test_a_script_that_fails_takes_the_other_pod_along(self, world: KubernetesWorld) -> None:
-        Stage(world, "fail", FAIL, nodes=2, pod={"terminationGracePeriodSeconds": 2}).comes_to("fail")
+    def test_a_failed_script_ends_the_other_pod(self, world: KubernetesWorld) -> None:
+        Stage(world, "fail", FAIL, nodes=2, pod={"terminationGracePeriodSeconds": 2}).await_scene("fail")
 
     def test_too_much_memory(self, world: KubernetesWorld) -> None:
-        Stage(world, "oom", MEMORY, resources={"limits": {"memory": "1G"}}).comes_to("oom")
+        Stage(world, "oom", MEMORY, resources={"limits": {"memory": "1G"}}).await_scene("oom")
 
     def test_a_shell_without_the_program(self, world: KubernetesWorld) -> None:
-        Stage(world, "127", "exec nonsuch", command=["sh", "-c"]).comes_to("127")
+        Stage(world, "127", "exec nonsuch", command=["sh", "-c"]).await_scene("127")
 
-    def test_a_program_that_is_not_there(self, world: KubernetesWorld) -> None:
-        Stage(world, "noexec", "", command=["/nonsuch"]).comes_to("noexec")
+    def test_a_missing_program(self, world: KubernetesWorld) -> None:
+        Stage(world, "noexec", "", command=["/nonsuch"]).await_scene("noexec")
 
-    def test_an_image_that_is_not_there(self, world: KubernetesWorld) -> None:
+    def test_a_missing_image(self, world: KubernetesWorld) -> None:
         stage = Stage(world, "img", "", image="registry.invalid/none:1")
-        stage.comes_to("img")
+        stage.await_scene("img")
         stage.cancel()
 
     def test_no_machine(self, world: KubernetesWorld) -> None:
         world.plane.no_capacity = True
         try:
             stage = Stage(world, "gpu", "")
-            stage.comes_to("gpu")
+            stage.await_scene("gpu")
         finally:
             world.plane.no_capacity = False
         stage.job.wait()
@@ -212,52 +212,52 @@ class TestScenes:
         try:
             stage = Stage(world, "quota", "")
             Jobs.wait_for(lambda: bool(world.plane.events), 10)
-            stage.comes_to("quota")
+            stage.await_scene("quota")
             events = stage.account.creations(stage.account.job("team/sc-quota"))
         finally:
             world.plane.quota = False
         stage.job.wait()
-        said = {re.sub(r"sc-quota-0-\w{5}", "POD", str(event["message"])) for event in events}
+        messages = {re.sub(r"sc-quota-0-\w{5}", "POD", str(event["message"])) for event in events}
         wanted = {re.sub(r"sc-quota-0-\w{5}", "POD", str(event["message"])) for event in SCENES["quota"]["events"]}
-        assert said == wanted
+        assert messages == wanted
         assert {event["reason"] for event in events} == {event["reason"] for event in SCENES["quota"]["events"]}
 
     def test_a_deadline_deletes_the_pods(self, world: KubernetesWorld) -> None:
-        Stage(world, "dead", HOLD, spec={"activeDeadlineSeconds": 4}).comes_to("dead")
+        Stage(world, "dead", HOLD, spec={"activeDeadlineSeconds": 4}).await_scene("dead")
 
-    def test_what_a_pod_mounts_is_not_there(self, world: KubernetesWorld) -> None:
+    def test_a_missing_volume(self, world: KubernetesWorld) -> None:
         volume = {"name": "secrets", "secret": {"secretName": "none"}}
         volumes = [*ANSWERS["base"]["spec"]["template"]["spec"]["volumes"], volume]
         stage = Stage(world, "cm", "", pod={"volumes": volumes})
-        stage.comes_to("cm")
+        stage.await_scene("cm")
         stage.cancel()
 
     def test_an_eviction_starts_that_index_alone_again(self, world: KubernetesWorld) -> None:
-        """The other pod runs on: a node may start again while its peer still saves."""
+        """Check that the other pod continues: a node may start again while its peer still saves."""
         stage = Stage(world, "evict", HOLD, nodes=2)
         stage.until("start", 2)
-        stage.comes_to("evict running")
+        stage.await_scene("evict running")
         stage.job.evict(1)
-        stage.comes_to("evict terminating")
-        stage.comes_to("evict again")
+        stage.await_scene("evict terminating")
+        stage.await_scene("evict again")
         stage.until("start", 3)
-        stage.comes_to("evict restarted")
+        stage.await_scene("evict restarted")
         stage.cancel()
 
     def test_a_cancel(self, world: KubernetesWorld) -> None:
         stage = Stage(world, "can", HOLD, nodes=2)
         stage.until("start", 2)
-        stage.comes_to("cancel running")
+        stage.await_scene("cancel running")
         stage.cancel()
-        stage.comes_to("cancel stopping")
-        stage.comes_to("cancel pods over")
-        stage.comes_to("cancel ended")
+        stage.await_scene("cancel stopping")
+        stage.await_scene("cancel pods over")
+        stage.await_scene("cancel ended")
 
     def test_a_cancelled_pod_that_stops_late_is_deleted(self, world: KubernetesWorld) -> None:
-        """The Job's deadline passes while the pod still stops: no recording, the Job controller's source."""
+        """Check that the Job's deadline passes while the pod stops. No recording: from the Job controller's source."""
         stage = Stage(world, "deaf", DEAF, pod={"terminationGracePeriodSeconds": 10})
         stage.until("start")
         stage.cancel()
         stage.job.wait()
-        assert stage.looks()["pods"] == []
+        assert stage.comparable()["pods"] == []
         assert world.provider.status("team/sc-deaf").state == "cancelled"

@@ -1,7 +1,7 @@
 """Provider ``kubernetes``: the meaning of a Job, its pods and its events, as a real cluster of 1.36.2 gave them.
 
 tests/data/kubernetes-scenes.json has the fields of its answers that `status` reads. The recorder left out the Jobs'
-spec, so that of each scene is made up.
+spec, so these tests make it up.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ EVICTED = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEv
 
 
 def scene(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A copy of a scene's Job and pods. ``no image`` is the scene ``img`` with the words of a registry without it."""
+    """Return a copy of a scene's Job and pods. ``no image`` is the scene ``img`` with a registry's message for a
+    missing image."""
     found = copy.deepcopy(SCENES["img" if name == "no image" else name])
     if name == "no image":
         waiting = found["pods"][0]["status"]["containerStatuses"][0]["state"]["waiting"]
         waiting["message"] = 'Back-off pulling image "registry.invalid/none:1": ErrImagePull: manifest unknown'
-    found["job"]["metadata"].setdefault("uid", "of-the-job")  # left out of the recordings; a JobSet's Job has none yet
+    found["job"]["metadata"].setdefault("uid", "of-the-job")  # the recordings lack it; a JobSet's Job has none yet
     return found["job"], found["pods"]
 
 
 class Cluster:
-    """An account with one scene: its calls are kept, and ``refuses`` is the error of a cancel."""
+    """An account with one scene that keeps its calls; ``refuses`` is the error of a cancel."""
 
     def __init__(self, name: str, *, events: Sequence[Any] = (), refuses: Exception | None = None) -> None:
         self.job, self.pods = scene(name)
@@ -69,7 +70,7 @@ class Cluster:
 
 
 def failed_with(code: int, *, reason: str = "Error", **more: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The scene of a failed Job, whose pod ended with ``code``; ``more`` are fields of the pod's status."""
+    """Return the scene of a failed Job whose pod ended with ``code``; ``more`` are fields of the pod's status."""
     job, pods = scene("fail")
     pods[0]["status"]["containerStatuses"][0]["state"]["terminated"] |= {"exitCode": code, "reason": reason}
     pods[0]["status"] |= more
@@ -126,7 +127,9 @@ def test_a_job_that_was_just_created_waits() -> None:
 
 def test_times_are_those_of_the_containers() -> None:
     found = status_of(*scene("ok"))
-    assert (found.started, found.finished) == (AT + 33, AT + 38), "the Job's condition comes seconds after its pods"
+    assert (found.started, found.finished) == (AT + 33, AT + 38), (
+        "the Job's condition comes seconds after its pods' end"
+    )
     assert [(row.number, row.started, row.ended) for row in found.attempts] == [("0.0", AT + 33, AT + 35)]
 
 
@@ -138,7 +141,7 @@ def test_a_container_that_could_not_start_has_no_start() -> None:
 
 
 def test_states_only_go_forward_around_the_end() -> None:
-    """The pods end seconds before the Job has its condition."""
+    """Check this because the pods end seconds before the Job has its condition."""
     job, pods = scene("ok")
     job["status"]["conditions"] = []
     assert status_of(job, pods).state == "running"
@@ -173,7 +176,7 @@ def test_a_script_that_failed_before_a_cancel_has_failed() -> None:
 
 
 def test_a_pod_that_a_cancel_had_to_kill_was_cancelled() -> None:
-    """Its exit code fails the Job by the failure policy, before the Job's own deadline."""
+    """Check that its exit code, which fails the Job before the Job's own deadline, does not count."""
     job, pods = failed_with(137)
     pods[0]["status"]["reason"] = "DeadlineExceeded"
     job["metadata"]["annotations"][CANCELLED] = "true"
@@ -194,7 +197,7 @@ def test_a_cancelled_job_that_a_queue_holds_is_over() -> None:
 
 
 @for_each(
-    ("said", "state"),
+    ("message", "state"),
     [
         ("rpc error: code = Unknown desc = failed to pull and unpack image: dial tcp: i/o timeout", "pending"),
         ("failed to resolve reference: unexpected status: 503 Service Unavailable", "pending"),
@@ -203,9 +206,9 @@ def test_a_cancelled_job_that_a_queue_holds_is_over() -> None:
         ("pull access denied, repository does not exist or may require authorization", "failed"),
     ],
 )
-def test_only_an_image_that_is_not_there_fails(said: str, state: str) -> None:
+def test_only_a_missing_image_fails(message: str, state: str) -> None:
     job, pods = scene("img")
-    pods[0]["status"]["containerStatuses"][0]["state"]["waiting"] = {"reason": "ErrImagePull", "message": said}
+    pods[0]["status"]["containerStatuses"][0]["state"]["waiting"] = {"reason": "ErrImagePull", "message": message}
     assert status_of(job, pods).state == state
 
 
@@ -217,20 +220,20 @@ def test_a_cancelled_job_does_not_fail_by_its_image() -> None:
 
 
 def test_a_full_disk_is_the_users_and_named() -> None:
-    said = 'Usage of EmptyDir volume "scratch" exceeds the limit "10G". '
-    found = status_of(*failed_with(137, message=said))
+    message = 'Usage of EmptyDir volume "scratch" exceeds the limit "10G". '
+    found = status_of(*failed_with(137, message=message))
     assert found.category == "user_error"
-    assert found.reason == f"node 1: {said.strip().rstrip('.')}; ask for more with disk_gb"
+    assert found.reason == f"node 1: {message.strip().rstrip('.')}; ask for more with disk_gb"
 
 
 def test_a_pod_that_a_node_did_not_admit_gives_its_reason() -> None:
-    said = "Allocate failed due to requested number of devices unavailable for nvidia.com/gpu, which is unexpected"
-    job, pods = failed_with(1, message=said)
+    message = "Allocate failed due to requested number of devices unavailable for nvidia.com/gpu, which is unexpected"
+    job, pods = failed_with(1, message=message)
     del pods[0]["status"]["containerStatuses"]
     for condition in job["status"]["conditions"]:
         condition |= {"reason": "MaxFailedIndexesExceeded", "message": "Job has exceeded the specified maximal number"}
     found = status_of(job, pods)
-    assert (found.category, found.reason) == ("infra", f"node 1: {said}")
+    assert (found.category, found.reason) == ("infra", f"node 1: {message}")
 
 
 def test_a_job_does_not_end_for_a_pod_that_it_started_again() -> None:
@@ -245,7 +248,7 @@ def test_a_job_does_not_end_for_a_pod_that_it_started_again() -> None:
 
 
 def test_an_evicted_pod_is_deleted_and_its_start_still_counts() -> None:
-    """Index 1 has only its second pod, and index 0 its first: the next attempt begins with node 0."""
+    """Check a Job whose index 1 has only its second pod, and index 0 its first: the next attempt begins with node 0."""
     job, pods = scene("evict restarted")
     found = status_of(job, pods)
     assert [(row.number, row.started) for row in found.attempts] == [("0.0", AT + 35)]
@@ -256,7 +259,7 @@ def test_an_evicted_pod_is_deleted_and_its_start_still_counts() -> None:
     assert [(row.number, row.started) for row in rows] == [("0.0", AT + 35), ("0.1", AT + 52)]
 
 
-def test_a_start_without_any_pod_left_is_a_row_without_times() -> None:
+def test_a_start_whose_pods_are_gone_is_a_row_without_times() -> None:
     job, pods = scene("evict restarted")
     job["spec"]["completions"] = 1
     pods[1]["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"] = "0"
@@ -292,7 +295,7 @@ def test_the_attempt_is_that_of_the_jobs_label() -> None:
 
 @pytest.mark.parametrize("code", [75, 137])
 def test_a_node_that_was_taken_begins_again(code: int) -> None:
-    """A machine that is gone leaves its pod with any exit code; the condition counts."""
+    """Check this because a lost machine leaves its pod with any exit code; the condition counts."""
     job, pods = scene("evict again")
     pods[1]["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] = code
     assert status_of(job, pods).native == "Restarting"
@@ -305,7 +308,7 @@ def test_a_node_that_was_taken_begins_again(code: int) -> None:
 
 @pytest.mark.parametrize("name", ["no image", "quota"])
 def test_a_job_that_cannot_start_is_ended(name: str) -> None:
-    """It would start its pods once the registry or the quota allows it, beside a later attempt."""
+    """Check this because it would start its pods once the registry or the quota allows it, next to a later attempt."""
     cluster = Cluster(name)
     first = cluster.status()
     assert cluster.reasons == [f"{first.category}: {first.reason}"]
@@ -317,11 +320,11 @@ def test_a_job_that_cannot_start_is_ended(name: str) -> None:
 
 
 @pytest.mark.parametrize("error", [AuthError("you may only read"), NotFoundError("it is gone")])
-def test_a_caller_who_cannot_end_it_has_its_status(error: Exception) -> None:
+def test_a_caller_without_the_right_to_end_it_gets_its_status(error: Exception) -> None:
     assert Cluster("no image", refuses=error).status().category == "image"
 
 
-def test_a_job_whose_end_did_not_arrive_is_asked_again() -> None:
+def test_a_lost_cancel_is_sent_again() -> None:
     with pytest.raises(LostContactError):
         Cluster("no image", refuses=LostContactError("the server does not answer")).status()
 
@@ -334,7 +337,7 @@ def test_no_other_job_is_ended(name: str) -> None:
 
 
 def test_a_pod_that_was_created_after_a_refusal_counts() -> None:
-    """An evicted pod is gone, and for some seconds its Job has none."""
+    """Check this because an evicted pod is deleted, and for some seconds its Job has none."""
     events = [*SCENES["quota"]["events"], {"reason": "SuccessfulCreate", "message": "Created pod: sc-quota-0-x"}]
     assert Cluster("quota", events=events).status().state == "pending"
 
@@ -345,13 +348,13 @@ def test_one_refused_pod_of_two_is_enough() -> None:
     assert cluster.status().category == "quota"
 
 
-def test_another_refusal_is_told_and_waits() -> None:
-    said = 'Error creating: pods "x" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true'
-    found = Cluster("quota", events=[{"reason": "FailedCreate", "message": said}]).status()
-    assert (found.state, found.category, found.reason) == ("pending", "", said)
+def test_another_refusal_is_shown_and_waits() -> None:
+    message = 'Error creating: pods "x" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true'
+    found = Cluster("quota", events=[{"reason": "FailedCreate", "message": message}]).status()
+    assert (found.state, found.category, found.reason) == ("pending", "", message)
 
 
-def test_a_caller_who_may_not_see_events_has_a_status() -> None:
+def test_a_caller_without_the_right_to_list_events_gets_a_status() -> None:
     assert Cluster("quota", events=["denied"]).status().state == "pending"
 
 
@@ -365,7 +368,7 @@ def test_a_cancelled_job_does_not_fail_by_its_quota() -> None:
 
 
 class Logs:
-    """An account with one pod, whose log is ``lines`` of (nanosecond time, text), and the rules of the real API."""
+    """An account with one pod, whose log is ``lines`` of (nanosecond time, text), with the rules of the real API."""
 
     def __init__(self, *lines: tuple[str, str]) -> None:
         self.lines = list(lines)
@@ -414,7 +417,7 @@ def test_a_page_without_new_lines_keeps_the_cursor() -> None:
 
 
 def test_lines_that_swapped_do_not_come_again() -> None:
-    """The runtime of the containers merges stdout and stderr."""
+    """Check this because the container runtime merges stdout and stderr."""
     cluster = Logs((moment(2, 1), "late"), (moment(1, 9), "early"))
     page = cluster.page()
     assert [line.text for line in page.lines] == ["late", "early"]
@@ -428,7 +431,7 @@ def test_lines_have_their_own_ids() -> None:
 
 @pytest.mark.parametrize("count", [1, 50])
 def test_a_full_page_gets_ahead(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """One line may be longer than a page, or all lines of a second together."""
+    """Check this for a line longer than a page, and for all lines of a second together."""
     monkeypatch.setattr(logs, "PAGE_BYTES", 200)
     cluster = Logs(*((moment(1, n), "x" * (1000 // count)) for n in range(count)), (moment(2, 1), "end"))
     found: list[str] = []
@@ -460,7 +463,7 @@ def test_a_pod_without_a_log_is_passed_over() -> None:
 
 
 class Served(Account):
-    """An account whose calls `answers` serves, by their method and the last word of their path; it keeps them."""
+    """An account that answers calls from `answers`, by their method and the last word of their path, and keeps them."""
 
     def __init__(self, **answers: Any) -> None:
         super().__init__(Settings(namespace="team"))
@@ -484,7 +487,7 @@ def event(reason: str, second: int, uid: str | None = "one") -> dict[str, Any]:
 
 
 def test_events_are_those_of_this_job_in_their_order() -> None:
-    """A name may have been that of an earlier Job, whose events stay for an hour."""
+    """Check a name that an earlier Job had: its events stay for an hour."""
     found = [
         event("FailedCreate", 3),
         event("SuccessfulCreate", 3),
@@ -503,7 +506,7 @@ def test_events_are_those_of_this_job_in_their_order() -> None:
 
 @pytest.mark.parametrize("ahead", [0.0, -3600.0, 3600.0])
 def test_a_cancel_goes_by_the_servers_clock(monkeypatch: pytest.MonkeyPatch, ahead: float) -> None:
-    """With a later deadline the Job would start its pods again, with an earlier one it would delete their logs."""
+    """Check this because a later deadline would start the pods again, and an earlier one delete their logs."""
     monkeypatch.setattr("time.time", lambda: AT + 60 - ahead)
     job, pods = scene("cancel running")
     for pod in pods:
@@ -540,5 +543,5 @@ def test_a_job_is_ended_once(why: str) -> None:
 
 
 def test_a_webhooks_refusal_is_of_the_request() -> None:
-    said = 'admission webhook "vjob.kb.io" denied the request: spec.suspend: Forbidden'
-    assert type(error_of(403, "Forbidden", said, what="create the Job")) is SpecError
+    message = 'admission webhook "vjob.kb.io" denied the request: spec.suspend: Forbidden'
+    assert type(error_of(403, "Forbidden", message, what="create the Job")) is SpecError

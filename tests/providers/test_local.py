@@ -1,4 +1,4 @@
-"""Provider ``local`` against the contract suite, what it refuses, and proof that the suite bites."""
+"""Provider ``local`` in the contract suite, its refusals, and proof that the suite finds faults."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class LocalWorld(FakePlatform):
         os.killpg(self._pid(run, number), signal.SIGKILL)
 
     def fault(self, category: str) -> contextlib.AbstractContextManager[Fields]:
-        raise Impossible("processes of one's own machine know no accounts, quotas or images, and no lack of capacity")
+        raise Impossible("local processes have no accounts, quotas or images, and no lack of capacity")
 
     def check(self, request: Request) -> None:
         super().check(request)
         LaunchSpec.from_dict({key: request.body[key] for key in ("nodes", "rules")})
 
     def _pid(self, run: Run, number: int) -> int:
-        """The process of node ``number``: nodes are started in order."""
+        """Return the process of node ``number``: nodes start in order."""
         native = self.provider.find(self.provider.plan(run.job, Layout.from_dict(run.record["layout"])))
         assert native is not None
         supervisor = json.loads(Path(native.partition(":")[2], "status.json").read_bytes())["pid"]
@@ -97,7 +97,7 @@ def test_a_shell_enters_a_node(tmp_path: Path) -> None:
 @pytest.mark.remote
 @pytest.mark.proof
 class TestLocalOnS3(ProviderContract):
-    """The same with a store on S3, which the supervisor keeps in step with the nodes."""
+    """The same suite with a store on S3, which the supervisor syncs with the nodes."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -117,7 +117,7 @@ class TestLocalOnS3(ProviderContract):
 
 
 def new_store(endpoint: str) -> str:
-    """URL of a store in a bucket that has just been made."""
+    """Return the URL of a store in a new bucket."""
     import boto3
 
     bucket = f"contract-{uuid.uuid4().hex[:12]}"
@@ -125,7 +125,7 @@ def new_store(endpoint: str) -> str:
     return f"s3://{bucket}/some/store"
 
 
-# ------------------------------------------------------------------------------------------------------ what it refuses
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def world(tmp_path: Path) -> FakePlatform:
 
 
 def test_limits_of_money_and_of_gpus(tmp_path: Path) -> None:
-    """By the machine's price, which is one however many nodes are on it, and by the GPUs of all nodes."""
+    """Check the price of the machine, which does not depend on the nodes on it, and the GPUs of all nodes."""
     world = LocalWorld(tmp_path)
 
     def limit(**fields: Any) -> Any:
@@ -143,7 +143,9 @@ def test_limits_of_money_and_of_gpus(tmp_path: Path) -> None:
     assert limit(max_cost=3, instance_count=2) == 7200
     assert limit(max_gpu_hours=8, gpu="A100:2", instance_count=2) == 7200
     assert limit(max_gpu_hours=8, max_cost=1.5, gpu="A100:2", instance_count=2) == 3600
-    assert limit(max_gpu_hours=8, gpu=["A100:2", "A100:8"], instance_count=2) == 1800, "whichever it will have"
+    assert limit(max_gpu_hours=8, gpu=["A100:2", "A100:8"], instance_count=2) == 1800, (
+        "the larger choice must limit the time"
+    )
     assert limit(max_gpu_hours=8, gpu="A100:2", max_runtime="1h") == 3600
     without = LocalWorld(tmp_path / "without", Provider(state_dir=str(tmp_path)))
     with pytest.raises(UnsupportedError, match=r"no price of localhost is known"):
@@ -208,7 +210,7 @@ def test_an_option_that_processes_would_ignore_is_refused(world: FakePlatform, o
     assert caught.value.field == where
 
 
-def test_every_refusal_is_tried() -> None:
+def test_every_refusal_has_a_case() -> None:
     tried = {mark.args[1][i][1] for mark in test_refuses.pytestmark for i in range(len(mark.args[1]))}  # type: ignore[attr-defined]
     assert set(_REFUSED) <= tried
 
@@ -235,7 +237,7 @@ def test_without_torch_nothing_is_recorded(world: FakePlatform, monkeypatch: pyt
     assert plan.run_id not in plan.store.runs()
 
 
-def test_checkpoints_that_the_newest_attempt_could_not_copy_are_told(tmp_path: Path) -> None:
+def test_checkpoints_that_the_newest_attempt_could_not_copy_are_named(tmp_path: Path) -> None:
     line = "[n{}] cloudtrain: mirror: cannot copy checkpoint step-{} to /s/live: No space left on device; trying again"
     for attempt, node, step in (("0.0", 0, 5), ("0.10", 0, 10), ("0.10", 1, 20)):
         path = tmp_path / "out" / attempt / f"node-{node}.log"
@@ -256,7 +258,7 @@ GPU 2: NVIDIA L4 (UUID: GPU-dddd-2)
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with two H100, one of them in slices, and an L4."""
+    """Put nvidia-smi of a machine with two H100, one of them in slices, and an L4 on the path."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTING}END\n")
@@ -316,7 +318,7 @@ def test_a_node_never_starts_with_fewer_gpus(tmp_path: Path, visible: str, numbe
 
 
 def test_an_input_of_this_machine_is_read_in_place(world: FakePlatform) -> None:
-    """And one from elsewhere is copied; ``mode`` copy copies both."""
+    """Check that a remote input is copied, and that ``mode`` copy copies both."""
     plan = world.plan(
         {
             "inputs": {
@@ -341,25 +343,25 @@ def test_a_killed_node_leaves_no_process(world: FakePlatform) -> None:
     assert [line for line in table.splitlines() if "/killed-n" in line or run.url in line] == []
 
 
-# ------------------------------------------------------------------------------------------------------ the suite bites
+# ----------------------------------------------------------------------------------------------- the suite finds faults
 
 
 class Silent(Provider):
-    """Ignores tags and says nothing."""
+    """A provider that silently ignores tags."""
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         return super().plan(job.replace(tags={}), layout, attempt, gpu_index)
 
 
 class Forgetful(Provider):
-    """The script never learns of the stall timeout."""
+    """A provider whose scripts never get the stall timeout."""
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         return super().plan(job.replace(stall_timeout=DEFAULT_STALL_TIMEOUT), layout, attempt, gpu_index)
 
 
 class Meddling(Provider):
-    """Leaves a mark in the job it is given."""
+    """A provider that changes the job it gets."""
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         job.tags["seen"] = "yes"
@@ -367,7 +369,7 @@ class Meddling(Provider):
 
 
 class Vague(Provider):
-    """Refuses, but not by the field's name."""
+    """A provider that refuses without the field's full name."""
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         if job.resources.spot:
@@ -376,7 +378,7 @@ class Vague(Provider):
 
 
 class Obliging(Provider):
-    """Lets options lift the time limit."""
+    """A provider whose options can lift the time limit."""
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         rules = job.options.get("local", {}).get("rules", {})
@@ -387,7 +389,7 @@ class Obliging(Provider):
 
 
 class Deaf(Provider):
-    """Says nothing when it is to cancel what never was."""
+    """A provider that silently cancels unknown jobs."""
 
     def cancel(self, native_id: str) -> None:
         with contextlib.suppress(NotFoundError):
@@ -395,7 +397,7 @@ class Deaf(Provider):
 
 
 class Eager(Provider):
-    """Every submit is a new job."""
+    """A provider whose every submit is a new job."""
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         return super().submit(request, secrets) + "/." * next(COUNTER)
@@ -412,7 +414,7 @@ BITES: dict[type[Provider], set[str]] = {
     Eager: {"test_submitted_twice_is_one_job"},
 }
 FEW = (Eager,)
-"""Faults that `make test` plants; the others are proof."""
+"""Faults that `make test` plants; `make proof` plants all."""
 TAGS = "test_platform_field_is_honoured_or_refused[tags]"
 SUITE_OF_BROKEN = """
 import pytest
@@ -434,8 +436,10 @@ class TestBroken(ProviderContract):
 """
 
 
-def failures(broken: type[Provider], folder: Path, *chosen: str, xfails: Mapping[str, str] | None = None) -> set[str]:
-    """Which of the chosen tests fail when ``broken`` is what is called ``local``."""
+def failed_tests(
+    broken: type[Provider], folder: Path, *chosen: str, xfails: Mapping[str, str] | None = None
+) -> set[str]:
+    """Return the chosen tests that fail when ``broken`` is registered as ``local``."""
     (folder / "local_under_test.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "test_broken.py").write_text(SUITE_OF_BROKEN.format(name=broken.__name__, xfails=dict(xfails or {})))
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
@@ -458,21 +462,21 @@ def failures(broken: type[Provider], folder: Path, *chosen: str, xfails: Mapping
     "broken",
     [pytest.param(broken, id=broken.__name__, marks=() if broken in FEW else pytest.mark.proof) for broken in BITES],
 )
-def test_the_suite_bites(broken: type[Provider], tmp_path: Path) -> None:
-    """Exactly the test that a fault is about fails, of all the quick ones, or of those that submit."""
+def test_the_suite_finds_each_fault(broken: type[Provider], tmp_path: Path) -> None:
+    """Check that exactly the test of a fault fails, of all quick tests or of those that submit."""
     submitting = ("-k", "submitted or unknown or find or conflict or (outcome and succeeded)")
-    assert failures(broken, tmp_path, *(submitting if broken is Eager else ("-m", "not slow"))) == BITES[broken]
+    assert failed_tests(broken, tmp_path, *(submitting if broken is Eager else ("-m", "not slow"))) == BITES[broken]
 
 
 @pytest.mark.slow
 @pytest.mark.proof
 def test_an_expected_failure_must_be_one(tmp_path: Path) -> None:
-    assert failures(Silent, tmp_path, "-m", "not slow", xfails={TAGS: "it has no tags"}) == set()
-    assert failures(Vague, tmp_path, "-k", "honoured", xfails={TAGS: "it has no tags"}) == {TAGS, *BITES[Vague]}
+    assert failed_tests(Silent, tmp_path, "-m", "not slow", xfails={TAGS: "it has no tags"}) == set()
+    assert failed_tests(Vague, tmp_path, "-k", "honoured", xfails={TAGS: "it has no tags"}) == {TAGS, *BITES[Vague]}
 
 
 def test_a_record_that_is_being_written_in_place_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a folder that forbids renaming, between the opening of the file and its first byte."""
+    """Check a folder that forbids renaming, between the opening of the file and its first byte."""
     path = tmp_path / "status.json"
     path.write_bytes(b"")
     monkeypatch.setattr("time.sleep", lambda seconds: path.write_text('{"state": "running"}'))

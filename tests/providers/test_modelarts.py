@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.remote, pytest.mark.slow]
 def made(
     tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]
 ) -> Iterator[ModelArtsWorld]:
-    """A world of this class's own, with the environment that leads to it."""
+    """Give a FakePlatform for this class alone, with its environment."""
     folder = tmp_path_factory.mktemp("world")
     with at_work(folder, engine, lambda: ModelArtsWorld(folder, image=images("pip"))) as world:
         yield world
@@ -46,7 +46,8 @@ while os.environ["CLOUDTRAIN_ATTEMPT"] != "0.2" and not os.path.exists(os.enviro
 
 
 def test_starts_in_place_and_on_new_machines_have_numbers_of_their_own(made: ModelArtsWorld) -> None:
-    """A new container counts its starts from 1 again. The words that ModelArts appends for an input have no effect."""
+    """Check this because a new container counts its starts from 1 again. The words that ModelArts appends for an input
+    have no effect."""
     (made.place.code / "hold.py").write_text(HOLD)
     store = files(made.store, storage=made.provider.storage)
     store.write("given/a.csv", b"data a")

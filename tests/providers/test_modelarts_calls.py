@@ -1,4 +1,4 @@
-"""Calls of provider ``modelarts``: who signs, one job for a request, errors, statuses, logs and doctor."""
+"""Calls of provider ``modelarts``: signatures, one job for a request, errors, statuses, logs and doctor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NATIVE = f"{REGION}/{PROJECT}/00000000-0000-0000-0000-000000000000"
 
 @pytest.fixture
 def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
-    """A project whose jobs wait for machines: nothing is started."""
+    """Give a project whose jobs wait for machines: nothing starts."""
     with Plane(tmp_path / "huawei") as plane:
         for name, value in plane.environ().items():
             monkeypatch.setenv(name, value)
@@ -145,7 +145,7 @@ def test_errors_have_their_kind_and_their_way_out(
     assert words in (found.hint or "")
 
 
-def test_a_pause_that_is_asked_for_is_kept(plane: Plane, provider: Any) -> None:
+def test_a_requested_pause_is_kept(plane: Plane, provider: Any) -> None:
     plane.wire.faults.append(Fault("list", refusal(429, "APIGW.0308", "throttled", **{"Retry-After": "60"})))
     for words in ("throttled", "asks for a pause"):
         with pytest.raises(LostContactError) as caught:
@@ -179,7 +179,7 @@ def test_a_job_that_shows_late_in_the_list_is_awaited_after_a_lost_answer(
     assert len(plane.jobs) == 1
 
 
-def test_of_two_jobs_the_older_counts_and_the_other_is_stopped(plane: Plane, provider: Any, tmp_path: Path) -> None:
+def test_the_older_of_two_jobs_counts_and_the_other_is_stopped(plane: Plane, provider: Any, tmp_path: Path) -> None:
     wanted = request(provider, tmp_path)
     plane.list_lag = 10.0
     first, second = provider.submit(wanted), provider.submit(wanted)
@@ -207,7 +207,7 @@ def test_a_job_is_looked_for_in_the_workspace_of_its_request(plane: Plane, provi
 
 
 def test_a_search_reads_all_pages(plane: Plane, provider: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The offset counts pages: a client that counts rows would miss jobs."""
+    """Check this because the offset counts pages: a client that counts rows would miss jobs."""
     monkeypatch.setattr(api, "PAGE", 2)
     natives = [provider.submit(request(provider, tmp_path, tags={"n": str(n)}, name=f"n{n}")) for n in range(1)]
     for number in range(4):
@@ -300,7 +300,9 @@ def test_a_job_that_stays_abnormal_is_lost(plane: Plane, provider: Any, tmp_path
     provider.account.abnormal[native] = time.monotonic() - ABNORMAL_SECONDS - 1
     assert (provider.status(native).state, provider.status(native).category) == ("failed", "infra")
     plane.abnormal.clear()
-    assert provider.status(native).native in ("Terminating", "Terminated"), "it must not come back next to another job"
+    assert provider.status(native).native in ("Terminating", "Terminated"), (
+        "a lost job must not return next to another job"
+    )
 
 
 @for_each(
@@ -314,24 +316,22 @@ def test_a_job_that_stays_abnormal_is_lost(plane: Plane, provider: Any, tmp_path
         ([{"start_at": 5000}], 0, None),
     ],
 )
-def test_the_records_tell_until_when_a_job_has_run(
-    records: list[dict[str, Any]], duration: int, stopped: float | None
-) -> None:
+def test_the_records_give_the_end_of_a_job(records: list[dict[str, Any]], duration: int, stopped: float | None) -> None:
     assert _stopped({"running_records": records, "duration": duration * 1000}) == stopped
 
 
-def test_a_first_look_knows_a_job_that_is_lost_for_long(plane: Plane, provider: Any, tmp_path: Path) -> None:
-    """`cloudtrain status` looks once. ModelArts' own times count, with room for a wrong clock."""
+def test_a_first_status_recognises_a_job_that_was_lost_long_ago(plane: Plane, provider: Any, tmp_path: Path) -> None:
+    """Check this because `cloudtrain status` asks once. ModelArts' own times count, with room for a wrong clock."""
     native = provider.submit(request(provider, tmp_path))
     job = plane.job(native)
     plane.abnormal.add(job.id)
     job.records = [{"start_at": int(time.time() - ABNORMAL_SECONDS - CLOCK_SECONDS + 60)}]
     assert provider.status(native).state == "running"
     job.records = [{"start_at": int(time.time() - ABNORMAL_SECONDS - CLOCK_SECONDS - 20)}]
-    assert provider.status(native).state == "running", "it has no seconds of running: that says nothing"
+    assert provider.status(native).state == "running", "without seconds of running it is not lost"
     job.started = time.time() - 5
     plane.abnormal.clear()
-    assert provider.status(native).state == "pending", "only in this phase"
+    assert provider.status(native).state == "pending", "only this phase counts"
     plane.abnormal.add(job.id)
     assert (provider.status(native).state, provider.status(native).category) == ("failed", "infra")
     plane.abnormal.clear()
@@ -340,23 +340,23 @@ def test_a_first_look_knows_a_job_that_is_lost_for_long(plane: Plane, provider: 
 
 @pytest.mark.parametrize("code", [301, 302, 307, 308])
 def test_a_redirect_gets_no_key(code: int) -> None:
-    seen: list[str] = []
+    paths: list[str] = []
 
     class Away(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            seen.append(self.path)
+            paths.append(self.path)
             self.send_response(code)
             self.send_header("Location", "/elsewhere")
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
-            """Say nothing."""
+            """Print nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Away) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         with pytest.raises(HTTPError, match=str(code)):
             build_opener(obs.NoRedirects).open(f"http://127.0.0.1:{server.server_port}/first", timeout=10)
-    assert seen == ["/first"]
+    assert paths == ["/first"]
 
 
 def test_running_records_are_the_attempts() -> None:
@@ -419,7 +419,7 @@ def test_a_log_is_read_on_by_its_bytes(
 # --------------------------------------------------------------------------------------------------------------- doctor
 
 
-def test_doctor_finds_all_in_order(plane: Plane, provider: Any, tmp_path: Path) -> None:
+def test_doctor_finds_no_fault(plane: Plane, provider: Any, tmp_path: Path) -> None:
     wanted = request(provider, tmp_path)
     found = {check.name: check for check in provider.checks(SAMPLE.store, wanted)}
     assert {name: check.status for name, check in found.items() if check.status != "ok"} == {"image": "unknown"}
@@ -439,7 +439,7 @@ def test_doctor_finds_all_in_order(plane: Plane, provider: Any, tmp_path: Path) 
         ("key", "credentials", "HUAWEICLOUD_SDK_AK"),
     ],
 )
-def test_doctor_names_what_is_amiss(fault: str, name: str, words: str, tmp_path: Path) -> None:
+def test_doctor_names_each_fault(fault: str, name: str, words: str, tmp_path: Path) -> None:
     folder = tmp_path / fault
     folder.mkdir()
     with Plane(folder / "huawei") as plane, pytest.MonkeyPatch.context() as patch:

@@ -51,7 +51,7 @@ def test_the_topology_is_volcano_s(environ: Mapping[str, str], found: tuple[int,
 
 
 @for_each("environ", [{}, {"MA_NUM_HOSTS": "2"}, {**TWO, "VC_WORKER_HOSTS": "one.job"}, {**TWO, "VC_TASK_INDEX": "2"}])
-def test_a_node_that_does_not_know_its_place_says_so(environ: Mapping[str, str]) -> None:
+def test_a_node_without_its_number_is_refused(environ: Mapping[str, str]) -> None:
     with pytest.raises(SpecError) as caught:
         site(environ)
     assert caught.value.field in ("MA_NUM_HOSTS", "VC_WORKER_HOSTS")
@@ -64,10 +64,10 @@ def test_restarts_are_those_that_modelarts_counts(schedule: str, process: str, l
 
 
 def test_a_restart_has_a_number_that_no_earlier_one_has(tmp_path: Path) -> None:
-    """A new container may count its own starts from 1 again."""
+    """Check this because a new container may count its own starts from 1 again."""
     assert restart_of(tmp_path, 0) == "0.0"
     assert restart_of(tmp_path, 0, least=1) == "0.1"
-    assert restart_of(tmp_path, 0, least=4) == "0.4", "starts that left no file count, too"
+    assert restart_of(tmp_path, 0, least=4) == "0.4", "starts without a file count too"
     assert restart_of(tmp_path, 0, least=2) == "0.5"
     assert restart_of(tmp_path, 1, least=0) == "1.0"
 
@@ -89,7 +89,7 @@ def test_secrets_open_with_the_run_s_key_alone(tmp_path: Path) -> None:
     values = {"TOKEN": "s3cret ünïcode", "OTHER": ""}
     text = sealed(values, key.read_bytes())
     assert "s3cret" not in text
-    assert text != sealed(values, key.read_bytes()), "each time with a number of its own"
+    assert text != sealed(values, key.read_bytes()), "each use must have a number of its own"
     assert [secret(name, {SECRETS: text}, str(key)) for name in values] == list(values.values())
     (tmp_path / "other").write_bytes(os.urandom(32))
     changed = text[:-4] + ("AAAA" if text[-4:] != "AAAA" else "BBBB")
@@ -119,7 +119,7 @@ def test_a_node_with_npus_imports_torch_npu_and_waits_longer() -> None:
 
 
 def stub(folder: Path) -> dict[str, str]:
-    """An environment with a torch_npu that has no cards."""
+    """Return an environment with a torch_npu without cards."""
     (folder / "torch_npu/contrib").mkdir(parents=True)
     (folder / "torch_npu/__init__.py").write_text(NO_NPU)
     (folder / "torch_npu/contrib/__init__.py").write_text("")
@@ -129,7 +129,7 @@ def stub(folder: Path) -> dict[str, str]:
 
 
 def rank(folder: Path, script: str, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """A rank's process, as torchrun starts it on a node with NPUs."""
+    """Run a rank's process, as torchrun starts it on a node with NPUs."""
     (folder / "cloudtrain.pyz").write_bytes(runtime_zip.build(Provider))
     (folder / "train.py").write_text(script)
     worker = Path(cloudtrain.__file__).parent / "runtime/worker.py"
@@ -166,7 +166,7 @@ def test_an_example_takes_the_device_npu(tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "examples/resnet_cifar10.py"), "--device", "npu", "--train", str(tmp_path)]
     done = subprocess.run(words, env=stub(tmp_path / "site"), capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["torch_npu is imported"]
-    assert "holds no data_batch_*.bin" in done.stderr, "it stops at its data, behind the import"
+    assert "holds no data_batch_*.bin" in done.stderr, "it must stop at its data, after the import"
 
 
 def test_a_plan_for_ascend_needs_the_card_s_name_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Plans of provider ``modelarts``: what a request holds, and what is refused, in one line each."""
+"""Plans of provider ``modelarts``: the parts of a request, and refusals in one line each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POOL = {"pool_id": "pool-1"}
 
 
 def place_in(folder: Path) -> Place:
-    """A place of its own for each row of a test."""
+    """Return a new place for each row of a test."""
     own = folder / str(len(list(folder.iterdir())))
     return Place(own, store=SAMPLE.store, provider="modelarts", secret=SAMPLE.secret)
 
@@ -108,7 +108,7 @@ def test_the_cards_of_a_flavor_that_only_the_settings_know(place: Place) -> None
         ({}, {"inputs": {"a": "obs://b/x[1]/"}}, "inputs.a", "its URL contains '['"),
     ],
 )
-def test_what_modelarts_cannot_do_is_refused(
+def test_unsupported_jobs_are_refused(
     settings: dict[str, Any], fields: dict[str, Any], field: str, words: str, tmp_path: Path
 ) -> None:
     place = place_in(tmp_path)
@@ -132,7 +132,7 @@ def test_what_modelarts_cannot_do_is_refused(
         ({"prices": {"a": 0}}, "prices"),
     ],
 )
-def test_settings_that_are_wrong_are_named(settings: dict[str, Any], field: str) -> None:
+def test_wrong_settings_are_named(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(SpecError) as caught:
         Provider(**{**SAMPLE.settings, **settings})
     assert caught.value.field == f"modelarts.{field}"
@@ -142,7 +142,7 @@ def test_settings_that_are_wrong_are_named(settings: dict[str, Any], field: str)
 
 
 def test_a_name_is_the_run_s_and_the_request_s(place: Place) -> None:
-    """Two requests of one attempt have different names, with the same mark before their digest."""
+    """Check that two requests of one attempt have different names, with the same mark before their digest."""
     first, other = planned(place), planned(place, max_runtime=7200)
     names = [request.body["metadata"]["name"] for request in (first, other)]
     assert names[0] != names[1]
@@ -158,9 +158,10 @@ def test_tags_and_origin_stand_in_the_description(place: Place) -> None:
     layout = dataclasses.replace(
         plan.layout, origin={"revision": "0123456789abcdef-dirty", "ci": "github", "ci_run": "7"}
     )
-    said = provider.plan(plan.job, layout).body["metadata"]["description"]
+    description = provider.plan(plan.job, layout).body["metadata"]["description"]
     assert (
-        " name=contract cloudtrain-revision=0123456789abcdef-di cloudtrain-ci=github-7 a=b team=vision request=" in said
+        " name=contract cloudtrain-revision=0123456789abcdef-di cloudtrain-ci=github-7 a=b team=vision request="
+        in description
     )
     for tags, words in (({"run": "x"}, "uses this name"), ({"a": "x" * 250}, "256 characters")):
         with pytest.raises(SpecError) as caught:
@@ -199,16 +200,16 @@ def test_volumes_are_the_folders_that_nodes_need(place: Place) -> None:
     words = shlex.split(body["algorithm"]["command"])
     assert "file.file=/mnt/obs/other/a/b/c.csv" in words
     assert "input.copied=/home/ma-user/modelarts/inputs/copied" in words
-    assert words[-1] == "--", "what ModelArts appends has no effect"
+    assert words[-1] == "--", "words that ModelArts appends must have no effect"
 
 
-def test_no_input_of_a_job_means_that_nothing_is_appended(place: Place) -> None:
+def test_without_inputs_modelarts_appends_nothing(place: Place) -> None:
     algorithm = planned(place).body["algorithm"]
     assert not {"inputs", "outputs", "parameters"} & algorithm.keys()
 
 
 @for_each(("runtime", "hours"), [(60, 2), (3600, 2), (3601, 3), (86400, 25)])
-def test_auto_stop_is_behind_our_own_limit(runtime: int, hours: int, tmp_path: Path) -> None:
+def test_auto_stop_comes_after_cloudtrain_s_limit(runtime: int, hours: int, tmp_path: Path) -> None:
     place = place_in(tmp_path)
     request = planned(place, max_runtime=runtime)
     assert spec(request)["auto_stop"] == {"time_unit": "HOURS", "duration": hours}
@@ -253,7 +254,7 @@ def test_a_secret_s_value_is_in_no_plan(place: Place) -> None:
         ({"algorithm": {"environments": {f"A{n}": "" for n in range(101)}}}, "algorithm"),
     ],
 )
-def test_options_that_modelarts_would_refuse_are_named(options: dict[str, Any], field: str, tmp_path: Path) -> None:
+def test_invalid_options_are_named(options: dict[str, Any], field: str, tmp_path: Path) -> None:
     place = place_in(tmp_path)
     with pytest.raises(SpecError) as caught:
         planned(place, options={"modelarts": options})

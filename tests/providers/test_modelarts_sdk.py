@@ -76,7 +76,7 @@ def signed_by_sdk(case: dict[str, Any], headers: dict[str, str]) -> dict[str, st
 
 
 def test_a_thousand_requests_have_the_signature_of_the_sdk() -> None:
-    """Equal signatures verify each other: of requests that we sign first, and of those that the SDK signs first."""
+    """Check that equal signatures verify each other, whether cloudtrain or the SDK signs first."""
     at = random.Random(32)
     for _ in range(REQUESTS):
         case = random_request(at)
@@ -90,16 +90,16 @@ def test_a_thousand_requests_have_the_signature_of_the_sdk() -> None:
         assert again["Authorization"] == wanted, case
 
 
-def test_what_the_sdk_signs_the_fake_accepts_and_what_it_does_not_sign_it_refuses(plane: Plane) -> None:
+def test_the_fake_accepts_requests_only_if_the_sdk_signed_them(plane: Plane) -> None:
     sdk = huawei.needed("huaweicloudsdkmodelarts.v1")
     failed = huawei.needed("huaweicloudsdkcore.exceptions.exceptions").ClientRequestException
-    asked = sdk.ListTrainingJobsRequest(body=sdk.JobSearches(offset=0, limit=50))
-    assert huawei.client(plane.url, PROJECT, AK, SK).list_training_jobs(asked).total == 0
+    query = sdk.ListTrainingJobsRequest(body=sdk.JobSearches(offset=0, limit=50))
+    assert huawei.client(plane.url, PROJECT, AK, SK).list_training_jobs(query).total == 0
     ak, sk, token = plane.temporary()
-    assert huawei.client(plane.url, PROJECT, ak, sk, token).list_training_jobs(asked).total == 0
+    assert huawei.client(plane.url, PROJECT, ak, sk, token).list_training_jobs(query).total == 0
     for wrong in ((AK, "another", None), (ak, sk, "another"), (ak, sk, None)):
         with pytest.raises(failed):
-            huawei.client(plane.url, PROJECT, *wrong).list_training_jobs(asked)
+            huawei.client(plane.url, PROJECT, *wrong).list_training_jobs(query)
 
 
 @for_each("field", [*PLATFORM, *SCRIPT])
@@ -118,18 +118,18 @@ def test_every_planned_body_passes_the_models_of_the_sdk(field: str, tmp_path: P
         try:
             plan = plan_of(Provider(**own), place, sample.job, row.base(place), row.change(place))
         except SpecError:
-            continue  # refused, which the contract suite checks
+            continue  # the contract suite checks refusals
         assert huawei.body_errors(plan.request.body) == []
 
 
-def test_our_table_of_models_is_that_of_the_sdk() -> None:
+def test_the_table_of_models_is_that_of_the_sdk() -> None:
     models = huawei.needed("huaweicloudsdkmodelarts.v1.model")
     for name, known in _models().items():
         own = getattr(models, name)
         assert known == {own.attribute_map[key]: kind for key, kind in own.openapi_types.items()}
 
 
-def test_a_strict_walk_finds_what_is_wrong() -> None:
+def test_a_strict_walk_finds_each_error() -> None:
     huawei.needed("huaweicloudsdkmodelarts.v1.model")
     assert huawei.body_errors({"metadata": {"nam": "x"}, "spec": {"resource": {"node_count": "2"}}}) == [
         "body.metadata: JobMetadata has no 'nam'",
@@ -137,8 +137,8 @@ def test_a_strict_walk_finds_what_is_wrong() -> None:
     ]
 
 
-def test_the_official_client_and_ours_read_the_same_answers(plane: Plane, tmp_path: Path) -> None:
-    """A job of an image that is not there: created by us, read by both, through all of its life."""
+def test_the_official_client_and_cloudtrain_read_the_same_answers(plane: Plane, tmp_path: Path) -> None:
+    """Check a job of a missing image: cloudtrain creates it, and both clients read it through all its phases."""
     sdk, sample = huawei.needed("huaweicloudsdkmodelarts.v1"), Sample.of(Provider)
     plane.no_machines = True
     provider = Provider(**sample.settings)
@@ -181,7 +181,7 @@ def test_the_official_client_and_ours_read_the_same_answers(plane: Plane, tmp_pa
 
 @pytest.fixture
 def theirs(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Huawei's own client of OBS. At a bare address it signs as AWS once did, so it has a name for this machine."""
+    """Give Huawei's own client of OBS with a host name for this machine: at a bare address it signs as AWS once did."""
     resolve = socket.getaddrinfo
 
     def resolved(host: Any, *args: Any, **named: Any) -> Any:
@@ -194,7 +194,7 @@ def theirs(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     client.close()
 
 
-def test_both_clients_see_the_same_objects(plane: Plane, theirs: Any, tmp_path: Path) -> None:
+def test_both_clients_read_the_same_objects(plane: Plane, theirs: Any, tmp_path: Path) -> None:
     plane.obs.make("both")
     ours = files("obs://both/store")
     data = random.Random(1).randbytes(9 << 20)
@@ -216,7 +216,7 @@ def test_both_clients_see_the_same_objects(plane: Plane, theirs: Any, tmp_path: 
     assert ours.names() == ["copied.txt", "theirs.txt"]
 
 
-def test_of_clients_that_create_at_once_one_wins(plane: Plane, theirs: Any) -> None:
+def test_one_of_several_creating_clients_wins(plane: Plane, theirs: Any) -> None:
     plane.obs.make("race")
     for number in range(4):
         won: list[str] = []
@@ -267,7 +267,7 @@ def test_a_bucket_is_probed_once(plane: Plane) -> None:
 
 
 def test_the_bucket_is_part_of_the_host(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy sees the host that a client asks; at a bare address the bucket is in the path."""
+    """Check this because a proxy gets the host that a client calls. At a bare address the bucket is in the path."""
     plane.obs.make("virtual")
     monkeypatch.setenv("OBS_ENDPOINT", "http://obs.cn-north-4.example")
     monkeypatch.setenv("http_proxy", plane.url)
@@ -282,7 +282,8 @@ def test_the_bucket_is_part_of_the_host(plane: Plane, monkeypatch: pytest.Monkey
 def test_later_processes_probe_a_bucket_once_a_day(
     plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: bool
 ) -> None:
-    """If cloudtrain has a folder in the user's cache folder. An address that any server may have is not trusted so."""
+    """Check that this needs a folder of cloudtrain in the user's cache, and a host name: any server may have an
+    address."""
     if cache:
         (tmp_path / "cache/cloudtrain").mkdir(parents=True)
     plane.obs.make("daily")

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.remote, pytest.mark.slow]
 def made(
     tmp_path_factory: pytest.TempPathFactory, s3_server: str, engine: Any, images: Callable[[str], str]
 ) -> Iterator[SageMakerWorld]:
-    """A world of this class's own, with the environment that leads to it."""
+    """Give a FakePlatform for this class alone, with its environment."""
     folder = tmp_path_factory.mktemp("world")
     with at_work(folder, engine, lambda: SageMakerWorld(folder, moto=s3_server, image=images("pip"))) as world:
         yield world
@@ -64,7 +64,7 @@ class Client(clients.Client):
         job, logs = self.job(run_id), self.world.plane.logs()
         stream = f"{job.name}/"
         Jobs.wait_for(lambda: job.over or any(text in line for line in logs.messages(LOG_GROUP, stream)), PATIENCE)
-        assert not job.over, job.described().get("FailureReason")
+        assert not job.over, job.describe().get("FailureReason")
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ class TestWholeRuns:
     def test_an_interrupted_spot_run_resumes_bit_for_bit(
         self, client: Client, whole: dict[int, float], web: Web, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """With a sync that lags, and in which what node 0 deletes comes back from its peer; and with data of a web
-        server, which the instances cannot read and the store gets a copy of."""
+        """Check with a lagging sync that restores deleted files from the peer. The data come from a web server that the
+        instances cannot read, so the store gets a copy."""
         monkeypatch.setattr(client.world.plane, "sync_lag", 1.0)
         monkeypatch.setattr(client.world.plane, "stale_copies", True)
         epoch = random.Random(6).randrange(1, 3)
@@ -103,13 +103,13 @@ class TestWholeRuns:
     @pytest.mark.proof
     def test_a_stopped_run_leaves_the_checkpoints_of_all_ranks(self, client: Client) -> None:
         check_cancelled(client)
-        assert client.job("stopped").described()["SecondaryStatus"] == "Stopped"
+        assert client.job("stopped").describe()["SecondaryStatus"] == "Stopped"
         commit = client.run("stopped").store.newest_checkpoint("stopped")
         assert commit is not None
         assert commit.name == "last"
 
 
-# ------------------------------------------------------------------------------------------ what a restart downloads
+# ----------------------------------------------------------------------------------------------- downloads of a restart
 
 
 SHARDS_BYTES = 4 * (2 << 20)
@@ -123,12 +123,12 @@ if resumed:
     print("resumed with", len(os.listdir(resumed)), "shards of step", step, flush=True)
 while step < 100:
     step += 1
-    told = os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"])
+    notice = os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"])
     path = folder / f"step-{step:03d}" / f"shard-{rank}"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(os.urandom(2 << 20))
     print("saved", step, flush=True)
-    if told or (step >= 12 and resumed and os.environ["CLOUDTRAIN_ATTEMPT"] == "0.2"):
+    if notice or (step >= 12 and resumed and os.environ["CLOUDTRAIN_ATTEMPT"] == "0.2"):
         sys.exit()
     for _ in range(60):
         if not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
@@ -138,8 +138,8 @@ while step < 100:
 
 @pytest.mark.proof
 @pytest.mark.timeout(4 * PATIENCE)
-def test_a_restart_downloads_what_it_needs(client: Client) -> None:
-    """A spot run of two nodes that is interrupted twice: the bytes that come down, against those of one checkpoint."""
+def test_a_restart_downloads_one_checkpoint(client: Client) -> None:
+    """Interrupt a spot run of two nodes twice, and compare the downloaded bytes with one checkpoint."""
     client.jobs.write("shards.py", SHARDS)
     words = ["submit", "shards.py", *client.flags, *SHAPE, "--run-id", "shards", "--spot"]
     process = client.jobs.start(*words)
@@ -163,18 +163,18 @@ def test_a_restart_downloads_what_it_needs(client: Client) -> None:
     assert ["/live/" in item.key for item in kept] == [False, False, True]
     found = sorted(path.name for path in (client.pulled("shards") / "checkpoints").iterdir())
     assert found == [item.name for item in kept]
-    left = {key.split("/")[4] for key in store.files.list("runs/shards/archive/checkpoints")}
-    assert left == {item.name for item in kept[:2]}
+    archived = {key.split("/")[4] for key in store.files.list("runs/shards/archive/checkpoints")}
+    assert archived == {item.name for item in kept[:2]}
 
 
-# -------------------------------------------------------------------------------------------------------------- trouble
+# --------------------------------------------------------------------------------------------------- unreliable service
 
 
 @pytest.fixture
 def idle(
     tmp_path: Path, s3_environment: str, monkeypatch: pytest.MonkeyPatch, engine: Any, images: Callable[[str], str]
 ) -> Iterator[SageMakerWorld]:
-    """A world without a machine to give: its jobs wait for capacity until they are stopped."""
+    """Give an account without machines: its jobs wait for capacity until they are stopped."""
     world = SageMakerWorld(tmp_path, moto=s3_environment, image=images("pip"))
     for name, value in world.plane.environ().items():
         monkeypatch.setenv(name, value)
@@ -190,7 +190,7 @@ class TestTrouble:
         [Fault.throttled("CreateTrainingJob", 2), Fault.broken("CreateTrainingJob", 2)],
         ids=lambda fault: fault.error.code,
     )
-    def test_what_passes_is_tried_again(self, idle: SageMakerWorld, fault: Fault) -> None:
+    def test_passing_faults_are_retried(self, idle: SageMakerWorld, fault: Fault) -> None:
         idle.plane.wire.faults.append(dataclasses.replace(fault))
         run = idle.send(idle.plan(run_id="again"))
         assert run.status().state == "pending"
@@ -200,14 +200,14 @@ class TestTrouble:
     @pytest.mark.parametrize(
         "fault", [Fault("CreateTrainingJob", done=True), Fault.broken("CreateTrainingJob", done=True)]
     )
-    def test_an_answer_that_is_lost_is_no_second_job(self, idle: SageMakerWorld, fault: Fault) -> None:
+    def test_a_lost_answer_makes_no_second_job(self, idle: SageMakerWorld, fault: Fault) -> None:
         idle.plane.wire.faults.append(dataclasses.replace(fault))
         run = idle.send(idle.plan(run_id="lost"))
         assert run.status().state == "pending"
         assert len(idle.plane.jobs) == 1
 
     def test_many_clients_at_one_create_a_second(self, idle: SageMakerWorld) -> None:
-        """Each run is one job, however often it was throttled; none is lost, none is there twice."""
+        """Check that each run is one job, however often its creation was throttled."""
         idle.plane.creates_a_second = 4.0
         plans = {f"throttled-{number}": idle.plan(run_id=f"throttled-{number}") for number in range(8)}
         with ThreadPoolExecutor(8) as pool:
@@ -216,9 +216,9 @@ class TestTrouble:
         assert sorted(name for _, name in idle.plane.jobs) == sorted(
             plan.request.body["TrainingJobName"] for plan in plans.values()
         )
-        assert idle.plane.wire.count("CreateTrainingJob") > 8, "some were throttled"
+        assert idle.plane.wire.count("CreateTrainingJob") > 8, "no creation was throttled"
 
-    def test_a_job_of_that_name_that_is_somebody_else_s(self, idle: SageMakerWorld) -> None:
+    def test_a_foreign_job_of_that_name_is_a_conflict(self, idle: SageMakerWorld) -> None:
         plan = idle.plan(run_id="taken")
         for channel in plan.request.body["InputDataConfig"]:
             url = channel["DataSource"]["S3DataSource"]["S3Uri"]
@@ -252,7 +252,7 @@ class TestTrouble:
         "late", ["as it ends", *(pytest.param(late, marks=pytest.mark.proof) for late in ("", "while it runs"))]
     )
     def test_ten_thousand_lines_come_once_each_and_in_time_order(self, idle: SageMakerWorld, late: str) -> None:
-        """Of 64 streams, half of them of a restart; twice, page by page, some pages throttled, and some lines late."""
+        """Check 64 streams, half of them of a restart, twice: in pages, some throttled, and with late lines."""
         run = idle.send(idle.plan(run_id="lines"))
         (job,), logs, draw = idle.plane.jobs.values(), idle.plane.logs(), random.Random(64)
         logs.page_events, logs.repeats, logs.empty_every = 700, 9, 5
@@ -270,7 +270,7 @@ class TestTrouble:
         lines = []
         for line in run.logs(follow=True, poll=0.2):
             lines.append(line)
-            while held:  # they come once the first page, which is in order, is being told
+            while held:  # they come while the first page, which is in order, is read
                 logs.put(LOG_GROUP, *held.pop())
             if len(lines) == 1:
                 threading.Timer(0.0 if late == "as it ends" else 4.0, job.stop).start()
@@ -279,7 +279,7 @@ class TestTrouble:
         times = [line.time or 0.0 for line in lines]
         assert (times == sorted(times)) != bool(late)
 
-    def test_a_node_that_dies_before_its_peers_begin_is_seen_at_once(self, idle: SageMakerWorld) -> None:
+    def test_a_node_that_dies_before_its_peers_begin_is_reported_at_once(self, idle: SageMakerWorld) -> None:
         run = idle.send(idle.plan({"instance_count": 2}, run_id="alone"))
         (job,) = idle.plane.jobs.values()
         assert list(run.logs()) == []
@@ -299,7 +299,7 @@ class TestTrouble:
         assert (result["state"], result["category"], result["exit_code"]) == ("failed", "capacity", 4)
 
     def test_machines_on_demand_that_never_come_are_a_lack_of_capacity(self, idle: SageMakerWorld) -> None:
-        """The service stops such a job, and says no more than that."""
+        """Check this because the service stops such a job without a reason."""
         idle.plane.no_capacity.add("ml.g5.xlarge")
         run = idle.send(idle.plan({"gpu": ("A10G:1",), "max_wait": 1800}, run_id="pending"))
         (job,) = idle.plane.jobs.values()
@@ -309,29 +309,29 @@ class TestTrouble:
         assert job.record["TrainingJobStatus"] == job.record["SecondaryStatus"] == "Stopped"
         assert (result["state"], result["category"], result["exit_code"]) == ("failed", "capacity", 4)
 
-    def test_an_image_without_python_says_so(self, idle: SageMakerWorld, images: Callable[[str], str]) -> None:
-        """The platform itself knows the cause, though none of our code ever ran."""
+    def test_an_image_without_python_is_named(self, idle: SageMakerWorld, images: Callable[[str], str]) -> None:
+        """Check that the platform knows the cause, though no code of cloudtrain ran."""
         idle.plane.no_capacity.clear()
         run = idle.send(idle.plan({"image": f"{REGISTRY}/{images('nopython')}"}, run_id="no-python"))
         result = run.wait(timeout=PATIENCE, poll=0.2)
         (job,) = idle.plane.jobs.values()
-        said = " ".join(job.described()["FailureReason"].split())
-        assert said == "AlgorithmError: never started: no python 3.10 , exit code: 127"
+        reason = " ".join(job.describe()["FailureReason"].split())
+        assert reason == "AlgorithmError: never started: no python 3.10 , exit code: 127"
         assert (result["category"], result["exit_code"]) == ("image", 2)
         assert "never started: no python 3.10" in result["reason"]
 
-    def test_what_a_script_says_is_no_word_of_the_platform(self, idle: SageMakerWorld) -> None:
-        """Its error is in FailureReason too."""
+    def test_a_script_s_message_is_not_the_platform_s(self, idle: SageMakerWorld) -> None:
+        """Check this because its error is in FailureReason too."""
         idle.plane.no_capacity.clear()
-        said = "the quota is used up: insufficient capacity, InternalServerError, no image to pull"
-        (idle.place.code / "train.py").write_text(f"raise ValueError({said!r})\n")
+        message = "the quota is used up: insufficient capacity, InternalServerError, no image to pull"
+        (idle.place.code / "train.py").write_text(f"raise ValueError({message!r})\n")
         run = idle.send(idle.plan({"launcher": "python"}, run_id="says"))
         result = run.wait(timeout=PATIENCE, poll=0.2)
         (job,) = idle.plane.jobs.values()
-        assert said in job.described()["FailureReason"]
+        assert message in job.describe()["FailureReason"]
         assert (result["category"], result["exit_code"]) == ("user_error", 1)
 
-    def test_a_status_nobody_knows_is_running(self, idle: SageMakerWorld) -> None:
+    def test_an_unknown_status_is_running(self, idle: SageMakerWorld) -> None:
         run = idle.send(idle.plan(run_id="odd"))
         (job,) = idle.plane.jobs.values()
         idle.plane.unknown[job.name] = "Quiescing"
@@ -355,7 +355,7 @@ def test_a_client_that_dies_leaves_no_job_without_a_record(
 
 
 def no_machines(idle: SageMakerWorld, tmp_path: Path) -> tuple[Jobs, Run]:
-    """A run whose first attempt found no machines and may be followed by another; and clients."""
+    """Return clients, and a run whose first attempt found no machines and may have another."""
     (tmp_path / "jobs").mkdir()
     run = idle.send(idle.plan({"spot": True, "max_runtime": 60, "max_wait": 1, "retries": 1}, run_id="again"))
     (job,) = idle.plane.jobs.values()
@@ -364,7 +364,7 @@ def no_machines(idle: SageMakerWorld, tmp_path: Path) -> tuple[Jobs, Run]:
 
 
 @pytest.mark.proof
-def test_two_who_reconcile_at_once_start_one_attempt(idle: SageMakerWorld, tmp_path: Path) -> None:
+def test_two_reconciling_clients_start_one_attempt(idle: SageMakerWorld, tmp_path: Path) -> None:
     jobs, run = no_machines(idle, tmp_path)
     started = [jobs.start("reconcile", target, "--json") for target in (run.url, run.store.url)]
     for process in started:
@@ -391,7 +391,7 @@ def test_two_who_reconcile_at_once_start_one_attempt(idle: SageMakerWorld, tmp_p
         pytest.param("write_submitted", "before", marks=pytest.mark.proof),
     ],
 )
-def test_one_who_dies_reconciling_leaves_no_second_job(
+def test_a_client_that_dies_reconciling_leaves_no_second_job(
     idle: SageMakerWorld, tmp_path: Path, step: str, moment: str
 ) -> None:
     jobs, run = no_machines(idle, tmp_path)

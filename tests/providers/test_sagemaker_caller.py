@@ -1,6 +1,6 @@
-"""As whom this machine calls: one profile, or one role, signs what goes to SageMaker and what goes to the store.
+"""The caller of this machine: one profile or role signs the requests to SageMaker and to the store.
 
-At the wire: boto3 and obstore talk to loopback servers that know each request's signer.
+At the wire: boto3 and obstore call loopback servers that know each request's signer.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expi
 
 
 class Gate(http.server.ThreadingHTTPServer):
-    """Passes on to moto, and notes who signed: ``seen`` holds (service, key, region); ``expired`` keys are refused.
+    """A proxy of moto that records signers. ``signed`` holds (service, key, region); ``expired`` keys are refused.
 
-    ``issued`` are the keys that STS has given out, with their secrets.
+    ``issued`` are the keys that STS has issued, with their secrets.
     """
 
     daemon_threads = True
 
     def __init__(self, moto: str) -> None:
         self.moto = moto.removeprefix("http://")
-        self.seen: list[tuple[str, str, str]] = []
+        self.signed: list[tuple[str, str, str]] = []
         self.expired: set[str] = set()
         self.issued: dict[str, str] = {}
         super().__init__(("127.0.0.1", 0), _Pass)
@@ -60,7 +60,7 @@ class Gate(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def keys(self, service: str) -> set[str]:
-        return {key for name, key, _ in self.seen if name == service}
+        return {key for name, key, _ in self.signed if name == service}
 
 
 class _Pass(http.server.BaseHTTPRequestHandler):
@@ -80,12 +80,12 @@ class _Pass(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         signer = SIGNER.search(self.headers.get("Authorization") or "")
         key, region, service = signer.groups() if signer else ("", "", "")
-        self.server.seen.append((service, key, region))
-        if key in self.server.expired:  # as S3 does: a HEAD has no body that could say why
+        self.server.signed.append((service, key, region))
+        if key in self.server.expired:  # like S3: a HEAD has no body with a reason
             self._answer(400, {}, b"" if self.command == "HEAD" else EXPIRED)
             return
         there = http.client.HTTPConnection(self.server.moto)
-        # "Expect: 100-continue" is answered here.
+        # This proxy answers "Expect: 100-continue".
         headers = {name: value for name, value in self.headers.items() if name != "Expect"}
         there.request(self.command, self.path, body, headers)
         answer = there.getresponse()
@@ -117,13 +117,13 @@ class Account:
     role: str
 
     def keys(self, **profiles: str) -> None:
-        """The credentials file: a profile's access key."""
+        """Write the credentials file with one access key for each profile."""
         text = "".join(f"[{n}]\naws_access_key_id = {k}\naws_secret_access_key = secret\n" for n, k in profiles.items())
         (self.folder / "credentials").write_text(text)
         self.plane.wire.keys |= dict.fromkeys(profiles.values(), "secret")
 
     def settings(self, **caller: str) -> Settings:
-        """Of somebody who has ``caller`` in their cloudtrain.toml."""
+        """Return the settings of a cloudtrain.toml with ``caller``."""
         table = {"region": "eu-west-1", "role": self.role, **caller}
         return Settings(provider="sagemaker", store=self.store, tables={"sagemaker": table})
 
@@ -135,7 +135,7 @@ class Account:
         return make_plan(job, settings=settings, run_id=run_id, cwd=code)
 
     def signers(self) -> set[str]:
-        """Whose signature SageMaker has seen."""
+        """Return the keys that signed calls to SageMaker."""
         return set(self.plane.wire.callers)
 
 
@@ -166,19 +166,19 @@ def test_one_profile_serves_the_platform_and_the_store(account: Account) -> None
     assert run.status().state == "pending"
     assert account.gate.keys("s3") == {ANN}
     assert account.signers() == {ANN}
-    assert {region for name, _, region in account.gate.seen if name == "s3"} == {"eu-west-1"}
+    assert {region for name, _, region in account.gate.signed if name == "s3"} == {"eu-west-1"}
 
 
-def test_without_a_profile_it_is_who_the_environment_says(account: Account) -> None:
+def test_without_a_profile_the_environment_names_the_caller(account: Account) -> None:
     send_plan(account.plan(account.settings()), environ={})
     assert account.gate.keys("s3") == account.signers() == {OWN}
 
 
-def test_whoever_comes_back_calls_as_themselves(account: Account, tmp_path: Path) -> None:
-    """The profile is a word of one machine, so it is recorded nowhere; what the run rests on is."""
+def test_each_user_calls_with_their_own_profile(account: Account, tmp_path: Path) -> None:
+    """Check that the run records no profile, which belongs to one machine, but the settings that it needs."""
     send_plan(account.plan(account.settings(profile="ann")), environ={})
     account.keys(ben=BEN)
-    account.gate.seen.clear()
+    account.gate.signed.clear()
     account.plane.wire.callers.clear()
     theirs = account.settings(profile="ben", role="arn:aws:iam::123456789012:role/of-another-project")
     run = open_run("r", store_url=account.store, settings=theirs)
@@ -190,7 +190,7 @@ def test_whoever_comes_back_calls_as_themselves(account: Account, tmp_path: Path
     assert account.gate.keys("s3") == account.signers() == {BEN}
 
 
-def test_a_saved_plan_is_sent_by_whoever_sends_it(account: Account, tmp_path: Path) -> None:
+def test_a_saved_plan_is_sent_with_the_sender_s_profile(account: Account, tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     saved.write_text(json.dumps(account.plan(account.settings(profile="ann")).document()))
     assert "ann" not in json.loads(saved.read_text())["settings"].values()
@@ -199,12 +199,12 @@ def test_a_saved_plan_is_sent_by_whoever_sends_it(account: Account, tmp_path: Pa
 
 
 def test_a_role_is_assumed_for_both(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CLIENT_TIMINGS, "provenance", 60.0)  # a loaded machine takes more than the product waits
+    monkeypatch.setattr(CLIENT_TIMINGS, "provenance", 60.0)  # a loaded machine needs more time than the default
     run = send_plan(account.plan(account.settings(profile="ann", role_to_assume=ROLE)), environ={})
     assert run.status().state == "pending"
     assumed = account.gate.keys("sts") - {ANN}
     assert ANN in account.gate.keys("sts")
-    assert assumed <= account.signers(), "who it is that calls is asked as the role, too"
+    assert assumed <= account.signers(), "the request for the caller's name must come from the role too"
     assert ":assumed-role/" in run.record["origin"]["principal"]
     for signers in (account.gate.keys("s3"), account.signers()):
         assert signers
@@ -217,8 +217,8 @@ def test_keys_that_are_replaced_in_a_long_wait_are_read_again_for_both(account: 
     for key in ("AKIASECOND0000000000", "AKIATHIRD00000000000"):
         if old == "expired":
             account.plane.wire.expired |= account.signers()
-        for gone in account.signers() if old == "deleted" else ():
-            account.plane.wire.keys.pop(gone, None)
+        for old_key in account.signers() if old == "deleted" else ():
+            account.plane.wire.keys.pop(old_key, None)
         account.gate.expired |= account.gate.keys("s3")
         account.keys(ann=key)
         assert run.status().state == "pending"
@@ -248,7 +248,7 @@ def test_an_assumed_role_that_expires_is_assumed_again_for_both(account: Account
     assert account.signers() - first[1]
 
 
-def test_a_refusal_that_stays_is_told_after_one_more_look(account: Account) -> None:
+def test_a_lasting_refusal_is_raised_after_one_more_try(account: Account) -> None:
     account.gate.expired.add(ANN)
     with pytest.raises(AuthError) as caught:
         send_plan(account.plan(account.settings(profile="ann")), environ={})
@@ -256,11 +256,11 @@ def test_a_refusal_that_stays_is_told_after_one_more_look(account: Account) -> N
     assert account.plane.jobs == {}
 
 
-# ------------------------------------------------------------------------------------- a run's store is its provider's
+# ------------------------------------------------------------------------------------------- a run's store and provider
 
 
-def recorded(account: Account, provider: str, run_id: str) -> None:
-    """A run of ``provider``, as its client left it that died before it sent it."""
+def record_run(account: Account, provider: str, run_id: str) -> None:
+    """Record a run of ``provider`` whose client died before it sent it."""
     made = account.settings(profile="ann").make_provider(provider)
     store = Store(account.store, storage=made.storage)
     job = Job.make(entry_point="train.py", image=f"{REGISTRY}/team/trainer:1", max_runtime="1h")
@@ -269,10 +269,10 @@ def recorded(account: Account, provider: str, run_id: str) -> None:
     store.create_run(layout, {"run_id": run_id, "provider": provider, "settings": own, "job": job.to_dict()})
 
 
-def test_the_store_of_a_local_run_is_opened_as_nobody_else_whatever_is_set_of_others(account: Account) -> None:
-    recorded(account, "local", "r")
+def test_settings_of_other_providers_do_not_open_a_local_run_s_store(account: Account) -> None:
+    record_run(account, "local", "r")
     mixed = dataclasses.replace(account.settings(profile="ann"), provider="local")
-    account.gate.seen.clear()
+    account.gate.signed.clear()
     open_run("r", store_url=account.store, settings=mixed).cancel()
     list_page(account.store, mixed, limit=None)
     reconcile(account.store, settings=mixed, cwd=account.folder, environ={})
@@ -280,26 +280,26 @@ def test_the_store_of_a_local_run_is_opened_as_nobody_else_whatever_is_set_of_ot
 
 
 @pytest.mark.parametrize(("chosen", "key"), [("local", ANN), ("sagemaker", OWN)])
-def test_a_run_s_own_provider_opens_its_store_whichever_is_chosen(account: Account, chosen: str, key: str) -> None:
+def test_a_run_s_own_provider_opens_its_store_whatever_the_chosen_one(account: Account, chosen: str, key: str) -> None:
     own = {"local": "sagemaker", "sagemaker": "local"}[chosen]
-    recorded(account, own, "r")
+    record_run(account, own, "r")
     mixed = dataclasses.replace(account.settings(profile="ann"), provider=chosen)
     url = f"{account.store}/runs/r"
     run = open_run(url, store_url="./nosuch", settings=mixed)
-    account.gate.seen.clear()
+    account.gate.signed.clear()
     assert run.status().state == "pending"
     assert account.gate.keys("s3") == {key}
-    account.gate.seen.clear()
+    account.gate.signed.clear()
     ((_, listed),) = listed_runs(account.store, mixed)
-    account.gate.seen.clear()
+    account.gate.signed.clear()
     assert isinstance(listed, Run)
     assert listed.status().state == "pending"
     assert account.gate.keys("s3") == {key}
 
 
-def test_where_the_chosen_provider_is_let_in_nobody_else_is_asked_and_else_they_are(account: Account) -> None:
-    """`submit --provider sagemaker`, then `status` with no provider set."""
-    recorded(account, "sagemaker", "r")
+def test_other_providers_are_tried_only_if_the_chosen_one_is_refused(account: Account) -> None:
+    """Check `submit --provider sagemaker`, then `status` with no provider set."""
+    record_run(account, "sagemaker", "r")
     mixed = dataclasses.replace(account.settings(profile="ann"), provider="local")
     account.gate.expired.add(OWN)
     assert open_run("r", store_url=account.store, settings=mixed).status().state == "pending"
@@ -309,16 +309,16 @@ def test_where_the_chosen_provider_is_let_in_nobody_else_is_asked_and_else_they_
         open_run("r", store_url=account.store, settings=mixed)
 
 
-def test_a_role_is_assumed_once_for_a_store_that_need_not_be_opened_anew(account: Account) -> None:
-    recorded(account, "sagemaker", "r")
+def test_a_role_is_assumed_once_for_a_store_that_stays_open(account: Account) -> None:
+    record_run(account, "sagemaker", "r")
     settings = account.settings(profile="ann", role_to_assume=ROLE)
-    account.gate.seen.clear()
+    account.gate.signed.clear()
     run = open_run("r", store_url=account.store, settings=settings)
     assert run.store.runs() == ["r"]
-    assert [service for service, _, _ in account.gate.seen].count("sts") == 1
+    assert [service for service, _, _ in account.gate.signed].count("sts") == 1
 
 
-def test_what_fsspec_is_configured_with_stays(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_of_fsspec_stays(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec.config
 
     monkeypatch.delenv("AWS_ENDPOINT_URL")

@@ -1,4 +1,4 @@
-"""Provider ``sagemaker``: what AWS answers, and what becomes of it. botocore is real; the answers are the test's."""
+"""Provider ``sagemaker`` and AWS's answers. botocore is real; the tests give the answers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Answer = tuple[int, Mapping[str, Any]] | Exception
 
 @dataclass
 class Aws:
-    """What stands behind botocore: each call goes through its real signing, serialising and parsing."""
+    """A transport behind botocore: each call goes through its real signing, serialising and parsing."""
 
     answer: Callable[[str, dict[str, Any]], Answer]
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -57,8 +57,8 @@ class Aws:
         answer = self.answer(operation, body)
         if isinstance(answer, Exception):
             raise answer
-        status, told = answer
-        raw = type("Raw", (), {"stream": lambda self: iter([json.dumps(told, default=str).encode()])})()
+        status, value = answer
+        raw = type("Raw", (), {"stream": lambda self: iter([json.dumps(value, default=str).encode()])})()
         return AWSResponse(request.url, status, {"Content-Type": "application/x-amz-json-1.1"}, raw)
 
     def names(self) -> list[str]:
@@ -67,7 +67,7 @@ class Aws:
 
 @pytest.fixture
 def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Aws]:
-    """No credentials but the test's, no address but its answers."""
+    """Replace credentials and addresses by those of the test."""
     made = Aws(lambda operation, body: NOT_FOUND)
     for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -86,7 +86,7 @@ def request() -> Request:
     return provider().plan(Job.make(entry_point="train.py"), layout)
 
 
-def described(name: str, primary: str = "InProgress", secondary: str = "Training", **more: Any) -> dict[str, Any]:
+def describe(name: str, primary: str = "InProgress", secondary: str = "Training", **more: Any) -> dict[str, Any]:
     return {
         "TrainingJobName": name,
         "TrainingJobArn": ARN + name,
@@ -117,7 +117,7 @@ def test_the_shell_is_a_session_of_ssm(aws: Aws) -> None:
     assert aws.calls == []
 
 
-def test_a_job_that_lets_no_shell_in_is_said(aws: Aws) -> None:
+def test_a_job_without_a_shell_gives_a_hint(aws: Aws) -> None:
     with pytest.raises(SpecError, match="lets no shell in") as caught:
         provider().shell(request(), ARN + "job", 0, [], tty=True)
     assert caught.value.field == "interactive"
@@ -128,13 +128,13 @@ def test_a_job_that_lets_no_shell_in_is_said(aws: Aws) -> None:
 
 
 def owner(tag: str) -> Callable[[str, dict[str, Any]], Answer]:
-    """SageMaker that has the job already, tagged as that of a run."""
+    """Return a SageMaker that has the job already, with the tag of another run or this one."""
 
     def answer(operation: str, body: dict[str, Any]) -> Answer:
         if operation == "CreateTrainingJob":
             return 400, {"__type": "ResourceInUse", "message": "Training job names must be unique"}
         if operation == "DescribeTrainingJob":
-            return 200, described(body["TrainingJobName"])
+            return 200, describe(body["TrainingJobName"])
         assert operation == "ListTags"
         return 200, {"Tags": [{"Key": "cloudtrain:run", "Value": tag}]}
 
@@ -148,7 +148,7 @@ def test_exactly_the_planned_request_is_sent(aws: Aws) -> None:
     assert aws.calls == [("CreateTrainingJob", dict(planned.body))]
 
 
-def test_a_name_of_our_own_is_the_same_job(aws: Aws) -> None:
+def test_a_job_with_our_tag_is_the_same_job(aws: Aws) -> None:
     planned = request()
     aws.answer = owner(run_tag(planned.run))
     native = ARN + planned.body["TrainingJobName"]
@@ -156,7 +156,7 @@ def test_a_name_of_our_own_is_the_same_job(aws: Aws) -> None:
     assert provider().find(planned) == native
 
 
-def test_a_name_of_anybody_else_is_a_conflict(aws: Aws) -> None:
+def test_a_job_with_another_tag_is_a_conflict(aws: Aws) -> None:
     planned = request()
     aws.answer = owner("another")
     with pytest.raises(ConflictError) as caught:
@@ -171,9 +171,9 @@ def test_find_of_nothing_creates_nothing(aws: Aws) -> None:
 
 
 def test_the_region_of_a_job_is_that_of_its_arn(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever attaches, with whatever settings."""
+    """Check this for a client with any settings."""
     monkeypatch.setenv("AWS_REGION", "us-east-1")
-    aws.answer = lambda operation, body: (200, described("j"))
+    aws.answer = lambda operation, body: (200, describe("j"))
     Provider().status(ARN + "j")
     assert "/eu-west-1/sagemaker/" in aws.keys[-1]
     Provider().status("j")
@@ -190,9 +190,9 @@ def test_cancel(aws: Aws) -> None:
 
 
 @pytest.mark.parametrize("primary", ["Completed", "Failed", "Stopped", "Stopping"])
-def test_cancel_of_what_has_ended_changes_nothing(aws: Aws, primary: str) -> None:
+def test_cancel_of_an_ended_job_changes_nothing(aws: Aws, primary: str) -> None:
     refusal = {"__type": "ValidationException", "message": f"the training job is in status {primary}"}
-    aws.answer = lambda op, body: (400, refusal) if op == "StopTrainingJob" else (200, described("j", primary, primary))
+    aws.answer = lambda op, body: (400, refusal) if op == "StopTrainingJob" else (200, describe("j", primary, primary))
     provider().cancel(ARN + "j")
 
 
@@ -216,7 +216,7 @@ def states() -> list[tuple[str, str]]:
 
 @for_each(("primary", "secondary"), states())
 def test_every_status_means_something(primary: str, secondary: str) -> None:
-    status = status_of(described("j", primary, secondary))
+    status = status_of(describe("j", primary, secondary))
     final = primary in ("Completed", "Failed", "Stopped")
     assert status.final == final
     assert bool(status.category) == (status.state in ("failed", "cancelled"))
@@ -243,37 +243,37 @@ STATES = [
 
 @for_each(("primary", "secondary", "state", "category"), STATES)
 def test_status(primary: str, secondary: str, state: str, category: str) -> None:
-    status = status_of(described("j", primary, secondary))
+    status = status_of(describe("j", primary, secondary))
     assert (status.state, status.category) == (state, category)
 
 
 @for_each(("primary", "state"), [("Stopped", "failed"), ("Failed", "failed")])
 @for_each(("seconds", "waited"), [(3600, True), (3599, False)])
 def test_a_wait_that_was_too_long_is_a_lack_of_capacity(primary: str, state: str, seconds: int, waited: bool) -> None:
-    """Whatever SageMaker calls that state: it never started, and its limit is over."""
+    """Check this whatever SageMaker calls that state: the job never started, and its limit is over."""
     stopping = {"MaxRuntimeInSeconds": 60, "MaxPendingTimeInSeconds": 3600}
-    told = described("j", primary, primary, StoppingCondition=stopping, CreationTime=0.0, LastModifiedTime=seconds)
-    status = status_of(told)
+    job = describe("j", primary, primary, StoppingCondition=stopping, CreationTime=0.0, LastModifiedTime=seconds)
+    status = status_of(job)
     assert (status.category == "capacity") == waited
     if waited:
         assert status.state == state
         assert HINTS["capacity"] in status.reason
-    assert status_of({**told, "TrainingStartTime": 1.0}).category != "capacity"
+    assert status_of({**job, "TrainingStartTime": 1.0}).category != "capacity"
     pending = transitions("Starting", "Pending", "LaunchingMLInstances", "Stopping")
-    assert (status_of({**told, "SecondaryStatusTransitions": pending}).category == "capacity") == waited
+    assert (status_of({**job, "SecondaryStatusTransitions": pending}).category == "capacity") == waited
 
 
 @pytest.mark.parametrize("word", ["Downloading", "DownloadingTrainingImage", "Training"])
 def test_a_job_that_had_machines_has_not_waited_for_them(word: str) -> None:
-    """Stopped by hand, hours later, TrainingStartTime unset: another paid job must not follow; this one was paid."""
+    """Check a job stopped by hand hours later, without a TrainingStartTime. It was paid for, so no other may follow."""
     stopping = {"MaxRuntimeInSeconds": 60, "MaxPendingTimeInSeconds": 3600}
     times = {"CreationTime": 0.0, "LastModifiedTime": 7200.0, "StoppingCondition": stopping}
     steps = transitions("Starting", "Pending", word, "Stopping", "Stopped")
-    status = status_of(described("j", "Stopped", "Stopped", SecondaryStatusTransitions=steps, **times))
+    status = status_of(describe("j", "Stopped", "Stopped", SecondaryStatusTransitions=steps, **times))
     assert (status.state, status.category, status.billed_s) == ("cancelled", "cancelled", None)
-    failed = status_of(described("j", "Failed", "Failed", SecondaryStatusTransitions=steps, **times))
+    failed = status_of(describe("j", "Failed", "Failed", SecondaryStatusTransitions=steps, **times))
     assert failed.category == "infra"
-    never = status_of(described("j", "Stopped", "Stopped", SecondaryStatusTransitions=steps[:2], **times))
+    never = status_of(describe("j", "Stopped", "Stopped", SecondaryStatusTransitions=steps[:2], **times))
     assert (never.category, never.billed_s) == ("capacity", 0.0)
 
 
@@ -302,13 +302,13 @@ def test_a_job_that_had_machines_has_not_waited_for_them(word: str) -> None:
 )
 def test_a_failure_has_a_category_and_a_way_on(reason: str, category: str) -> None:
     assert category_of(reason) == category
-    status = status_of(described("j", "Failed", "Failed", FailureReason=reason))
+    status = status_of(describe("j", "Failed", "Failed", FailureReason=reason))
     assert status.category == category
     assert status.reason.startswith(reason.rstrip("."))
     assert HINTS.get(category, "") in status.reason
 
 
-# What SageMaker really said, and where: S is aws/sagemaker-python-sdk, E amazon-sagemaker-examples, X the guide.
+# Real messages of SageMaker: S is aws/sagemaker-python-sdk, E amazon-sagemaker-examples, X the guide.
 REAL_REASONS = [
     (
         "S#1968, S#57",
@@ -351,13 +351,13 @@ REAL_REASONS = [
 
 @for_each(("source", "reason", "category"), REAL_REASONS)
 def test_real_texts_have_their_category(source: str, reason: str, category: str) -> None:
-    status = status_of(described("j", "Failed", "Failed", FailureReason=reason))
+    status = status_of(describe("j", "Failed", "Failed", FailureReason=reason))
     assert status.category == category, source
     assert HINTS.get(category, "") in status.reason
 
 
 def test_a_deleted_job_is_not_found(aws: Aws) -> None:
-    aws.answer = lambda operation, body: (200, described("j", "Deleting", "Stopped"))
+    aws.answer = lambda operation, body: (200, describe("j", "Deleting", "Stopped"))
     with pytest.raises(NotFoundError):
         provider().status(ARN + "j")
 
@@ -371,13 +371,13 @@ def test_attempts_are_the_platforms_own_starts() -> None:
         "Starting", "Downloading", "Training", "Interrupted", "Starting", "Downloading", "Training", "Updating",
         "Training", "Starting", "Training",
     )  # fmt: skip
-    status = status_of(described("r-0123456789abcdef-3", SecondaryStatusTransitions=steps))
+    status = status_of(describe("r-0123456789abcdef-3", SecondaryStatusTransitions=steps))
     assert [(a.number, a.started, a.ended, a.category) for a in status.attempts] == [
         ("3.0", 102.0, 103.0, "preempted"),
         ("3.1", 106.0, 109.0, "infra"),
         ("3.2", 110.0, None, ""),
     ]
-    assert status_of(described("j")).attempts == ()
+    assert status_of(describe("j")).attempts == ()
 
 
 @for_each(
@@ -395,18 +395,18 @@ def test_attempts_are_the_platforms_own_starts() -> None:
 )
 def test_the_console_of_each_partition(partition: str, region: str, url: str) -> None:
     arn = f"arn:{partition}:sagemaker:{region}:123456789012:training-job/j"
-    assert status_of({**described("j"), "TrainingJobArn": arn}).url == url
+    assert status_of({**describe("j"), "TrainingJobArn": arn}).url == url
 
 
-def test_what_is_billed() -> None:
+def test_billed_time() -> None:
     more = {"BillableTimeInSeconds": 900, "TrainingTimeInSeconds": 3600, "EnableManagedSpotTraining": True}
-    status = status_of(described("j", "Completed", "Completed", **more))
+    status = status_of(describe("j", "Completed", "Completed", **more))
     assert (status.billed_s, status.saved) == (1800.0, 0.75)
-    assert status_of(described("j")).billed_s is None
+    assert status_of(describe("j")).billed_s is None
 
 
 def test_an_estimate_where_a_price_is_known(aws: Aws) -> None:
-    aws.answer = lambda operation, body: (200, described("j", "Completed", "Completed", BillableTimeInSeconds=3600))
+    aws.answer = lambda operation, body: (200, describe("j", "Completed", "Completed", BillableTimeInSeconds=3600))
     assert provider().status(ARN + "j").cost_usd == 0.5
     assert provider(prices={}).status(ARN + "j").cost_usd is None
 
@@ -415,8 +415,8 @@ def test_an_estimate_where_a_price_is_known(aws: Aws) -> None:
 
 
 def refusal(code: str, message: str = "m", status: int = 400) -> raised.ClientError:
-    told = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    return raised.ClientError(told, "CreateTrainingJob")  # type: ignore[arg-type]
+    answer = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return raised.ClientError(answer, "CreateTrainingJob")  # type: ignore[arg-type]
 
 
 REFUSALS: list[tuple[Exception, type[CloudtrainError], str]] = [
@@ -464,7 +464,9 @@ REFUSALS: list[tuple[Exception, type[CloudtrainError], str]] = [
 
 
 @for_each(("exc", "kind", "says"), REFUSALS)
-def test_every_exception_of_boto3_is_one_of_ours(exc: Exception, kind: type[CloudtrainError], says: str) -> None:
+def test_every_exception_of_boto3_becomes_a_cloudtrain_error(
+    exc: Exception, kind: type[CloudtrainError], says: str
+) -> None:
     ours = error_of(exc)
     assert type(ours) is kind
     assert ours is not None
@@ -479,18 +481,18 @@ def test_no_exception_of_the_sdk_escapes() -> None:
     assert error_of(ZeroDivisionError()) is None
 
 
-def test_an_expired_session_is_made_anew(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As credentials change under a long wait."""
+def test_an_expired_session_is_replaced(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check this because credentials change during a long wait."""
     expired = (
         400,
         {"__type": "ExpiredTokenException", "message": "The security token is expired"},
     )
-    aws.answer = lambda operation, body: (200, described("j")) if "key-2" in aws.keys[-1] else expired
-    asked = provider()
+    aws.answer = lambda operation, body: (200, describe("j")) if "key-2" in aws.keys[-1] else expired
+    client = provider()
     with pytest.raises(AuthError, match="sso login"):
-        asked.status(ARN + "j")
+        client.status(ARN + "j")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key-2")
-    assert asked.status(ARN + "j").state == "running"
+    assert client.status(ARN + "j").state == "running"
     assert len(aws.calls) == 4
 
 
@@ -514,7 +516,7 @@ def test_no_credentials_are_one_line(aws: Aws, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_role_to_assume_is_assumed(monkeypatch: pytest.MonkeyPatch, aws: Aws) -> None:
-    real, asked = boto3.Session, []
+    real, roles = boto3.Session, []
 
     class Recording(real):  # type: ignore[misc, valid-type]
         def client(self, name: str, *args: Any, **more: Any) -> Any:
@@ -523,16 +525,16 @@ def test_a_role_to_assume_is_assumed(monkeypatch: pytest.MonkeyPatch, aws: Aws) 
 
             class Sts:
                 def assume_role(self, **arguments: Any) -> Any:
-                    asked.append(arguments["RoleArn"])
+                    roles.append(arguments["RoleArn"])
                     keys = {"AccessKeyId": "taken", "SecretAccessKey": "s", "SessionToken": "t"}
                     return {"Credentials": {**keys, "Expiration": datetime.now(timezone.utc) + timedelta(hours=1)}}
 
             return Sts()
 
     monkeypatch.setattr(boto3, "Session", Recording)
-    aws.answer = lambda operation, body: (200, described("j"))
+    aws.answer = lambda operation, body: (200, describe("j"))
     provider(role_to_assume="arn:aws:iam::123456789012:role/other").status(ARN + "j")
-    assert asked == ["arn:aws:iam::123456789012:role/other"]
+    assert roles == ["arn:aws:iam::123456789012:role/other"]
     assert "Credential=taken/" in aws.keys[-1]
 
 
@@ -541,7 +543,7 @@ def test_a_role_to_assume_is_assumed(monkeypatch: pytest.MonkeyPatch, aws: Aws) 
 
 @dataclass
 class Streams:
-    """CloudWatch: events become visible when ``now`` (a count of polls) reaches them; pages of ``size``."""
+    """CloudWatch in pages of ``size``. Events become visible when ``now`` (a count of polls) reaches them."""
 
     size: int = 50
     now: int = 0
@@ -557,7 +559,7 @@ class Streams:
     def answer(self, operation: str, body: dict[str, Any]) -> Answer:
         names = sorted({e["logStreamName"] for visible, e in self.events if visible <= self.now})
         if operation == "DescribeTrainingJob":
-            return 200, described(body["TrainingJobName"], CreationTime=1000.0)
+            return 200, describe(body["TrainingJobName"], CreationTime=1000.0)
         if operation == "DescribeLogStreams":
             begin = int(body.get("nextToken", 0))
             token = {"nextToken": str(begin + 50)} if begin + 50 < len(names) else {}
@@ -576,17 +578,17 @@ class Streams:
         ]
         there.sort(key=lambda e: (e["timestamp"], e["eventId"]))
         begin = int(body.get("nextToken", 0))
-        shown = there[max(0, begin - (3 if self.repeat else 0)) : begin + self.size]
+        page = there[max(0, begin - (3 if self.repeat else 0)) : begin + self.size]
         token = {"nextToken": str(begin + self.size)} if begin + self.size < len(there) else {}
-        return 200, {"events": shown, **token}
+        return 200, {"events": page, **token}
 
 
-def drained(asked: Provider, cursor: Any = None) -> tuple[list[LogLine], Any]:
-    """Every page there is now; throttled ones are asked for again, as the one who follows does."""
+def drained(provider: Provider, cursor: Any = None) -> tuple[list[LogLine], Any]:
+    """Read every page that exists now. Ask again for throttled ones, as a following client does."""
     lines: list[LogLine] = []
     while True:
         try:
-            page = asked.logs(ARN + "j", cursor)
+            page = provider.logs(ARN + "j", cursor)
         except LostContactError:
             continue
         lines += page.lines
@@ -597,7 +599,7 @@ def drained(asked: Provider, cursor: Any = None) -> tuple[list[LogLine], Any]:
 
 @pytest.mark.proof
 def test_ten_thousand_lines_each_once(aws: Aws) -> None:
-    """64 streams, half of them a second start; late and out of order, with pages that overlap and throttling."""
+    """Check 64 streams, half of them of a second start: late, out of order, with overlapping pages and throttling."""
     rng = random.Random(6)
     streams = Streams(size=997, repeat=True, throttle=rng)
     aws.answer = streams.answer
@@ -634,7 +636,7 @@ def test_lines_are_in_order_of_time_and_named_by_node(aws: Aws) -> None:
     ]
 
 
-def test_a_dead_node_is_seen_before_its_peers_begin(aws: Aws) -> None:
+def test_a_dead_node_is_reported_before_its_peers_begin(aws: Aws) -> None:
     streams = Streams()
     aws.answer = streams.answer
     streams.put("j/algo-3-1", 1_000_000, "exec: no python3")
@@ -642,7 +644,7 @@ def test_a_dead_node_is_seen_before_its_peers_begin(aws: Aws) -> None:
     assert [(line.node, line.text) for line in page.lines] == [("2", "exec: no python3")]
 
 
-def test_lines_of_jobs_with_a_longer_name_are_not_ours(aws: Aws) -> None:
+def test_lines_of_jobs_with_a_longer_name_are_left_out(aws: Aws) -> None:
     streams = Streams()
     aws.answer = streams.answer
     streams.put("j2/algo-1-1", 1_000_000, "no")
@@ -653,7 +655,7 @@ def test_lines_of_jobs_with_a_longer_name_are_not_ours(aws: Aws) -> None:
 
 def test_no_lines_yet_and_no_such_job(aws: Aws) -> None:
     missing = (400, {"__type": "ResourceNotFoundException", "message": "The specified log group does not exist."})
-    aws.answer = lambda op, body: missing if op == "FilterLogEvents" else (200, described("j"))
+    aws.answer = lambda op, body: missing if op == "FilterLogEvents" else (200, describe("j"))
     page = provider().logs(ARN + "j")
     assert (page.lines, page.more) == ((), False)
     aws.answer = lambda op, body: missing if op == "FilterLogEvents" else NOT_FOUND
@@ -690,7 +692,7 @@ def test_a_pass_begins_at_the_job_s_creation(aws: Aws) -> None:
 
 
 def test_more_streams_than_one_call_takes(aws: Aws) -> None:
-    """A job of 130 nodes: a hundred names at a time, each line once, also of streams that begin later."""
+    """Check a job of 130 nodes: a hundred names at a time, each line once, also of streams that begin later."""
     streams = Streams(size=40, repeat=True)
     aws.answer = streams.answer
     clock, texts = 1_700_000_000_000, []
@@ -704,7 +706,7 @@ def test_more_streams_than_one_call_takes(aws: Aws) -> None:
         new, cursor = drained(provider(), cursor)
         found += new
     assert sorted(line.text for line in found) == sorted(texts)
-    assert "streams" not in cursor, "the next pass lists them anew"
+    assert "streams" not in cursor, "the next pass must list them again"
     assert max(len(body.get("logStreamNames", ())) for _, body in aws.calls) == 100
     streams.most = 0
     with pytest.raises(SpecError):
@@ -716,6 +718,6 @@ def test_an_empty_page_is_not_the_end(aws: Aws) -> None:
         (200, {"events": [], "nextToken": "1"}),
         (200, {"events": [{"logStreamName": "j/algo-1-1", "timestamp": 5, "message": "x", "eventId": "1"}]}),
     )
-    waiting: list[Answer] = [(200, described("j")), *pages]
+    waiting: list[Answer] = [(200, describe("j")), *pages]
     aws.answer = lambda operation, body: waiting.pop(0)
     assert [line.text for line in drained(provider())[0]] == ["x"]

@@ -1,4 +1,4 @@
-"""``cloudtrain doctor sagemaker`` and an account in which something is amiss: its line, its fix, its exit code."""
+"""``cloudtrain doctor sagemaker`` and an account with one fault at a time: its line, its fix, its exit code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def world(
     s3_environment: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[SageMakerWorld]:
-    """Well, and set up in the examiner's folder; nothing is created, whatever was found."""
+    """Give a sound account with settings in the examiner's folder. The checks must create nothing."""
     for name, value in {**account.plane.environ(), **account.plane.questions.environ()}.items():
         monkeypatch.setenv(name, value)
     examiner.settings("sagemaker", account.store, settings(account))
@@ -47,7 +47,7 @@ def world(
     for kept in (plane.questions.denied, plane.questions.unlisted):
         kept.clear()
     assert plane.jobs == {}
-    assert plane.bucket.keys(account.store) == [], "something was left behind"
+    assert plane.bucket.keys(account.store) == [], "a check left objects behind"
 
 
 def settings(world: SageMakerWorld, **more: Any) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def test_no_credentials(world: SageMakerWorld, examiner: Examiner, monkeypatch: 
     assert found.status("store") == "skipped"
 
 
-def test_credentials_that_have_expired_and_a_call_that_finds_nobody(world: SageMakerWorld, examiner: Examiner) -> None:
+def test_expired_credentials_and_a_service_that_does_not_answer(world: SageMakerWorld, examiner: Examiner) -> None:
     world.plane.wire.expired |= set(world.plane.wire.keys)
     examiner().failure("credentials", "expired", fix="sign in again", code=3)
     world.plane.wire.expired.clear()
@@ -110,14 +110,14 @@ def test_credentials_that_have_expired_and_a_call_that_finds_nobody(world: SageM
     examiner().failure("credentials", "AWS does not answer", fix="try again", code=7)
 
 
-def test_settings_that_are_none(world: SageMakerWorld, examiner: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_settings(world: SageMakerWorld, examiner: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
     examiner.settings("sagemaker", world.store, settings(world, regoin="eu-west-1"))
     found = examiner()
     found.failure("settings", "regoin: no such setting", fix="did you mean 'region'?", code=2)
     assert found.names == ["settings"]
 
 
-def test_what_the_caller_may_not_look_at_is_unknown(world: SageMakerWorld, examiner: Examiner) -> None:
+def test_facts_that_the_caller_may_not_read_are_unknown(world: SageMakerWorld, examiner: Examiner) -> None:
     for operation, action in (
         ("GetRole", "iam:GetRole"),
         ("SimulatePrincipalPolicy", "iam:SimulatePrincipalPolicy"),
@@ -131,8 +131,8 @@ def test_what_the_caller_may_not_look_at_is_unknown(world: SageMakerWorld, exami
 
 
 @pytest.mark.parametrize("spot", [False, True])
-def test_all_that_can_be_wrong_with_an_account(world: SageMakerWorld, examiner: Examiner, spot: bool) -> None:
-    """Each has its own line, fix and code; the verb's is that of the gravest."""
+def test_every_fault_of_an_account(world: SageMakerWorld, examiner: Examiner, spot: bool) -> None:
+    """Check that each fault has its own line, fix and code; the command exits with the gravest code."""
     role = world.plane.make_role("for-lambda", "lambda.amazonaws.com")
     examiner.settings("sagemaker", world.store, {"region": REGION, "role": role})
     world.plane.questions.denied |= {"iam:PassRole", "sagemaker:StopTrainingJob"}
@@ -155,7 +155,7 @@ def test_a_quota_alone(world: SageMakerWorld, examiner: Examiner) -> None:
 
 
 def test_a_new_account_may_run_nothing(world: SageMakerWorld, examiner: Examiner) -> None:
-    """Not even the machine of the first job, whose quota was called ok."""
+    """Check even the machine of the first job: its quota was once called ok."""
     world.plane.new_account()
     found = examiner()
     found.failure("quota", "ml.m5.xlarge for training job usage: 0 at a time, 1", fix="--desired-value 1", code=4)
@@ -182,10 +182,10 @@ def test_the_limits_of_an_account(world: SageMakerWorld, examiner: Examiner, spo
     assert (few.code, few.status("limits")) == (0, "ok")
 
 
-def test_one_listing_tells_all_quotas(world: SageMakerWorld, examiner: Examiner) -> None:
+def test_one_listing_has_all_quotas(world: SageMakerWorld, examiner: Examiner) -> None:
     before = world.plane.wire.count("ListServiceQuotas")
     examiner()
-    assert world.plane.wire.count("ListServiceQuotas") - before == 2, "two pages, each once"
+    assert world.plane.wire.count("ListServiceQuotas") - before == 2, "each of the two pages must be read once"
     world.plane.questions.unlisted |= set(NEW_ACCOUNT)
     found = examiner()
     assert (found.status("limits"), found.status("quota")) == ("unknown", "ok")
@@ -218,16 +218,16 @@ def vpc(world: SageMakerWorld, examiner: Examiner) -> Vpc:
 
 @dataclass
 class Vpc:
-    """A subnet with 11 free addresses, and a group that lets all out and nobody in."""
+    """A subnet with 11 free addresses, and a security group with all outbound and no inbound traffic."""
 
     ec2: Any
     group: str
     settings: Callable[..., None]
 
-    def let(self, *protocols: tuple[str, int | None], out: bool = False) -> None:
+    def allow(self, *protocols: tuple[str, int | None], out: bool = False) -> None:
         """Add rules for members of the group."""
         for protocol, port in protocols:
-            port = -1 if port is None else port  # moto's server fails without one
+            port = -1 if port is None else port  # moto's server fails without a port
             ports = {"FromPort": port, "ToPort": port}
             rule = {"IpProtocol": protocol, "UserIdGroupPairs": [{"GroupId": self.group}], **ports}
             add = self.ec2.authorize_security_group_egress if out else self.ec2.authorize_security_group_ingress
@@ -235,17 +235,17 @@ class Vpc:
 
 
 def test_a_subnet_with_too_few_addresses(world: SageMakerWorld, examiner: Examiner, vpc: Vpc) -> None:
-    vpc.let(("-1", None))
+    vpc.allow(("-1", None))
     assert examiner("--nodes", "5").status("network") == "ok"
     examiner("--nodes", "6").failure("network", "6 nodes need 12 free addresses", "has 11", fix="larger subnet", code=2)
 
 
-def test_a_group_that_lets_its_members_not_talk(world: SageMakerWorld, examiner: Examiner, vpc: Vpc) -> None:
-    assert examiner().status("network") == "ok", "one node talks to nobody"
+def test_a_group_whose_members_cannot_connect(world: SageMakerWorld, examiner: Examiner, vpc: Vpc) -> None:
+    assert examiner().status("network") == "ok", "one node needs no rule"
     examiner("--nodes", "2").failure("network", "lets no TCP in", fix="inbound self-referencing rule", code=2)
-    vpc.let(("tcp", 29500))
-    assert examiner("--nodes", "2").status("network") == "failed", "NCCL takes ports of its own"
-    vpc.let(("-1", None))
+    vpc.allow(("tcp", 29500))
+    assert examiner("--nodes", "2").status("network") == "failed", "NCCL uses further ports"
+    vpc.allow(("-1", None))
     assert examiner("--nodes", "2").status("network") == "ok"
 
 
@@ -270,22 +270,24 @@ def test_encryption_between_containers_needs_its_own_protocols(
 ) -> None:
     vpc.settings(encrypt_inter_container_traffic=True)
     examiner("--nodes", "2").failure("network", "UDP 500", "IP protocol 50", fix="rule for UDP 500", code=2)
-    vpc.let(("udp", 500), ("50", None))
+    vpc.allow(("udp", 500), ("50", None))
     assert examiner("--nodes", "2").status("network") == "ok"
 
 
-def test_efa_needs_rules_of_the_group_itself_in_both_ways(world: SageMakerWorld, examiner: Examiner, vpc: Vpc) -> None:
+def test_efa_needs_rules_of_the_group_itself_in_both_directions(
+    world: SageMakerWorld, examiner: Examiner, vpc: Vpc
+) -> None:
     world.plane.quotas["ml.p5.48xlarge"] = 8
     flags = ("--gpu", "H100:8", "--nodes", "2")
     examiner(*flags).failure("network", "all traffic in", "all traffic out", fix="outbound", code=2)
-    vpc.let(("-1", None))
+    vpc.allow(("-1", None))
     examiner(*flags).failure("network", "all traffic out", fix="outbound", code=2)
-    vpc.let(("-1", None), out=True)
+    vpc.allow(("-1", None), out=True)
     assert examiner(*flags).status("network") == "ok"
     examiner("--gpu", "H100:8", "--nodes", "3").failure("network", "3 nodes need 15 free", fix="larger", code=2)
 
 
-def test_a_network_that_the_caller_may_not_look_at(
+def test_a_network_that_the_caller_may_not_read(
     world: SageMakerWorld, examiner: Examiner, vpc: Vpc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_EC2", world.plane.url)
@@ -293,7 +295,7 @@ def test_a_network_that_the_caller_may_not_look_at(
     assert (found.code, found.status("network")) == (0, "unknown")
 
 
-def test_a_bucket_in_another_region_and_a_role_that_there_is_none(world: SageMakerWorld, examiner: Examiner) -> None:
+def test_a_bucket_in_another_region_and_a_missing_role(world: SageMakerWorld, examiner: Examiner) -> None:
     far = world.plane.moto_client("s3", region="us-west-2")
     far.create_bucket(Bucket="far-away", CreateBucketConfiguration={"LocationConstraint": "us-west-2"})
     role = f"arn:aws:iam::{ACCOUNT}:role/nobody"
@@ -301,12 +303,12 @@ def test_a_bucket_in_another_region_and_a_role_that_there_is_none(world: SageMak
     found = examiner("--instance-type", "ml.c5.xlarge")
     found.failed("bucket", "is in us-west-2, the jobs are in eu-west-1", fix="sagemaker.region to us-west-2", code=2)
     found.failed("role", "no role nobody", fix="sagemaker.role", code=3)
-    assert found.status("quota") == "unknown", "no list has it"
-    assert found.status("image") == "unknown", "AWS's own"
+    assert found.status("quota") == "unknown", "no list has this quota"
+    assert found.status("image") == "unknown", "AWS's own images are not checked"
     assert found.code == 3
 
 
-def test_a_bucket_that_there_is_none(world: SageMakerWorld, examiner: Examiner) -> None:
+def test_a_missing_bucket(world: SageMakerWorld, examiner: Examiner) -> None:
     examiner.settings("sagemaker", "s3://no-such-bucket-here/store", settings(world))
     found = examiner()
     found.failed("bucket", "there is no bucket", fix="aws s3 mb s3://no-such-bucket-here", code=8)

@@ -1,4 +1,5 @@
-"""Provider ``sagemaker`` on the node: what it reads from the container, and secrets with nothing but the job's role."""
+"""Provider ``sagemaker`` on the node: its reading of the container's configuration, and secrets through the
+job's role."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def site(
     context: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> NodeEnvironment:
-    """What a container with this configuration is given."""
+    """Return the NodeEnvironment of a container with this configuration."""
     config = base / "input" / "config"
     config.mkdir(parents=True, exist_ok=True)
     resources = {"current_host": host, "hosts": list(hosts), "network_interface_name": interface}
@@ -72,15 +73,15 @@ def site(
     ],
     ids=["aws", "local-mode"],
 )
-def test_nodes_are_numbered_as_the_platform_numbers_them(hosts: tuple[str, ...], tmp_path: Path) -> None:
-    """Its list is sorted as text: algo-1, algo-10, …"""
+def test_nodes_have_the_platform_s_numbers(hosts: tuple[str, ...], tmp_path: Path) -> None:
+    """Check this because its list is sorted as text: algo-1, algo-10, …"""
     found = {host: site(tmp_path, host=host, hosts=hosts).topology for host in hosts}
     assert {host: t.node_rank + 1 for host, t in found.items()} == {host: int(host.split("-")[1]) for host in hosts}
     assert {t.master_addr for t in found.values()} == {next(h for h in hosts if h.split("-")[1] == "1")}
     assert {t.nodes for t in found.values()} == {12}
 
 
-def test_what_the_platform_gives(tmp_path: Path) -> None:
+def test_the_platform_s_configuration(tmp_path: Path) -> None:
     given = site(tmp_path, channels=("cloudtrain-code", "cloudtrain-resume", "train", "val-2"))
     assert given.paths == {
         "live": f"{tmp_path}/cloudtrain/live",
@@ -113,16 +114,16 @@ def test_existing_scripts_find_their_variables(tmp_path: Path) -> None:
     hps = json.loads(words["SM_HPS"])
     assert hps["it's"] == 'a "b"'
     assert (hps["lr"], hps["epochs"], words["SM_HP_EPOCHS"]) == (0.1, 3, "3")
-    told = json.loads(words["SM_TRAINING_ENV"])
-    assert (told["hyperparameters"], told["hosts"]) == (hps, json.loads(words["SM_HOSTS"]))
-    assert told["channel_input_dirs"] == {
+    training_env = json.loads(words["SM_TRAINING_ENV"])
+    assert (training_env["hyperparameters"], training_env["hosts"]) == (hps, json.loads(words["SM_HOSTS"]))
+    assert training_env["channel_input_dirs"] == {
         name: words[f"SM_CHANNEL_{name.upper()}"] for name in json.loads(words["SM_CHANNELS"])
     }
     assert "SM_CHANNEL_CLOUDTRAIN_CODE" not in words
 
 
 @pytest.mark.skipif(not os.path.exists("/sys/class/net/lo"), reason="needs Linux")
-def test_the_network_interface_only_where_it_is_there_and_free(tmp_path: Path) -> None:
+def test_the_network_interface_is_set_only_if_it_exists_and_is_unset(tmp_path: Path) -> None:
     names = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
     assert {k: v for k, v in site(tmp_path, interface="lo").export_env.items() if k in names} == dict.fromkeys(
         names, "lo"
@@ -145,10 +146,10 @@ def test_efa_by_its_device(tmp_path: Path) -> None:
 
 
 class Service(http.server.BaseHTTPRequestHandler):
-    """Credentials at /keys, and both services of secrets at /, which check the signature with botocore's own signer."""
+    """Servers of credentials at /keys and of secrets at /, which check signatures with botocore's own signer."""
 
     answers: list[tuple[int, dict[str, Any]]]
-    seen: list[dict[str, Any]]
+    requests: list[dict[str, Any]]
 
     def do_GET(self) -> None:
         wanted = self.headers.get("Authorization") == "let me"
@@ -157,7 +158,7 @@ class Service(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         service = self.headers["Authorization"].split("/")[3]
-        self.seen.append({"target": self.headers["X-Amz-Target"], "service": service, "body": json.loads(body)})
+        self.requests.append({"target": self.headers["X-Amz-Target"], "service": service, "body": json.loads(body)})
         if not self._signed(body, service):
             self._send(400, {"__type": "InvalidSignatureException", "message": "signature"})
             return
@@ -182,13 +183,13 @@ class Service(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *args: Any) -> None:
-        """Nothing."""
+        """Print nothing."""
 
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Service]]:
     monkeypatch.setattr(TIMINGS, "http_pauses", (0.0, 0.0))
-    handler = type("Handler", (Service,), {"answers": [(200, {})], "seen": []})
+    handler = type("Handler", (Service,), {"answers": [(200, {})], "requests": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -210,7 +211,7 @@ def read(service: Any, arn: str = ARN) -> str:
 def test_a_secret_is_read_with_the_role_of_the_job(service: Any) -> None:
     service.answers = [(200, {"SecretString": "s3cret ü"})]
     assert read(service) == "s3cret ü"
-    assert service.seen == [
+    assert service.requests == [
         {"target": "secretsmanager.GetSecretValue", "service": "secretsmanager", "body": {"SecretId": ARN}}
     ]
     service.answers = [(200, {"SecretBinary": "w7w="})]
@@ -220,51 +221,51 @@ def test_a_secret_is_read_with_the_role_of_the_job(service: Any) -> None:
 def test_a_parameter_is_read_decrypted(service: Any) -> None:
     service.answers = [(200, {"Parameter": {"Value": "v"}})]
     assert read(service, PARAMETER) == "v"
-    assert service.seen[0]["body"] == {"Name": PARAMETER, "WithDecryption": True}
+    assert service.requests[0]["body"] == {"Name": PARAMETER, "WithDecryption": True}
 
 
 def test_each_partition_has_its_own_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that botocore knows, and no other name is asked."""
+    """Check the partitions that botocore knows; cloudtrain calls no other host."""
     data = get_session().get_component("data_loader").load_data("endpoints")
     assert {item["partition"]: item["dnsSuffix"] for item in data["partitions"]} == DNS
-    asked: list[str] = []
+    urls: list[str] = []
 
     def ask(request: Any, **_: Any) -> Any:
-        asked.append(request().full_url)
+        urls.append(request().full_url)
         return {"SecretString": "x"}
 
     monkeypatch.setattr("cloudtrain.providers.sagemaker.node.ask", ask)
     environ = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     for partition, region in (("aws-cn", "cn-north-1"), ("aws-us-gov", "us-gov-west-1"), ("aws-iso", "us-iso-east-1")):
         secret(f"arn:{partition}:secretsmanager:{region}:123456789012:secret:t-AbCdEf", environ, region=region)
-    assert asked == [
+    assert urls == [
         "https://secretsmanager.cn-north-1.amazonaws.com.cn/",
         "https://secretsmanager.us-gov-west-1.amazonaws.com/",
         "https://secretsmanager.us-iso-east-1.c2s.ic.gov/",
     ]
 
 
-def test_what_passes_is_tried_again(service: Any) -> None:
+def test_passing_faults_are_retried(service: Any) -> None:
     throttled = (400, {"__type": "ThrottlingException", "message": "slow"})
     service.answers = [throttled, (500, {}), (200, {"SecretString": "v"})]
     assert read(service) == "v"
-    service.answers, service.seen = [throttled], []
+    service.answers, service.requests = [throttled], []
     with pytest.raises(StorageError, match="ThrottlingException"):
         read(service)
-    assert len(service.seen) == 3
+    assert len(service.requests) == 3
 
 
-def test_a_refusal_is_told_at_once(service: Any) -> None:
+def test_a_refusal_is_raised_at_once(service: Any) -> None:
     service.answers = [(400, {"__type": "com.amazonaws#AccessDeniedException", "message": "not you"})]
     with pytest.raises(StorageError, match=r"GetSecretValue was refused \(AccessDeniedException\): not you; allow"):
         read(service)
-    assert len(service.seen) == 1
+    assert len(service.requests) == 1
     service.environ = {**service.environ, "AWS_CONTAINER_AUTHORIZATION_TOKEN": "no"}
     with pytest.raises(StorageError, match="reading the credentials of the job's role was refused"):
         read(service)
 
 
-def test_where_credentials_come_from(service: Any, tmp_path: Path) -> None:
+def test_sources_of_credentials(service: Any, tmp_path: Path) -> None:
     assert credentials({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}) == Credentials(
         access_key="a", secret_key="b"
     )
@@ -303,7 +304,7 @@ def test_signatures_of_s3_are_botocores() -> None:
     assert ours["Authorization"].endswith(f"Signature={theirs}")
 
 
-# ------------------------------------------------------------------------------------------------ past a sync that died
+# -------------------------------------------------------------------------------------------------- after the sync died
 
 
 @pytest.mark.parametrize("size", [0, 1000, 11 << 20])
@@ -338,13 +339,13 @@ def test_a_node_copies_reads_and_removes_objects(
         run.copy("live/step 1+é/model.pt", "archive/again", 1000)
 
 
-def test_what_s3_refuses_is_said(s3_environment: str, tmp_path: Path) -> None:
+def test_a_refusal_of_s3_is_named(s3_environment: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(StorageError, match=r"S3 refused PUT of /no-such-bucket/live/file \(NoSuchBucket\)"):
         Objects("s3://no-such-bucket/live", os.environ, region="us-east-1").put("file", tmp_path / "file")
 
 
-def test_an_s3_that_fails_is_asked_again(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_s3_is_tried_again(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cloudtrain.providers.sagemaker.s3.PAUSES", (0.0, 0.0, 0.0))
     tries, urlopen = [0], urllib.request.urlopen
 
@@ -360,8 +361,8 @@ def test_an_s3_that_fails_is_asked_again(s3_url: str, tmp_path: Path, monkeypatc
     assert tries == [3]
 
 
-def test_another_thread_may_forget_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four threads upload with one `Objects`; each forgets the keys when S3 refuses it."""
+def test_another_thread_may_drop_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check this because four threads upload with one `Objects`, and each drops the keys when S3 refuses it."""
 
     class Forgetful(Objects):
         _keys = property(lambda self: None, lambda self, keys: None)  # type: ignore[assignment]
@@ -370,7 +371,7 @@ def test_another_thread_may_forget_the_keys(monkeypatch: pytest.MonkeyPatch) -> 
     assert Forgetful("s3://bucket/live", {}, region="us-east-1")._credentials() == "keys"  # type: ignore[comparison-overlap]
 
 
-def test_the_site_knows_the_agents_marks_and_the_way_past_it(tmp_path: Path) -> None:
+def test_the_environment_has_the_agents_marks_and_the_way_around_it(tmp_path: Path) -> None:
     keys = {"AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": "/role"}
     agent = site(tmp_path, context={"run": "s3://bucket/runs/r1"}, environ=keys).agent
     assert agent is not None
@@ -386,13 +387,13 @@ def test_the_site_knows_the_agents_marks_and_the_way_past_it(tmp_path: Path) -> 
     assert rehearsed.put is None
 
 
-# ---------------------------------------------------------------------------------------------------- before any Python
+# ------------------------------------------------------------------------------------------------- before Python starts
 
 
-def started(tmp_path: Path, *, lacks: str = "", **python: str) -> tuple[int, str | None, str]:
-    """The planned command by /bin/sh, with what lies below /opt/ml in a folder: exit code, failure file, stderr.
+def run_command(tmp_path: Path, *, lacks: str = "", **python: str) -> tuple[int, str | None, str]:
+    """Run the planned command by /bin/sh with a folder as /opt/ml. Return exit code, failure file and stderr.
 
-    ``python`` are the programs on PATH, ``lacks`` is a file below ``input`` that is not there.
+    ``python`` are the programs on PATH, ``lacks`` is a missing file below ``input``.
     """
     programs, ml = tmp_path / "bin", tmp_path / "ml"
     for folder in (
@@ -427,32 +428,32 @@ def started(tmp_path: Path, *, lacks: str = "", **python: str) -> tuple[int, str
 
 
 def test_an_image_without_python_leaves_its_cause(tmp_path: Path) -> None:
-    code, failure, said = started(tmp_path)
+    code, failure, stderr = run_command(tmp_path)
     assert (code, failure) == (127, "never started: no python 3.10")
-    assert "no-python3" in said
+    assert "no-python3" in stderr
 
 
 def test_an_image_whose_python_is_too_old_leaves_its_cause(tmp_path: Path) -> None:
-    code, failure, _ = started(tmp_path, python="exit 127")
+    code, failure, _ = run_command(tmp_path, python="exit 127")
     assert (code, failure) == (127, "never started: no python 3.10")
 
 
 def test_a_node_that_cannot_start_leaves_its_own_cause(tmp_path: Path) -> None:
-    """Not the one that was there for want of Python."""
-    code, failure, said = started(tmp_path, python3=f'exec {sys.executable} "$@"')
+    """Check that it is not the cause for a lack of Python."""
+    code, failure, stderr = run_command(tmp_path, python3=f'exec {sys.executable} "$@"')
     assert code == 1
     assert failure is not None
     assert failure.startswith("this node cannot start: ")
     assert "container/key" in failure
-    assert failure in said
+    assert failure in stderr
 
 
 @pytest.mark.parametrize("lacks", ["data/cloudtrain-container/context.json", "config/resourceconfig.json"])
-def test_a_node_that_is_told_nothing_leaves_its_own_cause(tmp_path: Path, lacks: str) -> None:
-    """Before it knows its provider, or what the platform gave it."""
-    code, failure, said = started(tmp_path, lacks=lacks, python3=f'exec {sys.executable} "$@"')
+def test_a_node_without_its_files_leaves_its_own_cause(tmp_path: Path, lacks: str) -> None:
+    """Check this before the node knows its provider or its configuration."""
+    code, failure, stderr = run_command(tmp_path, lacks=lacks, python3=f'exec {sys.executable} "$@"')
     assert code == 1
     assert failure is not None
     assert failure.startswith("this node cannot start: ")
     assert lacks in failure
-    assert failure in said
+    assert failure in stderr

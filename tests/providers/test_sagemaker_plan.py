@@ -1,4 +1,4 @@
-"""Provider ``sagemaker``: its requests, before anything is sent."""
+"""Requests of provider ``sagemaker`` before it sends them."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def tool(name: str) -> Any:
 
 
 def test_limits_are_those_of_the_installed_botocore() -> None:
-    """A newer one may allow more members and choices; what is in the table must still hold."""
+    """Check that the table still holds: a newer botocore may allow more members and values."""
     shapes = tool("sagemaker_tables").limits()["shapes"]
     wrong = []
     for name, ours in limits()["shapes"].items():
         theirs = shapes.get(name, {})
         for key, value in ours.items():
-            told = theirs.get(key)
-            subset = key in ("enum", "members", "required") and set(value) <= set(told or ())
-            if told != value and not subset:
-                wrong.append(f"{name}.{key}: {value} is now {told}")
+            limit = theirs.get(key)
+            subset = key in ("enum", "members", "required") and set(value) <= set(limit or ())
+            if limit != value and not subset:
+                wrong.append(f"{name}.{key}: {value} is now {limit}")
     assert not wrong, "run: python tools/sagemaker_tables.py limits cloudtrain/providers/sagemaker\n" + "\n".join(wrong)
 
 
-def test_patterns_of_java_mean_the_same() -> None:
+def test_translated_patterns_of_java_match_the_same() -> None:
     tag = translated(r"([\p{L}\p{Z}\p{N}_.:/=+\-@]*)")
     assert tag.fullmatch("ключ Ⅷ ½ ü/:=+-@_\u00a0")
     for bad in ("a\tb", "a,b", "a\nb", "#"):
@@ -82,7 +82,7 @@ def test_patterns_of_java_mean_the_same() -> None:
 
 
 @given(st.from_regex(r"[a-z0-9](-?[a-z0-9]){0,39}", fullmatch=True), st.integers(0, 100), st.integers(0, 40))
-def test_names_are_legal_and_tell_the_attempt(run_id: str, attempt: int, gpu_index: int) -> None:
+def test_names_are_legal_and_contain_the_attempt(run_id: str, attempt: int, gpu_index: int) -> None:
     if len(run_id) > 40:
         return
     name = job_name(f"s3://b/runs/{check_run_id(run_id)}", attempt, gpu_index)
@@ -112,7 +112,7 @@ def test_the_request_of_a_plain_job() -> None:
     }
     assert body["OutputDataConfig"]["S3OutputPath"] == "s3://bucket/store/runs/r/native/"
     assert body["ResourceConfig"]["InstanceType"] == "ml.m5.xlarge"
-    assert "$" not in json.dumps(body), "a compose file would fill it in"
+    assert "$" not in json.dumps(body), "a compose file would replace it"
     assert {tag["Key"] for tag in body["Tags"]} >= {"cloudtrain:run", "cloudtrain:run-id"}
 
 
@@ -137,7 +137,7 @@ def test_modes_and_shards_of_inputs() -> None:
 
 
 def test_one_object_is_copied_never_mounted() -> None:
-    """FastFile's prefixes must not be part of a folder's name, and an object's key is."""
+    """Check this because a FastFile prefix must not be part of a folder's name, and an object's key is one."""
     one = {"url": "s3://data/x/z.csv", "mode": "mount"}
     error = refused(inputs={"a": one})
     assert error.field == "inputs.a.mode"
@@ -170,20 +170,20 @@ def test_time_limits() -> None:
     # 1.5 USD an hour, two nodes
     assert stopping(gpu="A10G:1", instance_count=2, max_cost=6)["MaxRuntimeInSeconds"] == 7200
     warm = stopping({"keep_alive_period": 600}, gpu="A10G:1", instance_count=2, max_cost=6)
-    assert warm["MaxRuntimeInSeconds"] == 7200 - 600, "a warm pool is paid for"
+    assert warm["MaxRuntimeInSeconds"] == 7200 - 600, "a warm pool costs money too"
     job = {"gpu": "A10G:1", "instance_count": 2, "keep_warm": "30m"}
     assert stopping({"keep_alive_period": 600}, **job, max_cost=6)["MaxRuntimeInSeconds"] == 7200 - 1800
     both = planned({"keep_alive_period": 600}, **job)
-    assert both.body["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 1800, "the job's own wins"
+    assert both.body["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 1800, "the job's own value must win"
     assert "keep_warm: after the job its machines wait 30m for the next one, paid for: up to 1.50 USD" in both.notes
     assert "unknown" in " ".join(planned({"keep_alive_period": 600, "prices": {}}, instance_type="ml.x9.large").notes)
     assert stopping(gpu="A10G:1", max_cost=1e6)["MaxRuntimeInSeconds"] == 86400
     assert "max_cost" in " ".join(planned(gpu="A10G:1", max_cost=6).notes)
 
 
-def test_an_estimate_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the account's own price, by another service's list, or none at all; and max_cost goes by the first alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no list that was read from a cloud here
+def test_an_estimate_names_its_price_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the account's own price, another service's list, and no price. max_cost uses the first alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no list that this machine has read from a cloud
     (tmp_path / "train.py").write_text("")
 
     def made(**fields: Any) -> tuple[dict[str, Any] | None, str]:
@@ -201,16 +201,16 @@ def test_an_estimate_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
     assert limited["usd_for_hard_limit"] == 1.5
     warm, _ = made(gpu="A10G:1", instance_count=2, keep_warm="1h")
     assert warm is not None
-    assert warm["usd_for_hard_limit"] == 9.0, "the question before a submit counts it"
+    assert warm["usd_for_hard_limit"] == 9.0, "the question before a submit must count it"
     listed, text = made(instance_type="ml.p5.48xlarge")
     assert listed is not None
     assert (listed["usd_per_hour"], listed["own"], listed["date"]) == (55.04, False, "2026")
     assert "EC2 on demand, us-east-1" in text
     assert "not the service's own price" in text
     assert made(gpu="A10G:8")[0] is None
-    assert made(gpu=["H100:8", "A10G:8"])[0] is None, "one of them has no price"
+    assert made(gpu=["H100:8", "A10G:8"])[0] is None, "one of the choices has no price"
     assert re.search("price +unknown", made(cpus=8)[1])
-    # Spot has no list of preferences, and neither have GPUs of other numbers: the next is another attempt's.
+    # With spot, or GPUs of different numbers, there is no list of preferences: a later attempt takes the next one.
     for later in ({"gpu": ["A10G:1", "H100:8"], "spot": True}, {"gpu": ["A10G:1", "H100:8"]}):
         price, text = made(**later)
         assert price is not None
@@ -220,15 +220,15 @@ def test_an_estimate_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(UnsupportedError, match=r"no price of ml\.p5\.48xlarge") as caught:
             made(**later, max_cost=5)
         assert caught.value.field == "max_cost"
-    assert made(gpu=["A10G:1", "A10G:8"], spot=True)[0] is None, "the later one has no price"
+    assert made(gpu=["A10G:1", "A10G:8"], spot=True)[0] is None, "the later choice has no price"
     priced, _ = made(gpu=["A10G:1", "NOSUCH:3"], spot=True)
-    assert priced is not None, "the later one will never be"
+    assert priced is not None, "the later choice is never used"
     assert priced["instance_type"] == "ml.g5.xlarge"
     assert "55.04 is EC2 on demand" in str(refused(max_cost=5, instance_type="ml.p5.48xlarge"))
 
 
 def test_gpus_in_order_of_preference() -> None:
-    """SageMaker itself takes the first that it has; where it cannot, the choice is the client's."""
+    """Check that SageMaker itself takes the first that it has. Where it cannot, the client chooses."""
     two = ["H100:8", "A100-80GB:8"]
     config = planned(gpu=two, instance_count=2).body["ResourceConfig"]
     assert config["InstancePreferences"] == [
@@ -238,7 +238,9 @@ def test_gpus_in_order_of_preference() -> None:
     assert planned(gpu=two, gpu_index=1).body["ResourceConfig"]["InstanceType"] == "ml.p4de.24xlarge"
     assert planned(gpu=two, spot=True).body["ResourceConfig"]["InstanceType"] == "ml.p5.48xlarge"
     uneven = planned(gpu=["H100:8", "A10G:4"])
-    assert uneven.body["ResourceConfig"]["InstanceType"] == "ml.p5.48xlarge", "another number of ranks is another job"
+    assert uneven.body["ResourceConfig"]["InstanceType"] == "ml.p5.48xlarge", (
+        "another number of ranks makes another job"
+    )
     assert uneven.context["processes"] == 8
 
 
@@ -257,14 +259,14 @@ def test_an_unknown_machine_is_a_warning() -> None:
     request = planned(instance_type="ml.p9.48xlarge", nproc_per_node=8)
     assert "-cu" in request.body["AlgorithmSpecification"]["TrainingImage"]
     assert request.body["ResourceConfig"]["InstanceType"] == "ml.p9.48xlarge"
-    assert not any("ml.p9" in note for note in request.notes), "a plan warns of it, whatever the provider"
+    assert not any("ml.p9" in note for note in request.notes), "the plan itself warns of it for any provider"
 
 
 def test_images_of_aws() -> None:
     def image(given: Mapping[str, Any] | None = None, /, **fields: Any) -> str:
         return str(planned(given, **fields).body["AlgorithmSpecification"]["TrainingImage"])
 
-    newest = [v for v, told in images()["versions"].items() if "eu-west-1" in told["regions"]][-1]
+    newest = [v for v, version in images()["versions"].items() if "eu-west-1" in version["regions"]][-1]
     assert f":{newest}-cpu" in image()
     assert f":{newest}-cu" in image(gpu="A10G:1")
     assert image({"framework_version": "2.9"}).endswith("pytorch-training:2.9.0-cpu-py312")
@@ -273,7 +275,7 @@ def test_images_of_aws() -> None:
     assert refused({"region": "mars-1"}).field == "image"
 
 
-# The newest image of the region whose CUDA serves the GPU: CUDA 13 dropped Volta (pytorch/pytorch#172352).
+# Newest image of the region whose CUDA serves the GPU: CUDA 13 dropped Volta (pytorch/pytorch#172352).
 SERVING = [
     ("eu-west-1", {"gpu": "V100-16GB:8"}, "pytorch-training:2.6.0-gpu-py312"),
     ("eu-west-1", {"instance_type": "ml.p3dn.24xlarge"}, "pytorch-training:2.6.0-gpu-py312"),
@@ -343,10 +345,10 @@ def test_every_gpu_of_the_catalogue_has_a_compute_capability() -> None:
 
 
 def test_every_image_has_a_cuda_version() -> None:
-    """A tag that names CUDA is right about it; the table of the tool knows all others."""
+    """Check that a tag that names CUDA is right; the table of the tool has the other images."""
     cuda_of = tool("sagemaker_tables").cuda_of
-    for number, told in images()["versions"].items():
-        assert told["cuda"] == cuda_of(number, told["gpu"])
+    for number, version in images()["versions"].items():
+        assert version["cuda"] == cuda_of(number, version["gpu"])
 
 
 @for_each(
@@ -359,7 +361,7 @@ def test_every_image_has_a_cuda_version() -> None:
         ({"max_runtime": "5d", "instance_count": 20, "disk_gb": 1024}, ""),
     ],
 )
-def test_a_plan_says_what_an_account_may_not_have_yet(fields: dict[str, Any], says: str) -> None:
+def test_a_plan_warns_of_missing_quotas(fields: dict[str, Any], says: str) -> None:
     notes = [note for note in planned(**fields).notes if "quota" in note]
     assert says in " ".join(notes)
     assert bool(notes) == bool(says)
@@ -606,7 +608,7 @@ def _planned(given: dict[str, Any], fields: dict[str, Any]) -> Request | SpecErr
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SETTINGS, JOBS)
 def test_what_is_planned_is_what_the_service_takes(given: dict[str, Any], fields: dict[str, Any]) -> None:
-    """botocore's model read strictly, and the rules that stand in none, as our own World has them."""
+    """Check against botocore's model, read strictly, and the rules of our FakePlatform that are in no model."""
     request = _planned(given, fields)
     event("refused" if isinstance(request, SpecError) else "planned")
     if isinstance(request, SpecError):
@@ -623,7 +625,7 @@ def test_what_is_planned_is_what_the_service_takes(given: dict[str, Any], fields
     Provider(**{**ACCOUNT, **given}).launch_spec(request)
 
 
-# ----------------------------------------------------------------------------------------------------- what would start
+# -------------------------------------------------------------------------------------------------------- started nodes
 
 
 def test_nodes_of_a_request() -> None:
@@ -638,19 +640,19 @@ def test_nodes_of_a_request() -> None:
     assert mounts["/opt/ml/input/data/one/y.csv"] == ("s3://data/y.csv", "copy")
     resources = json.loads(node.files["/opt/ml/input/config/resourceconfig.json"])
     assert resources["current_host"] == "algo-2"
-    assert resources["hosts"][:3] == ["algo-1", "algo-10", "algo-11"], "as text, as the platform has it"
+    assert resources["hosts"][:3] == ["algo-1", "algo-10", "algo-11"], "the platform sorts them as text"
     assert (simulation.rules.stop_signal, simulation.rules.stop_grace) == ("SIGTERM", 120)
     assert simulation.rules.restart_on == ()
 
 
 def test_the_catalogue_knows_sagemakers_machines() -> None:
-    """Those that the installed SDK knows, but Trainium and what EC2 does not describe."""
+    """Check that the catalogue has the SDK's machines, without Trainium and those that EC2 does not describe."""
     known = {machine.instance_type for machine in catalog.machines("sagemaker")}
     assert known <= set(limits()["shapes"]["TrainingInstanceType"]["enum"])
     assert {"ml.m5.xlarge", "ml.c5.xlarge", "ml.g5.xlarge", "ml.p5.48xlarge"} <= known
 
 
-# --------------------------------------------------------------------------------- what a restart downloads, and room
+# ----------------------------------------------------------------------------------- downloads of a restart, disk space
 
 
 ISOLATED = {"enable_network_isolation": True}
@@ -670,14 +672,14 @@ ISOLATED = {"enable_network_isolation": True}
         (ISOLATED, {"retries": 2}, 0, "every checkpoint so far (default; keep_checkpoints)"),
     ],
 )
-def test_a_spot_job_keeps_few_checkpoints_and_the_plan_says_what_a_restart_downloads(
+def test_a_spot_job_keeps_few_checkpoints_and_its_plan_names_the_downloads(
     settings: dict[str, Any], job: dict[str, Any], kept: int, note: str
 ) -> None:
     request = planned(settings, **job)
     assert request.context["keep_checkpoints"] == kept
-    said = [text for text in request.notes if text.startswith("each restart downloads to every node: ")]
-    assert len(said) == bool(note)
-    assert note in "".join(said)
+    notes = [text for text in request.notes if text.startswith("each restart downloads to every node: ")]
+    assert len(notes) == bool(note)
+    assert note in "".join(notes)
 
 
 @for_each(
@@ -687,7 +689,7 @@ def test_a_spot_job_keeps_few_checkpoints_and_the_plan_says_what_a_restart_downl
         ({"instance_type": "ml.p3.2xlarge"}, 30 + 4 * 16),
         ({"instance_type": "ml.p3.16xlarge"}, 30 + 4 * 8 * 16),
         ({"instance_type": "ml.r5.24xlarge"}, 30 + 768),
-        ({"gpu": "A10G:1"}, 30),  # it has NVMe disks, and no other ones
+        ({"gpu": "A10G:1"}, 30),  # it has NVMe disks and no others
         ({"instance_type": "ml.p3.16xlarge", "disk_gb": 100}, 100),
         ({"instance_type": "ml.m99.large"}, 30),
     ],

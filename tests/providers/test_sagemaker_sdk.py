@@ -1,6 +1,6 @@
-"""SageMaker's own SDK as an oracle: its table of images, and its local mode, which runs our request as it is.
+"""SageMaker's own SDK as an oracle: its table of images, and its local mode, which runs our exact request.
 
-It is no dependency, and does not fit beside the test's own: ``SAGEMAKER_PYTHON`` names a Python that has
+It is no dependency, because it conflicts with those of the tests: ``SAGEMAKER_PYTHON`` names a Python that has
 ``sagemaker-core``. Local mode also needs ``docker compose`` or ``docker-compose``.
 """
 
@@ -54,8 +54,8 @@ from sagemaker.core.local.local_session import LocalSession
 body = json.load(sys.stdin)
 client = LocalSession(boto3.Session(region_name="eu-west-1")).sagemaker_client
 client.create_training_job(**body)
-told = client.describe_training_job(TrainingJobName=body["TrainingJobName"])
-print("STATUS", told["TrainingJobStatus"])
+job = client.describe_training_job(TrainingJobName=body["TrainingJobName"])
+print("STATUS", job["TrainingJobStatus"])
 """
 TRAIN = """
 import os
@@ -75,7 +75,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def sdk() -> Callable[[str, Any], str]:
-    """Runs code with SageMaker's SDK, JSON on its standard input; what it printed."""
+    """Return a function that runs code with SageMaker's SDK and JSON on its standard input, and returns its output."""
     python = os.environ.get("SAGEMAKER_PYTHON", sys.executable)
     probe = subprocess.run([python, "-c", "import sagemaker.core.local"], capture_output=True, check=False)
     if probe.returncode:
@@ -98,21 +98,21 @@ def sdk() -> Callable[[str, Any], str]:
 
 
 def test_images_are_those_of_sagemakers_own_table(sdk: Callable[[str, Any], str]) -> None:
-    asked, ours = [], []
-    for version, told in known_images()["versions"].items():
-        framework = "pytorch-amzn2023" if "amzn2023" in told["cpu"] else "pytorch"
+    queries, ours = [], []
+    for version, image in known_images()["versions"].items():
+        framework = "pytorch-amzn2023" if "amzn2023" in image["cpu"] else "pytorch"
         for region, registry in known_images()["registries"].items():
             for instance_type, kind in (("ml.m5.xlarge", "cpu"), ("ml.g5.xlarge", "gpu")):
-                asked.append((framework, version, region, instance_type))
-                ours.append(f"{registry}/{told[kind]}" if region in told["regions"] else None)
-    theirs = [json.loads(line) for line in sdk(RETRIEVE, asked).splitlines() if line[:1] in ('"', "n")]
-    assert len(theirs) == len(asked)
-    assert [(a, o, t) for a, o, t in zip(asked, ours, theirs, strict=True) if o != t] == []
+                queries.append((framework, version, region, instance_type))
+                ours.append(f"{registry}/{image[kind]}" if region in image["regions"] else None)
+    theirs = [json.loads(line) for line in sdk(RETRIEVE, queries).splitlines() if line[:1] in ('"', "n")]
+    assert len(theirs) == len(queries)
+    assert [(a, o, t) for a, o, t in zip(queries, ours, theirs, strict=True) if o != t] == []
 
 
 @pytest.fixture
 def tagged(engine: Any, images: Callable[[str], str]) -> Iterator[str]:
-    """An image of this machine under the name that it would have in ECR; what local mode leaves goes with it."""
+    """Tag a local image with its name in ECR. Remove it, and local mode's remains, at the end."""
     name = f"{REGISTRY}/sdk-test"
     engine.tag(images("torch"), name, "1")
     yield f"{name}:1"
@@ -128,7 +128,7 @@ def tagged(engine: Any, images: Callable[[str], str]) -> Iterator[str]:
 def test_local_mode_runs_our_request(
     sdk: Callable[[str, Any], str], tagged: str, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two nodes with two ranks each, from the very body; only the instance type is another, as local mode wants it."""
+    """Check two nodes with two ranks each. Only the instance type changes, as local mode requires."""
     for name, text in (("src/train.py", TRAIN), ("data/a.csv", "1,2")):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
@@ -150,9 +150,9 @@ def test_local_mode_runs_our_request(
     plan.store.write_container(plan.layout, plan.request.context, secrets.token_bytes(32))
     body = json.loads(json.dumps(plan.request.body))
     body["ResourceConfig"]["InstanceType"] = "local"
-    said = sdk(LOCAL_MODE, body)
-    assert "STATUS Completed" in said, said
-    assert said.count("total 4.0 ['a.csv']") == 4, said
+    output = sdk(LOCAL_MODE, body)
+    assert "STATUS Completed" in output, output
+    assert output.count("total 4.0 ['a.csv']") == 4, output
     bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
     key = f"{prefix}/runs/local-mode/native/{body['TrainingJobName']}/output/model.tar.gz".lstrip("/")
     data = boto3.client("s3").get_object(Bucket=bucket, Key=key)["Body"].read()

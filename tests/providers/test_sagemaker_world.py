@@ -1,4 +1,4 @@
-"""The loopback SageMaker itself, with boto3 and requests written by hand: no provider of ours has a part in this."""
+"""The loopback SageMaker itself, with boto3 and requests by hand, independent of cloudtrain's provider."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ import glob, json, os, signal, sys, time
 config = json.load(open("/opt/ml/input/config/resourceconfig.json"))
 me = config["current_host"]
 word = open("/opt/ml/input/data/code/word.txt").read()
-def told(*_):
-    open("/opt/ml/cloudtrain/live/told-" + me, "w").write("told")
-    print("told", flush=True)
+def sigterm(*_):
+    open("/opt/ml/cloudtrain/live/sigterm-" + me, "w").write("sigterm")
+    print("sigterm", flush=True)
     sys.exit(0)
-signal.signal(signal.SIGTERM, told)
+signal.signal(signal.SIGTERM, sigterm)
 print(json.dumps({"me": me, "hosts": config["hosts"], "word": word, "env": os.environ.get("WORD"),
                   "engine": [k for k in os.environ if k.startswith("CLOUDTRAIN_")],
                   "job": os.environ["TRAINING_JOB_NAME"],
@@ -70,7 +70,7 @@ if not os.path.exists("/opt/ml/cloudtrain/live/seen-" + me):
 
 
 def body(name: str, bucket: str, script: str = "", **more: Any) -> dict[str, Any]:
-    """A request that the service accepts; ``more`` replaces whole members, None removes one."""
+    """Return a request that the service accepts. ``more`` replaces members; None removes one."""
     channel = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": f"{bucket}/code/"}}
     made: dict[str, Any] = {
         "TrainingJobName": name,
@@ -97,7 +97,7 @@ def spot(seconds: int = 600) -> dict[str, Any]:
     return {"EnableManagedSpotTraining": True, "StoppingCondition": stopping}
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("NoSuchMember", 1, "Unknown parameter"),
     ],
 )  # fmt: skip
-def test_what_the_service_refuses(path: str, value: Any, words: str) -> None:
+def test_the_service_refuses(path: str, value: Any, words: str) -> None:
     request = changed(path, value)
     problems = model_errors("CreateTrainingJob", request) or broken_rules(request)
     assert words in "; ".join(problems)
@@ -172,7 +172,7 @@ def test_what_the_service_refuses(path: str, value: Any, words: str) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_no_model_says(more: Mapping[str, Any], words: str) -> None:
+def test_rules_that_are_in_no_model(more: Mapping[str, Any], words: str) -> None:
     request = body("job", "s3://bucket", "x.py", **more)
     assert model_errors("CreateTrainingJob", request) == []
     assert words in "; ".join(broken_rules(request))
@@ -188,7 +188,7 @@ def test_what_no_model_says(more: Mapping[str, Any], words: str) -> None:
         ("Environment", {"A": "two\nlines"}),
     ],
 )
-def test_what_it_accepts(path: str, value: Any) -> None:
+def test_the_service_accepts(path: str, value: Any) -> None:
     request = changed(path, value)
     assert model_errors("CreateTrainingJob", request) + broken_rules(request) == []
 
@@ -205,10 +205,10 @@ def test_a_channel_has_one_name_and_one_source() -> None:
     ]
 
 
-# -------------------------------------------------------------------------------------------------- what a request says
+# ------------------------------------------------------------------------------------------------------------- readings
 
 
-def test_a_reading_is_what_the_platform_documents() -> None:
+def test_a_reading_follows_the_pages() -> None:
     request = body("job", "s3://bucket", "x.py")
     request["ResourceConfig"]["InstanceCount"] = 11
     nodes = reading(request).nodes
@@ -218,7 +218,7 @@ def test_a_reading_is_what_the_platform_documents() -> None:
     assert config["current_host"] == "algo-2"
 
 
-def test_differences_tells_every_part() -> None:
+def test_differences_finds_every_part() -> None:
     request = body("job", "s3://bucket", "x.py")
     ours = reading(request)
     assert differences(ours, reading(copy.deepcopy(request))) == []
@@ -242,7 +242,7 @@ def test_differences_tells_every_part() -> None:
 
 
 def collected(logs: CloudWatch, prefix: str) -> list[str]:
-    """Event ids as a paginator's reader gets them."""
+    """Return event ids as a reader with a paginator gets them."""
     found: list[str] = []
     request: dict[str, Any] = {"logGroupName": LOG_GROUP, "logStreamNamePrefix": prefix}
     while True:
@@ -258,17 +258,17 @@ def test_log_events_come_by_time_and_by_prefix_in_pages() -> None:
     for number in range(50):
         logs.put(LOG_GROUP, f"job/algo-{number % 3}-1", [(1000 - number, f"line {number}")])
         logs.put(LOG_GROUP, "job-2/algo-1-1", [(1000 - number, "another's")])
-    whole = collected(logs, "job/")
-    assert len(set(whole)) == 50
-    assert whole == sorted(whole)
+    all_ids = collected(logs, "job/")
+    assert len(set(all_ids)) == 50
+    assert all_ids == sorted(all_ids)
     logs.page_events = 7
-    assert collected(logs, "job/") == whole
+    assert collected(logs, "job/") == all_ids
     logs.empty_every = 2
-    assert collected(logs, "job/") == whole
+    assert collected(logs, "job/") == all_ids
     logs.repeats = 3
     again = collected(logs, "job/")
-    assert sorted(set(again)) == whole
-    assert len(again) > len(whole)
+    assert sorted(set(again)) == all_ids
+    assert len(again) > len(all_ids)
 
 
 def test_log_events_come_late() -> None:
@@ -280,7 +280,7 @@ def test_log_events_come_late() -> None:
     assert len(collected(logs, "job/")) == 2
 
 
-def test_logs_refuse_what_the_service_refuses() -> None:
+def test_logs_refuse_like_the_service() -> None:
     logs, caller = CloudWatch(), Caller("k", REGION, "logs")
     with pytest.raises(Refusal, match="ResourceNotFoundException"):
         logs.answer("FilterLogEvents", {"logGroupName": LOG_GROUP}, caller)
@@ -300,7 +300,7 @@ def test_logs_refuse_what_the_service_refuses() -> None:
 
 @pytest.fixture
 def plane(s3_environment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
-    """A control plane that starts jobs only where a test asks for the engine too."""
+    """Give a control plane that starts jobs only where a test uses the engine too."""
     with Plane(tmp_path / "aws", moto=s3_environment, runs=False) as made:
         for name, value in made.environ().items():
             monkeypatch.setenv(name, value)
@@ -322,7 +322,7 @@ def client(service: str = "sagemaker", **more: Any) -> Any:
 
 
 def code(call: Callable[[], Any]) -> tuple[str, str]:
-    """(code, message) of the error that a call ends with."""
+    """Return (code, message) of the error of a call."""
     with pytest.raises(ClientError) as caught:
         call()
     error = caught.value.response["Error"]
@@ -342,7 +342,7 @@ def test_unknown_jobs_and_operations(plane: Plane) -> None:
 
 
 @pytest.mark.remote
-def test_what_an_account_lacks_is_refused_and_makes_no_job(plane: Plane, bucket: str) -> None:
+def test_a_missing_part_of_the_account_is_refused_and_makes_no_job(plane: Plane, bucket: str) -> None:
     sm = client()
     other = plane.make_role("OtherRole", principal="ec2.amazonaws.com")
     empty = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": f"{bucket}/nothing/"}}
@@ -440,7 +440,7 @@ def test_secrets_are_for_the_role_alone(plane: Plane) -> None:
 
 
 class Running:
-    """Jobs of a `Plane` with an engine, sent by boto3."""
+    """A client that sends jobs by boto3 to a `Plane` with an engine."""
 
     def __init__(self, plane: Plane, bucket: str) -> None:
         self.plane, self.bucket, self.sm, self.cw = plane, bucket, client(), client("logs")
@@ -448,24 +448,24 @@ class Running:
     def send(self, name: str, script: str, **more: Any) -> None:
         self.sm.create_training_job(**body(name, self.bucket, script, **more))
 
-    def described(self, name: str) -> dict[str, Any]:
-        said: dict[str, Any] = self.sm.describe_training_job(TrainingJobName=name)
-        return said
+    def describe(self, name: str) -> dict[str, Any]:
+        answer: dict[str, Any] = self.sm.describe_training_job(TrainingJobName=name)
+        return answer
 
-    def ended(self, name: str) -> dict[str, Any]:
-        """What boto3 says of the job once it is over; the answer fits the service's model."""
+    def await_end(self, name: str) -> dict[str, Any]:
+        """Return boto3's description of the job after its end. Check that the answer fits the service's model."""
         raw = dict(self.plane.job(name).wait(100))
         shape = service_model().operation_model("DescribeTrainingJob").output_shape
         for known in ("CreationTime", "LastModifiedTime", "TrainingStartTime", "TrainingEndTime"):
             assert isinstance(raw.pop(known, 0.0), float)
         raw["CreationTime"] = "2026-01-01T00:00:00Z"
         raw["SecondaryStatusTransitions"] = []
-        raw.setdefault("ModelArtifacts", {"S3ModelArtifacts": ""})  # required by the model alone
+        raw.setdefault("ModelArtifacts", {"S3ModelArtifacts": ""})  # only the model requires it
         assert not ParamValidator().validate(raw, shape).generate_report()
-        return self.described(name)
+        return self.describe(name)
 
     def lines(self, name: str) -> dict[str, list[str]]:
-        """Messages by stream, through the paginator."""
+        """Return messages by stream, through the paginator."""
         found: dict[str, list[str]] = {}
         pages = self.cw.get_paginator("filter_log_events").paginate(
             logGroupName=LOG_GROUP, logStreamNamePrefix=f"{name}/"
@@ -475,7 +475,7 @@ class Running:
                 found.setdefault(event["logStreamName"], []).append(event["message"])
         return found
 
-    def said(self, name: str, hosts: int = 2) -> None:
+    def await_output(self, name: str, hosts: int = 2) -> None:
         """Wait until every host has printed something."""
         Jobs.wait_for(lambda: len(self.plane.logs().streams(LOG_GROUP, f"{name}/")) == hosts)
 
@@ -493,9 +493,9 @@ def running(plane: Plane, bucket: str, engine: Any, images: Callable[[str], str]
     assert left(engine, tmp_path) == before
 
 
-def statuses(said: Mapping[str, Any]) -> list[str]:
+def statuses(job: Mapping[str, Any]) -> list[str]:
     found: list[str] = []
-    for move in said["SecondaryStatusTransitions"]:
+    for move in job["SecondaryStatusTransitions"]:
         if move["Status"] not in found[-1:]:
             found.append(move["Status"])
     return found
@@ -508,15 +508,15 @@ class TestJobs:
     def test_a_job_completes(self, running: Running) -> None:
         running.plane.bucket.put(f"{running.bucket}/done/live/earlier", b"x")
         running.send("done", "done.py", Tags=[{"Key": "team", "Value": "vision"}])
-        said = running.ended("done")
-        assert (said["TrainingJobStatus"], said["SecondaryStatus"]) == ("Completed", "Completed")
-        assert statuses(said) == ["Starting", "Downloading", "Training", "Uploading", "Completed"]
-        assert "FailureReason" not in said
+        job = running.await_end("done")
+        assert (job["TrainingJobStatus"], job["SecondaryStatus"]) == ("Completed", "Completed")
+        assert statuses(job) == ["Starting", "Downloading", "Training", "Uploading", "Completed"]
+        assert "FailureReason" not in job
         streams = running.lines("done")
         assert sorted(name.rpartition("-")[0] for name in streams) == ["done/algo-1", "done/algo-2"]
-        seen = [json.loads(line) for lines in streams.values() for line in lines]
-        assert sorted(item.pop("me") for item in seen) == ["algo-1", "algo-2"]
-        assert seen == 2 * [
+        views = [json.loads(line) for lines in streams.values() for line in lines]
+        assert sorted(item.pop("me") for item in views) == ["algo-1", "algo-2"]
+        assert views == 2 * [
             {
                 "hosts": ["algo-1", "algo-2"],
                 "word": "of the channel",
@@ -529,89 +529,89 @@ class TestJobs:
         ]
         assert running.keys("done/live/") == {"earlier", "checkpoint-algo-1", "checkpoint-algo-2"}
         assert running.keys("native/done/output/") == {"model.tar.gz", "output.tar.gz"}
-        assert running.sm.list_tags(ResourceArn=said["TrainingJobArn"])["Tags"] == [{"Key": "team", "Value": "vision"}]
+        assert running.sm.list_tags(ResourceArn=job["TrainingJobArn"])["Tags"] == [{"Key": "team", "Value": "vision"}]
         again = body("done", running.bucket, "done.py")
         assert code(lambda: running.sm.create_training_job(**again))[0] == "ResourceInUse"
         assert code(lambda: running.sm.stop_training_job(TrainingJobName="done"))[0] == "ValidationException"
         summaries = running.sm.list_training_jobs(NameContains="DON", StatusEquals="Completed")["TrainingJobSummaries"]
         assert [item["TrainingJobName"] for item in summaries] == ["done"]
 
-    def test_a_failure_is_the_first_of_its_failure_file(self, running: Running) -> None:
+    def test_the_reason_is_the_first_failure_file(self, running: Running) -> None:
         running.send("fail", "fail.py")
-        said = running.ended("fail")
-        assert (said["TrainingJobStatus"], said["SecondaryStatus"]) == ("Failed", "Failed")
-        assert said["FailureReason"] == "AlgorithmError: ValueError: the second host fails, exit code: 3"
+        job = running.await_end("fail")
+        assert (job["TrainingJobStatus"], job["SecondaryStatus"]) == ("Failed", "Failed")
+        assert job["FailureReason"] == "AlgorithmError: ValueError: the second host fails, exit code: 3"
 
     def test_a_stop_reaches_every_container(self, running: Running) -> None:
         running.send("stop", "hold.py")
-        running.said("stop")
+        running.await_output("stop")
         running.sm.stop_training_job(TrainingJobName="stop")
-        assert running.described("stop")["TrainingJobStatus"] in ("Stopping", "Stopped")
-        said = running.ended("stop")
-        assert (said["TrainingJobStatus"], said["SecondaryStatus"]) == ("Stopped", "Stopped")
-        assert running.keys("stop/live/") == {"told-algo-1", "told-algo-2"}
-        assert [lines[-1] for lines in running.lines("stop").values()] == ["told", "told"]
+        assert running.describe("stop")["TrainingJobStatus"] in ("Stopping", "Stopped")
+        job = running.await_end("stop")
+        assert (job["TrainingJobStatus"], job["SecondaryStatus"]) == ("Stopped", "Stopped")
+        assert running.keys("stop/live/") == {"sigterm-algo-1", "sigterm-algo-2"}
+        assert [lines[-1] for lines in running.lines("stop").values()] == ["sigterm", "sigterm"]
 
     def test_the_time_limit_ends_it(self, running: Running) -> None:
         running.send("long", "hold.py", StoppingCondition={"MaxRuntimeInSeconds": 1})
-        said = running.ended("long")
-        assert (said["TrainingJobStatus"], said["SecondaryStatus"]) == ("Stopped", "MaxRuntimeExceeded")
-        assert running.keys("long/live/") == {"told-algo-1", "told-algo-2"}
+        job = running.await_end("long")
+        assert (job["TrainingJobStatus"], job["SecondaryStatus"]) == ("Stopped", "MaxRuntimeExceeded")
+        assert running.keys("long/live/") == {"sigterm-algo-1", "sigterm-algo-2"}
 
-    def test_a_grace_that_is_not_used_ends_in_a_kill(self, running: Running) -> None:
+    def test_an_unused_grace_ends_in_a_kill(self, running: Running) -> None:
         running.plane.grace = 1.0
         running.plane.bucket.put(
             f"{running.bucket}/code/deaf.py", b"import time\nprint(1, flush=True)\ntime.sleep(100)"
         )
         running.send("deaf", "deaf.py")
-        running.said("deaf")
+        running.await_output("deaf")
         running.sm.stop_training_job(TrainingJobName="deaf")
-        assert running.ended("deaf")["TrainingJobStatus"] == "Stopped"
+        assert running.await_end("deaf")["TrainingJobStatus"] == "Stopped"
 
-    def test_spot_is_interrupted_and_starts_again_with_what_it_kept(self, running: Running) -> None:
+    def test_spot_is_interrupted_and_starts_again_with_its_checkpoints(self, running: Running) -> None:
         running.send("spot", "once.py", **spot())
         Jobs.wait_for(lambda: running.keys("spot/live/") == {"seen-algo-1", "seen-algo-2"})
         time.sleep(1.5)  # billed by the second
         running.plane.job("spot").interrupt(1)
-        said = running.ended("spot")
-        assert said["TrainingJobStatus"] == "Completed"
+        job = running.await_end("spot")
+        assert job["TrainingJobStatus"] == "Completed"
         middle = ["Interrupted", "Starting", "Downloading", "Training"]
-        assert statuses(said) == ["Starting", "Downloading", "Training", *middle, "Uploading", "Completed"]
+        assert statuses(job) == ["Starting", "Downloading", "Training", *middle, "Uploading", "Completed"]
         assert len(running.lines("spot")) == 4
-        assert said["BillableTimeInSeconds"] < said["TrainingTimeInSeconds"]
+        assert job["BillableTimeInSeconds"] < job["TrainingTimeInSeconds"]
 
     @pytest.mark.parametrize("retries", [0, 1])
-    def test_a_lost_instance_is_the_service_s_fault(self, running: Running, retries: int) -> None:
+    def test_a_lost_instance_is_a_fault_of_the_service(self, running: Running, retries: int) -> None:
         running.send("lost", "once.py", **({"RetryStrategy": {"MaximumRetryAttempts": 1}} if retries else {}))
         Jobs.wait_for(lambda: len(running.keys("lost/live/")) == 2)
         running.plane.job("lost").lose(0)
         running.plane.job("lost").lose(1)
-        said = running.ended("lost")
+        job = running.await_end("lost")
         if retries:
-            assert said["TrainingJobStatus"] == "Completed"
-            assert "Restarting" in statuses(said)
+            assert job["TrainingJobStatus"] == "Completed"
+            assert "Restarting" in statuses(job)
         else:
-            assert said["TrainingJobStatus"] == "Failed"
-            assert said["FailureReason"].startswith("InternalServerError: ")
+            assert job["TrainingJobStatus"] == "Failed"
+            assert job["FailureReason"].startswith("InternalServerError: ")
 
     def test_no_capacity_is_a_failure_and_the_next_preference_is_taken(self, running: Running) -> None:
         running.plane.no_capacity.add("ml.m5.xlarge")
         running.send("none", "done.py")
         kinds = [{"InstanceType": kind, "InstanceCount": 1} for kind in ("ml.m5.xlarge", "ml.g5.xlarge")]
         running.send("next", "done.py", ResourceConfig={"InstancePreferences": kinds, "VolumeSizeInGB": 30})
-        said = running.ended("none")
-        assert said["FailureReason"].startswith("CapacityError: ")
-        assert "Pending" in statuses(said)
-        said = running.ended("next")
-        assert said["TrainingJobStatus"] == "Completed"
-        assert said["ResourceConfig"]["SelectedInstanceType"] == "ml.g5.xlarge"
+        job = running.await_end("none")
+        assert job["FailureReason"].startswith("CapacityError: ")
+        assert "Pending" in statuses(job)
+        job = running.await_end("next")
+        assert job["TrainingJobStatus"] == "Completed"
+        assert job["ResourceConfig"]["SelectedInstanceType"] == "ml.g5.xlarge"
 
     def test_spot_that_never_comes_ends_when_its_wait_does(self, running: Running) -> None:
         running.plane.no_capacity.add("ml.m5.xlarge")
         stopping = {"MaxRuntimeInSeconds": 1, "MaxWaitTimeInSeconds": 1}
         running.send("wait", "done.py", EnableManagedSpotTraining=True, StoppingCondition=stopping)
-        said = running.ended("wait")
-        assert (said["TrainingJobStatus"], said["SecondaryStatus"]) == ("Stopped", "MaxWaitTimeExceeded")
+        job = running.await_end("wait")
+        assert (job["TrainingJobStatus"], job["SecondaryStatus"]) == ("Stopped", "MaxWaitTimeExceeded")
 
     def test_a_sync_that_lags_and_a_stale_copy_that_comes_back(self, running: Running) -> None:
         running.plane.sync_lag = 2.0
@@ -623,15 +623,15 @@ class TestJobs:
             b"open('/opt/ml/cloudtrain/live/new-' + me, 'w').write('x')\ntime.sleep(100)\n",
         )
         running.send("stale", "drop.py")
-        running.said("stale")
+        running.await_output("stale")
         time.sleep(0.7)
         assert "new-algo-1" not in running.keys("stale/live/")
         Jobs.wait_for(lambda: running.keys("stale/live/") == {"old", "new-algo-1", "new-algo-2"})
         running.sm.stop_training_job(TrainingJobName="stale")
-        running.ended("stale")
-        assert "old" in running.keys("stale/live/"), "the other instance still had it"
+        running.await_end("stale")
+        assert "old" in running.keys("stale/live/"), "the other instance still has it"
 
-    def test_the_agent_marks_what_it_has_uploaded_and_restores_none_of_its_marks(self, running: Running) -> None:
+    def test_the_agent_marks_uploaded_files_and_restores_no_marks(self, running: Running) -> None:
         running.plane.bucket.put(
             f"{running.bucket}/code/marks.py",
             SEE.encode() + b"live = '/opt/ml/cloudtrain/live/'\n"
@@ -645,10 +645,10 @@ class TestJobs:
             "marks.py",
             ResourceConfig={"InstanceType": "ml.m5.xlarge", "InstanceCount": 1, "VolumeSizeInGB": 30},
         )
-        assert running.ended("marks")["TrainingJobStatus"] == "Completed"
+        assert running.await_end("marks")["TrainingJobStatus"] == "Completed"
         assert running.keys("marks/live/") == {"x"}
 
-    def test_a_sync_that_has_died_uploads_nothing_and_says_nothing(self, running: Running) -> None:
+    def test_a_dead_sync_uploads_nothing_and_reports_nothing(self, running: Running) -> None:
         running.plane.dead_sync = True
         running.plane.bucket.put(
             f"{running.bucket}/code/dead.py", SEE.encode() + b"open('/opt/ml/cloudtrain/live/x', 'w').write('lost')\n"
@@ -656,10 +656,10 @@ class TestJobs:
         running.send(
             "dead", "dead.py", ResourceConfig={"InstanceType": "ml.m5.xlarge", "InstanceCount": 1, "VolumeSizeInGB": 30}
         )
-        assert running.ended("dead")["TrainingJobStatus"] == "Completed"
+        assert running.await_end("dead")["TrainingJobStatus"] == "Completed"
         assert running.keys("dead/live/") == set()
 
-    def test_channels_are_mounted_or_copied_whole_or_in_shards(self, running: Running) -> None:
+    def test_channels_are_mounted_or_copied_in_full_or_in_shards(self, running: Running) -> None:
         bucket = running.plane.bucket
         for name in ("a", "b", "c"):
             bucket.put(f"{running.bucket}/data/sub/{name}.txt", name.encode())
@@ -691,40 +691,42 @@ class TestJobs:
             channel("parts", "data/", "File", "ShardedByS3Key"),
         ]
         running.send("look", "look.py", InputDataConfig=channels)
-        assert running.ended("look")["TrainingJobStatus"] == "Completed"
-        said = [line for lines in running.lines("look").values() for line in lines]
+        assert running.await_end("look")["TrainingJobStatus"] == "Completed"
+        printed = [line for lines in running.lines("look").values() for line in lines]
         for host in ("algo-1", "algo-2"):
-            assert f"{host} copied sub/a.txt sub/b.txt sub/c.txt may write" in said
-            assert f"{host} mounted sub/a.txt sub/b.txt sub/c.txt may not write" in said
-            assert f"{host} open -2/other.txt sub/a.txt sub/b.txt sub/c.txt may write" in said, "a prefix is no folder"
-            assert f"{host} one a.txt may write" in said
-        assert "algo-1 parts sub/a.txt sub/c.txt may write" in said
-        assert "algo-2 parts sub/b.txt may write" in said
+            assert f"{host} copied sub/a.txt sub/b.txt sub/c.txt may write" in printed
+            assert f"{host} mounted sub/a.txt sub/b.txt sub/c.txt may not write" in printed
+            assert f"{host} open -2/other.txt sub/a.txt sub/b.txt sub/c.txt may write" in printed, (
+                "a prefix is not a folder"
+            )
+            assert f"{host} one a.txt may write" in printed
+        assert "algo-1 parts sub/a.txt sub/c.txt may write" in printed
+        assert "algo-2 parts sub/b.txt may write" in printed
 
     @pytest.mark.parametrize("isolated", [False, True])
-    def test_isolation_takes_a_container_s_way_out_and_its_role(self, running: Running, isolated: bool) -> None:
+    def test_isolation_removes_a_container_s_network_and_role(self, running: Running, isolated: bool) -> None:
         running.send("alone", "hold.py", EnableNetworkIsolation=isolated)
-        running.said("alone")
+        running.await_output("alone")
         label = f"cloudtrain.run={running.plane.job('alone').folder.as_uri()}"
         (network,) = running.plane._engine.networks(filters={"label": label})
         assert network["Internal"] == isolated
         running.sm.stop_training_job(TrainingJobName="alone")
-        running.ended("alone")
+        running.await_end("alone")
         for lines in running.lines("alone").values():
             assert json.loads(lines[0])["role"] != isolated
 
-    def test_an_unknown_secondary_status_is_shown(self, running: Running) -> None:
+    def test_an_unknown_secondary_status_is_reported(self, running: Running) -> None:
         running.send("odd", "hold.py")
         running.plane.unknown["odd"] = "Quiescing"
-        assert running.described("odd")["SecondaryStatus"] == "Quiescing"
+        assert running.describe("odd")["SecondaryStatus"] == "Quiescing"
 
-    def test_an_answer_that_is_lost_leaves_a_job(self, running: Running) -> None:
+    def test_a_lost_answer_leaves_a_job(self, running: Running) -> None:
         running.plane.wire.faults.append(Fault("CreateTrainingJob", done=True))
         with pytest.raises(Exception, match="Connection was closed"):
             running.send("cut", "done.py")
-        assert running.ended("cut")["TrainingJobStatus"] == "Completed"
+        assert running.await_end("cut")["TrainingJobStatus"] == "Completed"
 
-    def test_an_image_that_is_not_there(self, running: Running) -> None:
+    def test_a_missing_image(self, running: Running) -> None:
         algorithm = {**body("x", "s3://b", "done.py")["AlgorithmSpecification"], "TrainingImage": f"{REGISTRY}/none:1"}
         found = code(lambda: running.send("none", "done.py", AlgorithmSpecification=algorithm))
         assert found == ("ValidationException", f"Requested image {REGISTRY}/none:1 not found.")

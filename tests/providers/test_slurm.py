@@ -1,4 +1,4 @@
-"""Provider ``slurm`` on a real cluster of this machine: the contract suite, and what only a real Slurm does."""
+"""Provider ``slurm`` on a real cluster of this machine: the contract suite, and features that need a real Slurm."""
 
 from __future__ import annotations
 
@@ -53,86 +53,87 @@ class TestSlurm(ProviderContract):
         return SlurmPlatform(tmp_path_factory.mktemp("world"), cluster)
 
 
-# ------------------------------------------------------------------------------------------------ what only Slurm does
+# ---------------------------------------------------------------------------------------------------- features of Slurm
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmPlatform]:
-    """A cluster for whole runs of DDP with two nodes."""
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmPlatform]:
+    """Give a cluster for DDP runs on two nodes."""
     with running(tmp_path_factory.mktemp("slurm")) as cluster:
         yield ddp_world(tmp_path_factory.mktemp("world"), cluster)
 
 
 @pytest.fixture(scope="module")
-def clean(whole: SlurmPlatform) -> str:
-    """The loss of a run that nothing disturbs."""
-    return loss_of(send(whole, "clean"))
+def clean(ddp: SlurmPlatform) -> str:
+    """Return the loss of an undisturbed run."""
+    return loss_of(send(ddp, "clean"))
 
 
 @pytest.mark.proof
-def test_a_preempted_job_saves_and_comes_to_the_same_bits(whole: SlurmPlatform, clean: str) -> None:
-    """No rank handles a signal, and each has a DataLoader's worker: Slurm's SIGTERM reaches them all."""
-    run = send(whole, "preempted-ddp")
+def test_a_preempted_job_saves_and_comes_to_the_same_bits(ddp: SlurmPlatform, clean: str) -> None:
+    """Check this while no rank handles a signal, and each has a DataLoader's worker: Slurm's SIGTERM reaches all of
+    them."""
+    run = send(ddp, "preempted-ddp")
     await_text(run, "from step", 2)
-    whole.cluster.preempt(whole.job(run), 1)
+    ddp.cluster.preempt(ddp.job(run), 1)
     assert loss_of(run) == clean
     assert [row["number"] for row in run.result()["attempts"]] == ["0.0", "0.1"]
     check_nothing_lost(run)
 
 
 @pytest.mark.proof
-def test_a_lost_node_is_replaced_and_comes_to_the_same_bits(whole: SlurmPlatform, clean: str) -> None:
-    """slurmd, its step and its ranks are killed; Slurm itself starts the job again, on other nodes."""
-    run = send(whole, "lost-ddp", env={"STEPS": "60", "PACE": "0.2"})
+def test_a_lost_node_is_replaced_and_comes_to_the_same_bits(ddp: SlurmPlatform, clean: str) -> None:
+    """Kill slurmd, its step and its ranks. Slurm itself starts the job again, on other nodes."""
+    run = send(ddp, "lost-ddp", env={"STEPS": "60", "PACE": "0.2"})
     await_text(run, "from step", 2)
-    job = whole.job(run)
-    node = whole.cluster.nodes_of(job)[1]
-    whole.cluster.kill_node(node)
+    job = ddp.job(run)
+    node = ddp.cluster.nodes_of(job)[1]
+    ddp.cluster.kill_node(node)
     try:
         await_text(run, "from step", 4)
-        assert node not in whole.cluster.nodes_of(job)
+        assert node not in ddp.cluster.nodes_of(job)
         assert loss_of(run) == clean
     finally:
-        whole.cluster.start()
+        ddp.cluster.start()
 
 
 @pytest.mark.proof
-def test_a_controller_that_restarts_in_the_middle_changes_nothing(whole: SlurmPlatform, clean: str) -> None:
-    run = send(whole, "restarted-ddp")
+def test_a_controller_that_restarts_in_the_middle_changes_nothing(ddp: SlurmPlatform, clean: str) -> None:
+    run = send(ddp, "restarted-ddp")
     await_text(run, "from step", 2)
-    whole.cluster.end("slurmctld")
+    ddp.cluster.end("slurmctld")
     with pytest.raises(LostContactError):
-        whole.provider.find(run.store.attempt_request(run.run_id, 0))
-    whole.cluster.start()
+        ddp.provider.find(run.store.attempt_request(run.run_id, 0))
+    ddp.cluster.start()
     assert loss_of(run) == clean
     assert [row["number"] for row in run.result()["attempts"]] == ["0.0"]
 
 
-def test_a_cancelled_job_stays_so(whole: SlurmPlatform) -> None:
-    """The nodes stop with the code for another start; the script must not ask for it."""
-    run = whole.send(whole.plan(PLAIN, {"instance_count": 2, "env": {"PROBE": "hold"}}, run_id="cancelled-probe"))
+def test_a_cancelled_job_stays_so(ddp: SlurmPlatform) -> None:
+    """Check this because the nodes stop with the code for another start, for which the script must not ask."""
+    run = ddp.send(ddp.plan(PLAIN, {"instance_count": 2, "env": {"PROBE": "hold"}}, run_id="cancelled-probe"))
     await_text(run, "holding", 2)
     run.cancel()
     assert run.wait(timeout=60, poll=0.3)["state"] == "cancelled"
-    job = whole.job(run)
-    time.sleep(4)  # longer than a requeued job is held back
-    assert whole.cluster.field(job, "JobState") == "CANCELLED"
-    assert whole.cluster.field(job, "Restarts") == "0"
+    job = ddp.job(run)
+    time.sleep(4)  # longer than Slurm holds a requeued job back
+    assert ddp.cluster.field(job, "JobState") == "CANCELLED"
+    assert ddp.cluster.field(job, "Restarts") == "0"
 
 
 @pytest.mark.proof
-def test_two_jobs_on_one_node_do_not_meet(whole: SlurmPlatform, clean: str) -> None:
-    """Nodes are shared: each job has ports of its own."""
-    place = type(whole.provider)(**{**dataclasses.asdict(whole.provider.settings), "nodelist": "n1,n2"})
-    world = ddp_world(whole.folder / "shared", whole.cluster, **dataclasses.asdict(place.settings))
+def test_two_jobs_on_one_node_do_not_collide(ddp: SlurmPlatform, clean: str) -> None:
+    """Check shared nodes: each job has its own ports."""
+    place = type(ddp.provider)(**{**dataclasses.asdict(ddp.provider.settings), "nodelist": "n1,n2"})
+    world = ddp_world(ddp.folder / "shared", ddp.cluster, **dataclasses.asdict(place.settings))
     runs = [send(world, f"shared-{number}") for number in range(2)]
     assert [loss_of(run) for run in runs] == [clean, clean]
 
 
-def test_a_machine_that_fails_twice_is_left_out(whole: SlurmPlatform) -> None:
-    """Attempts 0 and 1 get n1 and n2, and the check fails on n2. So attempt 2 runs on others."""
+def test_a_machine_that_fails_twice_is_excluded(ddp: SlurmPlatform) -> None:
+    """Check that attempt 2 runs on other nodes: attempts 0 and 1 get n1 and n2, and the check fails on n2."""
     env = {"STEPS": "3", "PYTHONPATH": str(FAULTY), "FAULTY": "n2"}
-    run = send(whole, "bad-node", env=env, node_check=True, retries=3)
+    run = send(ddp, "bad-node", env=env, node_check=True, retries=3)
     result = run.wait(retry=Retry(run), timeout=150, poll=0.3)
     assert result["state"] == "succeeded", (result["reason"], texts(run))
     assert [row.get("machine") for row in result["attempts"]] == ["n2", "n2", None]
@@ -145,11 +146,11 @@ def test_a_machine_that_fails_twice_is_left_out(whole: SlurmPlatform) -> None:
     assert ["#SBATCH --exclude=n2\n" in script for script in scripts] == [False, False, True]
 
 
-def test_a_shell_enters_a_node(whole: SlurmPlatform) -> None:
-    check_shell(whole)
+def test_a_shell_enters_a_node(ddp: SlurmPlatform) -> None:
+    check_shell(ddp)
 
 
-def test_all_runs_share_one_squeue(whole: SlurmPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_runs_share_one_squeue(ddp: SlurmPlatform, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     real = api.Cluster.run
 
@@ -159,10 +160,10 @@ def test_all_runs_share_one_squeue(whole: SlurmPlatform, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(api, "SQUEUE_S", 5.0)
     monkeypatch.setattr(api.Cluster, "run", counted)
-    native = send(whole, "clean").store.submitted("clean", 0)
+    native = send(ddp, "clean").store.submitted("clean", 0)
     assert native is not None
     for _ in range(20):
-        whole.provider.status(str(native["native_id"]))
+        ddp.provider.status(str(native["native_id"]))
     assert sum("squeue -h --me" in script and '-o "%A|%T' in script for script in calls) <= 1
 
 
@@ -178,8 +179,9 @@ time.sleep(20)
 
 
 @pytest.mark.parametrize("limits", ["poll", pytest.param("cgroup", marks=pytest.mark.proof)])
-def test_a_job_that_slurm_kills_for_its_memory_says_so(tmp_path: Path, limits: str) -> None:
-    """slurmstepd kills the whole step, and the nodes write no record; or the kernel kills one process."""
+def test_a_job_that_slurm_kills_for_its_memory_is_oom(tmp_path: Path, limits: str) -> None:
+    """Check two cases: slurmstepd kills the whole step, so the nodes write no record; or the kernel kills one
+    process."""
     if limits == "cgroup" and not os.access("/sys/fs/cgroup/memory/tasks", os.W_OK):
         pytest.skip("needs root and cgroups of version 1")
     with running(tmp_path / "slurm", NODES="2", LIMITS=limits) as cluster:
@@ -189,15 +191,15 @@ def test_a_job_that_slurm_kills_for_its_memory_says_so(tmp_path: Path, limits: s
         result = run.wait(timeout=90, poll=0.3)
     assert (result["state"], result["category"], result["exit_code"]) == ("failed", "oom", 1), result
     assert "it used more memory than its limit, 300M a node; ask for more with --memory-gb" in result["reason"]
-    assert ("rank 1 on node 1" in result["reason"]) == (limits == "cgroup"), "a node that lives knows the rank"
+    assert ("rank 1 on node 1" in result["reason"]) == (limits == "cgroup"), "a living node must name the rank"
 
 
 # ------------------------------------------------------------------------------------------- a store in a bucket
 
 
 @pytest.fixture(scope="module")
-def bucket(whole: SlurmPlatform, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmPlatform]:
-    """The cluster with a store in a bucket that its nodes have mounted, with the rules of Mountpoint for S3."""
+def bucket(ddp: SlurmPlatform, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmPlatform]:
+    """Give the cluster a store in a bucket that its nodes have mounted, with the rules of Mountpoint for S3."""
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
         pytest.skip("needs root and FUSE")
     made, folder = MountedBucket(tmp_path_factory.mktemp("bucket")), tmp_path_factory.mktemp("files")
@@ -205,17 +207,17 @@ def bucket(whole: SlurmPlatform, tmp_path_factory: pytest.TempPathFactory) -> It
         for name, value in made.google.environ().items():
             patch.setenv(name, value)
         own = {"mounts": {made.url: str(made.place)}, "folder": str(folder)}
-        yield ddp_world(tmp_path_factory.mktemp("world"), whole.cluster, store=f"{made.url}/store", **own)
+        yield ddp_world(tmp_path_factory.mktemp("world"), ddp.cluster, store=f"{made.url}/store", **own)
 
 
 @pytest.mark.proof
 def test_a_preempted_job_whose_store_is_a_bucket_comes_to_the_same_bits(
-    whole: SlurmPlatform, bucket: SlurmPlatform, clean: str, tmp_path: Path
+    ddp: SlurmPlatform, bucket: SlurmPlatform, clean: str, tmp_path: Path
 ) -> None:
-    """Its local input is uploaded, and its logs are in a folder of the nodes."""
+    """Check that its local input is uploaded, and that its logs are in a folder of the nodes."""
     run = send(bucket, "in-bucket", inputs={"data": str(bucket.place.data)})
     await_text(run, "from step", 2)
-    whole.cluster.preempt(bucket.job(run), 1)
+    ddp.cluster.preempt(bucket.job(run), 1)
     assert loss_of(run) == clean
     assert [row["number"] for row in run.result()["attempts"]] == ["0.0", "0.1"]
     check_nothing_lost(run)
@@ -230,15 +232,15 @@ def test_a_job_whose_store_is_a_bucket_comes_to_the_same_bits(bucket: SlurmPlatf
     assert loss_of(send(bucket, "clean-bucket")) == clean
 
 
-def test_gc_removes_the_files_of_a_job_whose_run_is_gone(whole: SlurmPlatform, tmp_path: Path) -> None:
+def test_gc_removes_the_files_of_a_deleted_run_s_job(ddp: SlurmPlatform, tmp_path: Path) -> None:
     own = {"folder": str(tmp_path / "files"), "extra": {"begin": "now+1hour"}}
-    world = SlurmPlatform(tmp_path, whole.cluster, **own)
+    world = SlurmPlatform(tmp_path, ddp.cluster, **own)
     plan, kept = world.plan(run_id="dropped"), world.plan(run_id="kept")
     world.place.clear_earlier()
     record = {"protocol": 1, "layout": {"code_digest": "c" * 64, "runtime_digest": "d" * 64}}
     Store(world.store).create_run(kept.layout, record)
     native = world.provider.submit(plan.request)
-    assert world.provider.objects() == [], "the job is not over"
+    assert world.provider.objects() == [], "gc must not touch a job that is not over"
     world.provider.cancel(native)
     while not world.provider.status(native).final:
         time.sleep(0.1)
@@ -251,7 +253,7 @@ def test_gc_removes_the_files_of_a_job_whose_run_is_gone(whole: SlurmPlatform, t
 
 @pytest.mark.docker
 def test_a_rehearsal_needs_no_cluster(jobs: Jobs, images: Callable[[str], str]) -> None:
-    """Two nodes in containers run the very request, and meet at the ports and the address that srun would give."""
+    """Run the exact request in containers of two nodes, with the ports and the address that srun would give."""
     jobs.write("train.py", "import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
     words = ("rehearse", "train.py", "--provider", "slurm", "--store", "/lustre/me/store", "--nodes", "2")
     words += ("--launcher", "python", "--max-runtime", "2m", "--run-id", "rehearsed", "--json")

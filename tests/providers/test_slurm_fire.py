@@ -1,4 +1,4 @@
-"""Submission to a real Slurm under fire: clients that die, connections that are cut, answers that are lost."""
+"""Submission to a real Slurm while clients die, connections are cut and answers are lost."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from cloudtrain.providers.slurm.api import Account
 pytestmark = pytest.mark.slow
 
 TOOLS = ("squeue", "sbatch", "scontrol", "scancel")
-#: A tool of Slurm. At the call named in $PLAN, ``TOOL NUMBER WHEN HOW``, it kills the client's shell or its answer is
-#: lost, before or after the real tool has worked.
+#: A tool of Slurm. At the call named in $PLAN, ``TOOL NUMBER WHEN HOW``, it kills the client's shell or loses its
+#: answer, before or after the work of the real tool.
 WRAPPER = """#!/bin/bash
 tool=${{0##*/}}
 count=$(($(cat "$PLAN.$tool" 2>/dev/null || echo 0) + 1)); echo $count >"$PLAN.$tool"
@@ -41,7 +41,7 @@ out=$({real} "$@"); code=$?
 [ -z "$out" ] || printf '%s\\n' "$out"
 exit $code
 """
-#: ssh that reaches this machine, and is cut after some bytes of what it is given: the shell gets half of a script.
+#: ssh to this machine that is cut after some bytes of its input: the shell gets half of a script.
 CUT_SSH = """#!/bin/bash
 read -r bytes <"$PLAN"
 if [ "$bytes" -ge 0 ]; then head -c "$bytes" | /bin/bash -s; echo "Connection to login closed." >&2; exit 255; fi
@@ -58,7 +58,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def tools(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The plan of the next strike; the tools in $PATH follow it."""
+    """Put tools on the path that follow the plan of the next strike. Return the plan's file."""
     folder, plan = tmp_path / "bin", tmp_path / "plan"
     folder.mkdir()
     for tool in TOOLS:
@@ -80,7 +80,7 @@ def aim(plan: Path, text: str) -> None:
 
 
 def request_of(folder: Path, number: object) -> Request:
-    """A job that ends at once and adds a line to a file."""
+    """Return a job that ends at once and adds a line to a file."""
     base = folder / f"run-{number}" / "slurm-0-0"
     name = f"fire-{folder.name[-12:]}-{number}".lower().replace("_", "-")
     script = (
@@ -92,7 +92,7 @@ def request_of(folder: Path, number: object) -> Request:
 
 
 def jobs_of(cluster: Cluster, request: Request) -> dict[str, list[str]]:
-    """The ids of the request's jobs, by ``live`` (released), ``held`` and ``cancelled``."""
+    """Return the ids of the request's jobs, by ``live`` (released), ``held`` and ``cancelled``."""
     found: dict[str, list[str]] = {"live": [], "held": [], "cancelled": []}
     name = request.body["sbatch"]["job-name"]
     for line in cluster.call("/usr/bin/squeue", "-h", "-t", "all", "--name", name, "-o", "%A %T %r").splitlines():
@@ -102,8 +102,8 @@ def jobs_of(cluster: Cluster, request: Request) -> dict[str, list[str]]:
     return found
 
 
-def sent(account: Account, request: Request, *, strikes: int = 3) -> str:
-    """Submit until that succeeds, as clients do that are started again."""
+def submit_until_success(account: Account, request: Request, *, strikes: int = 3) -> str:
+    """Submit until that succeeds, as restarted clients do."""
     for _ in range(strikes):
         with contextlib.suppress(CloudtrainError):
             return account.create(request)
@@ -119,15 +119,15 @@ STRIKES = [
 ]
 
 
-def _of_suite(strike: tuple[str, int, str, str]) -> Any:
-    """Return the parameter. The suite strikes each call that changes Slurm, and the last question of a client."""
+def _suite_param(strike: tuple[str, int, str, str]) -> Any:
+    """Return the parameter. The suite strikes each call that changes Slurm, and a client's last query."""
     tool, number, _, how = strike
     asks = tool == "squeue" and (number < 3 or how == "lose")
     return pytest.param(strike, marks=[pytest.mark.proof] if asks else [])
 
 
 @pytest.mark.parametrize(
-    "strike", [_of_suite(strike) for strike in STRIKES], ids=lambda strike: "-".join(map(str, strike))
+    "strike", [_suite_param(strike) for strike in STRIKES], ids=lambda strike: "-".join(map(str, strike))
 )
 def test_a_client_that_is_struck_at_any_call_leaves_one_job(
     cluster: Cluster, tools: Path, tmp_path: Path, strike: tuple[str, int, str, str]
@@ -135,7 +135,7 @@ def test_a_client_that_is_struck_at_any_call_leaves_one_job(
     request = request_of(tmp_path, 0)
     account = Account(Provider().settings)
     aim(tools, " ".join(map(str, strike)))
-    native = sent(account, request)
+    native = submit_until_success(account, request)
     found = jobs_of(cluster, request)
     assert (found["live"], found["held"]) == ([native.partition(":")[0]], [])
     assert account.create(request) == native == account.find(request)
@@ -144,7 +144,7 @@ def test_a_client_that_is_struck_at_any_call_leaves_one_job(
 def test_a_held_job_of_a_dead_client_is_not_taken_for_a_submitted_one(
     cluster: Cluster, tools: Path, tmp_path: Path
 ) -> None:
-    """Else a record of it would keep every later client from releasing it."""
+    """Check this because a record of it would keep every later client from releasing it."""
     request = request_of(tmp_path, 0)
     account = Account(Provider().settings)
     aim(tools, "sbatch 1 after kill")
@@ -164,7 +164,7 @@ def test_clients_at_once_with_strikes_leave_one_job(cluster: Cluster, tools: Pat
         natives: list[str] = []
 
         def send(request: Request = request, natives: list[str] = natives) -> None:
-            natives.append(sent(Account(Provider().settings), request, strikes=6))
+            natives.append(submit_until_success(Account(Provider().settings), request, strikes=6))
 
         threads = [threading.Thread(target=send) for _ in range(4)]
         for thread in threads:
@@ -178,7 +178,7 @@ def test_clients_at_once_with_strikes_leave_one_job(cluster: Cluster, tools: Pat
 
 
 def test_a_second_held_job_of_a_dead_client_is_cancelled(cluster: Cluster, tools: Path, tmp_path: Path) -> None:
-    """Another client was faster, and this one died before it could cancel its own."""
+    """Check a client that lost the race, and died before it could cancel its own job."""
     request = request_of(tmp_path, 0)
     native = Account(Provider().settings).create(request)
     cluster.call("/usr/bin/sbatch", "--hold", text=request.body["script"])
@@ -189,7 +189,7 @@ def test_a_second_held_job_of_a_dead_client_is_cancelled(cluster: Cluster, tools
 
 
 def test_ssh_that_is_cut_anywhere_leaves_one_job(cluster: Cluster, tools: Path, tmp_path: Path) -> None:
-    """Half of a script does nothing; an answer that is lost is found again."""
+    """Check that half of a script does nothing, and that a lost answer is found again."""
     chance = random.Random(11)
     account = Account(Provider(host="login").settings)
     for trial in range(TRIALS or 8):
@@ -206,7 +206,7 @@ def test_ssh_that_is_cut_anywhere_leaves_one_job(cluster: Cluster, tools: Path, 
 
 
 def test_a_second_job_of_an_attempt_ends_at_once(cluster: Cluster, tmp_path: Path) -> None:
-    """The last fence, in the script: Slurm may have forgotten a job that another client looks for."""
+    """Check the script's own test: Slurm may have forgotten a job that another client looks for."""
     layout = Layout(store=tmp_path.as_uri(), run_id="r", code_digest="c", runtime_digest="d")
     script = Provider(partition="low").plan(Job.make(entry_point="train.py", name="x"), layout).body["script"]
     base = tmp_path / "runs/r/native/slurm-0-0"

@@ -35,7 +35,7 @@ def planned(
 
 
 def options(request: Request) -> dict[str, str]:
-    """The options of sbatch in the script itself."""
+    """Return the options of sbatch in the script itself."""
     lines = [line for line in request.body["script"].splitlines() if line.startswith("#SBATCH --")]
     return {name: value for name, _, value in (line.removeprefix("#SBATCH --").partition("=") for line in lines)}
 
@@ -43,7 +43,7 @@ def options(request: Request) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def test_the_script_asks_for_what_the_job_asks_for() -> None:
+def test_the_script_has_the_options_of_the_job() -> None:
     given = {"partition": "gpu", "account": "lab", "constraint": "ib", "extra": {"exclusive": True, "nice": 5}}
     request = planned(given, instance_count=2, gpu=("H100:8",), cpus=16, memory_gb=100, disk_gb=50, instance_type="x")
     found = options(request)
@@ -85,7 +85,7 @@ def test_the_type_of_a_gpu_is_the_cluster_s(types: dict[str, str], gpu: str, wan
 def test_the_time_limit_is_that_of_all_starts(
     seconds: int, max_time: int, minutes: int, limit: int, parts: bool
 ) -> None:
-    """The script ends the job early enough for the grace before Slurm would."""
+    """Check that the script ends the job early enough for the grace before Slurm would."""
     request = planned({"max_time": max_time}, max_runtime=seconds)
     assert options(request)["time"] == str(minutes)
     assert f" limit={limit} " in request.body["script"]
@@ -94,7 +94,7 @@ def test_the_time_limit_is_that_of_all_starts(
 
 
 def test_another_request_has_another_name() -> None:
-    """A run's id may return for another job, while Slurm still knows the one before."""
+    """Check this because another job may get a run's id while Slurm still knows the former job."""
     names = {options(planned(**job))["job-name"] for job in ({}, {"cpus": 2}, {"max_runtime": 60})}
     names |= {options(planned(attempt=1))["job-name"]}
     assert len(names) == 4
@@ -141,7 +141,7 @@ def test_another_request_has_another_name() -> None:
         ({}, {"options": {"slurm": {"sbatch": {"wrap": "x"}}}}, {}, "options.slurm.sbatch.wrap"),
     ],
 )
-def test_what_the_cluster_cannot_honour_is_refused(
+def test_unsupported_jobs_are_refused(
     settings: dict[str, Any], job: dict[str, Any], at: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(SpecError) as caught:
@@ -158,7 +158,7 @@ def test_what_the_cluster_cannot_honour_is_refused(
     ],
 )
 def test_nodes_see_a_bucket_where_it_is_mounted(bucket: str, mount: str) -> None:
-    """Slurm's own files are in a folder of the nodes, as a mount can neither rename nor append."""
+    """Check that Slurm's own files are in a folder of the nodes, as a mount can neither rename nor append."""
     given = {"mounts": {bucket: mount, "/scratch": "/nodes/scratch"}, "folder": "/home/me/runs/"}
     url, there = bucket.rstrip("/"), mount.rstrip("/")
     inputs = {"a": LayoutInput(url=f"{url}/set"), "b": LayoutInput(url="file:///scratch/x.csv", file="x.csv")}
@@ -182,11 +182,11 @@ def test_nodes_see_a_bucket_where_it_is_mounted(bucket: str, mount: str) -> None
     assert not any("secrets" in url for url in urls)
 
 
-def test_a_refused_bucket_says_what_to_set() -> None:
+def test_a_refused_bucket_gives_a_hint() -> None:
     with pytest.raises(SpecError, match="its nodes do not see s3://bucket/x") as caught:
         planned(None, layout(store="s3://bucket/x"))
     assert caught.value.hint.endswith('[slurm.mounts] "s3://bucket" = "/mnt/bucket"')
-    assert Provider(mounts={"s3://bucket": "/mnt/bucket"}).schemes == {"s3"}, "local inputs are uploaded"
+    assert Provider(mounts={"s3://bucket": "/mnt/bucket"}).schemes == {"s3"}, "local inputs must be uploaded"
     assert Provider().schemes == {"file"}
 
 
@@ -208,8 +208,8 @@ def test_strange_names_are_quoted_for_bash(tmp_path: Path) -> None:
     file.write_text(request.body["script"])
     subprocess.run(["bash", "-n", str(file)], check=True)
     line = next(line for line in request.body["script"].splitlines() if line.startswith("base="))
-    shown = subprocess.run(["bash", "-c", f'{line}; printf %s "$base"'], capture_output=True, text=True, check=True)
-    assert shown.stdout == f"{store.removeprefix('file://')}/runs/r/native/slurm-0-0"
+    done = subprocess.run(["bash", "-c", f'{line}; printf %s "$base"'], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{store.removeprefix('file://')}/runs/r/native/slurm-0-0"
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
@@ -245,7 +245,7 @@ def known(rows: tuple[tuple[str, ...], ...] = (), marks: Mapping[str, str] | Non
         ({"JobState": "DEADLINE"}, "failed", "capacity"),
     ],
 )
-def test_a_state_of_slurm_is_one_of_ours(fields: dict[str, str], state: str, category: str) -> None:
+def test_states_of_slurm(fields: dict[str, str], state: str, category: str) -> None:
     found = status_of(NATIVE, known(**fields))
     assert (found.state, found.category) == (state, category)
     assert bool(found.reason) == (state not in ("succeeded", "running")) or fields["JobState"] == "COMPLETING"
@@ -261,13 +261,14 @@ def test_slurm_names_the_only_machine_of_a_job_that_it_lost(state: str, nodes: s
     assert status_of(NATIVE, known(rows)).attempts[-1].machine == machine
 
 
-def test_a_kill_for_memory_names_the_memory_that_the_job_asked_for() -> None:
-    """slurmstepd writes of it into the job's log; the job itself has failed, or lost its batch script."""
-    for fields, said in (({"MinMemoryNode": "4G"}, ", 4G a node"), ({"MinMemoryCPU": "500M"}, ", 500M a core")):
+def test_a_kill_for_memory_names_the_job_s_limit() -> None:
+    """Check this because slurmstepd writes the cause to the job's log. The job itself failed, or lost its batch
+    script."""
+    for fields, limit in (({"MinMemoryNode": "4G"}, ", 4G a node"), ({"MinMemoryCPU": "500M"}, ", 500M a core")):
         for ended in ({"JobState": "FAILED", "ExitCode": "137:0"}, {"JobState": "OUT_OF_MEMORY", "ExitCode": "0:125"}):
             found = status_of(NATIVE, known(marks={"oom": "", "end": "137"}, **ended, **fields))
             assert (found.state, found.category) == ("failed", "oom")
-            assert found.reason == f"it used more memory than its limit{said}; ask for more with --memory-gb"
+            assert found.reason == f"it used more memory than its limit{limit}; ask for more with --memory-gb"
     assert status_of(NATIVE, known(marks={"oom": "", "end": "1"})).category == "oom"
     assert status_of(NATIVE, known(marks={"oom": ""}, JobState="FAILED", ExitCode="124:0")).category == "oom"
 
@@ -308,7 +309,7 @@ def test_a_tag_cannot_pass_for_a_field() -> None:
 
 
 @for_each(
-    ("said", "kind"),
+    ("message", "kind"),
     [
         ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination", SpecError),
         ("sbatch: error: invalid partition specified: slow", SpecError),
@@ -321,8 +322,8 @@ def test_a_tag_cannot_pass_for_a_field() -> None:
         ("something new", PlatformError),
     ],
 )  # fmt: skip
-def test_words_of_slurm_are_one_of_our_errors(said: str, kind: type[Exception]) -> None:
-    assert type(error_of(said, what="submit")) is kind
+def test_messages_of_slurm_become_errors(message: str, kind: type[Exception]) -> None:
+    assert type(error_of(message, what="submit")) is kind
 
 
 @for_each("native", ["", "7", "x:/a", "7:a", ":/a"])
@@ -334,7 +335,7 @@ def test_an_id_of_another_form_is_not_found(native: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- the node
 
 
-def test_a_node_knows_its_place_and_its_shield() -> None:
+def test_a_node_s_topology_and_signal_shield() -> None:
     environ = {
         "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7", "SLURM_CPUS_ON_NODE": "16",
         "CLOUDTRAIN_SLURM_PORT": "20002", "CLOUDTRAIN_SLURM_ATTEMPT": "1.3", "SLURM_TMPDIR": "/local",
@@ -360,7 +361,7 @@ def test_a_secret_comes_from_the_file_and_never_shows(tmp_path: Path) -> None:
         assert "s3cret" not in str(caught.value)
 
 
-def test_machines_that_are_left_out_are_an_option_of_sbatch() -> None:
+def test_excluded_machines_are_an_option_of_sbatch() -> None:
     plain, request = (
         planned(),
         Provider(exclude="n[1-2]")

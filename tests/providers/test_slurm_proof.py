@@ -1,4 +1,4 @@
-"""What needs slurmdbd or many jobs of a real Slurm: QOS, limits, sacct alone, preemptions, scripts made for srun."""
+"""Tests with slurmdbd or many jobs of a real Slurm: QOS, limits, sacct alone, preemptions, scripts made for srun."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ QOS_GRACE = 10
 MEMORY = 15
 """MinJobAge: seconds after which slurmctld forgets a job that has ended."""
 PREEMPTIONS, EACH = min(TRIALS or 5, 50), 5
-"""In all, and of one run."""
+"""Preemptions in all, and of one run."""
 
 
 @pytest.fixture(scope="module")
 def accounting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmPlatform]:
-    """A cluster with slurmdbd, and preemption by QOS."""
+    """Give a cluster with slurmdbd, and preemption by QOS."""
     with running(tmp_path_factory.mktemp("slurm"), ACCOUNTING="1", MIN_JOB_AGE=str(MEMORY)) as cluster:
         yield ddp_world(tmp_path_factory.mktemp("world"), cluster, stop_grace=QOS_GRACE + 5, qos="low")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmPlatform]:
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmPlatform]:
     with running(tmp_path_factory.mktemp("slurm")) as cluster:
         yield ddp_world(tmp_path_factory.mktemp("world"), cluster)
 
@@ -40,7 +40,7 @@ def numbers(run: Run) -> list[str]:
     return [row["number"] for row in run.result()["attempts"]]
 
 
-def test_a_job_that_a_better_qos_pushes_out_loses_nothing(accounting: SlurmPlatform) -> None:
+def test_a_job_that_a_better_qos_preempts_loses_nothing(accounting: SlurmPlatform) -> None:
     clean = loss_of(send(accounting, "qos-clean"))
     run = send(accounting, "qos-preempted")
     await_text(run, "from step", 2)
@@ -84,7 +84,7 @@ def test_a_limit_of_running_jobs_leaves_it_pending_with_its_reason(accounting: S
         cluster.call("sacctmgr", "-i", "modify", "qos", "low", "set", "MaxJobsPerUser=-1")
 
 
-def test_a_job_that_slurmctld_has_forgotten_is_known_by_sacct(accounting: SlurmPlatform) -> None:
+def test_sacct_knows_a_job_that_slurmctld_forgot(accounting: SlurmPlatform) -> None:
     run = send(accounting, "forgotten", steps=2)
     request = run.store.attempt_request(run.run_id, 0)
     native = accounting.provider.find(request)
@@ -97,7 +97,7 @@ def test_a_job_that_slurmctld_has_forgotten_is_known_by_sacct(accounting: SlurmP
         time.sleep(1)
     for mark in ("end", "over", "job"):
         Path(base, mark).unlink(missing_ok=True)
-    assert accounting.provider.find(request) == native, "else another client would send a second job"
+    assert accounting.provider.find(request) == native, "another client would send a second job"
     accounting.provider.submit(request)
     assert job == accounting.job(run)
     status = accounting.provider.status(native)
@@ -105,25 +105,25 @@ def test_a_job_that_slurmctld_has_forgotten_is_known_by_sacct(accounting: SlurmP
 
 
 @pytest.mark.timeout(120 * PREEMPTIONS)
-def test_preemptions_lose_no_step(whole: SlurmPlatform) -> None:
-    """One run after the other; each is pushed out several times, at another place of its steps."""
+def test_preemptions_lose_no_step(ddp: SlurmPlatform) -> None:
+    """Check one run after the other. Each is preempted several times, at different steps."""
     steps = 60 + 60 * EACH
-    clean = loss_of(send(whole, "many-clean", steps=steps))
+    clean = loss_of(send(ddp, "many-clean", steps=steps))
     for start in range(0, PREEMPTIONS, EACH):
-        run = send(whole, f"many-{start}", steps=steps)
+        run = send(ddp, f"many-{start}", steps=steps)
         for number in range(min(EACH, PREEMPTIONS - start)):
             await_text(run, "from step", 2 * number + 2)
             time.sleep((start + number) % 7 * 0.3)
-            whole.cluster.preempt(whole.job(run), number % 2)
+            ddp.cluster.preempt(ddp.job(run), number % 2)
         assert loss_of(run) == clean, run
         assert len(numbers(run)) == min(EACH, PREEMPTIONS - start) + 1
         check_nothing_lost(run)
 
 
 def test_the_script_of_a_plain_srun_torchrun_runs_unchanged_to_the_same_bits(
-    whole: SlurmPlatform, tmp_path: Path
+    ddp: SlurmPlatform, tmp_path: Path
 ) -> None:
-    """The batch script by hand is the one of PyTorch's own example for Slurm."""
+    """Check against a batch script by hand: that of PyTorch's own example for Slurm."""
     batch = f"""#!/bin/bash
 #SBATCH --partition=low --nodes=2 --ntasks-per-node=1 --time=3 --output={tmp_path}/log
 export GLOO_SOCKET_IFNAME=lo STEPS=60 CLOUDTRAIN_RESUME_FROM= CLOUDTRAIN_CHECKPOINT_DIR={tmp_path}/saved
@@ -131,12 +131,12 @@ export CLOUDTRAIN_PREEMPT_FILE={tmp_path}/none
 srun {sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-id $SLURM_JOB_ID \\
     --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{29000 + int(time.time()) % 900} {DDP}
 """
-    whole.cluster.call("sbatch", "--wait", text=batch)
+    ddp.cluster.call("sbatch", "--wait", text=batch)
     (loss,) = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("loss ")]
-    assert loss_of(send(whole, "unchanged")) == loss
+    assert loss_of(send(ddp, "unchanged")) == loss
 
 
-#: As main_dino.py and MAE do, which submitit starts: torchrun's variables first, then those of srun.
+#: Like main_dino.py and MAE, which submitit starts: torchrun's variables first, then those of srun.
 SUBMITIT = """
 import os
 import torch.distributed as dist
@@ -152,10 +152,10 @@ print("job", os.environ["SLURM_JOB_ID"], "rank", dist.get_rank(), "of", dist.get
 """
 
 
-def test_a_script_made_for_submitit_runs_unchanged(whole: SlurmPlatform) -> None:
-    (whole.place.code / "dino.py").write_text(SUBMITIT)
-    run = send(whole, "submitit", entry_point="dino.py", nproc_per_node=2)
+def test_a_script_made_for_submitit_runs_unchanged(ddp: SlurmPlatform) -> None:
+    (ddp.place.code / "dino.py").write_text(SUBMITIT)
+    run = send(ddp, "submitit", entry_point="dino.py", nproc_per_node=2)
     assert run.wait(timeout=120, poll=0.3)["state"] == "succeeded", texts(run)
-    job = whole.job(run)
+    job = ddp.job(run)
     words = {text for text in texts(run) if text.startswith("job ")}
     assert words == {f"job {job} rank {rank} of 4 local {rank % 2}" for rank in range(4)}

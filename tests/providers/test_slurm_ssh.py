@@ -1,4 +1,4 @@
-"""Provider ``slurm`` over a real OpenSSH: an sshd of one's own on loopback, and the user's own configuration of ssh."""
+"""Provider ``slurm`` over a real OpenSSH: a private sshd on loopback, and the user's own ssh configuration."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Host stranger
 
 
 class Login:
-    """A login node: its sshd can be ended and started again."""
+    """A login node whose sshd can be stopped and started again."""
 
     def __init__(self, folder: Path, conf: Path) -> None:
         self.folder = folder
@@ -61,7 +61,7 @@ class Login:
         (folder / "sshd_config").write_text(SSHD.format(port=port, folder=folder, conf=conf))
         (folder / "config").write_text(USER.format(port=port, folder=folder))
         (folder / "bin").mkdir()
-        wrapper = folder / "bin" / "ssh"  # ssh takes its configuration from the account's home, not from $HOME
+        wrapper = folder / "bin" / "ssh"  # ssh reads the configuration in the account's home, not in $HOME
         wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/config "$@"\n')
         wrapper.chmod(0o755)
 
@@ -85,7 +85,7 @@ class Login:
 @pytest.fixture(scope="module")
 def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
     if os.getuid() != 0:
-        pytest.skip("an sshd of one's own separates its privileges, as root")
+        pytest.skip("a private sshd needs root to separate its privileges")
     with running(tmp_path_factory.mktemp("slurm")) as cluster, pytest.MonkeyPatch.context() as patch:
         login = Login(tmp_path_factory.mktemp("login"), cluster.conf)
         patch.delenv("SLURM_CONF")
@@ -96,7 +96,7 @@ def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
         login.stop()
 
 
-def test_a_run_over_ssh_is_as_on_the_login_node(login: Login) -> None:
+def test_a_run_over_ssh_is_like_one_on_the_login_node(login: Login) -> None:
     world: SlurmPlatform = login.world  # type: ignore[attr-defined]
     run = world.send(world.plan({"launcher": "python", "env": {"PROBE": ""}}, run_id="by-ssh"))
     result = run.wait(timeout=120, poll=0.3)
@@ -112,8 +112,8 @@ def test_a_shell_enters_a_node_by_ssh(login: Login) -> None:
     check_shell(login.world)  # type: ignore[attr-defined]
 
 
-def test_a_login_node_that_is_gone_is_lost_contact_and_no_second_job(login: Login) -> None:
-    """The run's own files must be in the store: without them the job fails by itself, before a slow client cancels."""
+def test_a_lost_login_node_is_lost_contact_and_no_second_job(login: Login) -> None:
+    """Check with the run's own files in the store. Without them the job fails before a slow client cancels it."""
     world: SlurmPlatform = login.world  # type: ignore[attr-defined]
     plan = world.plan({"launcher": "python", "env": {"PROBE": "hold"}}, run_id="gone")
     run, request = world.send(plan), plan.request

@@ -1,4 +1,4 @@
-"""What `make mutants` found that no test would have noticed: words and limits that scripts and users rely on."""
+"""Tests of surviving mutants of `make mutants`: words and limits that scripts and users rely on."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ IN_AZURE = Plans(AzureML, WORKSPACE, "abfs://c@account.dfs.core.windows.net/stor
 # ------------------------------------------------------------------------------------------------------------ on a node
 
 
-def test_a_script_that_reads_sm_variables_finds_the_network_the_machine_and_its_devices(tmp_path: Path) -> None:
+def test_the_sm_variables_name_the_network_the_machine_and_its_devices(tmp_path: Path) -> None:
     config = tmp_path / "input/config/resourceconfig.json"
     config.parent.mkdir(parents=True)
-    told = {"current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "eth7"}
+    resources = {"current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "eth7"}
     for machine in ({"current_instance_type": "ml.p4d.24xlarge"}, {}):
-        config.write_text(json.dumps({**told, **machine}))
+        config.write_text(json.dumps({**resources, **machine}))
         words = SageMaker.node_environment({"SAGEMAKER_BASE_DIR": str(tmp_path)}, {}).export_env
         assert words["SM_NETWORK_INTERFACE_NAME"] == "eth7"
         assert words["SM_CURRENT_INSTANCE_TYPE"] == machine.get("current_instance_type", "")
@@ -72,7 +72,7 @@ def test_nodes_on_one_machine_share_its_cores(
     monkeypatch.setattr(local, "_cpus", lambda: cores)
     (tmp_path / "secrets").write_text("{}")
     prefix, fd = local.ENGINE_PREFIX, os.open(tmp_path / "secrets", os.O_RDONLY)
-    told = {
+    environ = {
         "NODES": nodes,
         "NODE": 0,
         "PORT": 5000,
@@ -81,15 +81,15 @@ def test_nodes_on_one_machine_share_its_cores(
         "GROUPS": "g",
         "SECRETS_FD": fd,
     }
-    assert Local.node_environment({f"{prefix}{name}": str(value) for name, value in told.items()}, {}).cpus == each
+    assert Local.node_environment({f"{prefix}{name}": str(value) for name, value in environ.items()}, {}).cpus == each
 
 
-def test_a_container_is_told_which_node_it_is_and_the_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The values come over its standard input, where no other process can read them."""
+def test_a_container_gets_its_node_number_and_the_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the values come over its standard input, where no other process can read them."""
     monkeypatch.setattr("sys.stdin", io.StringIO('{"HF": "hush"}\nmore'))
-    told = {"NODES": 3, "NODE": 2, "CPUS": 4, "ATTEMPT": "1.0", "SECRETS": 1}
+    environ = {"NODES": 3, "NODE": 2, "CPUS": 4, "ATTEMPT": "1.0", "SECRETS": 1}
     found = Docker.node_environment(
-        {f"{ENGINE_PREFIX}{name}": str(value) for name, value in told.items()}, {"live": "/live"}
+        {f"{ENGINE_PREFIX}{name}": str(value) for name, value in environ.items()}, {"live": "/live"}
     )
     assert found.topology == Topology(nodes=3, node_rank=2, master_addr="node-0", master_port=PORT)
     assert (found.paths, found.scratch, found.cpus, found.attempt) == ({"live": "/live"}, (), 4, "1.0")
@@ -99,7 +99,7 @@ def test_a_container_is_told_which_node_it_is_and_the_secrets(monkeypatch: pytes
     assert Docker.node_environment({**bare, f"{ENGINE_PREFIX}NODE": "0"}, {}).attempt == ""
 
 
-def test_a_single_node_of_azureml_needs_no_word_of_ours() -> None:
+def test_a_single_node_of_azureml_needs_no_variables() -> None:
     words = {"AZUREML_NODE_COUNT": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-0"}
     assert (
         AzureML.node_environment(words, {}).topology.nodes,
@@ -114,7 +114,7 @@ def test_a_single_node_of_azureml_needs_no_word_of_ours() -> None:
 
 @pytest.fixture
 def wire() -> Iterator[Wire]:
-    """A server without a route."""
+    """Give a server without a route."""
     wire = Wire()
     yield wire
     wire.close()
@@ -122,7 +122,7 @@ def wire() -> Iterator[Wire]:
 
 
 def test_a_reference_to_a_secret_keeps_all_its_colons(wire: Wire) -> None:
-    """An ARN, and a project of a domain."""
+    """Check an ARN, and a project of a domain."""
     name, arn = "projects/example.com:p/secrets/s", "arn:aws:ssm:eu-west-1:123456789012:parameter/x"
     token, value = Answer({"access_token": "t"}), {"payload": {"data": base64.b64encode(b"hush").decode()}}
     wire.route("GET", "/computeMetadata/.*", "GET token", lambda call: token, open=True)
@@ -133,11 +133,11 @@ def test_a_reference_to_a_secret_keeps_all_its_colons(wire: Wire) -> None:
     url = wire.listen()
     google = {"GCE_METADATA_HOST": url.removeprefix("http://"), "CLOUDSDK_API_ENDPOINT_OVERRIDES_SECRETMANAGER": url}
     assert Vertex.node_environment(google, {}).secrets(f"gcp:{name}") == "hush"
-    assert secrets_of_sagemaker(url)(f"aws:{arn}") == arn
+    assert sagemaker_secrets(url)(f"aws:{arn}") == arn
 
 
-def secrets_of_sagemaker(url: str) -> Any:
-    """How a node of it reads secrets, of a service at ``url``."""
+def sagemaker_secrets(url: str) -> Any:
+    """Return the reader of secrets on a SageMaker node, for a service at ``url``."""
     with tempfile.TemporaryDirectory() as base:
         config = Path(base) / "input/config/resourceconfig.json"
         config.parent.mkdir(parents=True)
@@ -147,26 +147,26 @@ def secrets_of_sagemaker(url: str) -> Any:
 
 
 @pytest.mark.parametrize("word", ["replicas", "hosts"])
-def test_a_cluster_in_the_other_shape_names_its_members_by_either_word(word: str) -> None:
+def test_a_cluster_in_the_other_shape_uses_either_name(word: str) -> None:
     pools = [{word: ["a:3333"]}, {word: ["b:3333", "c:3333"]}]
-    told = {"cluster": {"worker_pools": pools}, "task": {"worker_pool_index": 1, "replica_index": 1}}
-    found = Vertex.node_environment({"CLOUDTRAIN_NODES": "3", "CLUSTER_SPEC": json.dumps(told)}, {}).topology
+    spec = {"cluster": {"worker_pools": pools}, "task": {"worker_pool_index": 1, "replica_index": 1}}
+    found = Vertex.node_environment({"CLOUDTRAIN_NODES": "3", "CLUSTER_SPEC": json.dumps(spec)}, {}).topology
     assert (found.nodes, found.node_rank, found.master_addr, found.master_port) == (3, 2, "a", 3333)
 
 
-# -------------------------------------------------------------------------------------------------------- how it stands
+# ------------------------------------------------------------------------------------------------------------- statuses
 
 
-def of_sagemaker(**more: Any) -> Any:
+def sagemaker_status(**more: Any) -> Any:
     return sagemaker.status_of({"TrainingJobArn": ARN, "TrainingJobStatus": "InProgress", **more})
 
 
-def test_sagemaker_says_since_when_it_trains_and_both_its_words() -> None:
+def test_a_status_of_sagemaker_has_its_start_and_both_native_words() -> None:
     began = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc)
-    found = of_sagemaker(SecondaryStatus="Training", TrainingStartTime=began)
+    found = sagemaker_status(SecondaryStatus="Training", TrainingStartTime=began)
     assert (found.native, found.started) == ("InProgress/Training", began.timestamp())
-    assert of_sagemaker(TrainingJobStatus="Completed", SecondaryStatus="Completed").native == "Completed"
-    assert of_sagemaker(TrainingJobStatus="Stopped", SecondaryStatus="Stopped").reason == "it was stopped"
+    assert sagemaker_status(TrainingJobStatus="Completed", SecondaryStatus="Completed").native == "Completed"
+    assert sagemaker_status(TrainingJobStatus="Stopped", SecondaryStatus="Stopped").reason == "it was stopped"
 
 
 @for_each(
@@ -178,66 +178,68 @@ def test_sagemaker_says_since_when_it_trains_and_both_its_words() -> None:
         ("Failed", {"error": {"error": {"code": "UserError", "message": "bad"}}}, ("failed", "user_error", "bad")),
     ],
 )
-def test_azureml_says_why_in_either_shape_of_its_errors(native: str, details: Any, expected: tuple[str, ...]) -> None:
+def test_azureml_has_a_reason_in_either_shape_of_its_errors(
+    native: str, details: Any, expected: tuple[str, ...]
+) -> None:
     found = azureml.status_of({"properties": {"status": native}}, details)
     assert (found.state, found.category) == expected[:2]
     assert found.reason.startswith(expected[2])
 
 
-def test_azureml_that_cancels_at_the_limit_has_used_up_max_runtime() -> None:
+def test_a_cancel_by_azureml_at_the_limit_is_a_timeout() -> None:
     hour = {"startTimeUtc": "2026-01-01T00:00:00Z", "endTimeUtc": "2026-01-01T01:00:00Z"}
     properties = {"status": "Canceled", "limits": {"timeout": "PT1H"}}
     found = azureml.status_of({"properties": properties}, hour)
     assert (found.state, found.category, found.reason) == ("failed", "timeout", "max_runtime is used up")
 
 
-def test_vertex_without_a_reason_says_so() -> None:
+def test_vertex_without_a_reason() -> None:
     name = "projects/p/locations/europe-west4/customJobs/1"
     found = vertex.status_of({"name": name, "state": "JOB_STATE_FAILED"})
     assert found.reason == "Vertex AI gives no reason; Vertex AI itself failed; submit it again"
 
 
-def test_vertex_that_finds_no_machines_says_what_to_try() -> None:
+def test_vertex_without_machines_gives_a_hint() -> None:
     found = vertex.status_of({"state": "JOB_STATE_EXPIRED"})
     waited = "no machines within max_wait (maxWaitDuration); try another machine, location or time, a reservation"
     assert (found.category, found.reason.partition(", or a max_wait")[0]) == ("capacity", waited)
 
 
-def test_azureml_says_what_lay_inside_an_error_without_a_text() -> None:
-    told = {"code": "UserError", "innerError": {"code": "BadArgument", "innerError": {"code": "BadImage"}}}
-    found = azureml.status_of({"properties": {"status": "Failed"}}, {"error": told})
+def test_azureml_names_the_inner_codes_of_an_error_without_a_message() -> None:
+    error = {"code": "UserError", "innerError": {"code": "BadArgument", "innerError": {"code": "BadImage"}}}
+    found = azureml.status_of({"properties": {"status": "Failed"}}, {"error": error})
     assert found.reason.startswith("UserError/BadArgument/BadImage")
 
 
-def test_a_hint_follows_what_was_said_less_its_full_stop() -> None:
-    told = {"error": {"code": "ServiceError", "message": "It broke."}}
-    found = azureml.status_of({"properties": {"status": "Failed"}}, told)
+def test_a_hint_follows_the_message_without_its_full_stop() -> None:
+    details = {"error": {"code": "ServiceError", "message": "It broke."}}
+    found = azureml.status_of({"properties": {"status": "Failed"}}, details)
     assert found.reason == "It broke; Azure ML itself failed; submit it again"
-    failed = of_sagemaker(TrainingJobStatus="Failed", FailureReason="InternalServerError: ...it broke.")
+    failed = sagemaker_status(TrainingJobStatus="Failed", FailureReason="InternalServerError: ...it broke.")
     assert failed.reason == "InternalServerError: ...it broke; SageMaker itself failed; submit it again"
 
 
 @pytest.mark.parametrize(
-    ("said", "category"),
+    ("reason", "category"),
     [("CapacityError: Unable to provision.", "capacity"), ("ResourceLimitExceeded: too many.", "quota")],
 )
-def test_sagemaker_that_stops_a_job_itself_says_for_want_of_what(said: str, category: str) -> None:
-    found = of_sagemaker(TrainingJobStatus="Stopped", SecondaryStatus="Stopped", FailureReason=said)
+def test_a_stop_by_sagemaker_itself_has_a_category(reason: str, category: str) -> None:
+    found = sagemaker_status(TrainingJobStatus="Stopped", SecondaryStatus="Stopped", FailureReason=reason)
     assert (found.state, found.category) == ("failed", category)
-    assert found.reason.startswith(said.rstrip(".") + "; ")
+    assert found.reason.startswith(reason.rstrip(".") + "; ")
 
 
-# ---------------------------------------------------------------------------------------------------- what AWS answers
+# ------------------------------------------------------------------------------------------------------- answers of AWS
 
 
-def test_an_answer_of_aws_that_says_nothing_is_told_by_its_status() -> None:
+def test_an_empty_answer_of_aws_shows_its_status() -> None:
     from botocore.exceptions import ClientError
 
     found = aws.error_of(ClientError({"ResponseMetadata": {"HTTPStatusCode": 418}}, "DescribeIt"))
     assert (type(found), str(found)) == (PlatformError, "DescribeIt: status 418")
 
 
-def test_a_profile_that_is_none_is_told_of_by_its_field() -> None:
+def test_an_unknown_profile_is_named_by_its_field() -> None:
     from botocore.exceptions import ProfileNotFound
 
     found = aws.error_of(ProfileNotFound(profile="p"))
@@ -247,7 +249,7 @@ def test_a_profile_that_is_none_is_told_of_by_its_field() -> None:
 
 @pytest.fixture
 def account(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> aws.Account:
-    """An account whose calls of SageMaker go to the server."""
+    """Return an account whose SageMaker calls go to the server."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
@@ -256,7 +258,7 @@ def account(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> aws.Account:
     return SageMaker(**OF_SAGEMAKER).account
 
 
-def test_a_refusal_that_new_keys_cannot_help_is_heard_once(wire: Wire, account: aws.Account) -> None:
+def test_a_refusal_that_new_keys_cannot_help_is_not_tried_again(wire: Wire, account: aws.Account) -> None:
     refused = Answer({"__type": "AccessDeniedException", "message": "you may not"}, 400)
     wire.route("POST", "/", "POST", lambda call: refused, open=True)
     with pytest.raises(AuthError, match="you may not"):
@@ -264,22 +266,22 @@ def test_a_refusal_that_new_keys_cannot_help_is_heard_once(wire: Wire, account: 
     assert wire.count("POST") == 1
 
 
-def test_a_job_that_is_being_deleted_is_none(wire: Wire, account: aws.Account) -> None:
-    told = {"TrainingJobArn": ARN, "TrainingJobName": "run-a0", "TrainingJobStatus": "Deleting"}
-    wire.route("POST", "/", "POST", lambda call: Answer(told), open=True)
+def test_a_job_in_deletion_is_not_found(wire: Wire, account: aws.Account) -> None:
+    job = {"TrainingJobArn": ARN, "TrainingJobName": "run-a0", "TrainingJobStatus": "Deleting"}
+    wire.route("POST", "/", "POST", lambda call: Answer(job), open=True)
     with pytest.raises(SpecError) as caught:
         account.describe(ARN)
     assert (caught.value.field, str(caught.value)) == ("run", "run: SageMaker is deleting the training job run-a0")
 
 
 @pytest.mark.parametrize(
-    ("status", "told", "region"),
+    ("status", "header", "region"),
     [(200, "eu-west-1", "eu-west-1"), (301, "us-west-2", "us-west-2"), (403, "eu-west-3", "eu-west-3"), (403, "", "")],
 )
-def test_where_a_bucket_is_a_refusal_says_too(
-    wire: Wire, account: aws.Account, monkeypatch: pytest.MonkeyPatch, status: int, told: str, region: str
+def test_a_refusal_names_the_region_of_a_bucket(
+    wire: Wire, account: aws.Account, monkeypatch: pytest.MonkeyPatch, status: int, header: str, region: str
 ) -> None:
-    headers = {"x-amz-bucket-region": told} if told else {}
+    headers = {"x-amz-bucket-region": header} if header else {}
     wire.route("HEAD", "/bucket", "HEAD bucket", lambda call: Answer(None, status, headers), open=True)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", wire.listen())
     assert account.bucket_region("bucket") == region
@@ -289,7 +291,7 @@ def test_where_a_bucket_is_a_refusal_says_too(
     assert {call.headers["host"] for call in wire.calls} == {wire.listen().removeprefix("http://")}
 
 
-def test_a_store_of_sagemakers_is_reached_in_its_region(account: aws.Account) -> None:
+def test_a_store_of_sagemaker_is_used_in_its_region(account: aws.Account) -> None:
     found = SageMaker(**OF_SAGEMAKER)
     assert found.storage("s3://bucket/x") == {"client_kwargs": {"region_name": "eu-west-1"}}
     assert found.storage("/a/folder") == {}
@@ -301,10 +303,10 @@ def test_a_call_of_aws_waits_for_half_a_minute_and_is_made_once(account: aws.Acc
     assert config.retries["total_max_attempts"] == 1
 
 
-# ------------------------------------------------------------------------------------------------------ what is planned
+# ---------------------------------------------------------------------------------------------------------------- plans
 
 
-def test_a_size_that_is_too_small_is_told_with_what_it_has() -> None:
+def test_a_too_small_machine_is_named_with_its_size() -> None:
     for plans, machine, has in (
         (IN_AZURE, "Standard_DS3_v2", "4 cores and 14 GiB"),
         (IN_SAGEMAKER, "ml.m5.xlarge", "4 cores and 16 GiB"),
@@ -319,7 +321,7 @@ def test_a_vault_is_named_with_its_port() -> None:
     assert IN_AZURE.planned(secrets={"T": secret}).context["secrets"] == {"T": secret}
 
 
-def test_spot_machines_are_asked_for_by_either_word_or_both() -> None:
+def test_spot_machines_are_requested_by_either_setting_or_both() -> None:
     wanted = [IN_AZURE.planned(given, spot=spot) for given, spot in (({}, True), (TIER, False), (TIER, True))]
     assert [request.body["queue_settings"] for request in wanted] == [TIER] * 3
     assert IN_AZURE.refused({"job_tier": "premium"}, spot=True).field == "azureml.job_tier"
@@ -332,14 +334,14 @@ def test_a_machine_with_neuron_needs_an_image() -> None:
     assert IN_SAGEMAKER.planned(**fields, image=f"{ECR}/neuron:1").instance_types == ("ml.trn9.48xlarge",)
 
 
-def test_a_local_request_is_called_what_its_job_is() -> None:
+def test_a_local_request_has_the_name_of_its_job() -> None:
     assert Plans(Local, {}, "/tmp/store", {"name": "mine"}).planned().body["name"] == "mine"
 
 
-def test_a_container_that_could_not_write_is_refused_and_an_image_is_looked_for(
+def test_a_container_that_could_not_write_is_refused_and_its_image_is_checked(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an engine of containers of our own making; a user may be named with a group."""
+    """Check with a fake container engine; a user may be named with a group."""
     image = {"Os": "linux", "Architecture": "amd64"}
     wire.route("GET", "/version", "GET version", lambda call: Answer({"ApiVersion": "1.44", **image}), open=True)
     wire.route("GET", r"/v1\.44/version", "GET version", lambda call: Answer({"Arch": "amd64"}), open=True)
@@ -364,14 +366,14 @@ def test_as_many_labels_as_vertex_takes() -> None:
     assert IN_VERTEX.refused(tags={**tags, "more": "x"}).field == "tags"
 
 
-def test_where_a_run_comes_from_in_either_alphabet() -> None:
+def test_the_origin_of_a_run_in_either_alphabet() -> None:
     assert set(_origin({"ci": "GitHub", "ci_run": "12"}).values()) == {"github-12"}
     assert _page({"ci_url": "https://ci/" + "x" * TAG_VALUE, "ci_run": "12"}) == "12"
     assert _page({"ci_run": "12"}) == "12"
     assert _page({"ci_url": "https://ci/1", "ci_run": "12"}) == "https://ci/1"
 
 
-def test_what_sagemaker_has_no_place_for_is_refused_by_its_field() -> None:
+def test_options_that_sagemaker_cannot_take_are_refused_by_their_field() -> None:
     ours = {"sagemaker": {"Environment": {"CLOUDTRAIN_RUN_ID": "x"}}}
     found = IN_SAGEMAKER.refused(options=ours)
     assert str(found) == "options.sagemaker.Environment.CLOUDTRAIN_RUN_ID: is set by cloudtrain itself"

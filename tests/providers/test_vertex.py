@@ -26,19 +26,19 @@ pytestmark = [
     pytest.mark.docker,
     pytest.mark.remote,
     pytest.mark.slow,
-    # aiohttp, of a body of bytes above 1 MiB; what gcsfs hands it is not ours to choose.
+    # aiohttp warns of bodies of bytes above 1 MiB, and gcsfs chooses what it sends.
     pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning"),
 ]
 
 TRIALS = 100
-"""Of a creation whose answer is lost."""
+"""Trials of a creation whose answer is lost."""
 EARLY_SECONDS = 10
-"""How much sooner node 0 is done than its peers."""
+"""Seconds by which node 0 ends before its peers."""
 
 
 @pytest.fixture(scope="class")
 def made(tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]) -> Iterator[VertexWorld]:
-    """A world of this class's own, with the environment that leads to it."""
+    """Give a FakePlatform for this class alone, with its environment."""
     folder = tmp_path_factory.mktemp("world")
     with at_work(folder, engine, lambda: VertexWorld(folder, image=images("pip"))) as world:
         yield world
@@ -64,7 +64,7 @@ class Client(clients.Client):
         super().__init__(world, jobs, "--image", world.image, *settings)
 
     def until(self, run_id: str, text: str, attempt: int = 0) -> CustomJob:
-        """Wait until a node of the job has printed a line with ``text``; the job."""
+        """Wait until a node of the job has printed a line with ``text``. Return the job."""
         job: CustomJob = self.job(run_id, attempt)
         Jobs.wait_for(lambda: job.over or text in job.printed(), PATIENCE)
         assert not job.over, job.record.error
@@ -126,7 +126,7 @@ class TestWholeRuns:
         assert f"by name: {found}" in client.job("ports").printed()
 
     def test_a_script_that_fails_runs_once_though_its_container_is_started_again(self, client: Client) -> None:
-        """Vertex AI starts a container again that fails, at once and in place, until it has ended the job."""
+        """Check this because Vertex AI restarts a failed container at once and in place, until it has ended the job."""
         script = client.jobs.write("bug/bug.py", STEPS_FAIL)
         done = client.submit(str(script), "bug", shape=PLAIN)
         result, printed = done.json, client.job("bug").printed()
@@ -158,7 +158,7 @@ class TestWholeRuns:
     @pytest.mark.proof
     @pytest.mark.parametrize("grace", [6.0, None], ids=["killed early", "kept"])
     def test_the_doctor_looks_at_ports_folders_and_grace(self, client: Client, grace: float | None) -> None:
-        """Two small machines. A service that kills early is told of; one that keeps its word is not."""
+        """Check two small machines. Doctor reports a service that kills early, and no other."""
         plane = client.world.plane
         kept, plane.grace = plane.grace, plane.grace if grace is None else grace
         try:
@@ -166,9 +166,9 @@ class TestWholeRuns:
             done = client.jobs.here("doctor", "vertex", "--job", "--measure-grace", *words)
         finally:
             plane.grace = kept
-        told = done.json
-        report = told["report"]
-        assert told["state"] == "cancelled", done.err
+        doctor_report = done.json
+        report = doctor_report["report"]
+        assert doctor_report["state"] == "cancelled", done.err
         assert {2222, 2223, 3333, 6000, 29500} <= {int(port) for port in report["ports"]["ports"]}
         tried = report["ports"]["from"]["1"]
         assert set(tried["address"].values()) == {""}
@@ -179,17 +179,17 @@ class TestWholeRuns:
         rows = report["grace"]["nodes"].values()
         assert report["grace"]["reckoned"] == 30
         if grace is None:
-            assert (done.code, told["problems"]) == (0, []), done.err
+            assert (done.code, doctor_report["problems"]) == (0, []), done.err
             assert all(row["recorded"] and 20 < row["seconds"] < 30 for row in rows)
         else:
             assert done.code == 1
-            assert [line[:17] for line in told["problems"]] == ["node 0 was killed", "node 1 was killed"]
+            assert [line[:17] for line in doctor_report["problems"]] == ["node 0 was killed", "node 1 was killed"]
             seconds = [row["seconds"] for row in rows if not row["recorded"]]
             assert [2 < each < 10 for each in seconds] == [True, True], seconds
 
     @pytest.mark.proof
     def test_a_node_0_that_is_done_long_before_its_peers_loses_nothing(self, client: Client) -> None:
-        """The service takes its end for the job's, and kills the others at once."""
+        """Check this because the service takes its end for the job's, and kills the others at once."""
         script = client.jobs.write("early/early.py", EARLY)
         done = client.submit(str(script), "early")
         assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
@@ -221,12 +221,12 @@ class TestWholeRuns:
         assert client.losses("lost") == whole
 
 
-# -------------------------------------------------------------------------------------------------------------- trouble
+# --------------------------------------------------------------------------------------------------- unreliable service
 
 
 @pytest.fixture
 def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: Callable[[str], str]) -> Iterator[VertexWorld]:
-    """A world without a machine to give: its jobs wait until they are cancelled."""
+    """Give a project without machines: its jobs wait until they are cancelled."""
     world = VertexWorld(tmp_path, image=images("pip"))
     for name, value in world.plane.environ().items():
         monkeypatch.setenv(name, value)
@@ -236,7 +236,7 @@ def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: Callable[[str]
 
 
 def held(world: VertexWorld) -> CustomJob:
-    """The one job there is."""
+    """Return the only job."""
     (job,) = world.plane.jobs.values()
     return job
 
@@ -247,7 +247,7 @@ class TestTrouble:
         [Fault.throttled("POST customJobs", 1, seconds=1), Fault.broken("POST customJobs", 2)],
         ids=["throttled", "unavailable"],
     )
-    def test_what_passes_is_tried_again(self, idle: VertexWorld, fault: Fault) -> None:
+    def test_passing_faults_are_retried(self, idle: VertexWorld, fault: Fault) -> None:
         idle.plane.wire.faults.append(Fault(fault.operation, fault.error, fault.times))
         run = idle.send(idle.plan(run_id="again"))
         assert run.status().state == "pending"
@@ -258,7 +258,7 @@ class TestTrouble:
         "trials", [3, pytest.param(TRIALS, marks=[pytest.mark.proof, pytest.mark.timeout(4 * PATIENCE)])]
     )
     def test_a_creation_whose_answer_is_lost_is_one_job(self, idle: VertexWorld, trials: int) -> None:
-        """The listing that would tell lags behind; now and then the job was never made."""
+        """Check this though the listing that would show the job lags. In some trials the job was never created."""
         draw = random.Random(trials)
         for number in range(trials):
             before = set(idle.plane.jobs)
@@ -270,10 +270,10 @@ class TestTrouble:
             idle.plane.job(name).stop()
         assert idle.plane.wire.count("POST customJobs") >= trials
 
-    def test_no_machines_at_once_and_no_machines_in_the_end(self, idle: VertexWorld) -> None:
-        """As the service tells them: a refusal with the status of a rate limit, or a job that has failed."""
-        said = "Resources are insufficient in region: europe-west4. Please try a different region."
-        idle.plane.wire.faults.append(Fault("POST customJobs", Refusal("RESOURCE_EXHAUSTED", said)))
+    def test_no_machines_at_submission_and_no_machines_later(self, idle: VertexWorld) -> None:
+        """Check both forms: a refusal with the status of a rate limit, and a job that failed."""
+        message = "Resources are insufficient in region: europe-west4. Please try a different region."
+        idle.plane.wire.faults.append(Fault("POST customJobs", Refusal("RESOURCE_EXHAUSTED", message)))
         with pytest.raises(CloudtrainError) as caught:
             idle.send(idle.plan(run_id="at-once"))
         assert (caught.value.exit_code, type(caught.value).__name__) == (4, "CapacityError")
@@ -283,10 +283,8 @@ class TestTrouble:
         assert (result["state"], result["category"], result["exit_code"]) == ("failed", "capacity", 4)
 
     @pytest.mark.parametrize("state", ["CANCELLED", "EXPIRED", "FAILED"])
-    def test_whatever_the_state_a_job_that_ran_for_too_long_is_told_as_such(
-        self, idle: VertexWorld, state: str
-    ) -> None:
-        """Without a container: its record is as the service would leave it."""
+    def test_a_job_that_ran_for_too_long_is_a_timeout_in_any_state(self, idle: VertexWorld, state: str) -> None:
+        """Check without a container: the test writes the record as the service would."""
         run = idle.send(idle.plan({"max_runtime": 3600}, run_id="long"))
         job = held(idle)
         began = {"attempt": "0.0", "started": time.time() - 3700, "after": None}
@@ -301,17 +299,17 @@ class TestTrouble:
         result = run.wait(timeout=PATIENCE, poll=0.2)
         assert (result["state"], result["exit_code"]) == ("cancelled", 5)
 
-    def test_a_state_nobody_knows_is_running(self, idle: VertexWorld) -> None:
+    def test_an_unknown_state_is_running(self, idle: VertexWorld) -> None:
         run = idle.send(idle.plan(run_id="odd"))
         idle.plane.unknown[held(idle).name] = 77
         assert run.status().state == "running"
         assert "77" in run.status().native
 
-    def test_a_key_that_is_revoked_on_the_way(self, idle: VertexWorld) -> None:
+    def test_a_key_that_is_revoked_during_a_run(self, idle: VertexWorld) -> None:
         run = idle.send(idle.plan(run_id="revoked"))
         native = held(idle).name
         idle.plane.identity.expire()
-        assert run.provider.status(native).state == "pending", "another token"
+        assert run.provider.status(native).state == "pending", "the client must get another token"
         idle.plane.identity.expire()
         idle.plane.identity.signed_in = False
         with pytest.raises(AuthError):
@@ -328,8 +326,8 @@ class TestTrouble:
     @pytest.mark.parametrize(
         ("count", "late"), [(400, 6.0), pytest.param(4000, 30.0, marks=[pytest.mark.proof, pytest.mark.timeout(600)])]
     )
-    def test_every_line_is_told_once_however_late(self, idle: VertexWorld, count: int, late: float) -> None:
-        """Up to ``late`` seconds, out of order, twice, page by page, with refusals in between."""
+    def test_every_line_comes_once_however_late(self, idle: VertexWorld, count: int, late: float) -> None:
+        """Check lines up to ``late`` seconds late, out of order, twice and in pages, with refusals in between."""
         idle.provider = type(idle.provider)(**{**idle.settings, "log_drain": int(late) + 2})
         run = idle.send(idle.plan({"instance_count": 2}, run_id="lines"))
         job, entries, draw = held(idle), idle.plane.entries, random.Random(count)
@@ -351,12 +349,12 @@ class TestTrouble:
         printer.start()
         lines = list(run.logs(follow=True, poll=0.2))
         printer.join()
-        told = [line for line in lines if line.text.startswith("line ")]
-        assert sorted(int(line.text.removeprefix("line ")) for line in told) == list(range(count))
-        assert {(line.node, int(line.text.removeprefix("line ")) % 2) for line in told} == {("0", 0), ("1", 1)}
+        own_lines = [line for line in lines if line.text.startswith("line ")]
+        assert sorted(int(line.text.removeprefix("line ")) for line in own_lines) == list(range(count))
+        assert {(line.node, int(line.text.removeprefix("line ")) % 2) for line in own_lines} == {("0", 0), ("1", 1)}
         assert not any("another" in line.text for line in lines)
 
-    def test_a_log_that_does_not_answer_is_no_end(self, idle: VertexWorld) -> None:
+    def test_an_unreachable_log_does_not_end_a_run(self, idle: VertexWorld) -> None:
         run = idle.send(idle.plan(run_id="silent"))
         idle.plane.wire.faults.append(Fault.broken("POST entries", 1))
         with pytest.raises(LostContactError):

@@ -1,4 +1,4 @@
-"""Provider ``vertex`` and a project that gives trouble: what passes, what is lost, what expires, and who may not."""
+"""Provider ``vertex`` and an unreliable project: passing faults, lost answers, expired tokens, missing rights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STOCKOUT = "Resources are insufficient in region: europe-west4. Please try a dif
 
 @pytest.fixture
 def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VertexWorld]:
-    """A world without a machine to give: its jobs wait until they are cancelled."""
+    """Give a project without machines: its jobs wait until they are cancelled."""
     world = VertexWorld(tmp_path, image="team/none:1", log_drain=0)
     for name, value in world.plane.environ().items():
         monkeypatch.setenv(name, value)
@@ -62,7 +62,7 @@ def only(world: VertexWorld) -> CustomJob:
 
 
 def again(world: FakePlatform, **settings: Any) -> Any:
-    """Another provider of the same settings: another client."""
+    """Return another client with the same settings."""
     return find_provider("vertex")(**{**dataclasses.asdict(world.provider.settings), **settings})
 
 
@@ -70,10 +70,10 @@ def again(world: FakePlatform, **settings: Any) -> Any:
 
 
 def start(job: CustomJob, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Let the waiting job be described as one that runs, with the pages of these replicas' shells."""
-    served, pages = job.described, {name: f"https://{name}.aiplatform-training" for name in names}
+    """Make the waiting job's description one of a running job, with the pages of these replicas' shells."""
+    served, pages = job.describe, {name: f"https://{name}.aiplatform-training" for name in names}
     more = {"state": "JOB_STATE_RUNNING", **({"webAccessUris": pages} if pages else {})}
-    monkeypatch.setattr(job, "described", lambda *, numbers: {**served(numbers=numbers), **more})
+    monkeypatch.setattr(job, "describe", lambda *, numbers: {**served(numbers=numbers), **more})
 
 
 def test_the_shell_is_the_page_of_the_node(idle: VertexWorld, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_the_shell_is_the_page_of_the_node(idle: VertexWorld, monkeypatch: pytes
         run.shell(0, ["nvidia-smi"])
 
 
-def test_a_job_that_lets_no_shell_in_is_said(idle: VertexWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_a_shell_gives_a_hint(idle: VertexWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     run = idle.send(idle.plan(run_id="closed"))
     start(only(idle), monkeypatch)
     with pytest.raises(SpecError, match="lets no shell in") as caught:
@@ -99,7 +99,7 @@ def test_a_job_that_lets_no_shell_in_is_said(idle: VertexWorld, monkeypatch: pyt
     assert (caught.value.field, caught.value.hint) == ("interactive", "send a job with --interactive")
 
 
-# ---------------------------------------------------------------------------------------------------- what passes again
+# ------------------------------------------------------------------------------------------------------- passing faults
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_job_that_lets_no_shell_in_is_said(idle: VertexWorld, monkeypatch: pyt
     ],
     ids=["throttled", "unavailable", "late", "list", "cut"],
 )
-def test_what_passes_is_tried_again(idle: VertexWorld, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passing_faults_are_retried(idle: VertexWorld, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "SETTLE", 0.5)
     idle.plane.wire.faults.append(dataclasses.replace(fault))
     run = idle.send(idle.plan(run_id="again"))
@@ -122,8 +122,8 @@ def test_what_passes_is_tried_again(idle: VertexWorld, fault: Fault, monkeypatch
 
 
 @pytest.mark.parametrize("lag", [0.0, 1.0])
-def test_an_answer_that_is_lost_is_no_second_job(idle: VertexWorld, lag: float) -> None:
-    """Also where the job is in no list yet."""
+def test_a_lost_answer_makes_no_second_job(idle: VertexWorld, lag: float) -> None:
+    """Check also that no listing has the job yet."""
     idle.plane.list_lag = lag
     idle.plane.wire.faults += [
         Fault("POST customJobs", done=True),
@@ -137,22 +137,22 @@ def test_an_answer_that_is_lost_is_no_second_job(idle: VertexWorld, lag: float) 
 
 
 def page_of_a_proxy(world: VertexWorld, operation: str, *, times: int = 1, body: bytes = b"<html>") -> None:
-    """The call is served, but what comes back is a page."""
-    wire, left = world.plane.wire, [times]
+    """Serve the call, but answer it with a page."""
+    wire, remaining = world.plane.wire, [times]
     served = wire.answer
 
     def answer(method: str, target: str, sent: bytes, headers: Mapping[str, str]) -> Answer | None:
         found = served(method, target, sent, headers)
-        if wire.calls[-1].operation != operation or left[0] == 0:
+        if wire.calls[-1].operation != operation or remaining[0] == 0:
             return found
-        left[0] -= 1
+        remaining[0] -= 1
         return Answer(body)
 
     wire.answer = answer  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize("body", [b"<html>", b'{"name": "proj', b"\xff", b"{}"], ids=["page", "cut", "bytes", "empty"])
-def test_an_answer_to_a_creation_that_is_not_one_is_no_second_job(
+def test_a_page_in_answer_to_a_creation_makes_no_second_job(
     idle: VertexWorld, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own, "FIRST_HOLD", 0.0)
@@ -162,13 +162,13 @@ def test_an_answer_to_a_creation_that_is_not_one_is_no_second_job(
         provider.submit(request)
     monkeypatch.setattr(own, "SETTLE", 0.0)
     idle.plane.list_lag, idle.plane.quotas["custom_model_training_cpus"] = 1e9, 0
-    with pytest.raises(LostContactError, match="custom_model_training_cpus"):  # the first job uses what there is
+    with pytest.raises(LostContactError, match="custom_model_training_cpus"):  # the first job uses up the quota
         provider.submit(request)
     idle.plane.list_lag = 0.0
     assert provider.submit(request) == only(idle).name
 
 
-def test_contention_is_no_conflict_of_ids(idle: VertexWorld) -> None:
+def test_contention_is_not_a_conflict_of_ids(idle: VertexWorld) -> None:
     idle.plane.wire.faults.append(Fault("POST customJobs", Refusal("ABORTED", "Please retry."), times=1))
     request = idle.plan(run_id="contended").request
     with pytest.raises(LostContactError):
@@ -207,15 +207,15 @@ def test_a_client_that_slept_in_its_call_gives_way_to_the_first_job(idle: Vertex
 
 
 def test_many_clients_at_once_create_one_job(idle: VertexWorld) -> None:
-    """The API takes no id of ours: the lease in the store decides which client creates."""
+    """Check this because the API takes no id: the lease in the store decides which client creates."""
     plans = [idle.plan(run_id="race") for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         runs = list(pool.map(lambda plan: idle.send(dataclasses.replace(plan, provider=again(idle))), plans))
     assert {run.result()["native_id"] for run in runs} == {only(idle).name}
 
 
-def test_a_client_that_died_with_the_lease_is_followed(idle: VertexWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so is the claim of an earlier version, which has the same name."""
+def test_the_lease_of_a_dead_client_ends(idle: VertexWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check also the claim of an earlier version, which has the same name."""
     assert find_provider("vertex").arrival_s == CLIENT_TIMINGS.sending == 300
     monkeypatch.setattr(CLIENT_TIMINGS, "sending", 2.0)
     monkeypatch.setattr(find_provider("vertex"), "arrival_s", 2.0)
@@ -229,12 +229,12 @@ def test_a_client_that_died_with_the_lease_is_followed(idle: VertexWorld, monkey
         began = time.monotonic()
         run = idle.send(plan)
         assert run.result()["native_id"] in idle.plane.jobs
-        assert time.monotonic() - began >= 0.6, "not before the lease is over"
+        assert time.monotonic() - began >= 0.6, "the second client must wait for the end of the lease"
     assert len(idle.plane.jobs) == 2
 
 
 def test_a_job_of_an_earlier_run_of_that_id_is_not_taken_for_this_one(idle: VertexWorld) -> None:
-    """The run's folder is removed, and its id used again."""
+    """Check after the run's folder was deleted and its id used again."""
     first, other = idle.plan(run_id="twice").request, idle.plan({"max_runtime": 60}, run_id="twice").request
     idle.provider.submit(first)
     with pytest.raises(ConflictError, match="an earlier run of that id") as caught:
@@ -244,7 +244,7 @@ def test_a_job_of_an_earlier_run_of_that_id_is_not_taken_for_this_one(idle: Vert
     assert len(idle.plane.jobs) == 1
 
 
-def test_a_throttled_wait_asks_no_sooner_than_it_is_told(idle: VertexWorld) -> None:
+def test_a_throttled_wait_obeys_retry_after(idle: VertexWorld) -> None:
     run, wire = idle.send(idle.plan(run_id="slowly")), idle.plane.wire
     wire.faults.append(Fault.throttled("GET customJob", 1, seconds=3))
     threading.Timer(1.0, only(idle).stop).start()
@@ -254,7 +254,7 @@ def test_a_throttled_wait_asks_no_sooner_than_it_is_told(idle: VertexWorld) -> N
     assert second - first >= 3
 
 
-def test_a_token_that_no_longer_counts_is_fetched_anew(idle: VertexWorld) -> None:
+def test_a_revoked_token_is_replaced(idle: VertexWorld) -> None:
     native = str(idle.send(idle.plan(run_id="expires")).result()["native_id"])
     wire = idle.plane.wire
     for _ in range(2):
@@ -275,7 +275,7 @@ def test_a_token_that_no_longer_counts_is_fetched_anew(idle: VertexWorld) -> Non
 
 @pytest.mark.parametrize(("native", "state"), [(8, "pending"), (10, "running"), (99, "running"), (6, "running")])
 def test_a_status_that_is_not_the_end_is_not_taken_for_it(idle: VertexWorld, native: int, state: str) -> None:
-    """PAUSED, UPDATING, one of next year, CANCELLING."""
+    """Check PAUSED, UPDATING, an unknown state, and CANCELLING."""
     run = idle.send(idle.plan(run_id="odd"))
     idle.plane.unknown[only(idle).name] = native
     assert run.status().state == state
@@ -293,7 +293,7 @@ def test_a_status_that_is_not_the_end_is_not_taken_for_it(idle: VertexWorld, nat
     ],
 )
 def test_every_end_ends_a_wait(idle: VertexWorld, end: tuple[str, int, str], category: str, code: int) -> None:
-    """Google's own high-level client waits for ever for one that has expired."""
+    """Check this because Google's own high-level client waits for ever for an expired job."""
     run = idle.send(idle.plan(run_id="ends"))
     threading.Thread(target=only(idle).end, args=end).start()
     result = run.wait(timeout=PATIENCE, poll=0.2)
@@ -315,7 +315,7 @@ def test_the_platform_itself_ends_a_wait_for_flexible_machines(idle: VertexWorld
 
 
 def test_another_gpu_of_the_list_follows_a_stockout(idle: VertexWorld) -> None:
-    """Which comes as a refusal, or as the end of a job."""
+    """Check a stockout as a refusal, and as the end of a job."""
     from cloudtrain.runs.retry import Retry
 
     run = idle.send(idle.plan({"gpu": ["L4:1", "T4:1"]}, run_id="next"))
@@ -335,8 +335,8 @@ def lines_of(run: Run) -> list[str]:
     return [line.text for line in run.logs()]
 
 
-def test_a_throttled_log_is_waited_for_at_the_end(idle: VertexWorld) -> None:
-    """There is no later time to ask: what the platform reports is in no segment."""
+def test_the_end_waits_for_a_throttled_log(idle: VertexWorld) -> None:
+    """Check this because no later page comes, and no segment has the platform's own lines."""
     run = idle.send(idle.plan(run_id="throttled"))
     job = only(idle)
     idle.plane.entries.put(job.id, "service", ["the platform's own line"])
@@ -348,7 +348,7 @@ def test_a_throttled_log_is_waited_for_at_the_end(idle: VertexWorld) -> None:
 
 
 def test_lines_are_of_their_nodes_and_come_once(idle: VertexWorld) -> None:
-    """Late, twice, in pages, and as JSON."""
+    """Check lines that come late, twice, in pages, and as JSON."""
     run = idle.send(idle.plan({"instance_count": 3}, run_id="lines"))
     job, entries = only(idle), idle.plane.entries
     entries.page_entries, entries.twice, entries.repeats = 3, lambda entry: True, 1
@@ -373,7 +373,7 @@ def test_lines_are_of_their_nodes_and_come_once(idle: VertexWorld) -> None:
     run.cancel()
 
 
-def test_a_log_is_drained_for_as_long_as_it_is_told(idle: VertexWorld) -> None:
+def test_a_log_is_drained_for_the_time_of_the_setting(idle: VertexWorld) -> None:
     provider = again(idle, log_drain=4)
     native = provider.submit(idle.plan(run_id="drained").request)
     job = only(idle)
@@ -390,10 +390,10 @@ def test_a_log_is_drained_for_as_long_as_it_is_told(idle: VertexWorld) -> None:
     assert "late" in found
 
 
-def test_a_log_is_drained_too_where_somebody_else_saw_the_end(
+def test_a_log_is_drained_too_after_another_client_saw_the_end(
     idle: VertexWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And by a client whose clock is fast."""
+    """Check also a client whose clock is fast."""
     from cloudtrain.providers.vertex import logs
 
     monkeypatch.setattr(logs, "LOOK", 0.2)
@@ -405,7 +405,7 @@ def test_a_log_is_drained_too_where_somebody_else_saw_the_end(
     only(idle).stop()
     only(idle).wait()
     time.sleep(0.3)
-    monkeypatch.setattr(states, "over_for", lambda told: 3600.0)
+    monkeypatch.setattr(states, "over_for", lambda job: 3600.0)
     found, more = [], True
     while more:
         page = provider.logs(native, cursor)
@@ -414,11 +414,11 @@ def test_a_log_is_drained_too_where_somebody_else_saw_the_end(
     assert "late" in found
 
 
-# -------------------------------------------------------------------------------------------------------- who may not
+# ------------------------------------------------------------------------------------------------------ refused callers
 
 
 def refused(world: VertexWorld, kind: type[CloudtrainError], code: int, *says: str, **settings: Any) -> None:
-    """Of a submit that must end in one line, with no job."""
+    """Submit, and check that this ends in one line and without a job."""
     plan = world.plan(run_id="refused")
     provider = again(world, **settings)
     request = provider.plan(plan.job, plan.layout)
@@ -447,7 +447,7 @@ def test_with_credentials_that_are_revoked(idle: VertexWorld) -> None:
     refused(idle, AuthError, 3, "sign in again")
 
 
-def test_of_another_project(idle: VertexWorld) -> None:
+def test_with_another_project(idle: VertexWorld) -> None:
     refused(idle, AuthError, 3, "projects/elsewhere", "check vertex.project", project="elsewhere")
 
 
@@ -467,7 +467,7 @@ def test_beyond_a_quota(idle: VertexWorld) -> None:
 
 
 def test_a_stockout_may_come_as_an_exhausted_resource(idle: VertexWorld) -> None:
-    """HTTP 429, as a quota does: no reason to ask for more of one."""
+    """Check this because HTTP 429 is also the status of a quota, of which the user need not ask for more."""
     idle.plane.wire.faults.append(Fault("POST customJobs", Refusal("RESOURCE_EXHAUSTED", STOCKOUT), times=10))
     refused(idle, CapacityError, 4, "another machine, location or time")
 
@@ -493,7 +493,7 @@ def test_with_inputs_in_a_bucket_that_no_job_can_mount(idle: VertexWorld) -> Non
     assert len(idle.plane.jobs) == 1
 
 
-def test_a_bucket_that_the_caller_may_not_look_at_is_taken_on_trust(idle: VertexWorld) -> None:
+def test_a_bucket_that_the_caller_may_not_read_is_accepted(idle: VertexWorld) -> None:
     denied = Refusal("PERMISSION_DENIED", "tester does not have storage.buckets.get access")
     idle.plane.wire.faults.append(Fault("GET bucket", denied, times=1))
     idle.provider.submit(idle.plan(run_id="trusted").request)
@@ -516,7 +516,7 @@ def test_errors_are_ours(idle: VertexWorld) -> None:
     idle.plane.wire.faults.clear()
 
 
-# -------------------------------------------------------------------------------------------------------- what it costs
+# -------------------------------------------------------------------------------------------------------------- imports
 
 
 def test_a_plan_and_help_load_nothing_of_googles() -> None:

@@ -1,4 +1,4 @@
-"""``cloudtrain doctor vertex`` and a project in which something is amiss: its line, its fix, its exit code."""
+"""``cloudtrain doctor vertex`` and a project with one fault at a time: its line, its fix, its exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PUBLIC = ["--image", "registry.example/team/none:1"]
 def world(
     tmp_path_factory: pytest.TempPathFactory, examiner: Examiner, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[VertexWorld]:
-    """Well, and set up in the examiner's folder; nothing is created, whatever was found."""
+    """Give a sound project with settings in the examiner's folder. The checks must create nothing."""
     for name in [name for name in os.environ if name.startswith(("GOOGLE_", "GCSFS_", "CLOUDSDK_"))]:
         monkeypatch.delenv(name)
     world = VertexWorld(tmp_path_factory.mktemp("world"), image="team/none:1")
@@ -35,7 +35,7 @@ def world(
     world.close()
     assert world.plane.wire.crashes == []
     assert world.plane.jobs == {}
-    assert world.plane.gcs.names(BUCKET) == [], "something was left behind"
+    assert world.plane.gcs.names(BUCKET) == [], "a check left objects behind"
 
 
 def test_all_is_well(world: VertexWorld, examiner: Examiner) -> None:
@@ -74,17 +74,17 @@ def test_a_service_that_does_not_answer(world: VertexWorld, examiner: Examiner) 
     examiner(*PUBLIC).failure("api", "does not answer", fix="try again", code=7)
 
 
-def test_what_the_caller_may_not_look_at_is_unknown(world: VertexWorld, examiner: Examiner) -> None:
+def test_facts_that_the_caller_may_not_read_are_unknown(world: VertexWorld, examiner: Examiner) -> None:
     for operation in ("GET bucket", "POST project permissions", "GET account", "GET quotas", "GET image"):
         world.plane.wire.faults.append(Fault(operation, Refusal.denied("any.get", "it")))
     found = examiner("--image", OWN)
-    told = [found.status(name) for name in ("bucket", "permissions", "service account", "quota", "image")]
-    assert told == ["unknown"] * 5, found.rows
+    statuses = [found.status(name) for name in ("bucket", "permissions", "service account", "quota", "image")]
+    assert statuses == ["unknown"] * 5, found.rows
     assert found.code == 0
 
 
-def test_all_that_can_be_wrong_with_a_project(world: VertexWorld, examiner: Examiner) -> None:
-    """Each has its own line, fix and code; the verb's is that of the gravest."""
+def test_every_fault_of_a_project(world: VertexWorld, examiner: Examiner) -> None:
+    """Check that each fault has its own line, fix and code; the command exits with the gravest code."""
     world.plane.gcs.make("far-away", "US-WEST1")
     examiner.settings("vertex", "gs://far-away/store", world.settings)
     world.plane.questions.denied |= {"aiplatform.customJobs.cancel", "iam.serviceAccounts.actAs"}
@@ -122,8 +122,9 @@ def test_a_persistent_resource_has_the_machines_of_the_job(world: VertexWorld, e
     examiner(*flags).failed(title, text, fix="choose other machines", code=2)
 
 
-def test_an_image_of_another_project_names_who_pulls_it(world: VertexWorld, examiner: Examiner) -> None:
-    """Never the job's service account, and the caller's own look at the image says nothing of it."""
+def test_an_image_of_another_project_names_the_account_that_pulls_it(world: VertexWorld, examiner: Examiner) -> None:
+    """Check that it is never the job's service account, and that the caller's own access to the image proves
+    nothing."""
     world.plane.questions.images.add("other/europe-west4/team/trainer:1")
     found = examiner("--image", OWN.replace("contract", "other"))
     assert (found.status("image"), found.code) == ("unknown", 0)
@@ -143,7 +144,7 @@ def test_the_one_api_that_is_off_is_named(world: VertexWorld, examiner: Examiner
     assert found.rows["quota"]["detail"].endswith(command), found.rows["quota"]
 
 
-def test_a_bucket_of_several_regions_and_an_account_that_there_is_none(world: VertexWorld, examiner: Examiner) -> None:
+def test_a_bucket_of_several_regions_and_a_missing_account(world: VertexWorld, examiner: Examiner) -> None:
     world.plane.gcs.make("wide", "EU", "multi-region")
     world.plane.accounts.clear()
     world.plane.questions.denied.add("logging.logEntries.list")
@@ -154,7 +155,7 @@ def test_a_bucket_of_several_regions_and_an_account_that_there_is_none(world: Ve
     found.failed("permissions", "logging.logEntries.list", fix="Logs Viewer", code=3)
 
 
-def test_a_bucket_that_there_is_none(world: VertexWorld, examiner: Examiner) -> None:
+def test_a_missing_bucket(world: VertexWorld, examiner: Examiner) -> None:
     examiner.settings("vertex", "gs://none/store", world.settings)
     found = examiner(*PUBLIC)
     found.failed("bucket", "there is no bucket none", fix="gcloud storage buckets create", code=8)
@@ -170,7 +171,7 @@ def test_a_quota_of_none_for_spot_machines(world: VertexWorld, examiner: Examine
 
 
 def test_an_n1_machine_with_a_gpu_takes_cores_as_well(world: VertexWorld, examiner: Examiner) -> None:
-    """A real 429 lists both, and a new project often has none of either."""
+    """Check this because a real 429 lists both, and a new project often has neither."""
     world.plane.quotas |= {"custom_model_training_nvidia_t4_gpus": 4, "custom_model_training_cpus": 0}
     found = examiner(*PUBLIC, "--gpu", "T4:1")
     found.failure("quota", "custom_model_training_cpus: 0, the job takes 4", fix="ask for 4", code=4)
@@ -183,7 +184,7 @@ def test_a_quota_that_no_source_names(world: VertexWorld, examiner: Examiner) ->
 
 
 QUOTAS: list[tuple[dict[str, Any], dict[str, int]]] = [
-    # aiplatform 429 of a user: both are listed
+    # a user's 429 of aiplatform lists both
     ({"gpu": ("T4:1",)}, {"custom_model_training_nvidia_t4_gpus": 1, "custom_model_training_cpus": 4}),
     ({"gpu": ("V100:8",)}, {"custom_model_training_nvidia_v100_gpus": 8, "custom_model_training_cpus": 32}),
     ({"gpu": ("L4:1",)}, {"custom_model_training_nvidia_l4_gpus": 1, "custom_model_training_g2_cpus": 4}),
@@ -201,7 +202,7 @@ QUOTAS: list[tuple[dict[str, Any], dict[str, int]]] = [
     ({"gpu": ("B200:8",)}, {"custom_model_training_nvidia_b200_gpus": 8}),
     # the page on the Dynamic Workload Scheduler
     ({"gpu": ("H100:8",), "max_wait": 60}, {"custom_model_training_preemptible_nvidia_h100_gpus": 8}),
-    # a 429 of a user with a spot T4
+    # a user's 429 with a spot T4
     (
         {"gpu": ("T4:1",), "spot": True},
         {"custom_model_training_preemptible_nvidia_t4_gpus": 1, "custom_model_training_preemptible_cpus": 4},
@@ -217,10 +218,10 @@ QUOTAS: list[tuple[dict[str, Any], dict[str, int]]] = [
 
 
 @pytest.mark.parametrize(("fields", "wanted"), QUOTAS, ids=lambda value: "-".join(map(str, value.values()))[:40])
-def test_the_metrics_are_those_that_a_job_is_refused_by(
+def test_the_metrics_are_those_that_refuse_a_job(
     world: VertexWorld, fields: dict[str, Any], wanted: dict[str, int]
 ) -> None:
-    """Three readings: the doctor's, of the request; the fake's, of the message; and the names that sources give."""
+    """Compare three readings: doctor's of the request, the fake's of the message, and the names in the sources."""
     from cloudtrain.providers.vertex.doctor import metrics
 
     request = world.plan(fields).request

@@ -1,4 +1,4 @@
-"""Vertex AI's machines: the table, the fake's reading of Google's page, and what Google's own notebooks ask for."""
+"""Vertex AI's machines: the table, the fake's reading of Google's page, and the requests of Google's own notebooks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PACKAGE = {
 
 
 def refusals(machine: dict[str, Any], strategy: str = "STANDARD", **pool: Any) -> list[str]:
-    """What the fake refuses in a job of one such machine."""
+    """Return the fake's refusals of a job with one such machine."""
     one = {"machineSpec": machine, "replicaCount": "1", **CONTAINER, **pool}
     if "pythonPackageSpec" in one:
         del one["containerSpec"]
@@ -51,7 +51,7 @@ def test_every_machine_of_the_table_is_one_of_vertex() -> None:
 
 
 def test_every_gpu_machine_of_vertex_is_in_the_table() -> None:
-    """Two readings of one page: ours a rule of cores and memory, the fake's line by line."""
+    """Compare two readings of one page: cloudtrain's rule of cores and memory, and the fake's lines."""
     known = {(m.instance_type, m.accelerator, m.gpu_count) for m in catalog.machines("vertex") if m.gpu}
     page = {(name, *built) for name, built in strict.BUILT_IN.items()}
     page |= {(name, gpu, n) for name, line in strict.ATTACHED.items() for gpu, counts in line.items() for n in counts}
@@ -73,12 +73,12 @@ def test_the_n1_rows_of_the_table_are_the_tools(tmp_path: Path) -> None:
 
 
 def test_the_transports_between_gpus_are_those_of_the_page() -> None:
-    """a3-highgpu has none in serverless training, whatever Compute Engine has."""
+    """Check that a3-highgpu has no transport in serverless training, unlike on Compute Engine."""
     with TABLE.open(newline="", encoding="utf-8") as stream:
         rows = [row for row in csv.DictReader(stream) if row["provider"] == "vertex" and "GPUDirect" in row["network"]]
-    said = {row["instance_type"]: row["network"].partition("GPUDirect-")[2].partition(";")[0] for row in rows}
+    transports = {row["instance_type"]: row["network"].partition("GPUDirect-")[2].partition(";")[0] for row in rows}
     rdma = dict.fromkeys(("a3-ultragpu-8g", "a4-highgpu-8g", "a4x-highgpu-4g"), "RDMA")
-    assert said == {"a3-megagpu-8g": "TCPXO", **rdma}
+    assert transports == {"a3-megagpu-8g": "TCPXO", **rdma}
 
 
 def test_the_table_of_regions_names_every_gpu() -> None:
@@ -112,22 +112,25 @@ SHAPES: list[tuple[str, str, int, str]] = [
     ("n2-highcpu-64", "", 0, "get_started_with_vertex_distributed_training"),
     ("cloud-tpu", "TPU_V2", 8, "google_cloud_pipeline_components_TPU_model_train_upload_deploy"),
 ]
-"""The machines of the ``worker_pool_specs`` in Google's notebooks (GoogleCloudPlatform/vertex-ai-samples, commit
-cc0d791 of August 2026), each with a notebook that has it. 109 literals were read with ``ast`` and sent to the fake: 78
-were accepted and 3 compute their machine at run time. Of the 28 refused ones 27 ask for K80, whose support has ended,
-and one asks for a3-highgpu-1g, which its notebook runs with FLEX_START."""
+"""Machines of the ``worker_pool_specs`` in Google's notebooks, each with a notebook that has it.
+
+The notebooks are GoogleCloudPlatform/vertex-ai-samples, commit cc0d791 of August 2026. ``ast`` read 109 literals, which
+were sent to the fake. It accepted 78, and 3 compute their machine at run time. Of the 28 refused ones 27 ask for K80,
+whose support has ended. One asks for a3-highgpu-1g, which its notebook runs with FLEX_START.
+"""
 
 
 @for_each(("machine", "gpu", "count", "notebook"), SHAPES)
-def test_what_googles_notebooks_ask_for_is_accepted(machine: str, gpu: str, count: int, notebook: str) -> None:
+def test_the_machines_of_googles_notebooks_are_accepted(machine: str, gpu: str, count: int, notebook: str) -> None:
     spec = {"machineType": machine, **({"acceleratorType": gpu, "acceleratorCount": count} if gpu else {})}
     assert refusals(spec) == [], notebook
     if gpu.startswith("NVIDIA"):
-        assert machines.known_machine(spec) is not None, "the plan knows it, too"
+        assert machines.known_machine(spec) is not None, "the plan must know it too"
 
 
 def test_other_shapes_of_googles_notebooks() -> None:
-    """Disks, packages on prebuilt images, TPUs by topology, an explicit accelerator of none, an empty pool."""
+    """Check disks, packages on prebuilt images, TPUs by topology, an explicit accelerator of none, and an empty
+    pool."""
     small = {"machineType": "n1-standard-4", "acceleratorCount": 0}
     for disk in ({"bootDiskType": "pd-ssd", "bootDiskSizeGb": 200}, {"bootDiskSizeGb": 500}):
         assert refusals(small, diskSpec=disk) == []
@@ -139,7 +142,7 @@ def test_other_shapes_of_googles_notebooks() -> None:
     assert "must be a prebuilt image" in " ".join(refusals(small, **own))
 
 
-def test_the_two_kinds_that_are_refused() -> None:
+def test_the_two_refused_kinds() -> None:
     ended = {"machineType": "n1-standard-4", "acceleratorType": "NVIDIA_TESLA_K80", "acceleratorCount": 1}
     assert refusals(ended) == ["Pool 0: Machine type n1-standard-4 does not take 1 NVIDIA_TESLA_K80."]
     one = {"machineType": "a3-highgpu-1g", "acceleratorType": "NVIDIA_H100_80GB", "acceleratorCount": 1}

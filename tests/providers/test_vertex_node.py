@@ -1,4 +1,4 @@
-"""Provider ``vertex`` on the node: topology, what comes before the runtime, secrets. Nothing here needs an SDK."""
+"""Provider ``vertex`` on the node: topology, steps before the runtime, secrets. No test here needs an SDK."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def spec(kind: str, index: int, **more: Any) -> str:
 
 
 def topology(nodes: int, text: str | None, **environ: str) -> Topology:
-    told = {} if text is None else {"CLUSTER_SPEC": text}
-    return Provider.node_environment({"CLOUDTRAIN_NODES": str(nodes), **told, **environ}, {}).topology
+    environ_spec = {} if text is None else {"CLUSTER_SPEC": text}
+    return Provider.node_environment({"CLOUDTRAIN_NODES": str(nodes), **environ_spec, **environ}, {}).topology
 
 
 # ------------------------------------------------------------------------------------------------------------- topology
@@ -77,23 +77,24 @@ def test_the_other_shape_of_the_cluster() -> None:
 
 @pytest.mark.parametrize(("pool", "index", "rank"), [(0, 0, 0), (1, 0, 1), (1, 1, 2)])
 def test_the_shape_that_numbers_its_pools(pool: int, index: int, rank: int) -> None:
-    """That of python-aiplatform's tests/unit/aiplatform/test_training_utils.py; the numbers count, not the order."""
+    """Check the shape of python-aiplatform's tests/unit/aiplatform/test_training_utils.py: the numbers count, not the
+    order."""
     pools = [{"index": 1, "replicas": HOSTS[1:]}, {"index": 0, "replicas": HOSTS[:1]}]
     task = {"worker_pool_index": pool, "replica_index": index, "trial": "TRIAL_ID"}
     found = topology(3, json.dumps({"cluster": {"worker_pools": pools}, "environment": "cloud", "task": task}))
     assert found == Topology(nodes=3, node_rank=rank, master_addr="cmle-training-workerpool0-ab-0", master_port=2222)
 
 
-def test_servers_beside_the_nodes_are_no_nodes() -> None:
+def test_servers_next_to_the_nodes_are_no_nodes() -> None:
     cluster = {"workerpool0": HOSTS[:1], "workerpool1": HOSTS[1:2], "workerpool2": HOSTS[2:]}
     text = json.dumps({"cluster": cluster, "task": {"type": "workerpool1", "index": 0}})
     assert topology(2, text).node_rank == 1
 
 
-def test_one_node_needs_no_telling() -> None:
+def test_one_node_needs_no_variables() -> None:
     alone = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=2222)
     assert topology(1, None) == topology(1, spec("workerpool0", 0)) == alone
-    assert topology(1, "{") == topology(1, "[]") == alone, "whatever there is is not even read"
+    assert topology(1, "{") == topology(1, "[]") == alone, "one node must not read the text"
 
 
 @for_each(
@@ -113,8 +114,9 @@ def test_one_node_needs_no_telling() -> None:
         spec("workerpool0", 0).replace("-ab-1", ""),
     ],
 )
-def test_a_node_that_is_not_told_which_it_is_says_so(text: str | None) -> None:
-    """Two nodes that both take themselves for the first would wait for each other. The text itself is never shown."""
+def test_a_node_without_its_number_is_refused(text: str | None) -> None:
+    """Check this because two nodes that both act as the first would wait for each other. The error never shows the
+    text."""
     with pytest.raises(SpecError) as caught:
         topology(4 if text and "-ab-1" not in text else 3, text)
     assert caught.value.field == "CLUSTER_SPEC"
@@ -139,7 +141,7 @@ def test_paths_and_exit_codes() -> None:
     }
 
 
-def test_a_spot_node_is_told_that_it_has_less_time() -> None:
+def test_a_spot_node_has_less_time() -> None:
     assert Provider.node_environment({}, {"live": "/l"}).stop_grace == 30
     spot = Provider.node_environment({}, {"live": "/l", "grace": "15"})
     assert (spot.stop_grace, spot.paths) == (15, {"live": "/l"})
@@ -160,24 +162,24 @@ TCPXO = 'export NCCL_TUNER_CONFIG_PATH="${NCCL_LIB_DIR}/a3plus_tuner_config.text
 
 @pytest.fixture
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Where the machine has its scripts; neither is there yet."""
+    """Return the machine's paths for its scripts; neither exists yet."""
     found = {name: tmp_path / f"{name}.sh" for name in node.SCRIPTS}
     monkeypatch.setattr(node, "SCRIPTS", {name: str(path) for name, path in found.items()})
     return found
 
 
 def site_of_two(transport: str = "GPUDirect-RDMA", **environ: str) -> NodeEnvironment:
-    """As a plan for machines with that transport tells a node of two."""
+    """Return the environment of one of two nodes, by a plan for machines with that transport."""
     given = {"CLOUDTRAIN_NODES": "2", "CLUSTER_SPEC": spec("workerpool0", 0).replace(f', "{HOSTS[2]}"', "")}
-    told = {"fabric": transport} if transport else {}
-    return Provider.node_environment({"PATH": os.environ["PATH"], **given, **environ}, told)
+    paths = {"fabric": transport} if transport else {}
+    return Provider.node_environment({"PATH": os.environ["PATH"], **given, **environ}, paths)
 
 
 @pytest.mark.parametrize("bash", [True, False])
-def test_ranks_get_what_the_script_for_rdma_sets(
+def test_ranks_get_the_variables_of_the_script_for_rdma(
     scripts: dict[str, Path], monkeypatch: pytest.MonkeyPatch, bash: bool
 ) -> None:
-    """What the image or an option has set stays, unless the script has extended it."""
+    """Check that values of the image or an option stay, unless the script has extended them."""
     if not bash:
         monkeypatch.setattr(node.shutil, "which", lambda name: None)
     scripts["GPUDirect-RDMA"].write_text(RDMA)
@@ -194,18 +196,16 @@ def test_ranks_get_what_the_script_for_rdma_sets(
     assert note.endswith("; NCCL_DEBUG stays as it was set before")
 
 
-def test_the_script_for_tcpxo_is_told_where_its_plug_in_is(scripts: dict[str, Path]) -> None:
+def test_the_script_for_tcpxo_gets_the_folder_of_its_plug_in(scripts: dict[str, Path]) -> None:
     scripts["GPUDirect-TCPXO"].write_text(TCPXO)
     site = site_of_two("GPUDirect-TCPXO")
     folder = scripts["GPUDirect-TCPXO"].parent
     assert site.export_env["NCCL_TUNER_CONFIG_PATH"] == f"{folder}/a3plus_tuner_config.textproto"
     assert site.export_env["NCCL_LIB_DIR"] == str(folder)
-    assert site.export_env["LD_LIBRARY_PATH"] == str(folder), "where the plug-in is"
+    assert site.export_env["LD_LIBRARY_PATH"] == str(folder), "the folder of the plug-in must be on the path"
 
 
-def test_the_folder_of_the_plug_in_is_found_where_the_script_does_not_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_the_plug_in_is_found_without_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, folder = tmp_path / "gib/scripts/set_nccl_env.sh", tmp_path / "gib/lib64"
     for path in (script.parent, folder):
         path.mkdir(parents=True)
@@ -222,12 +222,12 @@ def test_a_value_that_is_part_of_the_script_s_stays(scripts: dict[str, Path]) ->
     assert "NCCL_IB_TC stays as it was set before" in site.notes[0]
 
 
-def test_a_machine_without_its_script_says_so_and_any_other_nothing(scripts: dict[str, Path]) -> None:
+def test_only_a_machine_without_its_script_warns(scripts: dict[str, Path]) -> None:
     site = site_of_two()
     assert set(site.export_env) == {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
     assert "so NCCL may use TCP, which is slower" in site.notes[0]
     scripts["GPUDirect-RDMA"].write_text(RDMA)
-    assert site_of_two("").notes == [], "an image may bring the script to a machine that has no such network"
+    assert site_of_two("").notes == [], "an image may have the script on a machine without such a network"
 
 
 def test_one_node_needs_no_fabric(scripts: dict[str, Path]) -> None:
@@ -245,7 +245,7 @@ def test_one_node_needs_no_fabric(scripts: dict[str, Path]) -> None:
         ("sleep 30", "timed out"),
     ],
 )
-def test_a_script_that_fails_is_told_and_training_goes_on(
+def test_a_failing_script_is_a_warning_and_training_continues(
     scripts: dict[str, Path], monkeypatch: pytest.MonkeyPatch, text: str, says: str
 ) -> None:
     monkeypatch.setattr(node, "TIMEOUT", 1.0)
@@ -257,22 +257,22 @@ def test_a_script_that_fails_is_told_and_training_goes_on(
     assert says in note
 
 
-# ----------------------------------------------------------------------------------------------- the services on a node
+# --------------------------------------------------------------------------------------------------- services of a node
 
 
 NO_HTTP, CUT = -1, -2
-"""In place of a status: an answer that is no HTTP, and one that ends before its end."""
+"""Stand-ins for a status: an answer that is not HTTP, and one that breaks off."""
 
 
 class Service(http.server.BaseHTTPRequestHandler):
-    """The metadata server, Secret Manager and Cloud Storage of one node, on loopback."""
+    """Servers on loopback of one node: metadata, Secret Manager and Cloud Storage."""
 
     answers: list[tuple[int, Any]]
     tokens: list[tuple[int, Any]]
-    seen: list[tuple[str, Mapping[str, str]]]
+    requests: list[tuple[str, Mapping[str, str]]]
 
     def do_GET(self) -> None:
-        self.seen.append((self.path, dict(self.headers)))
+        self.requests.append((self.path, dict(self.headers)))
         waiting = self.tokens if "computeMetadata" in self.path else self.answers
         status, answer = waiting.pop(0) if len(waiting) > 1 else waiting[0]
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
@@ -285,7 +285,7 @@ class Service(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *args: Any) -> None:
-        """Nothing."""
+        """Print nothing."""
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(TIMINGS, "http_pauses", (0.0, 0.0))
     monkeypatch.setattr(bootstrap, "PAUSES", (0.0, 0.0))
     value = {"payload": {"data": base64.b64encode("s3cret ü".encode()).decode()}}
-    given = {"answers": [(200, value)], "tokens": [(200, {"access_token": "TK", "expires_in": 3599})], "seen": []}
+    given = {"answers": [(200, value)], "tokens": [(200, {"access_token": "TK", "expires_in": 3599})], "requests": []}
     handler: Any = type("Handler", (Service,), given)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -314,30 +314,30 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_a_secret_is_read_as_the_jobs_service_account(service: Any) -> None:
     assert secret("projects/p/secrets/s", service.environ) == "s3cret ü"
-    (asked, metadata), (path, headers) = service.seen
-    assert asked == "/computeMetadata/v1/instance/service-accounts/default/token"
+    (token_path, metadata), (path, headers) = service.requests
+    assert token_path == "/computeMetadata/v1/instance/service-accounts/default/token"
     assert metadata["Metadata-Flavor"] == "Google"
     assert path == "/v1/projects/p/secrets/s/versions/latest:access"
     assert headers["Authorization"] == "Bearer TK"
     secret("projects/p/secrets/s/versions/3", service.environ)
-    assert service.seen[-1][0] == "/v1/projects/p/secrets/s/versions/3:access"
+    assert service.requests[-1][0] == "/v1/projects/p/secrets/s/versions/3:access"
     site = Provider.node_environment(service.environ, {})
     assert site.secrets is not None
     assert site.secrets("gcp:projects/p/secrets/s") == "s3cret ü"
 
 
-def test_what_passes_is_tried_again(service: Any) -> None:
+def test_passing_faults_are_retried(service: Any) -> None:
     service.answers = [(429, {"error": {"message": "slow"}}), (503, b"<html>"), *service.answers]
     assert secret("projects/p/secrets/s", service.environ) == "s3cret ü"
     service.answers = [(429, {"error": {"message": "slow"}})]
-    service.seen.clear()
+    service.requests.clear()
     with pytest.raises(StorageError, match=r"was refused \(429\): slow"):
         secret("projects/p/secrets/s", service.environ)
-    assert len(service.seen) == 4, "one token, three tries"
+    assert len(service.requests) == 4, "one token, three tries"
 
 
 @pytest.mark.parametrize("broken", [(NO_HTTP, b""), (CUT, b"{}")])
-def test_an_answer_that_breaks_off_is_asked_for_again(service: Any, tmp_path: Path, broken: tuple[int, bytes]) -> None:
+def test_an_answer_that_breaks_off_is_tried_again(service: Any, tmp_path: Path, broken: tuple[int, bytes]) -> None:
     service.answers, service.tokens = [broken, *service.answers], [broken, *service.tokens]
     assert secret("projects/p/secrets/s", service.environ) == "s3cret ü"
     service.answers, service.tokens = [broken, (200, b"fetched")], [broken, *service.tokens]
@@ -357,11 +357,11 @@ def test_an_answer_that_breaks_off_is_asked_for_again(service: Any, tmp_path: Pa
         ((200, {"payload": {"data": base64.b64encode(b"\xff\xfe").decode()}}), "without text"),
     ],
 )
-def test_a_refusal_is_told_at_once(service: Any, answer: tuple[int, Any], says: str) -> None:
+def test_a_refusal_is_raised_at_once(service: Any, answer: tuple[int, Any], says: str) -> None:
     service.answers = [answer]
     with pytest.raises(StorageError, match=says):
         secret("projects/p/secrets/s", service.environ)
-    assert len(service.seen) == 2
+    assert len(service.requests) == 2
 
 
 def test_no_token_no_secret(service: Any) -> None:
@@ -371,23 +371,23 @@ def test_no_token_no_secret(service: Any) -> None:
     service.tokens = [(200, {})]
     with pytest.raises(StorageError, match="without a token"):
         token(service.environ)
-    assert all("computeMetadata" in path for path, _ in service.seen)
+    assert all("computeMetadata" in path for path, _ in service.requests)
 
 
-# ----------------------------------------------------------------------------------------------------------- before us
+# --------------------------------------------------------------------------------------------------- before the runtime
 
 
 def test_the_mounted_bucket_comes_first(service: Any, tmp_path: Path) -> None:
     (tmp_path / "b" / "x").mkdir(parents=True)
     (tmp_path / "b" / "x" / "o").write_bytes(b"mounted")
     assert bootstrap.read("gs://b/x/o", root=str(tmp_path), patience=0) == b"mounted"
-    assert service.seen == []
+    assert service.requests == []
 
 
-def test_without_a_mount_the_api_is_asked(service: Any, tmp_path: Path) -> None:
+def test_without_a_mount_the_api_gives_the_file(service: Any, tmp_path: Path) -> None:
     service.answers = [(503, b""), (200, b"fetched")]
     assert bootstrap.read("gs://b/x y/o", root=str(tmp_path), patience=0) == b"fetched"
-    path, headers = service.seen[-1]
+    path, headers = service.requests[-1]
     assert urllib.parse.unquote(path) == "/storage/v1/b/b/o/x y/o?alt=media"
     assert "%2F" in path
     assert headers["Authorization"] == "Bearer TK"
@@ -403,7 +403,7 @@ def test_a_mount_that_comes_late_is_waited_for(service: Any, tmp_path: Path) -> 
 
     threading.Timer(0.3, appear).start()
     assert bootstrap.read("gs://b/o", root=str(tmp_path), patience=30) == b"late"
-    assert service.seen == []
+    assert service.requests == []
 
 
 def test_the_digest_is_that_of_the_client(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_the_digest_is_that_of_the_client(tmp_path: Path) -> None:
     assert bootstrap.digest(str(archive)) == runtime_zip.digest()
 
 
-def test_a_damaged_byte_of_what_is_compiled_is_seen_too(tmp_path: Path) -> None:
+def test_a_damaged_byte_of_compiled_code_is_found_too(tmp_path: Path) -> None:
     archive = tmp_path / "cloudtrain.pyz"
     archive.write_bytes(runtime_zip.build())
     with zipfile.ZipFile(archive) as opened:
@@ -424,10 +424,10 @@ def test_a_damaged_byte_of_what_is_compiled_is_seen_too(tmp_path: Path) -> None:
         bootstrap.digest(str(archive))
 
 
-def started(
+def start_bootstrap(
     tmp_path: Path, archive: bytes, *, folder: str, service: Any, arguments: list[str], patience: float = 0.0
 ) -> Any:
-    """The bootstrap as a container starts it: its text, Python, and nothing else; modules of the image lie about."""
+    """Start the bootstrap's text as a container does, next to broken modules of the image."""
     for name in ("queue", "tempfile", "json", "signal"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('of the image')")
     service.answers = [(200, archive)]
@@ -439,19 +439,21 @@ def started(
     )
 
 
-def test_it_goes_on_in_what_it_has_proved(service: Any, tmp_path: Path) -> None:
+def test_it_continues_in_the_verified_runtime(service: Any, tmp_path: Path) -> None:
     context = tmp_path / "container" / "context.json"
     context.parent.mkdir()
     context.write_text('{"protocol": 99}')
     arguments = ["run", "--context", str(context), "--attempt", "0", "--path", "live=/nowhere"]
-    process = started(tmp_path, runtime_zip.build(), folder=runtime_zip.digest(), service=service, arguments=arguments)
+    process = start_bootstrap(
+        tmp_path, runtime_zip.build(), folder=runtime_zip.digest(), service=service, arguments=arguments
+    )
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err.splitlines()[-1] == "cloudtrain: this node cannot start: context: context of protocol 99, this is 1"
 
 
 def test_a_damaged_runtime_is_not_started(service: Any, tmp_path: Path) -> None:
-    process = started(
+    process = start_bootstrap(
         tmp_path, runtime_zip.build(), folder=hashlib.sha256().hexdigest(), service=service, arguments=["run"]
     )
     _, err = process.communicate(timeout=60)
@@ -460,23 +462,23 @@ def test_a_damaged_runtime_is_not_started(service: Any, tmp_path: Path) -> None:
     assert err.count("\n") == 1
 
 
-def test_what_keeps_a_node_from_its_start_lets_vertex_try_again(service: Any, tmp_path: Path) -> None:
-    """A metadata server that is late; then an input that cannot be read."""
+def test_a_node_that_cannot_start_lets_vertex_try_again(service: Any, tmp_path: Path) -> None:
+    """Check a late metadata server, then an unreadable input."""
     assert bootstrap.AGAIN == node.AGAIN
     service.tokens = [(503, b"")]
-    process = started(tmp_path, b"", folder="x", service=service, arguments=["run"])
+    process = start_bootstrap(tmp_path, b"", folder="x", service=service, arguments=["run"])
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err.count("\n")) == (134, 1)
     assert "this node cannot start: gs://no-bucket/runtime/x/cloudtrain.pyz: HTTP Error 503" in err
     (tmp_path / "context.json").touch()
     arguments = ["run", "--context", str(tmp_path / "context.json"), "--path", f"copy.x={tmp_path}/nowhere"]
-    code, _, err = prepared(tmp_path, "", arguments)
+    code, _, err = run_prepare(tmp_path, "", arguments)
     assert (code, err.count("\n")) == (134, 1)
     assert "this node cannot start: [Errno 2]" in err
 
 
-def prepared(tmp_path: Path, text: str, arguments: list[str]) -> tuple[int, str, str]:
-    """What follows on the bootstrap, which goes on in a file with ``text``."""
+def run_prepare(tmp_path: Path, text: str, arguments: list[str]) -> tuple[int, str, str]:
+    """Run the step after the bootstrap, which continues in a file with ``text``. Return its exit code and output."""
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "next.py").write_text(text)
     code = f"from cloudtrain.providers.vertex import prepare\nprepare.main('next.py', {arguments!r})"
@@ -501,32 +503,34 @@ runtime.leave(sys.argv[1:])
 """
 
 
-def test_a_stop_while_the_runtime_is_loaded_is_heard(tmp_path: Path) -> None:
-    """By its own handler, once there is one: to PID 1 it would be lost, and any other would die of it."""
+def test_a_stop_while_the_runtime_loads_is_handled(tmp_path: Path) -> None:
+    """Check that its own handler gets it: PID 1 would lose it, and any other process would die."""
     (tmp_path / "context.json").write_text(json.dumps({"protocol": PROTOCOL, "provider": "vertex"}))
     (tmp_path / "key").touch()
     arguments = ["run", "--context", str(tmp_path / "context.json"), "--path", "live=/nowhere"]
-    assert prepared(tmp_path, UNHEARD, arguments)[:2] == (signal.SIGTERM, "alive\n")
+    assert run_prepare(tmp_path, UNHEARD, arguments)[:2] == (signal.SIGTERM, "alive\n")
 
 
-def test_a_stop_before_anything_is_fetched_lets_vertex_try_again(service: Any, tmp_path: Path) -> None:
-    """Waiting for the mount."""
-    process = started(tmp_path, b"", folder="x", service=service, arguments=["run"], patience=60.0)
+def test_a_stop_before_the_first_download_lets_vertex_try_again(service: Any, tmp_path: Path) -> None:
+    """Stop it while it waits for the mount."""
+    process = start_bootstrap(tmp_path, b"", folder="x", service=service, arguments=["run"], patience=60.0)
     deadline = time.monotonic() + 30
-    while not _caught(process.pid) & 1 << signal.SIGTERM - 1 and time.monotonic() < deadline:
+    while not _handled_signals(process.pid) & 1 << signal.SIGTERM - 1 and time.monotonic() < deadline:
         time.sleep(0.02)
     process.terminate()
     assert process.wait(timeout=30) == 134
-    assert service.seen == []
+    assert service.requests == []
     process.stderr.close()
 
 
 def test_a_stop_before_the_runtime_lets_vertex_try_again(service: Any, tmp_path: Path) -> None:
-    """Waiting for the bucket, which never shows what the client has written."""
+    """Stop it while it waits for a bucket that never shows the client's files."""
     arguments = ["run", "--context", str(tmp_path / "never"), "--attempt", "0"]
-    process = started(tmp_path, runtime_zip.build(), folder=runtime_zip.digest(), service=service, arguments=arguments)
+    process = start_bootstrap(
+        tmp_path, runtime_zip.build(), folder=runtime_zip.digest(), service=service, arguments=arguments
+    )
     deadline = time.monotonic() + 60
-    while not (handlers := _caught(process.pid)) & 1 << signal.SIGTERM - 1 and time.monotonic() < deadline:
+    while not (handlers := _handled_signals(process.pid)) & 1 << signal.SIGTERM - 1 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert handlers & 1 << signal.SIGTERM - 1
     process.terminate()
@@ -534,26 +538,27 @@ def test_a_stop_before_the_runtime_lets_vertex_try_again(service: Any, tmp_path:
     process.stderr.close()
 
 
-def _caught(pid: int) -> int:
-    """The signals that a process handles, as a mask."""
+def _handled_signals(pid: int) -> int:
+    """Return the signals that a process handles, as a mask."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
 
 
-def test_a_bucket_that_does_not_appear_is_told(tmp_path: Path) -> None:
+def test_a_bucket_that_does_not_appear_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"gs://gcs at .*\nhint: make the bucket in the job's region"):
         prepare.await_file("gcs/runs/r/context.json", patience=0)
 
 
-def test_code_that_the_bucket_does_not_show_comes_by_the_api(service: Any, tmp_path: Path) -> None:
-    root, gone = f"{tmp_path}/gcs", "bucket/code/d1/code.tar.gz"
+def test_code_that_the_mount_lacks_comes_by_the_api(service: Any, tmp_path: Path) -> None:
+    root, key = f"{tmp_path}/gcs", "bucket/code/d1/code.tar.gz"
     service.answers = [(200, b"fetched")]
-    name, _, path = prepare.delivered(f"code={root}/{gone}", root=root, patience=0).partition("=")
+    name, _, path = prepare.delivered(f"code={root}/{key}", root=root, patience=0).partition("=")
     assert (name, Path(path).name, Path(path).read_bytes()) == ("code", "code.tar.gz", b"fetched")
     assert (
-        urllib.parse.unquote(service.seen[-1][0]) == f"/storage/v1/b/bucket/o/{gone.removeprefix('bucket/')}?alt=media"
+        urllib.parse.unquote(service.requests[-1][0])
+        == f"/storage/v1/b/bucket/o/{key.removeprefix('bucket/')}?alt=media"
     )
-    there = tmp_path / "gcs" / gone
+    there = tmp_path / "gcs" / key
     there.parent.mkdir(parents=True)
     there.write_bytes(b"mounted")
     assert prepare.delivered(f"code={there}", root=root) == f"code={there}"
@@ -578,7 +583,9 @@ def test_inputs_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             prepare.copied(f"{missing}={tmp_path}/nowhere")
 
 
-def test_little_shared_memory_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_little_shared_memory_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     monkeypatch.setattr(prepare, "SHM_MIB", 1 << 40)
     prepare.check_shm(str(tmp_path))
     assert "num_workers=0" in capsys.readouterr().err
@@ -588,7 +595,7 @@ def test_little_shared_memory_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == ""
 
 
-# ------------------------------------------------------------------------------------------- how the nodes of a job end
+# ------------------------------------------------------------------------------------------------ ends of a job's nodes
 
 HOLD = """
 import os, sys, time
@@ -604,8 +611,8 @@ if rank == "1":
 """
 
 
-def staged(tmp_path: Path, script: str, **fields: Any) -> None:
-    """What the nodes of a job find: its context, code and runtime."""
+def stage(tmp_path: Path, script: str, **fields: Any) -> None:
+    """Write the files of a job's nodes: its context, code and runtime."""
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text(script)
     source = Source(path=str(tmp_path / "src"), entry_point="train.py")
@@ -629,10 +636,10 @@ print("environment", json.dumps(dict(os.environ)), flush=True)
 
 
 @pytest.mark.slow
-def test_a_script_does_not_take_itself_for_one_of_kubeflow(tmp_path: Path, service: Any) -> None:
-    """By the rule of Lightning 1.9 (`KubeflowEnvironment.detect`); 2.0 and later detect it no more. What the job itself
-    sets stays, and secrets still come by the metadata server."""
-    staged(tmp_path, SHOW, env={"KUBERNETES_MINE": "1"}, secrets={"TOKEN": "gcp:projects/p/secrets/s"})
+def test_a_script_does_not_detect_kubeflow(tmp_path: Path, service: Any) -> None:
+    """Check by the rule of Lightning 1.9 (`KubeflowEnvironment.detect`), which 2.0 and later lack. The job's own
+    variables stay, and secrets still come by the metadata server."""
+    stage(tmp_path, SHOW, env={"KUBERNETES_MINE": "1"}, secrets={"TOKEN": "gcp:projects/p/secrets/s"})
     words = [sys.executable, str(tmp_path / "cloudtrain.pyz"), "run", "--context", str(tmp_path / "context.json")]
     words += ["--path", f"live={tmp_path / 'live'}", "--path", f"code={tmp_path / 'code.tar.gz'}"]
     pod = {"KUBERNETES_PORT": "tcp://10.0.0.1:443", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
@@ -640,19 +647,19 @@ def test_a_script_does_not_take_itself_for_one_of_kubeflow(tmp_path: Path, servi
     done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     [line] = [line for line in done.stdout.splitlines() if "] environment {" in line]
-    seen = json.loads(line.partition("environment ")[2])
-    assert {name for name in seen if name.startswith("KUBERNETES_")} == {"KUBERNETES_MINE"}
-    assert not {"KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"} <= seen.keys()
-    assert seen["TOKEN"] == "***TOKEN***", "it is there, and hidden in the log"
+    script_view = json.loads(line.partition("environment ")[2])
+    assert {name for name in script_view if name.startswith("KUBERNETES_")} == {"KUBERNETES_MINE"}
+    assert not {"KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"} <= script_view.keys()
+    assert script_view["TOKEN"] == "***TOKEN***", "the value must be present, and hidden in the log"
 
 
 @pytest.fixture
 def three(tmp_path: Path) -> Iterator[Callable[[], list[subprocess.Popen[str]]]]:
-    """Three nodes of one job as processes of this machine, once each of their scripts holds."""
-    staged(tmp_path, HOLD, instance_count=3, args=[str(tmp_path / "go")])
+    """Start three nodes of one job as local processes, and wait until each script holds."""
+    stage(tmp_path, HOLD, instance_count=3, args=[str(tmp_path / "go")])
     addresses = [f"127.0.0.1:{free_port_pair()}", "127.0.0.1:1", "127.0.0.1:1"]
     cluster = {"workerpool0": addresses[:1], "workerpool1": addresses[1:]}
-    started: list[subprocess.Popen[str]] = []
+    start_bootstrap: list[subprocess.Popen[str]] = []
 
     def start() -> list[subprocess.Popen[str]]:
         for pool, index in (("workerpool0", 0), ("workerpool1", 0), ("workerpool1", 1)):
@@ -666,21 +673,21 @@ def three(tmp_path: Path) -> Iterator[Callable[[], list[subprocess.Popen[str]]]]
             ]
             words += ["--path", f"live={tmp_path / 'live'}", "--path", f"code={tmp_path / 'code.tar.gz'}"]
             environ = {**os.environ, "CLOUDTRAIN_NODES": "3", "CLUSTER_SPEC": spec}
-            started.append(
+            start_bootstrap.append(
                 subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             )
-        for process in started:
+        for process in start_bootstrap:
             assert process.stdout is not None
-            said = []
+            lines = []
             for line in process.stdout:
-                said.append(line)
+                lines.append(line)
                 if "holding" in line:
                     break
-            assert "holding" in said[-1], said
-        return started
+            assert "holding" in lines[-1], lines
+        return start_bootstrap
 
     yield start
-    for process in started:
+    for process in start_bootstrap:
         process.kill()
         process.communicate()
 
@@ -692,22 +699,23 @@ def codes(nodes: list[subprocess.Popen[str]]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gone", [0, 2])
-def test_nodes_that_have_only_lost_another_let_vertex_start_the_job_again(three: Any, gone: int) -> None:
-    """All of them, also one that node 0 has merely told to stop: the exit code 1 of any would end the job for good."""
+@pytest.mark.parametrize("victim", [0, 2])
+def test_nodes_that_only_lost_a_peer_let_vertex_start_the_job_again(three: Any, victim: int) -> None:
+    """Check all nodes, also one that node 0 only stops: an exit code 1 of any would end the job for good."""
     nodes = three()
-    nodes[gone].kill()
+    nodes[victim].kill()
     expected = [134, 134, 134]
-    expected[gone] = -signal.SIGKILL
+    expected[victim] = -signal.SIGKILL
     assert codes(nodes) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("silent", [0, 2])
-def test_a_node_that_falls_silent_is_lost_before_the_link_says_so(
+def test_a_silent_node_is_lost_before_the_link_reports_it(
     three: Any, tmp_path: Path, silent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank complains at once of the connection; whose end was cut is known only a minute and a half later."""
+    """Check this because a rank reports the cut connection at once, and the link knows its end a minute and a half
+    later."""
     silence = 6.0 if silent == 0 else 90.0
     monkeypatch.setenv(TEST_TIMINGS, f"node.silence={silence},node.ping=1,node.peers=2")
     nodes = three()
@@ -718,15 +726,15 @@ def test_a_node_that_falls_silent_is_lost_before_the_link_says_so(
 
 
 @pytest.mark.slow
-def test_a_failure_of_the_script_is_not_tried_again(three: Any, tmp_path: Path) -> None:
-    """Nor by a node that only stops because of it, whichever Vertex looks at first."""
+def test_a_failure_of_the_script_is_final(three: Any, tmp_path: Path) -> None:
+    """Check also nodes that only stop because of it: Vertex may read any code first."""
     nodes = three()
     (tmp_path / "go").touch()
     assert codes(nodes) == [1, 1, 1]
 
 
 @pytest.mark.slow
-def test_nodes_that_are_told_to_stop_let_vertex_start_the_job_again(three: Any) -> None:
+def test_stopped_nodes_let_vertex_start_the_job_again(three: Any) -> None:
     nodes = three()
     nodes[1].terminate()
     assert codes(nodes) == [134, 134, 134]

@@ -1,4 +1,4 @@
-"""Provider ``vertex``: its requests, before anything is sent."""
+"""Requests of provider ``vertex`` before it sends them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pools(request: Request) -> list[dict[str, Any]]:
 
 
 def paths(request: Request) -> dict[str, str]:
-    """The ``--path`` pairs of the command line."""
+    """Return the ``--path`` pairs of the command line."""
     words = pools(request)[0]["containerSpec"]["args"]
     return dict(after.split("=", 1) for before, after in pairwise(words) if before == "--path")
 
@@ -62,7 +62,7 @@ def test_the_request_of_a_plain_job() -> None:
     assert spec["baseOutputDirectory"] == {"outputUriPrefix": f"{STORE}/runs/r/native"}
     (pool,) = pools(request)
     assert set(pool) == {"machineSpec", "replicaCount", "diskSpec", "containerSpec"}
-    assert pool["diskSpec"] == {"bootDiskSizeGb": 100}, "a type of disk only when it is asked for"
+    assert pool["diskSpec"] == {"bootDiskSizeGb": 100}, "no type of disk unless the job names one"
     assert pool["machineSpec"] == {"machineType": "n1-standard-4"}
     assert pool["replicaCount"] == "1"
     assert request.operation == "POST v1/projects/contract/locations/europe-west4/customJobs"
@@ -87,7 +87,9 @@ def test_the_command_starts_the_bootstrap_and_names_every_path() -> None:
     }  # fmt: skip
     request = planned({"network": NETWORK}, attempt=3, inputs=inputs, resume_from=f"{STORE}/runs/q/live/checkpoints")
     container = pools(request)[0]["containerSpec"]
-    assert container["command"][:2] == ["/bin/sh", "-c"], "a list: a text is a StartError (vertex-ai-samples #1898)"
+    assert container["command"][:2] == ["/bin/sh", "-c"], (
+        "a string instead of a list is a StartError (vertex-ai-samples #1898)"
+    )
     assert container["command"][2].endswith('exec "$python" "$@"')
     words = container["args"]
     assert words[0] == "-c"
@@ -180,7 +182,7 @@ def test_machines(fields: dict[str, Any], machine: str, accelerator: tuple[str, 
 
 
 def test_every_accelerator_of_the_table_is_one_of_the_api() -> None:
-    """And every GPU of the API but what is at its end, and those that are no GPUs."""
+    """Check also that it has every GPU of the API, without retired ones and those that are no GPUs."""
     ours = {machine.accelerator for machine in catalog.machines("vertex") if machine.gpu}
     theirs = {name for name in known_fields()["enums"]["AcceleratorType"] if name.startswith("NVIDIA_")}
     assert ours == theirs - {"NVIDIA_TESLA_K80"}
@@ -188,7 +190,7 @@ def test_every_accelerator_of_the_table_is_one_of_the_api() -> None:
     assert all(bool(machine.gpu) == bool(machine.accelerator) for machine in catalog.machines("vertex"))
 
 
-def test_gpus_in_order_of_preference_are_the_clients() -> None:
+def test_the_client_tries_gpus_in_order_of_preference() -> None:
     two = ["H100:8", "T4:1"]
     first, second = planned(gpu=two), planned(gpu=two, gpu_index=1)
     assert [pools(request)[0]["machineSpec"]["acceleratorType"] for request in (first, second)] == [
@@ -205,7 +207,7 @@ def scheduling(given: Mapping[str, Any] | None = None, /, **fields: Any) -> dict
     return {key: value for key, value in found.items() if key != "restartJobOnWorkerRestart"}
 
 
-def test_how_machines_are_asked_for() -> None:
+def test_requests_for_machines() -> None:
     day = "86400s"
     assert scheduling(spot=True) == {"timeout": day, "strategy": "SPOT"}
     assert scheduling(spot=True, max_wait=60) == {"timeout": day, "strategy": "SPOT"}
@@ -214,13 +216,13 @@ def test_how_machines_are_asked_for() -> None:
     assert scheduling({"strategy": "FLEX_START"}, gpu="L4:1") == {"timeout": day, "strategy": "FLEX_START"}
     assert scheduling({"strategy": "STANDARD"}, gpu="L4:1", max_wait=60) == {"timeout": day, "strategy": "STANDARD"}
     for own, fields in (({}, {"gpu": "T4:1"}), ({}, {}), ({"reservation": RESERVATION}, {"gpu": "L4:1"})):
-        assert scheduling(own, max_wait=60, **fields) == {"timeout": day}, "the waiting client's"
+        assert scheduling(own, max_wait=60, **fields) == {"timeout": day}, "the waiting client ends that wait"
     assert "FLEX_START" in " ".join(planned(gpu="L4:1", max_wait=60).notes)
     assert "six times" in " ".join(planned(spot=True).notes)
 
 
-def test_what_a_plan_says_of_its_machine() -> None:
-    """Advice, not refusals: Google's pages say it, and they age."""
+def test_a_plan_s_advice_on_its_machine() -> None:
+    """Check advice instead of refusals, because the facts of Google's pages age."""
 
     def notes(given: Mapping[str, Any] | None = None, /, **fields: Any) -> str:
         return " ".join(planned(given, **fields).notes)
@@ -240,7 +242,7 @@ def test_reservation_none_goes_with_every_way_to_get_machines() -> None:
     assert scheduling({**own, "persistent_resource_id": "mine"}) == {"timeout": "86400s"}
 
 
-def test_a_node_is_told_its_grace_where_its_options_cannot_change_it() -> None:
+def test_a_node_gets_its_grace_by_a_path_that_options_cannot_change() -> None:
     assert paths(planned(spot=True))["grace"] == "15"
     assert "grace" not in paths(planned())
     for spot, seconds in ((True, 15), (False, 30)):
@@ -397,14 +399,14 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @for_each(("field", "given", "fields", "says"), REFUSED)
-def test_what_is_refused_is_named(field: str, given: dict[str, Any], fields: dict[str, Any], says: str) -> None:
+def test_refused(field: str, given: dict[str, Any], fields: dict[str, Any], says: str) -> None:
     error = refused(given, **fields)
     assert error.field == field, error
     assert says in f"{error}; {error.hint}"
 
 
 @for_each(("field", "options", "says"), OPTIONS)
-def test_options_that_the_api_does_not_take(field: str, options: dict[str, Any], says: str) -> None:
+def test_options_that_the_api_refuses(field: str, options: dict[str, Any], says: str) -> None:
     error = refused(options={"vertex": options})
     assert error.field.startswith(field.rpartition(".")[0]), error
     assert says in f"{error}; {error.hint}"
@@ -435,7 +437,7 @@ def test_options_reach_every_pool() -> None:
     assert "spot machines" in str(error)
 
 
-def test_a_request_is_marked_with_what_it_is() -> None:
+def test_a_request_has_a_digest_of_itself() -> None:
     first, again = planned(), planned()
     assert first.body == again.body
     others = [planned(image="team/other:1"), planned(max_runtime=600), planned(disk_gb=200)]
@@ -446,13 +448,13 @@ def test_a_request_is_marked_with_what_it_is() -> None:
 
 
 def parsed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What Google's own protobufs make of a body, strictly, and give back."""
+    """Parse a body strictly by Google's own protobufs, and return it as they print it."""
     from google.cloud.aiplatform_v1.types import CustomJob
     from google.protobuf import json_format
 
     message = json_format.ParseDict(dict(body), CustomJob.pb(CustomJob()))
-    told: dict[str, Any] = json_format.MessageToDict(message)
-    return told
+    document: dict[str, Any] = json_format.MessageToDict(message)
+    return document
 
 
 def test_the_table_of_fields_is_the_installed_sdks() -> None:
@@ -575,24 +577,28 @@ def _planned(given: dict[str, Any], fields: dict[str, Any]) -> Request | SpecErr
         return exc
 
 
-def _said(value: Any) -> Any:
-    """Without what JSON of protobufs leaves out: false, 0, empty; and numbers of 64 bits as text."""
+def _without_defaults(value: Any) -> Any:
+    """Drop the values that JSON of protobufs omits: false, 0, empty. Numbers of 64 bits become text."""
     if isinstance(value, dict):
-        return {key: said for key, item in value.items() if (said := _said(item)) not in ({}, [], "", False, 0, None)}
-    return [_said(item) for item in value] if isinstance(value, list) else value
+        return {
+            key: kept
+            for key, item in value.items()
+            if (kept := _without_defaults(item)) not in ({}, [], "", False, 0, None)
+        }
+    return [_without_defaults(item) for item in value] if isinstance(value, list) else value
 
 
 @settings(max_examples=examples(3 * TRIALS or 300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(GIVEN, JOBS)
 def test_what_is_planned_is_what_the_sdk_sends(given: dict[str, Any], fields: dict[str, Any]) -> None:
-    """Every field of the body, and nothing else; or it is refused by name."""
+    """Check that the SDK sends every field of the body and nothing else, or that the plan names a refused field."""
     request = _planned(given, fields)
     event("refused" if isinstance(request, SpecError) else "planned")
     if isinstance(request, SpecError):
         assert request.field
         assert "\n" not in str(request)
         return
-    assert _said(parsed(request.body)) == _said(request.body)
+    assert _without_defaults(parsed(request.body)) == _without_defaults(request.body)
     body = request.body
     assert re.fullmatch(r"[a-z0-9-]{1,63}", body["displayName"])
     assert all(re.fullmatch(r"[a-z][a-z0-9_-]{0,62}", key) for key in body["labels"])
@@ -603,7 +609,7 @@ def test_what_is_planned_is_what_the_sdk_sends(given: dict[str, Any], fields: di
     Provider(**{**SETTINGS, **given}).launch_spec(request)
 
 
-# ----------------------------------------------------------------------------------------------------- what would start
+# -------------------------------------------------------------------------------------------------------- started nodes
 
 
 def test_nodes_of_a_request() -> None:
@@ -643,6 +649,6 @@ def test_a_file_system_is_mounted() -> None:
     assert ("nfs://10.0.0.5/vol/x", "/mnt/nfs/n", "mount") in {(m.url, m.path, m.kind) for m in node.mounts}
 
 
-def test_what_vertex_cannot_do_is_said_by_its_name() -> None:
+def test_unsupported_calls_name_the_provider() -> None:
     with pytest.raises(UnsupportedError, match="provider vertex"):
         planned(shm_gb=1)

@@ -1,4 +1,4 @@
-"""Provider ``vertex`` and what it sends jobs through: Google's own client, and nothing lost on its way."""
+"""Provider ``vertex`` sends jobs through Google's own client: checks that nothing is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVERYTHING: dict[str, Any] = {
 
 @pytest.fixture
 def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VertexWorld]:
-    """A world whose jobs never start."""
+    """Give a project whose jobs never start."""
     world = VertexWorld(tmp_path, image="team/none:1", log_drain=0, **EVERYTHING)
     for name, value in world.plane.environ().items():
         monkeypatch.setenv(name, value)
@@ -38,12 +38,12 @@ def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VertexWorl
 def plain(message: Any) -> dict[str, Any]:
     from google.protobuf import json_format
 
-    told: dict[str, Any] = json_format.MessageToDict(message)
-    return told
+    document: dict[str, Any] = json_format.MessageToDict(message)
+    return document
 
 
-def test_what_arrives_is_what_was_planned(idle: VertexWorld) -> None:
-    """All of it: enumerations go as numbers, and 64 bits as text."""
+def test_the_service_gets_the_planned_request(idle: VertexWorld) -> None:
+    """Check all of it: enums go as numbers, and 64 bits as text."""
     options = {"jobSpec": {"workerPoolSpecs": {"*": {"diskSpec": {"bootDiskType": "pd-ssd"}}}, "experiment": "e"}}
     fields = {
         "gpu": "L4:2",
@@ -57,12 +57,12 @@ def test_what_arrives_is_what_was_planned(idle: VertexWorld) -> None:
     native = idle.provider.submit(request)
     arrived = plain(idle.plane.jobs[native].record)
     assert {key: arrived[key] for key in request.body} == request.body
-    # All else is the service's own.
+    # All other members are the service's own.
     assert set(arrived) - set(request.body) <= {"name", "state", "createTime", "updateTime"}
 
 
-def test_a_field_that_the_installed_sdk_does_not_know_is_a_line(idle: VertexWorld) -> None:
-    """A plan of a newer version that was saved."""
+def test_a_field_that_the_installed_sdk_does_not_know_is_one_line(idle: VertexWorld) -> None:
+    """Check a saved plan of a newer version."""
     request = idle.plan(run_id="newer").request
     body = {**request.body, "jobSpec": {**request.body["jobSpec"], "ofNextYear": True}}
     with pytest.raises(SpecError, match="does not know this request") as caught:
@@ -72,8 +72,8 @@ def test_a_field_that_the_installed_sdk_does_not_know_is_a_line(idle: VertexWorl
     assert idle.plane.jobs == {}
 
 
-def test_googles_own_high_level_client_sees_the_job(idle: VertexWorld, tmp_path: Path) -> None:
-    """In a process of its own: it keeps what it was told for the life of a process."""
+def test_googles_own_high_level_client_reads_the_job(idle: VertexWorld, tmp_path: Path) -> None:
+    """Check in a process of its own: the client caches answers for the life of a process."""
     native = idle.provider.submit(idle.plan(run_id="seen").request)
     code = (
         "import sys, warnings; warnings.simplefilter('ignore')\n"
@@ -88,7 +88,7 @@ def test_googles_own_high_level_client_sees_the_job(idle: VertexWorld, tmp_path:
     assert done.stdout.split() == ["JOB_STATE_PENDING", idle.plane.jobs[native].record.display_name]
 
 
-def test_without_the_package_one_line_says_what_to_install(tmp_path: Path) -> None:
+def test_without_the_package_one_line_gives_the_install_command(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "class Absent:\n"
@@ -107,6 +107,6 @@ def test_without_the_package_one_line_says_what_to_install(tmp_path: Path) -> No
         "        print(exc, exc.hint)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    said = done.stdout.splitlines()
-    assert len(said) == 2
-    assert all("provider vertex needs " in line and "pip install" in line and "[vertex]'" in line for line in said)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    assert all("provider vertex needs " in line and "pip install" in line and "[vertex]'" in line for line in lines)

@@ -1,4 +1,4 @@
-"""Provider ``vertex``: what Vertex AI's words on a job mean, and what Google Cloud's refusals become."""
+"""Provider ``vertex``: the meaning of Vertex AI's states, and the errors for Google Cloud's refusals."""
 
 from __future__ import annotations
 
@@ -73,20 +73,20 @@ ACT_AS = (
 )
 
 
-def said(state: str, *, error: tuple[int, str] = (0, ""), seconds: float | None = None, **more: Any) -> Status:
-    """The status of a job of three nodes with a limit of 600 s whose nodes ran for ``seconds``; None: they never did.
+def status_for(state: str, *, error: tuple[int, str] = (0, ""), seconds: float | None = None, **more: Any) -> Status:
+    """Return the status of a three-node job with a limit of 600 s that ran for ``seconds``, or never (None).
 
-    It had waited for 20 minutes before.
+    It waited for 20 minutes before.
     """
     minutes, rest = divmod(int(seconds or 0), 60)
     times = {"startTime": "2026-11-21T23:40:00Z", "endTime": f"2026-11-22T00:{minutes:02}:{rest:02}.5Z"}
     machine = {"machineType": "n1-standard-4", "acceleratorType": "NVIDIA_TESLA_T4", "acceleratorCount": 1}
     pools = [{"machineSpec": machine, "replicaCount": count} for count in ("1", "2")]
     spec = {"workerPoolSpecs": pools, "scheduling": {"timeout": "600s"}}
-    told: dict[str, Any] = {"name": NAME, "state": f"JOB_STATE_{state}", "jobSpec": spec, **times, **more}
+    job: dict[str, Any] = {"name": NAME, "state": f"JOB_STATE_{state}", "jobSpec": spec, **times, **more}
     if error[0]:
-        told["error"] = {"code": error[0], "message": error[1]}
-    return with_start(status_of(told), None if seconds is None else BEGAN, ran=seconds or 0.0, stopped=False)
+        job["error"] = {"code": error[0], "message": error[1]}
+    return with_start(status_of(job), None if seconds is None else BEGAN, ran=seconds or 0.0, stopped=False)
 
 
 # --------------------------------------------------------------------------------------------------------------- states
@@ -95,30 +95,32 @@ def said(state: str, *, error: tuple[int, str] = (0, ""), seconds: float | None 
 def test_every_native_state_has_a_meaning() -> None:
     from google.cloud.aiplatform_v1.types import JobState
 
-    found = {state.name.removeprefix("JOB_STATE_"): said(state.name.removeprefix("JOB_STATE_")) for state in JobState}
+    found = {
+        state.name.removeprefix("JOB_STATE_"): status_for(state.name.removeprefix("JOB_STATE_")) for state in JobState
+    }
     final = {"SUCCEEDED", "FAILED", "CANCELLED", "EXPIRED", "PARTIALLY_SUCCEEDED"}
     assert {name for name, status in found.items() if status.state in FINAL} == final
     assert {name for name, status in found.items() if status.state == "pending"} == {"QUEUED", "PENDING", "PAUSED"}
     assert found["CANCELLING"].reason == "stopping"
-    assert "no machine yet" in found["QUEUED"].reason, "every job passes it"
-    assert said("OF_NEXT_YEAR").state == "running", "what nobody knows is not over"
-    assert said("OF_NEXT_YEAR").native == "OF_NEXT_YEAR"
+    assert "no machine yet" in found["QUEUED"].reason, "every job passes this state"
+    assert status_for("OF_NEXT_YEAR").state == "running", "an unknown state is not final"
+    assert status_for("OF_NEXT_YEAR").native == "OF_NEXT_YEAR"
 
 
 def test_a_job_without_a_state_is_not_over() -> None:
     assert status_of({"name": NAME}).state == "running"
 
 
-def test_when_it_ran_and_where_it_is() -> None:
-    status = said("SUCCEEDED", seconds=300)
-    assert status.cost_usd is None, "Vertex AI does not tell it"
+def test_times_and_console_of_a_job() -> None:
+    status = status_for("SUCCEEDED", seconds=300)
+    assert status.cost_usd is None, "Vertex AI does not report it"
     assert status.instance_type == "n1-standard-4+T4:1"
     assert status.url.endswith("/agent-platform/locations/europe-west4/training/42?project=contract")
     assert (status.started, status.finished) == (BEGAN, BEGAN + 300.5)
-    assert said("FAILED", error=(8, STOCKOUT)).started is None, "startTime is when the job was taken in"
+    assert status_for("FAILED", error=(8, STOCKOUT)).started is None, "startTime is the admission of the job"
     for state in ("QUEUED", "PENDING", "CANCELLING", "UPDATING", "OF_NEXT_YEAR"):
-        assert said(state).limit_s is None, f"that a job is {state} does not say that it has machines"
-    assert (said("RUNNING").limit_s, said("FAILED").limit_s) == (600, 600)
+        assert status_for(state).limit_s is None, f"state {state} does not mean that the job has machines"
+    assert (status_for("RUNNING").limit_s, status_for("FAILED").limit_s) == (600, 600)
 
 
 @for_each(
@@ -146,7 +148,7 @@ def test_when_it_ran_and_where_it_is() -> None:
         ("FAILED", (7, "Service account a@b does not have storage.objects.get access"), None, "auth"),
         ("FAILED", (13, "Internal error occurred for the current attempt."), 60, "infra"),
         ("FAILED", (0, ""), 60, "infra"),
-        ("FAILED", (99, "what nobody knows"), 60, "infra"),
+        ("FAILED", (99, "an unknown cause"), 60, "infra"),
         ("PARTIALLY_SUCCEEDED", (0, ""), 60, "infra"),
         ("EXPIRED", (0, ""), None, "capacity"),
         ("EXPIRED", (0, ""), 600, "timeout"),
@@ -154,8 +156,8 @@ def test_when_it_ran_and_where_it_is() -> None:
         ("CANCELLED", (8, STOCKOUT), None, "capacity"),
     ],
 )
-def test_why_a_job_failed(state: str, error: tuple[int, str], seconds: float | None, category: str) -> None:
-    status = said(state, error=error, seconds=seconds)
+def test_categories_of_failures(state: str, error: tuple[int, str], seconds: float | None, category: str) -> None:
+    status = status_for(state, error=error, seconds=seconds)
     assert (status.state, status.category) == ("failed", category)
     assert status.reason
     assert "\n" not in status.reason
@@ -163,8 +165,8 @@ def test_why_a_job_failed(state: str, error: tuple[int, str], seconds: float | N
 
 @pytest.mark.parametrize("seconds", [None, 60])
 def test_cancelled_by_a_user(seconds: float | None) -> None:
-    """Also one that had waited for longer than it might run."""
-    status = said("CANCELLED", error=(1, "CANCELED"), seconds=seconds)
+    """Check also a job that waited for longer than it may run."""
+    status = status_for("CANCELLED", error=(1, "CANCELED"), seconds=seconds)
     assert (status.state, status.category, status.reason) == ("cancelled", "cancelled", "it was cancelled")
 
 
@@ -186,20 +188,20 @@ def test_recorded_jobs_never_ran(state: str, created: str, started: str, ended: 
         (3, "FAILED", (13, "Internal error occurred for the current attempt."), ("failed", "infra")),
     ],
 )
-def test_waiting_for_longer_than_the_time_limit_is_no_running(
+def test_waiting_longer_than_the_time_limit_is_not_running(
     hours: float, state: str, error: tuple[int, str], wanted: tuple[str, str]
 ) -> None:
-    """The job may run for an hour. As running time, its wait made each of these a timeout."""
+    """Check a job that may run for an hour. If its wait counted, each of these would be a timeout."""
     found = with_start(status_of(after_waiting(hours, state, error)), None, ran=0.0, stopped=False)
     assert (found.state, found.category) == wanted
     assert found.started is None
 
 
-def test_a_cancel_by_cloudtrain_is_one_though_the_time_was_nearly_up() -> None:
-    told = {"name": NAME, "state": "JOB_STATE_CANCELLED", "endTime": "2026-11-22T00:10:00Z"}
-    told["jobSpec"] = {"workerPoolSpecs": [{}], "scheduling": {"timeout": "600s"}}  # type: ignore[assignment]
-    assert with_start(status_of(told), BEGAN, ran=600, stopped=True).state == "cancelled"
-    assert with_start(status_of(told), BEGAN, ran=600, stopped=False).category == "timeout"
+def test_a_cancel_by_cloudtrain_near_the_time_limit_is_a_cancel() -> None:
+    job = {"name": NAME, "state": "JOB_STATE_CANCELLED", "endTime": "2026-11-22T00:10:00Z"}
+    job["jobSpec"] = {"workerPoolSpecs": [{}], "scheduling": {"timeout": "600s"}}  # type: ignore[assignment]
+    assert with_start(status_of(job), BEGAN, ran=600, stopped=True).state == "cancelled"
+    assert with_start(status_of(job), BEGAN, ran=600, stopped=False).category == "timeout"
 
 
 @for_each(
@@ -211,21 +213,19 @@ def test_a_cancel_by_cloudtrain_is_one_though_the_time_was_nearly_up() -> None:
         ("FAILED", (13, "Internal error occurred for the current attempt."), ("failed", "infra")),
     ],
 )
-def test_waiting_for_machines_again_is_no_running_either(
-    state: str, error: tuple[int, str], wanted: tuple[str, str]
-) -> None:
-    """It ran for ten minutes of its hour, lost its machines, and was over four hours later."""
+def test_a_second_wait_for_machines_is_not_running(state: str, error: tuple[int, str], wanted: tuple[str, str]) -> None:
+    """Check a job that ran for ten minutes of its hour, lost its machines, and ended four hours later."""
     found = with_start(status_of(after_waiting(4, state, error)), BEGAN, ran=600, stopped=False)
     assert (found.state, found.category) == wanted
 
 
-def test_what_the_script_said_is_not_the_services_word() -> None:
+def test_a_script_s_message_is_not_the_service_s() -> None:
     for text in ("ran out of memory", STOCKOUT, QUOTA, "permission denied", "Failed to pull image"):
         assert category_of(3, EXIT.format(1, text)) == "user_error", text
 
 
 def test_a_hint_names_the_quota() -> None:
-    assert "custom_model_training_nvidia_l4_gpus" in said("FAILED", error=(8, QUOTA)).reason
+    assert "custom_model_training_nvidia_l4_gpus" in status_for("FAILED", error=(8, QUOTA)).reason
     assert "console's page of quotas" in quota_hint("some quota")
     both = "ask for more of custom_model_training_nvidia_t4_gpus and custom_model_training_cpus on"
     assert quota_hint(QUOTA.replace("l4", "t4")).startswith(both)
@@ -233,16 +233,16 @@ def test_a_hint_names_the_quota() -> None:
 
 
 def test_a_hint_names_the_agent_that_pulls_images() -> None:
-    reason = said("FAILED", error=(7, AGENT_TEXT)).reason
+    reason = status_for("FAILED", error=(7, AGENT_TEXT)).reason
     assert "jobs pull images as service-123@gcp-sa-aiplatform-cc.iam.gserviceaccount.com; let it: gcloud art" in reason
     other = "Permission artifactregistry.repositories.downloadArtifacts denied"
-    assert "service-PROJECT_NUMBER@gcp-sa-aiplatform-cc" in said("FAILED", error=(7, other)).reason
+    assert "service-PROJECT_NUMBER@gcp-sa-aiplatform-cc" in status_for("FAILED", error=(7, other)).reason
 
 
 @pytest.mark.parametrize(
     ("error", "command"),
     [
-        # of google.rpc.ErrorInfo, as doctor's own services answer
+        # an ErrorInfo of google.rpc, as the services that doctor calls answer
         (
             {
                 "message": "Cloud Quotas API has not been used in project 42 before or it is disabled.",
@@ -255,7 +255,7 @@ def test_a_hint_names_the_agent_that_pulls_images() -> None:
             },
             "gcloud services enable cloudquotas.googleapis.com --project 42",
         ),
-        # of the older form, which names it in its text alone
+        # the older form, which names the service only in its message
         (
             {
                 "message": "Cloud Resource Manager API has not been used in project 42 before or it is disabled. Enable"
@@ -274,9 +274,9 @@ def test_a_disabled_service_is_named_alone(error: dict[str, Any], command: str) 
     assert error.hint == f"switch it on: {command}"
 
 
-def test_how_long_a_job_has_been_over() -> None:
+def test_the_time_since_the_end_of_a_job() -> None:
     assert over_for({"endTime": "2026-01-01T00:00:00Z"}) > 86400
-    assert over_for({"endTime": "2999-01-01T00:00:00Z"}) == 0, "another clock"
+    assert over_for({"endTime": "2999-01-01T00:00:00Z"}) == 0, "the clocks may differ"
     assert over_for({}) == 0
 
 
@@ -348,13 +348,13 @@ def test_refusals(status: int, message: str, reason: str, kind: type[CloudtrainE
         ("list jobs", "Vertex AI User"),
     ],
 )
-def test_what_lets_a_caller_in_is_of_the_call(what: str, role: str) -> None:
+def test_the_missing_role_depends_on_the_call(what: str, role: str) -> None:
     error = refusal(403, "The caller does not have permission.", what=what, reason="PERMISSION_DENIED")
     assert isinstance(error, AuthError)
     assert role in error.hint
 
 
-def test_what_googles_libraries_raise() -> None:
+def test_exceptions_of_googles_libraries() -> None:
     import google.api_core.exceptions as api
     import google.auth.exceptions as auth
     from google.protobuf import json_format

@@ -1,6 +1,6 @@
-"""Provider ``vertex``, call by call: what it sends, in what order, and what it makes of each answer.
+"""Provider ``vertex``, call by call: its requests, their order, and its reading of each answer.
 
-At the wire like test_vertex_calls, and with nothing that takes time: one project a test, requests that no store holds.
+It runs at the wire like test_vertex_calls, but fast: one project a test, and requests without a store.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ AGAIN = "an earlier call may have created the job"
 
 @pytest.fixture
 def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
-    """A project without a machine to give: its jobs wait."""
+    """Give a project without machines: its jobs wait."""
     for name in [name for name in os.environ if name.startswith(("GOOGLE_", "GCSFS_", "CLOUDSDK_"))]:
         monkeypatch.delenv(name)
     plane = Plane(tmp_path / "google")
@@ -68,12 +68,12 @@ def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
 
 
 def client(**settings: Any) -> Provider:
-    """Another client of the project."""
+    """Return another client of the project."""
     return Provider(**{**SETTINGS, **settings})
 
 
 def operations(plane: Plane, since: int = 0) -> list[str]:
-    """What was asked for but tokens, in order."""
+    """Return the operations called in order, without those for tokens."""
     return [call.operation for call in plane.wire.calls[since:] if call.operation != "POST token"]
 
 
@@ -83,13 +83,13 @@ def only(plane: Plane) -> CustomJob:
 
 
 def changed(request: Request, /, **labels: str) -> Request:
-    """The same job with other labels."""
+    """Return the same job with other labels."""
     body = {**request.body, "labels": {**request.body["labels"], **{f"cloudtrain-{k}": v for k, v in labels.items()}}}
     return dataclasses.replace(request, body=body)
 
 
 def after(plane: Plane, operation: str, then: Callable[[], object]) -> None:
-    """Call ``then`` once such a call has been served."""
+    """Call ``then`` after such a call has been served."""
     wire, served = plane.wire, plane.wire.answer
 
     def answer(method: str, target: str, sent: bytes, headers: Mapping[str, str]) -> Answer | None:
@@ -117,31 +117,31 @@ def test_a_creation_is_looked_for_and_made_once(plane: Plane) -> None:
     assert before.query["filter"] == f'labels.cloudtrain-job="{name}"'
     assert (made.method, made.headers["content-type"]) == ("POST", "application/json")
     assert json.loads(made.body)["displayName"] == name
-    told = job.described(numbers=False)
-    assert {key: told[key] for key in request.body} == request.body
-    assert {call.account for call in plane.wire.calls} == {""}, "who called is told to handlers alone"
+    answer = job.describe(numbers=False)
+    assert {key: answer[key] for key in request.body} == request.body
+    assert {call.account for call in plane.wire.calls} == {""}, "only handlers get the caller"
     assert all(call.token for call in (bucket, before, made, first))
 
 
-def test_whoever_submits_again_finds_the_job(plane: Plane) -> None:
+def test_a_second_submit_finds_the_job(plane: Plane) -> None:
     request = PLANS.planned()
     first = client()
     native = first.submit(request)
-    for again, asked in ((client(), ["GET bucket", "GET customJobs"]), (first, ["GET customJobs"])):
+    for again, wanted in ((client(), ["GET bucket", "GET customJobs"]), (first, ["GET customJobs"])):
         since = len(plane.wire.calls)
         assert again.submit(request) == native
-        assert operations(plane, since) == asked
+        assert operations(plane, since) == wanted
     assert first.find(request) == native
     assert first.find(PLANS.planned(attempt=1)) is None
-    assert client(location="us-central1").find(request) == native, "where it was planned for, not where we are now"
+    assert client(location="us-central1").find(request) == native, "the planned location counts, not the present one"
     assert len(plane.jobs) == 1
 
 
-def test_of_all_jobs_of_that_label_the_first_counts(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over pages of a list that has the newest first, and none that bears our run's name by chance."""
+def test_the_first_of_all_jobs_with_that_label_counts(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check over pages of a list with the newest first, and with names that contain the run's by chance."""
     monkeypatch.setattr("worlds.vertex.plane.PAGE", 1)
     request, account = PLANS.planned(), client().account
-    account._prepared(changed(request, run="somebody-else"))()
+    account._prepared(changed(request, run="another-run"))()
     assert account.find(request) is None
     first, second = (account._prepared(request)() for _ in range(2))
     assert first != second
@@ -153,7 +153,7 @@ def test_of_all_jobs_of_that_label_the_first_counts(plane: Plane, monkeypatch: p
     assert len(set(pages)) == 3
 
 
-def test_a_job_of_that_label_that_was_another_request_is_nobodys(plane: Plane) -> None:
+def test_a_job_with_that_label_of_another_request_is_a_conflict(plane: Plane) -> None:
     request, provider = PLANS.planned(), client()
     provider.account._prepared(changed(request, request="0123456789abcdef"))()
     since = len(plane.wire.calls)
@@ -167,8 +167,8 @@ def test_a_job_of_that_label_that_was_another_request_is_nobodys(plane: Plane) -
     assert operations(plane, since) == ["GET bucket", "GET customJobs", "GET customJobs"]
 
 
-def test_who_comes_second_gives_way(plane: Plane) -> None:
-    """A client that slept for longer than its lease, while the list did not show the other's job yet."""
+def test_the_second_client_gives_way(plane: Plane) -> None:
+    """Check a client that slept longer than its lease, while the list lacked the other client's job."""
     request = PLANS.planned()
     first = client().account._prepared(request)()
     plane.list_lag = 1e9
@@ -176,12 +176,12 @@ def test_who_comes_second_gives_way(plane: Plane) -> None:
     assert client().submit(request) == first
     ((second, job),) = [(name, job) for name, job in plane.jobs.items() if name != first]
     assert job.wait() == "JOB_STATE_CANCELLED"
-    (asked,) = [call for call in plane.wire.calls if call.operation == "POST cancel"]
-    assert (asked.path, asked.json()) == (f"/v1/{second}:cancel", {})
+    (cancel,) = [call for call in plane.wire.calls if call.operation == "POST cancel"]
+    assert (cancel.path, cancel.json()) == (f"/v1/{second}:cancel", {})
     assert not plane.jobs[first].over
 
 
-def test_a_job_that_was_made_is_ours_whatever_becomes_of_the_last_look(plane: Plane) -> None:
+def test_a_created_job_counts_even_if_the_last_check_fails(plane: Plane) -> None:
     broken = Fault.broken("GET customJobs", 1)
     after(plane, "POST customJobs", lambda: plane.wire.faults.append(broken))
     native = client().submit(PLANS.planned())
@@ -189,7 +189,7 @@ def test_a_job_that_was_made_is_ours_whatever_becomes_of_the_last_look(plane: Pl
     assert broken.times == 0
 
 
-# ------------------------------------------------------------------------------------- refusals, and answers that lack
+# ------------------------------------------------------------------------------------- refusals, and incomplete answers
 
 
 def test_after_a_refusal_or_a_lost_answer_one_job_is_made(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,10 +221,10 @@ def test_after_a_refusal_or_a_lost_answer_one_job_is_made(plane: Plane, monkeypa
     ],
     ids=["400", "403", "408", "409", "500", "503", "cut"],
 )
-def test_only_an_answer_that_leaves_it_open_is_followed_by_doubt(
+def test_only_an_uncertain_answer_makes_the_next_call_check(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, fault: Refusal | None, unsure: bool
 ) -> None:
-    """By the next call: a refusal of that may be the work of the first job, which has used up the quota."""
+    """Check the next call: its refusal may be due to the first job, which has used up the quota."""
     monkeypatch.setattr(own, "SETTLE", 0.0)
     provider, request = client(), PLANS.planned()
     plane.wire.faults.append(Fault("POST customJobs", fault))
@@ -237,18 +237,18 @@ def test_only_an_answer_that_leaves_it_open_is_followed_by_doubt(
     assert plane.jobs == {}
 
 
-def test_an_answer_that_tells_of_no_job_is_a_lost_one(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_a_job_is_a_lost_one(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "SETTLE", 0.0)
-    provider, request, said = client(), PLANS.planned(), dict[str, bytes]()
+    provider, request, bodies = client(), PLANS.planned(), dict[str, bytes]()
     served = plane.wire.answer
 
     def answer(*words: Any) -> Answer | None:
         found = served(*words)
-        return Answer(said["it"]) if plane.wire.calls[-1].operation == "POST customJobs" and said else found
+        return Answer(bodies["it"]) if plane.wire.calls[-1].operation == "POST customJobs" and bodies else found
 
     plane.wire.answer = answer  # type: ignore[method-assign]
     for text in (b"<html>", b"{}", b'{"name": "projects/p/locations/l"}'):
-        said["it"], plane.list_lag = text, 1e9
+        bodies["it"], plane.list_lag = text, 1e9
         with pytest.raises(LostContactError, match=r"^create job: the answer names no job: ") as caught:
             provider.submit(request)
         assert "\n" not in str(caught.value)
@@ -256,8 +256,8 @@ def test_an_answer_that_tells_of_no_job_is_a_lost_one(plane: Plane, monkeypatch:
     assert provider.submit(request) == min(plane.jobs.values(), key=lambda job: job.created).name
 
 
-def test_a_job_that_is_in_no_list_yet_is_looked_for_for_a_while(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an answer that was lost, and only then."""
+def test_a_job_that_no_list_has_yet_is_awaited(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that this happens only after a lost answer."""
     monkeypatch.setattr(own, "SETTLE", 60.0)
     provider, request = client(), PLANS.planned()
     plane.wire.faults.append(Fault("POST customJobs", done=True))
@@ -286,7 +286,7 @@ def test_a_job_that_is_in_no_list_yet_is_looked_for_for_a_while(plane: Plane, mo
         (None, LostContactError, "Google Cloud does not answer: get job: "),
     ],
 )
-def test_every_refusal_is_one_of_ours(plane: Plane, refusal: Refusal | None, kind: type, says: str) -> None:
+def test_every_refusal_is_a_cloudtrain_error(plane: Plane, refusal: Refusal | None, kind: type, says: str) -> None:
     plane.wire.faults.append(Fault("GET customJob", refusal, times=10))
     with pytest.raises(CloudtrainError) as caught:
         client().status(NOWHERE)
@@ -296,23 +296,23 @@ def test_every_refusal_is_one_of_ours(plane: Plane, refusal: Refusal | None, kin
 
 
 def test_a_service_that_never_answers_is_given_up(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a minute; here sooner."""
-    provider, gone = client(), threading.Event()
+    """Check the timeout of a minute, shortened here."""
+    provider, finished = client(), threading.Event()
     native = provider.submit(PLANS.planned())
     assert own.TIMEOUT == 60
     after(plane, "GET customJobs", lambda: monkeypatch.setattr(own, "TIMEOUT", 0.2))
     for operation in ("POST customJobs", "GET customJob"):
-        after(plane, operation, lambda: gone.wait(20))
+        after(plane, operation, lambda: finished.wait(20))
     for call, what in (
         (lambda: provider.submit(PLANS.planned(attempt=1)), "create job"),
         (lambda: provider.status(native), "get job"),
     ):
         with pytest.raises(LostContactError, match=rf"^Google Cloud does not answer: {what}: "):
             call()
-    gone.set()
+    finished.set()
 
 
-def test_each_call_says_what_it_was_for(plane: Plane) -> None:
+def test_each_error_names_its_call(plane: Plane) -> None:
     refused = Refusal("INVALID_ARGUMENT", "no")
     request, provider = PLANS.planned(), client()
     native = provider.submit(request)
@@ -329,11 +329,11 @@ def test_each_call_says_what_it_was_for(plane: Plane) -> None:
             call()
 
 
-# ----------------------------------------------------------------------------------------------------- being left alone
+# ----------------------------------------------------------------------------------------------------- requested pauses
 
 
 @pytest.mark.parametrize(
-    ("code", "told", "least", "most"),
+    ("code", "headers", "least", "most"),
     [
         ("RESOURCE_EXHAUSTED", {"Retry-After": "7"}, 6, 7),
         ("RESOURCE_EXHAUSTED", {"Retry-After": "2.5"}, 1.5, 2.5),
@@ -345,11 +345,11 @@ def test_each_call_says_what_it_was_for(plane: Plane) -> None:
         ("INTERNAL", {"Retry-After": "7"}, -1e9, 0),
     ],
 )
-def test_a_service_that_asks_to_be_left_alone_is(
-    plane: Plane, code: str, told: Mapping[str, str], least: float, most: float
+def test_a_service_that_asks_for_a_pause_gets_it(
+    plane: Plane, code: str, headers: Mapping[str, str], least: float, most: float
 ) -> None:
-    """For as long as it says; the others are not kept waiting."""
-    busy = Refusal(code, "Too many requests per minute", headers=told)
+    """Check that it lasts as long as requested, and that other services are not delayed."""
+    busy = Refusal(code, "Too many requests per minute", headers=headers)
     plane.wire.faults += [Fault("GET customJob", busy), Fault("POST customJobs", busy)]
     provider = client()
     began = time.monotonic()
@@ -375,7 +375,7 @@ def test_a_service_that_asks_to_be_left_alone_is(
 
 
 @pytest.mark.parametrize("wrong", ["x", "projects/p/locations/l/customJobs", f"{NOWHERE}/", f" {NOWHERE}"])
-def test_what_is_no_jobs_name_is_asked_of_nobody(plane: Plane, wrong: str) -> None:
+def test_an_invalid_name_makes_no_call(plane: Plane, wrong: str) -> None:
     for call in (client().status, client().cancel):
         with pytest.raises(NotFoundError) as caught:
             call(wrong)
@@ -391,17 +391,17 @@ def test_a_status_is_one_call(plane: Plane) -> None:
     found = provider.status(native)
     assert (found.state, found.instance_type, found.started, found.cost_usd) == ("pending", "n1-standard-4", None, None)
     assert found.native in ("PENDING", "QUEUED")
-    (asked,) = plane.wire.calls[since:]
-    assert (asked.method, asked.path, asked.query) == ("GET", f"/v1/{native}", {})
+    (call,) = plane.wire.calls[since:]
+    assert (call.method, call.path, call.query) == ("GET", f"/v1/{native}", {})
     job = only(plane)
     job.end("FAILED", 3, "The replica workerpool0-0 exited with a non-zero status of 1.")
     ended = provider.status(native)
     assert (ended.state, ended.category) == ("failed", "user_error")
-    assert (ended.started, ended.limit_s) == (None, 86400), "when it began its nodes know"
+    assert (ended.started, ended.limit_s) == (None, 86400), "only the nodes know the start"
 
 
-def test_when_a_job_ended_is_known_by_our_own_clock(plane: Plane) -> None:
-    """By whoever saw it alive; by others as the service's times tell."""
+def test_the_end_of_a_job_is_taken_from_the_client_s_clock(plane: Plane) -> None:
+    """Check a client that saw the job alive; other clients use the service's times."""
     first, late = client(), client()
     native = first.submit(PLANS.planned())
     before = time.monotonic()
@@ -423,7 +423,7 @@ def test_when_a_job_ended_is_known_by_our_own_clock(plane: Plane) -> None:
     assert late.account.alive == {}
 
 
-def test_a_cancel_is_asked_for_once_and_what_is_over_stays(plane: Plane) -> None:
+def test_a_cancel_is_sent_once_and_ended_jobs_stay(plane: Plane) -> None:
     provider = client()
     native = provider.submit(PLANS.planned())
     provider.cancel(native)
@@ -445,7 +445,7 @@ def test_a_cancel_is_asked_for_once_and_what_is_over_stays(plane: Plane) -> None
                 provider.cancel(other)
 
 
-def test_a_log_is_read_on_from_its_cursor(plane: Plane) -> None:
+def test_a_log_is_read_from_its_cursor(plane: Plane) -> None:
     provider = client()
     native = provider.submit(PLANS.planned())
     plane.entries.put(only(plane).id, "workerpool0-0", ["one", "two"])
@@ -454,13 +454,14 @@ def test_a_log_is_read_on_from_its_cursor(plane: Plane) -> None:
     plane.entries.put(only(plane).id, "workerpool0-0", ["three"])
     rest = provider.logs(native, first.cursor).lines  # the service's own lines may come late
     assert [line.text for line in rest if line.node == "0"] == ["three"]
-    asked = [call.json() for call in plane.wire.calls if call.operation == "POST entries"][-1]
-    assert asked["resourceNames"] == ["projects/contract"]
-    assert f'resource.labels.job_id="{only(plane).id}"' in asked["filter"]
+    query = [call.json() for call in plane.wire.calls if call.operation == "POST entries"][-1]
+    assert query["resourceNames"] == ["projects/contract"]
+    assert f'resource.labels.job_id="{only(plane).id}"' in query["filter"]
 
 
-def test_names_hold_the_projects_number_and_the_log_is_asked_for_by_its_id(plane: Plane) -> None:
-    """Every recorded name has the number; Cloud Logging documents the id, and the fake's takes nothing else."""
+def test_names_have_the_project_s_number_and_log_queries_its_id(plane: Plane) -> None:
+    """Check this because every recorded name has the number, and Cloud Logging documents the id; the fake accepts no
+    other."""
     provider = client()
     request = PLANS.planned()
     native = provider.submit(request)
@@ -477,10 +478,10 @@ def test_names_hold_the_projects_number_and_the_log_is_asked_for_by_its_id(plane
 # -------------------------------------------------------------------------------------- another region, another project
 
 
-def test_a_region_without_the_machine_is_left_for_the_next(
+def test_a_region_without_the_machine_moves_a_run_to_the_next(
     plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Vertex AI's text is that of a machine that does not exist at all."""
+    """Check this because Vertex AI's message is that of a machine that does not exist at all."""
     plane.others.add("us-central1")
     plane.lacking.add("europe-west4")
     plane.gcs.make("team-us", "US-CENTRAL1")
@@ -510,8 +511,8 @@ def test_one_region_without_the_machine_is_one_line(plane: Plane) -> None:
         client().submit(PLANS.planned(gpu="H100:8"))
 
 
-def users(plane: Plane, monkeypatch: pytest.MonkeyPatch, quota: str | None) -> None:
-    """Credentials as gcloud leaves them: of a user, with ``quota`` as the project against which calls count."""
+def use_user_credentials(plane: Plane, monkeypatch: pytest.MonkeyPatch, quota: str | None) -> None:
+    """Use a user's credentials, as gcloud writes them, with ``quota`` as the billed project."""
 
     def default(scopes: Any, quota_project_id: str | None = None) -> tuple[Any, str]:
         found = Token(plane.identity.issue(plane.identity.email), quota_project_id=quota_project_id or quota)
@@ -520,48 +521,44 @@ def users(plane: Plane, monkeypatch: pytest.MonkeyPatch, quota: str | None) -> N
     monkeypatch.setattr("google.auth.default", default)
 
 
-def consumers(plane: Plane) -> list[str | None]:
+def billed_projects(plane: Plane) -> list[str | None]:
     return [call.headers.get("x-goog-user-project") for call in plane.wire.calls]
 
 
-def test_calls_count_against_our_project_whatever_the_credentials_name(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """gcloud notes another project with a user's credentials, in which Vertex AI may be off."""
-    users(plane, monkeypatch, OTHER)
+def test_calls_are_billed_to_the_project_of_the_settings(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check this because gcloud writes another project into a user's credentials, in which Vertex AI may be off."""
+    use_user_credentials(plane, monkeypatch, OTHER)
     native = client().submit(PLANS.planned())
     assert client().status(native).state == "pending"
-    assert set(consumers(plane)) == {"contract"}
+    assert set(billed_projects(plane)) == {"contract"}
 
 
-def test_a_caller_that_may_not_count_calls_against_our_project_does_without(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    users(plane, monkeypatch, None)
+def test_a_caller_that_may_not_bill_the_project_calls_without_it(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_user_credentials(plane, monkeypatch, None)
     plane.consumer = False
     provider = client()
     native = provider.submit(PLANS.planned())
     assert provider.status(native).state == "pending"
-    assert consumers(plane).count("contract") == 1, "it is tried once"
-    assert set(consumers(plane)[1:]) == {None}
+    assert billed_projects(plane).count("contract") == 1, "the project must be tried once"
+    assert set(billed_projects(plane)[1:]) == {None}
     monkeypatch.setenv("GOOGLE_CLOUD_QUOTA_PROJECT", "contract")
     plane.consumer = True
     assert client().find(PLANS.planned()) == native
 
 
 def test_another_quota_project_that_has_no_vertex_is_named(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    users(plane, monkeypatch, OTHER)
+    use_user_credentials(plane, monkeypatch, OTHER)
     plane.consumer = False
     with pytest.raises(AuthError, match=f"hint: .*services enable aiplatform.googleapis.com --project {OTHER}$"):
         client().status(NOWHERE)
 
 
-def test_a_log_that_others_read_as_well_says_why_it_is_refused(plane: Plane) -> None:
+def test_a_throttled_log_names_the_shared_quota(plane: Plane) -> None:
     provider = client()
     native = provider.submit(PLANS.planned())
     plane.entries.reads = 1
     first = provider.logs(native)
-    for _ in range(2):  # refused by the service, then not even asked
+    for _ in range(2):  # refused by the service, then not even called
         with pytest.raises(LostContactError, match="60 reads a minute for a project") as caught:
             provider.logs(native, first.cursor)
         assert caught.value.throttled
@@ -589,7 +586,7 @@ def test_a_log_that_others_read_as_well_says_why_it_is_refused(plane: Plane) -> 
         ),
     ],
 )
-def test_a_store_that_jobs_cannot_mount_is_refused_before_anything_is_made(
+def test_a_store_that_jobs_cannot_mount_is_refused_before_creation(
     plane: Plane, place: tuple[str, str], says: str
 ) -> None:
     plane.gcs.places[BUCKET] = place
@@ -601,21 +598,21 @@ def test_a_store_that_jobs_cannot_mount_is_refused_before_anything_is_made(
     assert operations(plane) == ["GET bucket"]
 
 
-def instead(plane: Plane, said: Any) -> None:
-    """Serve each call, and answer all but those for tokens with this."""
+def answer_with(plane: Plane, value: Any) -> None:
+    """Serve each call, but answer all except those for tokens with this."""
     wire, served = plane.wire, plane.wire.answer
 
     def answer(*words: Any) -> Answer | None:
         found = served(*words)
-        return found if wire.calls[-1].operation == "POST token" else Answer(said)
+        return found if wire.calls[-1].operation == "POST token" else Answer(value)
 
     wire.answer = answer  # type: ignore[method-assign]
 
 
-def test_a_page_of_a_proxys_in_place_of_an_answer_is_one_line(plane: Plane) -> None:
+def test_a_proxy_s_page_for_an_answer_is_one_line(plane: Plane) -> None:
     request, provider = PLANS.planned(), client()
     native = provider.submit(request)
-    instead(plane, b"<html>")
+    answer_with(plane, b"<html>")
     for call, what in (
         (lambda: provider.status(native), "get job"),
         (lambda: provider.account.claimed(request), "list jobs"),
@@ -625,7 +622,7 @@ def test_a_page_of_a_proxys_in_place_of_an_answer_is_one_line(plane: Plane) -> N
             call()
 
 
-def test_a_page_of_a_proxys_in_place_of_a_token_is_one_line(plane: Plane) -> None:
+def test_a_proxy_s_page_for_a_token_is_one_line(plane: Plane) -> None:
     plane.wire.answer = lambda *words: Answer(b"<html>")  # type: ignore[method-assign]
     why = r"^Google Cloud does not answer: get job: the answer to a sign-in is not JSON$"
     with pytest.raises(LostContactError, match=why):
@@ -633,9 +630,7 @@ def test_a_page_of_a_proxys_in_place_of_a_token_is_one_line(plane: Plane) -> Non
 
 
 @pytest.mark.parametrize("wrong", [[], "x", {"expiry": 5}, {"type": "external_account", "audience": 5}])
-def test_a_file_of_credentials_that_is_none_is_no_silent_cloud(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Any
-) -> None:
+def test_a_broken_file_of_credentials_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     kept = {"type": "authorized_user", "client_id": "a", "client_secret": "b", "refresh_token": "c"}
     (tmp_path / "key.json").write_text(json.dumps({**kept, **wrong} if isinstance(wrong, dict) else wrong))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
@@ -643,21 +638,21 @@ def test_a_file_of_credentials_that_is_none_is_no_silent_cloud(
         client().status(NOWHERE)
 
 
-def test_a_bucket_of_which_nothing_is_said_is_taken_on_trust(plane: Plane) -> None:
-    instead(plane, {})
+def test_a_bucket_without_metadata_is_accepted(plane: Plane) -> None:
+    answer_with(plane, {})
     assert client().account.place(BUCKET) == ("", "region")
 
 
-def test_a_store_in_a_bucket_that_is_none(plane: Plane) -> None:
+def test_a_store_in_a_missing_bucket(plane: Plane) -> None:
     del plane.gcs.places[BUCKET]
     with pytest.raises(SpecError) as caught:
         client().submit(PLANS.planned())
     assert str(caught.value) == f"store: there is no bucket {BUCKET}"
-    assert client().account.place(BUCKET) == ("", "region"), "of what a job reads that is elsewhere nothing is known"
+    assert client().account.place(BUCKET) == ("", "region"), "nothing is known of a missing bucket that a job reads"
 
 
 def test_inputs_and_checkpoints_elsewhere(plane: Plane) -> None:
-    """In a single region: slow, and allowed. In several: nothing that a job can mount."""
+    """Check that one region is slow but allowed, and that a bucket of several regions is refused."""
     plane.gcs.make("wide", "EU", "multi-region")
     plane.gcs.make("far", "US-CENTRAL1")
     ours = f"gs://{BUCKET}/x"
@@ -666,8 +661,8 @@ def test_inputs_and_checkpoints_elsewhere(plane: Plane) -> None:
 
     def planned(attempt: int, resume: str = "", **inputs: str) -> Request:
         where = PLANS.layout(inputs={name: LayoutInput(url=url) for name, url in inputs.items()}, resume=resume or None)
-        asked = Job.make(entry_point="train.py", image="team/trainer:1", inputs=inputs, resume_from=resume or None)
-        return made.plan(asked, where, attempt=attempt)
+        job = Job.make(entry_point="train.py", image="team/trainer:1", inputs=inputs, resume_from=resume or None)
+        return made.plan(job, where, attempt=attempt)
 
     for request, field in (
         (planned(0, here=ours, wide="gs://wide/x"), "inputs.wide"),
@@ -679,24 +674,26 @@ def test_inputs_and_checkpoints_elsewhere(plane: Plane) -> None:
     assert plane.jobs == {}
     for attempt in (1, 2):
         made.submit(planned(attempt, here=ours, far="gs://far/x", nowhere="gs://no-such-bucket/x"))
-    asked = [call.path.rpartition("/")[2] for call in plane.wire.calls if call.operation == "GET bucket"]
-    assert asked == [BUCKET, "wide", "far", "no-such-bucket", "no-such-bucket"], "what is known is not asked again"
+    buckets = [call.path.rpartition("/")[2] for call in plane.wire.calls if call.operation == "GET bucket"]
+    assert buckets == [BUCKET, "wide", "far", "no-such-bucket", "no-such-bucket"], (
+        "known buckets must not be read again"
+    )
     assert len(plane.jobs) == 2
 
 
-def test_a_bucket_that_one_may_not_look_at_is_taken_on_trust(plane: Plane) -> None:
+def test_a_bucket_that_the_caller_may_not_read_is_accepted(plane: Plane) -> None:
     plane.gcs.places[BUCKET] = ("EU", "multi-region")
     plane.wire.faults.append(Fault("GET bucket", Refusal.denied("storage.buckets.get", BUCKET)))
     provider = client()
     provider.submit(PLANS.planned())
     assert len(plane.jobs) == 1
-    assert provider.account.place(BUCKET) == ("eu", "multi-region"), "and looked at again"
+    assert provider.account.place(BUCKET) == ("eu", "multi-region"), "the bucket must be read again"
 
 
-# ----------------------------------------------------------------------------------------------- who calls, and where
+# -------------------------------------------------------------------------------------------------- callers and regions
 
 
-def test_without_credentials_one_line_says_how_to_sign_in(
+def test_without_credentials_one_line_gives_the_sign_in_command(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
@@ -707,13 +704,13 @@ def test_without_credentials_one_line_says_how_to_sign_in(
     assert client().storage("/a/folder") == {}
 
 
-def test_credentials_are_scoped_and_name_who_calls(plane: Plane) -> None:
+def test_credentials_have_a_scope_and_the_caller_s_name(plane: Plane) -> None:
     assert own.credentials().scopes == ["https://www.googleapis.com/auth/cloud-platform"]
     assert client().principal() == plane.identity.email
     assert client().storage(f"gs://{BUCKET}/x")["token"].service_account_email == plane.identity.email
 
 
-def test_credentials_that_are_refused_are_asked_for_anew_with_the_next_call(plane: Plane) -> None:
+def test_refused_credentials_are_fetched_again_by_the_next_call(plane: Plane) -> None:
     provider = client()
     native = provider.submit(PLANS.planned())
     plane.identity.expire()
@@ -729,7 +726,7 @@ def test_credentials_that_are_refused_are_asked_for_anew_with_the_next_call(plan
     assert provider.account.session is not session
 
 
-def test_services_are_where_gclouds_own_variables_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gcloud_s_own_variables_give_the_addresses_of_services(monkeypatch: pytest.MonkeyPatch) -> None:
     override = "CLOUDSDK_API_ENDPOINT_OVERRIDES_"
     for find, variable, public in (
         (partial(own.endpoint, "logging"), f"{override}LOGGING", "https://logging.googleapis.com"),
@@ -747,7 +744,7 @@ def test_services_are_where_gclouds_own_variables_say(monkeypatch: pytest.Monkey
             assert find() == (value.rstrip("/") or public)
 
 
-def test_what_doctor_finds_in_a_project_that_is_well(plane: Plane) -> None:
+def test_doctor_in_a_sound_project(plane: Plane) -> None:
     rows = {check.name: check for check in client().checks(f"gs://{BUCKET}/store", PLANS.planned())}
     assert {name: check.status for name, check in rows.items()} == {
         **dict.fromkeys(("sdk", "credentials", "api", "bucket", "permissions", "service account", "quota"), "ok"),

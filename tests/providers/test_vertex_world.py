@@ -1,5 +1,5 @@
-"""The loopback Vertex AI itself, with Google's own clients and requests written by hand: no provider of ours has a part
-in this."""
+"""The loopback Vertex AI itself, with Google's own clients and requests by hand, independent of cloudtrain's
+provider."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ import json, os, signal, sys, time, urllib.request
 spec = json.loads(os.environ["CLUSTER_SPEC"])
 here = "/gcs/team-bucket"
 me = spec["task"]["type"][-1] + "-" + str(spec["task"]["index"])
-def told(*_):
-    open(here + "/live/told-" + me, "w").write("told")
-    print("told", flush=True)
+def sigterm(*_):
+    open(here + "/live/sigterm-" + me, "w").write("sigterm")
+    print("sigterm", flush=True)
     sys.exit(0)
-signal.signal(signal.SIGTERM, told)
+signal.signal(signal.SIGTERM, sigterm)
 os.makedirs(here + "/live", exist_ok=True)
 print(json.dumps({"me": me, "word": open(here + "/word.txt").read(), "env": os.environ["WORD"],
                   "engine": [k for k in os.environ if k.startswith("CLOUDTRAIN_")], "rank": os.environ["RANK"],
@@ -76,11 +76,11 @@ secret = base + "v1/projects/contract/secrets/s/versions/1:access"
 print("secret", json.loads(ask(secret, **signed))["payload"]["data"], flush=True)
 """,
 }  # fmt: skip
-"""By name; each prints what it sees, and holds, ends or fails."""
+"""Scripts by name. Each prints its view of the node, then waits, ends or fails."""
 
 
 def pool(count: int = 1, script: str = "done", **more: Any) -> dict[str, Any]:
-    """A worker pool; ``more`` replaces whole members."""
+    """Return a worker pool. ``more`` replaces members."""
     container = {
         "imageUri": IMAGE,
         "command": ["python3", f"/gcs/{BUCKET}/code/{script}.py"],
@@ -95,7 +95,7 @@ def pool(count: int = 1, script: str = "done", **more: Any) -> dict[str, Any]:
 
 
 def body(*pools: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """A job that the service accepts; ``more`` replaces whole members of its spec, None removes one."""
+    """Return a job that the service accepts. ``more`` replaces members of its spec; None removes one."""
     spec: dict[str, Any] = {
         "workerPoolSpecs": list(pools or (pool(), pool())),
         "scheduling": {"timeout": "600s", "restartJobOnWorkerRestart": True},
@@ -107,7 +107,7 @@ def body(*pools: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """The job with one place of it set; a number in the path is an index."""
+    """Return the job with one value changed; a number in the path is an index."""
     made = copy.deepcopy(body())
     at: Any = made
     *before, last = path.split(".")
@@ -117,7 +117,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return made
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 FIRST = "jobSpec.workerPoolSpecs.0"
 GPU = {"machineType": "a2-highgpu-1g", "acceleratorType": "NVIDIA_TESLA_A100", "acceleratorCount": 1}
@@ -191,12 +191,12 @@ RESERVED = {
         ("jobSpec.baseOutputDirectory.outputUriPrefix", "s3://b/x", "Invalid base_output_directory"),
     ],
 )  # fmt: skip
-def test_what_the_service_refuses(path: str, value: Any, words: str) -> None:
+def test_the_service_refuses(path: str, value: Any, words: str) -> None:
     request = changed(path, value)
     assert words in "; ".join(model_errors(request) or broken_rules(parsed(request)))
 
 
-def test_what_it_refuses_of_flexible_and_spot_machines() -> None:
+def test_the_service_refuses_flexible_and_spot_machines() -> None:
     small = {"machineType": "a3-highgpu-1g", "acceleratorType": "NVIDIA_H100_80GB", "acceleratorCount": 1}
     flexible = {"strategy": "FLEX_START", "timeout": "600s"}
     for pools, scheduling, words in (
@@ -238,17 +238,17 @@ def test_a_job_on_a_persistent_resource_takes_no_reservation() -> None:
         ("jobSpec.enableWebAccess", True),
     ],
 )
-def test_what_it_accepts(path: str, value: Any) -> None:
+def test_the_service_accepts(path: str, value: Any) -> None:
     request = changed(path, value)
     assert model_errors(request) + broken_rules(parsed(request)) == []
 
 
-# -------------------------------------------------------------------------------------------------- what a request says
+# ------------------------------------------------------------------------------------------------------------- readings
 
 NAME = "projects/contract/locations/europe-west4/customJobs/42"
 
 
-def test_a_reading_is_what_the_platform_documents() -> None:
+def test_a_reading_follows_the_pages() -> None:
     given = body(pool(), {}, pool(2), baseOutputDirectory={"outputUriPrefix": f"gs://{BUCKET}/out"})
     nodes = reading(NAME, parsed(given)).nodes
     specs = [json.loads(node.env["CLUSTER_SPEC"]) for node in nodes]
@@ -265,7 +265,7 @@ def test_a_reading_is_what_the_platform_documents() -> None:
     assert json.loads(first["TF_CONFIG"])["task"] == {"type": "chief", "index": 0}
 
 
-def test_differences_tells_every_part() -> None:
+def test_differences_finds_every_part() -> None:
     ours = reading(NAME, parsed(body()))
     assert differences(body(), ours) == []
     for path, value in (
@@ -297,7 +297,7 @@ def test_differences_tells_every_part() -> None:
 def test_after_a_loss_a_replica_that_fails_for_good_ends_the_job(
     tmp_path: Path, codes: tuple[int, int], state: str
 ) -> None:
-    """Node 1 is lost: whether the job starts again, by how node 0 has ended. Without a container."""
+    """Lose node 1, and check by the exit code of node 0 if the job starts again. No container runs."""
     made = object.__new__(CustomJob)
     made.record, made.replicas, made._lost, made._for_good, made._failed = parsed(body()), ["0", "1"], {1}, False, 1
     made.containers = [SimpleNamespace(poll=lambda code=code: code, trouble=None) for code in codes]
@@ -319,7 +319,7 @@ def test_after_a_loss_a_replica_that_fails_for_good_ends_the_job(
 
 @pytest.fixture
 def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
-    """A project in which there are machines only where a test asks for the engine too."""
+    """Give a project that has machines only where a test uses the engine too."""
     with Plane(tmp_path / "google") as made:
         for name, value in made.environ().items():
             monkeypatch.setenv(name, value)
@@ -333,13 +333,13 @@ def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
 
 
 def token(plane: Plane) -> Credentials:
-    """A plain token: those of a service account look up its regions in the background, which is no business of ours."""
+    """Return a plain token: those of a service account look up its regions in the background, outside these tests."""
     return Token(plane.identity.issue(plane.identity.email))
 
 
 @pytest.fixture
 def client(plane: Plane) -> Iterator[JobServiceClient]:
-    """The generated client."""
+    """Give the generated client."""
     with JobServiceClient(
         credentials=token(plane), client_options={"api_endpoint": plane.url}, transport="rest"
     ) as made:
@@ -347,28 +347,32 @@ def client(plane: Plane) -> Iterator[JobServiceClient]:
 
 
 def create(client: JobServiceClient, plane: Plane, *pools: Mapping[str, Any], **more: Any) -> CustomJob:
-    """A job, sent by the client from JSON."""
+    """Create a job from JSON by the client."""
     message = Message.from_json(json.dumps(body(*pools, **more)))
     return plane.job(client.create_custom_job(parent=plane.parent, custom_job=message).name)
 
 
 class Raw:
-    """Requests by hand; ``signed`` False: without a token."""
+    """A client for requests by hand; with ``signed`` False, without a token."""
 
     def __init__(self, plane: Plane) -> None:
         self.plane, self.signed = plane, True
 
     def __call__(self, method: str, path: str, value: Any = None, **headers: str) -> tuple[int, Mapping[str, str], Any]:
-        told = {"Authorization": f"Bearer {self.plane.identity.issue(ACCOUNT)}"} if self.signed else {}
+        all_headers = {"Authorization": f"Bearer {self.plane.identity.issue(ACCOUNT)}"} if self.signed else {}
         data = value if isinstance(value, bytes) else None if value is None else json.dumps(value).encode()
-        request = urllib.request.Request(self.plane.url + path, data, {**told, **headers}, method=method)
+        request = urllib.request.Request(self.plane.url + path, data, {**all_headers, **headers}, method=method)
         try:
             with urllib.request.urlopen(request, timeout=20) as answer:
-                status, said, text = answer.status, answer.headers, answer.read()
+                status, answer_headers, text = answer.status, answer.headers, answer.read()
         except urllib.error.HTTPError as exc:
             with exc:
-                status, said, text = exc.code, exc.headers, exc.read()
-        return status, said, json.loads(text) if said["Content-Type"] == "application/json" and text else text
+                status, answer_headers, text = exc.code, exc.headers, exc.read()
+        return (
+            status,
+            answer_headers,
+            json.loads(text) if answer_headers["Content-Type"] == "application/json" and text else text,
+        )
 
 
 @pytest.fixture
@@ -383,12 +387,12 @@ JOBS = "/v1/projects/contract/locations/europe-west4/customJobs"
 class TestWire:
     def test_a_job_is_created_found_and_listed(self, plane: Plane, client: JobServiceClient) -> None:
         made = create(client, plane)
-        told = client.get_custom_job(name=made.name)
-        assert (told.name, told.state, told.display_name) == (made.name, JobState.JOB_STATE_PENDING, "a-job")
-        assert told.job_spec.worker_pool_specs[1].container_spec.env[0].value == "of the environment"
-        assert told.create_time.timestamp() <= time.time()
+        answer = client.get_custom_job(name=made.name)
+        assert (answer.name, answer.state, answer.display_name) == (made.name, JobState.JOB_STATE_PENDING, "a-job")
+        assert answer.job_spec.worker_pool_specs[1].container_spec.env[0].value == "of the environment"
+        assert answer.create_time.timestamp() <= time.time()
         others = [create(client, plane) for _ in range(4)]
-        assert len({job.name for job in (made, *others)}) == 5, "no name is the caller's: another call is another job"
+        assert len({job.name for job in (made, *others)}) == 5, "the caller gives no name, so each call is another job"
         pages = client.list_custom_jobs(request={"parent": plane.parent, "page_size": 2})
         assert [job.name for job in pages] == [job.name for job in reversed((made, *others))]
         for wanted, count in (
@@ -408,8 +412,8 @@ class TestWire:
         client.cancel_custom_job(name=made.name)
         assert made.wait() == "JOB_STATE_CANCELLED"
         assert made.history == ["JOB_STATE_PENDING", "JOB_STATE_CANCELLING", "JOB_STATE_CANCELLED"]
-        told = client.get_custom_job(name=made.name)
-        assert (told.state, told.error.message, "start_time" in told) == (
+        answer = client.get_custom_job(name=made.name)
+        assert (answer.state, answer.error.message, "start_time" in answer) == (
             JobState.JOB_STATE_CANCELLED,
             "CANCELED",
             False,
@@ -419,24 +423,24 @@ class TestWire:
 
     def test_enums_go_both_ways_as_numbers_and_as_names(self, plane: Plane, raw: Raw) -> None:
         given = body(pool(machineSpec={**T4, "acceleratorType": 5}), scheduling={"strategy": "SPOT"})
-        status, _, told = raw("POST", JOBS, given)
-        assert (status, told["state"]) == (200, "JOB_STATE_PENDING")
-        machine = told["jobSpec"]["workerPoolSpecs"][0]["machineSpec"]
-        assert (machine["acceleratorType"], told["jobSpec"]["workerPoolSpecs"][0]["replicaCount"]) == (
+        status, _, answer = raw("POST", JOBS, given)
+        assert (status, answer["state"]) == (200, "JOB_STATE_PENDING")
+        machine = answer["jobSpec"]["workerPoolSpecs"][0]["machineSpec"]
+        assert (machine["acceleratorType"], answer["jobSpec"]["workerPoolSpecs"][0]["replicaCount"]) == (
             "NVIDIA_TESLA_T4",
             "1",
         )
-        told = raw("GET", f"/v1/{told['name']}?$alt=json;enum-encoding=int")[2]
-        assert (told["state"], told["jobSpec"]["scheduling"]["strategy"]) == (2, 4)
-        plane.unknown[told["name"]] = 77
-        assert raw("GET", f"/v1/{told['name']}?%24alt=json%3Benum-encoding%3Dint")[2]["state"] == 77
+        answer = raw("GET", f"/v1/{answer['name']}?$alt=json;enum-encoding=int")[2]
+        assert (answer["state"], answer["jobSpec"]["scheduling"]["strategy"]) == (2, 4)
+        plane.unknown[answer["name"]] = 77
+        assert raw("GET", f"/v1/{answer['name']}?%24alt=json%3Benum-encoding%3Dint")[2]["state"] == 77
 
     def test_a_body_with_an_unknown_field_makes_no_job(self, plane: Plane, raw: Raw) -> None:
-        status, _, said = raw("POST", JOBS, {**body(), "retries": 3})
-        assert (status, said["error"]["status"]) == (400, "INVALID_ARGUMENT")
+        status, _, answer = raw("POST", JOBS, {**body(), "retries": 3})
+        assert (status, answer["error"]["status"]) == (400, "INVALID_ARGUMENT")
         assert plane.jobs == {}
 
-    def test_who_may_not_is_told_of_what(self, plane: Plane, raw: Raw) -> None:
+    def test_a_refused_caller_learns_the_missing_permission(self, plane: Plane, raw: Raw) -> None:
         for path, given, words in (
             (JOBS.replace("contract", "other"), body(), "'aiplatform.customJobs.create' denied"),
             (
@@ -445,21 +449,24 @@ class TestWire:
                 "permission to act as service_account",
             ),
         ):
-            status, _, said = raw("POST", path, given)
-            assert (status, words in said["error"]["message"]) == (403, True)
+            status, _, error = raw("POST", path, given)
+            assert (status, words in error["error"]["message"]) == (403, True)
         plane.wire.faults.append(Fault.disabled("POST customJobs", "contract"))
-        said = raw("POST", JOBS, body())[2]["error"]
-        assert "has not been used in project contract before or it is disabled" in said["message"]
-        assert said["details"][0]["reason"] == "SERVICE_DISABLED"
+        error = raw("POST", JOBS, body())[2]["error"]
+        assert "has not been used in project contract before or it is disabled" in error["message"]
+        assert error["details"][0]["reason"] == "SERVICE_DISABLED"
         assert raw("POST", JOBS.replace("europe-west4", "us-east1"), body())[0] == 400
         assert plane.jobs == {}
 
     def test_a_quota_that_is_too_small_names_its_metric(self, plane: Plane, raw: Raw) -> None:
         plane.quotas["custom_model_training_preemptible_nvidia_t4_gpus"] = 3
         given = body(pool(machineSpec=T4), pool(machineSpec=T4), scheduling={"strategy": "SPOT"})
-        status, _, said = raw("POST", JOBS, given)
-        assert (status, said["error"]["status"]) == (429, "RESOURCE_EXHAUSTED")
-        assert "aiplatform.googleapis.com/custom_model_training_preemptible_nvidia_t4_gpus" in said["error"]["message"]
+        status, _, await_lines = raw("POST", JOBS, given)
+        assert (status, await_lines["error"]["status"]) == (429, "RESOURCE_EXHAUSTED")
+        assert (
+            "aiplatform.googleapis.com/custom_model_training_preemptible_nvidia_t4_gpus"
+            in await_lines["error"]["message"]
+        )
         assert raw("POST", JOBS, body(pool(machineSpec=T4), scheduling={"strategy": "SPOT"}))[0] == 200
 
     def test_machines_that_never_come(self, plane: Plane, client: JobServiceClient) -> None:
@@ -467,7 +474,7 @@ class TestWire:
         plane.error_late = 1.0
         made = create(client, plane)
         assert made.wait() == "JOB_STATE_FAILED"
-        assert client.get_custom_job(name=made.name).error.code == 0, "a minute late, there"
+        assert client.get_custom_job(name=made.name).error.code == 0, "the error must come late"
         Jobs.wait_for(lambda: client.get_custom_job(name=made.name).error.code == 8)
         assert "insufficient in region: europe-west4" in client.get_custom_job(name=made.name).error.message
         flexible = {"strategy": "FLEX_START", "maxWaitDuration": "1s"}
@@ -475,7 +482,7 @@ class TestWire:
             made = create(client, plane, pool(machineSpec=GPU), scheduling=flexible)
             assert made.wait() == f"JOB_STATE_{plane.waited_out}"
             waited = made.record.start_time.ToDatetime() - made.record.create_time.ToDatetime()
-            assert 0 < waited.total_seconds() < 1, "as in every recorded job: it is the time of admission"
+            assert 0 < waited.total_seconds() < 1, "startTime must be the admission, as in every recorded job"
 
     @pytest.mark.parametrize(
         ("fault", "kind"),
@@ -495,21 +502,21 @@ class TestWire:
             client.get_custom_job(name=made.name)
         assert client.get_custom_job(name=made.name).name == made.name
 
-    def test_an_answer_that_is_lost_has_had_its_effect(self, plane: Plane, raw: Raw) -> None:
+    def test_a_lost_answer_has_had_its_effect(self, plane: Plane, raw: Raw) -> None:
         plane.list_lag = 0.5
         plane.wire.faults.append(Fault("POST customJobs", done=True))
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             raw("POST", JOBS, body())
         assert len(plane.jobs) == 1
-        assert raw("GET", JOBS)[2] == {}, "a listing lags behind"
+        assert raw("GET", JOBS)[2] == {}, "a listing must lag"
         Jobs.wait_for(lambda: len(raw("GET", JOBS)[2].get("customJobs", [])) == 1)
         plane.wire.faults.append(Fault("POST customJobs"))
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             raw("POST", JOBS, body())
         assert len(plane.jobs) == 1
 
-    def test_its_end_leaves_no_thread(self, tmp_path: Path) -> None:
-        """Not with a job that waits, nor with a connection that its client keeps."""
+    def test_closing_leaves_no_thread(self, tmp_path: Path) -> None:
+        """Check with a waiting job, and with a connection that its client keeps."""
         before = set(threading.enumerate())
         with Plane(tmp_path / "google") as made:
             made.no_capacity, made.capacity_seconds = True, 600.0
@@ -546,7 +553,7 @@ class TestIdentity:
     def test_a_node_is_its_job_s_account(self, plane: Plane, raw: Raw) -> None:
         path = "/computeMetadata/v1/instance/service-accounts/default"
         flavor = {"Metadata-Flavor": "Google"}
-        assert raw("GET", f"{path}/token", **flavor)[0] == 404, "this address is no node's"
+        assert raw("GET", f"{path}/token", **flavor)[0] == 404, "this address belongs to no node"
         plane.identity.nodes[plane.url.removeprefix("http://")] = AGENT
         assert raw("GET", f"{path}/token")[0] == 403
         assert raw("GET", f"{path}/email", **flavor)[2] == AGENT.encode()
@@ -555,16 +562,16 @@ class TestIdentity:
         assert raw("GET", access)[0] == 403
         plane.identity.readers.add(AGENT)
         raw.signed = False
-        told = raw("GET", f"{path}/token", **flavor)[2]
-        assert told["expires_in"] > 0
-        signed = {"Authorization": f"Bearer {told['access_token']}"}
+        answer = raw("GET", f"{path}/token", **flavor)[2]
+        assert answer["expires_in"] > 0
+        signed = {"Authorization": f"Bearer {answer['access_token']}"}
         assert raw("GET", access, **signed)[2]["payload"] == {"data": "czNjcmV0"}
         assert raw("GET", access.replace("/s/", "/t/"), **signed)[0] == 404
 
 
 @pytest.mark.remote
 class TestStorage:
-    """What `tests/test_store_remote.py` has no need of; the rest of the API is tested there, through gcsfs."""
+    """Parts that `tests/test_store_remote.py` does not need. It tests the rest of the API through gcsfs."""
 
     def test_generations_are_kept(self, plane: Plane, raw: Raw) -> None:
         upload = f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name=a%2Fb"
@@ -580,9 +587,9 @@ class TestStorage:
         assert raw("DELETE", f"{one}?ifGenerationMatch={first['generation']}")[0] == 412
         assert raw("DELETE", f"{one}?ifGenerationMatch={second['generation']}")[0] == 204
         assert raw("GET", one)[0] == raw("DELETE", one)[0] == 404
-        assert not (plane.gcs.folder / BUCKET / "a").exists(), "a folder that nobody made goes with its last object"
+        assert not (plane.gcs.folder / BUCKET / "a").exists(), "an implicit folder must go with its last object"
 
-    def test_of_many_creators_at_once_one_succeeds(self, plane: Plane, raw: Raw) -> None:
+    def test_one_of_many_simultaneous_creators_succeeds(self, plane: Plane, raw: Raw) -> None:
         upload = f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&ifGenerationMatch=0&name="
         for number in range(20):
             found: list[int] = []
@@ -611,9 +618,9 @@ class TestStorage:
         assert (here / "sent/file").read_text() == "by a client"
         assert raw("GET", f"/storage/v1/b/{BUCKET}/o/made%2Ffile?alt=media", Range="bytes=3-")[::2] == (206, b"a node")
         assert raw("GET", f"/storage/v1/b/{BUCKET}/o/made%2F")[2]["size"] == "0"
-        told = raw("GET", f"/storage/v1/b/{BUCKET}/o?delimiter=/&prefix=made/&maxResults=2")[2]
-        assert ([item["name"] for item in told["items"]], told["prefixes"]) == (["made/"], ["made/empty/"])
-        rest = raw("GET", f"/storage/v1/b/{BUCKET}/o?delimiter=/&prefix=made/&pageToken={told['nextPageToken']}")[2]
+        answer = raw("GET", f"/storage/v1/b/{BUCKET}/o?delimiter=/&prefix=made/&maxResults=2")[2]
+        assert ([item["name"] for item in answer["items"]], answer["prefixes"]) == (["made/"], ["made/empty/"])
+        rest = raw("GET", f"/storage/v1/b/{BUCKET}/o?delimiter=/&prefix=made/&pageToken={answer['nextPageToken']}")[2]
         assert ([item["name"] for item in rest["items"]], "nextPageToken" in rest) == (["made/file"], False)
 
     def test_google_s_own_client_moves_large_objects(self, plane: Plane) -> None:
@@ -638,7 +645,7 @@ class TestStorage:
         finally:
             made.close()
 
-    def test_names_that_are_no_path_are_refused(self, plane: Plane, raw: Raw) -> None:
+    def test_names_that_are_not_paths_are_refused(self, plane: Plane, raw: Raw) -> None:
         for name in ("a%2F%2Fb", "..%2Fx", "word.txt%2Fbelow"):
             assert raw("POST", f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}", b"x")[0] == 400, name
         raw.signed = False
@@ -652,15 +659,15 @@ OF_JOB = 'resource.type="ml_job" AND resource.labels.job_id="42"'
 
 
 def read(raw: Raw, **more: Any) -> list[dict[str, Any]]:
-    """All pages of a query."""
+    """Return all pages of a query."""
     request, entries = {**READ, "filter": OF_JOB, **more}, []
     while True:
-        status, _, told = raw("POST", "/v2/entries:list", request)
-        assert status == 200, told
-        entries += told.get("entries", [])
-        if "nextPageToken" not in told:
+        status, _, answer = raw("POST", "/v2/entries:list", request)
+        assert status == 200, answer
+        entries += answer.get("entries", [])
+        if "nextPageToken" not in answer:
             return entries
-        request = {**request, "pageToken": told["nextPageToken"]}
+        request = {**request, "pageToken": answer["nextPageToken"]}
 
 
 @pytest.mark.remote
@@ -680,7 +687,7 @@ class TestLogs:
         assert len(read(raw, filter=f'{OF_JOB} AND resource.labels.task_name="workerpool0-0"')) == 4
         assert read(raw, orderBy="timestamp desc", pageSize=3)[0]["textPayload"].startswith("line 3")
 
-    def test_a_line_of_json_is_a_payload_of_its_own(self, plane: Plane, raw: Raw) -> None:
+    def test_a_line_of_json_becomes_a_json_payload(self, plane: Plane, raw: Raw) -> None:
         plane.entries.put(
             "42", "workerpool0-0", ['{"message": "m", "severity": "ERROR", "step": 3}', '{"a": 1}', "[1]"]
         )
@@ -700,7 +707,7 @@ class TestLogs:
         assert texts() == ["first", "twice", "twice", "twice", "twice", "third", "last"]
         Jobs.wait_for(lambda: texts()[0] == "late")
 
-    def test_what_it_refuses(self, plane: Plane, raw: Raw) -> None:
+    def test_logs_refuse_like_the_service(self, plane: Plane, raw: Raw) -> None:
         plane.entries.put("42", "workerpool0-0", ["one", "two"])
         first = raw("POST", "/v2/entries:list", {**READ, "filter": OF_JOB, "pageSize": 1})[2]
         for request, status in (
@@ -722,7 +729,7 @@ class TestLogs:
 
 
 class Running:
-    """Jobs of a `Plane` with machines, sent by the generated client."""
+    """A client that sends jobs by the generated client to a `Plane` with machines."""
 
     def __init__(self, plane: Plane, client: JobServiceClient) -> None:
         self.plane, self.client = plane, client
@@ -735,7 +742,7 @@ class Running:
     def keys(self) -> set[str]:
         return {name.removeprefix("live/") for name in self.plane.gcs.names(BUCKET, "live/")} - {""}
 
-    def said(self, made: CustomJob, text: str, times: int = 2) -> None:
+    def await_lines(self, made: CustomJob, text: str, times: int = 2) -> None:
         """Wait until the replicas have printed ``text`` in so many lines."""
         Jobs.wait_for(lambda: made.over or sum(text in line for line in made.printed().splitlines()) >= times)
         assert not made.over, made.record.error
@@ -757,7 +764,7 @@ def running(
 @pytest.mark.remote
 @pytest.mark.slow
 class TestJobs:
-    def test_a_job_succeeds_with_what_the_platform_gives(self, running: Running) -> None:
+    def test_a_job_succeeds_with_the_platform_s_environment(self, running: Running) -> None:
         plane = running.plane
         plane.identity.values["projects/contract/secrets/s/versions/1"] = "s3cret"
         plane.identity.readers.add(ACCOUNT)
@@ -766,38 +773,38 @@ class TestJobs:
         states = ("PENDING", "QUEUED", "PENDING", "RUNNING", "SUCCEEDED")
         assert made.history == [f"JOB_STATE_{state}" for state in states]
         lines = made.printed().splitlines()
-        seen = [json.loads(line) for line in lines if line.startswith("{")]
-        assert sorted(item.pop("me") for item in seen) == ["0-0", "1-0"]
-        said = {"word": "of the bucket", "env": "of the environment", "engine": [], "rank": "7", "hosts": 2}
-        assert seen == [said, said]
+        views = [json.loads(line) for line in lines if line.startswith("{")]
+        assert sorted(item.pop("me") for item in views) == ["0-0", "1-0"]
+        await_lines = {"word": "of the bucket", "env": "of the environment", "engine": [], "rank": "7", "hosts": 2}
+        assert views == [await_lines, await_lines]
         for word in (ACCOUNT, "stored of the bucket", "secret czNjcmV0"):
             assert lines.count(word) == 2
-        told = running.client.get_custom_job(name=made.name)
-        assert told.create_time <= told.start_time <= told.end_time
+        answer = running.client.get_custom_job(name=made.name)
+        assert answer.create_time <= answer.start_time <= answer.end_time
         messages = plane.entries.messages(made.id)
         assert sorted(set(messages) & {*lines}) == sorted(set(lines))
         assert messages[-1] == "Job completed successfully."
 
     def test_the_primary_replica_s_success_ends_all_others_at_once(self, running: Running) -> None:
         made = running.send("chief")
-        running.said(made, "holding", 1)
+        running.await_lines(made, "holding", 1)
         assert made.wait() == "JOB_STATE_SUCCEEDED"
-        assert "told" not in made.printed()
+        assert "sigterm" not in made.printed()
 
-    def test_spot_machines_that_are_taken_back_start_the_job_again(self, running: Running) -> None:
+    def test_preempted_spot_machines_start_the_job_again(self, running: Running) -> None:
         made = running.send("once", strategy="SPOT")
         Jobs.wait_for(lambda: running.keys() == {"seen-0-0", "seen-1-0"})
         made.preempt(1)
         assert made.wait() == "JOB_STATE_SUCCEEDED"
-        assert running.keys() == {"seen-0-0", "seen-1-0", "told-0-0", "told-1-0"}
+        assert running.keys() == {"seen-0-0", "seen-1-0", "sigterm-0-0", "sigterm-1-0"}
         assert made.history.count("JOB_STATE_RUNNING") == 2
 
     def test_a_cancel_reaches_every_container(self, running: Running) -> None:
         made = running.send("hold")
-        running.said(made, '"me"')
+        running.await_lines(made, '"me"')
         running.client.cancel_custom_job(name=made.name)
         assert made.wait() == "JOB_STATE_CANCELLED"
-        assert running.keys() == {"told-0-0", "told-1-0"}
+        assert running.keys() == {"sigterm-0-0", "sigterm-1-0"}
 
     @pytest.mark.proof
     def test_a_failure_names_the_replica_and_its_code(self, running: Running) -> None:
@@ -806,10 +813,10 @@ class TestJobs:
         error = made.record.error
         assert error.code == 3
         assert "The replica workerpool1-0 exited with a non-zero status of 3" in error.message
-        assert running.keys() == {"told-0-0"}, "its peer was told"
+        assert running.keys() == {"sigterm-0-0"}, "its peer must get the signal"
 
     @pytest.mark.proof
-    def test_a_grace_that_is_not_used_ends_in_a_kill(self, running: Running) -> None:
+    def test_an_unused_grace_ends_in_a_kill(self, running: Running) -> None:
         running.plane.grace = 1.0
         made = running.send("deaf")
         Jobs.wait_for(lambda: made.printed().count("1") == 2)
@@ -824,17 +831,17 @@ class TestJobs:
         assert made.wait() == f"JOB_STATE_{state}"
 
     @pytest.mark.proof
-    def test_no_spot_job_is_started_more_often_than_is_documented(self, running: Running) -> None:
+    def test_a_spot_job_is_restarted_only_as_often_as_documented(self, running: Running) -> None:
         made = running.send("hold", nodes=1, strategy="SPOT")
         for start in range(1, 8):
-            running.said(made, '"me"', start)
+            running.await_lines(made, '"me"', start)
             made.preempt()
             Jobs.wait_for(lambda count=start: made.over or made.starts > count)
         assert (made.wait(), made.starts) == ("JOB_STATE_FAILED", 7)
         assert made.record.error.code == 8
 
     @pytest.mark.proof
-    def test_a_job_that_aborts_is_tried_four_times(self, running: Running) -> None:
+    def test_a_job_that_aborts_starts_four_times(self, running: Running) -> None:
         made = running.send("abort", nodes=1)
         assert (made.wait(), made.starts) == ("JOB_STATE_FAILED", 4)
         assert "non-zero status of 134" in made.record.error.message
@@ -852,10 +859,10 @@ class TestJobs:
         assert made.record.error.code == (13 if for_good else 0)
 
     @pytest.mark.proof
-    def test_a_job_waits_for_what_another_holds_of_a_quota(self, running: Running) -> None:
+    def test_a_job_waits_for_quota_that_another_holds(self, running: Running) -> None:
         running.plane.quotas["custom_model_training_cpus"] = 8
         first = running.send("hold")
-        running.said(first, '"me"')
+        running.await_lines(first, '"me"')
         second = running.send("done", nodes=1)
         Jobs.wait_for(lambda: second.state == "JOB_STATE_QUEUED")
         first.stop()

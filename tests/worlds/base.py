@@ -1,5 +1,4 @@
-"""Share the parts of faked platforms that really run jobs: faults on demand, clean-up, and nodes as containers of this
-machine, and the agents that keep their folders in step."""
+"""Parts that the fake platforms share: faults on demand, clean-up, nodes as containers, agents that sync folders."""
 
 from __future__ import annotations
 
@@ -23,17 +22,17 @@ T = TypeVar("T")
 
 POLL_SECONDS, SYNC_SECONDS = 0.05, 0.3
 PEERS_SECONDS = 20.0
-"""Seconds that the other nodes go on after one container has failed."""
+"""Seconds that the other nodes continue after one container has failed."""
 DEAF_SECONDS = 10.0
 """Longest wait for a container's first output before it is stopped."""
 
 
 @dataclass
 class Fault:
-    """Fault of the next ``times`` calls of an operation (``*``: of any).
+    """A fault of the next ``times`` calls of an operation (``*``: any operation).
 
-    ``error`` is answered in place of the result. With ``done`` the call has its effect all the same. Without an
-    ``error`` the connection is then cut, so the answer is lost.
+    The call returns ``error`` instead of its result. With ``done`` the call has its effect first. Without an ``error``
+    the connection is then cut, so the answer is lost.
     """
 
     operation: str
@@ -199,7 +198,7 @@ class Started:
     ) -> None:
         self._containers, self._printed = containers, printed
         self._grace, self._on_stop, self._first = grace, on_stop, first
-        self._told: set[int] = set()
+        self._signalled: set[int] = set()
         self.seconds = 0.0
 
     def watch(self, why_to_stop: Callable[[float], str]) -> str:
@@ -207,7 +206,7 @@ class Started:
 
         ``why_to_stop`` gets the seconds since their start.
         """
-        began, why, told_at, failed_at = time.monotonic(), "", 0.0, 0.0
+        began, why, signal_at, failed_at = time.monotonic(), "", 0.0, 0.0
         while any(node.poll() is None for node in self._containers):
             now = time.monotonic()
             for tail in self._printed:
@@ -215,43 +214,46 @@ class Started:
             if not failed_at and any(node.poll() not in (None, 0) for node in self._containers):
                 failed_at = now
             if not why:
-                why, told_at = why_to_stop(now - began), now
+                why, signal_at = why_to_stop(now - began), now
                 if not why and failed_at and now - failed_at > PEERS_SECONDS:
                     why = "peers"
                 if why:
                     self._on_stop(why)
-            if why and now - told_at > self._grace():
+            if why and now - signal_at > self._grace():
                 for node in self._containers:
                     node.kill()
             elif why:
-                self._tell(why, deaf=now - told_at > DEAF_SECONDS)
+                self._tell(why, deaf=now - signal_at > DEAF_SECONDS)
             time.sleep(POLL_SECONDS)
         self.seconds = time.monotonic() - began
         return why
 
     def _tell(self, why: str, *, deaf: bool) -> None:
-        """Send SIGTERM to every container, once, after its first output: it listens then. The others go when the first
-        has."""
+        """Send SIGTERM to each container once, after its first output: by then it can handle signals.
+        The node that ``first`` names gets it alone; the others get it once that node has ended.
+        """
         first = self._first(why)
         for number, node in enumerate(self._containers):
             its_turn = first in (None, number) or self._containers[first or 0].poll() is not None
-            if number not in self._told and its_turn and (deaf or self._printed[number].any):
-                self._told.add(number)
+            if number not in self._signalled and its_turn and (deaf or self._printed[number].any):
+                self._signalled.add(number)
                 node.signal("SIGTERM")
 
     @contextlib.contextmanager
     def in_step(self, sync: Callable[[], None], crashed: Callable[[str], None]) -> Any:
-        """Call ``sync`` repeatedly beside the watch, which it must not delay. ``crashed`` gets our own errors."""
+        """Call ``sync`` repeatedly in a thread, so that it cannot delay the watch. ``crashed`` gets the fake's own
+        errors.
+        """
         over = threading.Event()
 
-        def go_on() -> None:
+        def repeat() -> None:
             try:
                 while not over.wait(SYNC_SECONDS):
                     sync()
             except Exception:  # noqa: BLE001  the thread would end unseen, and the store stay out of date
                 crashed(traceback.format_exc())
 
-        thread = threading.Thread(target=go_on, daemon=True)
+        thread = threading.Thread(target=repeat, daemon=True)
         thread.start()
         try:
             yield
@@ -272,11 +274,12 @@ class ListedObjects(Objects, Protocol):
 
 
 class Agent(Sync):
-    """A platform's agent on a node: it keeps the node's folder in step with the store, with the faults of a real one.
+    """A platform's agent that syncs a node's folder with the store, with the faults of a real one.
 
-    A change goes up once it is ``lag()`` seconds old. While ``stale()``, a node that still has a file sends it again
-    after a peer deleted it there. Every ``peers`` seconds (0: never) the peers' writes and deletions appear here, as in
-    a mounted folder. While ``dead()``, nothing goes up and no error is reported.
+    - A change goes up once it is ``lag()`` seconds old.
+    - While ``stale()``, a node sends a file again that a peer has deleted from the store.
+    - Every ``peers`` seconds (0: never) the peers' writes and deletions appear here, as in a mounted folder.
+    - While ``dead()``, nothing goes up and no error is reported.
     """
 
     store: ListedObjects
@@ -304,7 +307,7 @@ class Agent(Sync):
         self.restored = {name: size for name, (size, _) in self._sent.items()}
 
     def step(self, *, whole: bool = False) -> None:
-        """Scan the folder once, and the store for what the peers did."""
+        """Scan the folder once, and the store for the peers' changes."""
         if self._dead():
             return
         self.lag = self._lag_now()

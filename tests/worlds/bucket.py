@@ -25,7 +25,7 @@ class MountedBucket:
         command = [sys.executable, FILES, self.google.gcs.make(BUCKET), self.place]
         self._mount = subprocess.Popen(command, stdin=subprocess.PIPE)
         while not os.path.ismount(self.place):
-            assert self._mount.poll() is None, "it could not be mounted"
+            assert self._mount.poll() is None, "the bucket could not be mounted"
             time.sleep(0.05)
 
     def close(self) -> None:

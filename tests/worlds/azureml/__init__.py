@@ -1,16 +1,14 @@
-"""Azure ML on loopback, for tests: a control plane over TLS that the real clients talk to, and that really runs what it
-is sent.
+"""Azure ML on loopback, for tests: a control plane over TLS for the real clients, which really runs their jobs.
 
-* `strict`: what the service refuses, from azure-ai-ml's own models read strictly and the rules that stand in no model.
-* `wire`: the server, with a certificate of its own, an identity that gives tokens, and faults on demand.
+* `strict`: the service's refusals, from azure-ai-ml's own models read strictly and from rules that are in no model.
+* `wire`: the server, with its own certificate, an identity that issues tokens, and faults on demand.
 * `plane`: a workspace: jobs, environments, computes, datastores, codes, run history, quotas, capacity.
-* `life`: one job through the status machine, its nodes as containers.
-* `hosts`: what the platform puts on a node, as its pages have it; `blobs`: bytes to and from the storage account.
-* `world`: all of it as a World of the contract suite.
+* `life`: one job through its statuses, its nodes as containers.
+* `hosts`: the platform's part of a node, by its pages; `blobs`: bytes to and from the storage account.
+* `world`: all of it as a FakePlatform of the contract suite.
 
-Blobs are somebody else's server (Azurite). Needs azure-ai-ml, and docker where jobs run: an environment's
-image is an image of this machine's engine. What the service documents nowhere (how it stops a container, its texts) is
-marked unverified where it stands. ::
+Azurite serves the blobs. Jobs need docker: an environment's image is an image of this machine's engine. Facts that the
+service does not document (how it stops a container, its messages) are marked unverified. ::
 
     with Plane(folder, azurite="DefaultEndpointsProtocol=...") as plane:
         os.environ.update(plane.environ())

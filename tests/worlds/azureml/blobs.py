@@ -1,4 +1,4 @@
-"""Bytes of a storage account (Azurite) as the platform moves them, logs that grow, and the front of the account."""
+"""Blobs of a storage account (Azurite) as the platform moves them, growing logs, and a proxy of the account."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["AppendLog", "Blobs", "iso", "place"]
 
 ACCOUNT_HOST = "core.windows.net"
 BLOCK = 4 << 20
-"""Bytes of one appended block, at most."""
+"""Most bytes of one appended block."""
 CHUNK = 1 << 20
 
 
 def place(url: str, containers: dict[str, str]) -> tuple[str, str]:
-    """(container, path) of a URI as jobs and fsspec say it; ``containers`` are those of the datastores.
+    """Return (container, path) of a URI as jobs and fsspec write it; ``containers`` maps datastores to containers.
 
-    Raises `LookupError` for a datastore that is none.
+    Raises `LookupError` for an unknown datastore.
     """
     scheme, _, rest = url.partition("://")
     authority, _, path = rest.partition("/")
@@ -42,19 +42,19 @@ def place(url: str, containers: dict[str, str]) -> tuple[str, str]:
 
 
 class Blobs:
-    """One account, as `machines.Objects`: URLs are those of jobs. ``containers`` are the containers of datastores.
+    """One account, as `Objects` with the URLs of jobs. ``containers`` maps each datastore to its container.
 
-    ``at_the_end`` is the status with which a range that begins where a blob ends is answered: 416, as documented of the
-    service, or 206 with nothing, as by Azurite. ``sas_seconds`` is for how long the URL of a log is good.
+    ``at_the_end`` is the status for a range that begins at the end of a blob: 416, as the service documents, or 206
+    with no bytes, as from Azurite. The SAS of a log's URL is valid for ``sas_seconds``.
     """
 
     def __init__(self, connection: str, wire: Wire) -> None:
         from azure.storage.blob import BlobServiceClient
 
         self.service = BlobServiceClient.from_connection_string(connection)
-        told = dict(part.split("=", 1) for part in connection.strip(";").split(";"))
-        self.account, self.key = told["AccountName"], told["AccountKey"]
-        self.endpoint = told["BlobEndpoint"].rstrip("/")
+        parts = dict(part.split("=", 1) for part in connection.strip(";").split(";"))
+        self.account, self.key = parts["AccountName"], parts["AccountKey"]
+        self.endpoint = parts["BlobEndpoint"].rstrip("/")
         self.containers: dict[str, str] = {}
         self.at_the_end, self.sas_seconds = 416, 3600.0
         self.sent = 0
@@ -62,23 +62,23 @@ class Blobs:
         wire.route("GET", rf"/{self.account}/([^/]+)/(.+)", "GET blob", self._get, open=True)
 
     def make(self, container: str) -> None:
-        """An empty container."""
+        """Create an empty container."""
         self.service.create_container(container)
 
     def close(self) -> None:
-        """Its connections."""
+        """Close the connections."""
         self.service.close()
 
     # ------------------------------------------------------------------------------------------------ as nodes see it
 
     def names(self, url: str) -> set[str]:
-        """What is below a URL that ends with a slash."""
+        """Return the names below a URL that ends with a slash."""
         container, prefix = place(url, self.containers)
         prefix = f"{prefix.strip('/')}/"
         return {str(name)[len(prefix) :] for name in self.client(container).list_blob_names(name_starts_with=prefix)}
 
     def fetch(self, url: str, folder: Path) -> list[str]:
-        """Download a blob, or all below a folder; the names it got below ``folder``."""
+        """Download a blob, or all blobs below a folder. Return their names below ``folder``."""
         from azure.core.exceptions import ResourceNotFoundError
 
         container, path = place(url, self.containers)
@@ -89,7 +89,7 @@ class Blobs:
         for name, key in found.items():
             file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(ResourceNotFoundError):  # deleted since it was listed
+            with contextlib.suppress(ResourceNotFoundError):  # deleted since the listing
                 file.write_bytes(self.client(container).download_blob(key).readall())
                 names.append(name)
         return names
@@ -100,7 +100,7 @@ class Blobs:
         self.client(container).upload_blob(path, data, overwrite=True)
 
     def send(self, url: str, path: Path) -> None:
-        """Write one object, of a file."""
+        """Write one object from a file."""
         self.put(url, path.read_bytes())
 
     def delete(self, url: str) -> None:
@@ -112,13 +112,13 @@ class Blobs:
             self.client(container).delete_blob(path)
 
     def client(self, container: str) -> Any:
-        """Azure's own client of a container."""
+        """Return Azure's own client of a container."""
         return self.service.get_container_client(container)
 
     # ------------------------------------------------------------------------------------------------ as clients see it
 
     def signed(self, front: str, container: str, path: str) -> str:
-        """The URL of one blob, with a SAS to read it."""
+        """Return the URL of one blob, with a SAS to read it."""
         from azure.storage.blob import BlobSasPermissions, generate_blob_sas
 
         now = datetime.datetime.now(datetime.timezone.utc)
@@ -134,7 +134,7 @@ class Blobs:
         return f"{front}/{self.account}/{container}/{urllib.parse.quote(path)}?{sas}"
 
     def _get(self, call: Call) -> Answer:
-        """From Azurite, signature and range as they came."""
+        """Fetch from Azurite with the caller's signature and range."""
         connection = http.client.HTTPConnection(urllib.parse.urlsplit(self.endpoint).netloc)
         names = ("range", "x-ms-range", "x-ms-version", "accept")
         connection.request("GET", call.url, headers={n: call.headers[n] for n in names if n in call.headers})
@@ -149,8 +149,8 @@ class Blobs:
         if self.at_the_end == 416 and response.status == 206 and length == 0:
             size = response.headers.get("Content-Range", "/0").rpartition("/")[2]
             connection.close()
-            said = {"x-ms-error-code": "InvalidRange", "Content-Range": f"bytes */{size}"}
-            raise Refusal(416, "InvalidRange", "The range specified is invalid for the current size.", said)
+            error_headers = {"x-ms-error-code": "InvalidRange", "Content-Range": f"bytes */{size}"}
+            raise Refusal(416, "InvalidRange", "The range specified is invalid for the current size.", error_headers)
         kept = ("content-type", "content-range", "etag", "last-modified", "x-ms-blob-type", "x-ms-error-code")
         headers = {name: value for name, value in response.headers.items() if name.lower() in kept}
         return Answer(self._chunks(connection, response, length), response.status, headers, length)
@@ -164,8 +164,8 @@ class Blobs:
 
 
 class AppendLog:
-    """An append blob that grows as its writer flushes it: ``lag`` is how long a byte waits, ``most`` how many go at
-    once."""
+    """An append blob that grows with each flush. A byte waits ``lag`` seconds; one flush appends at most ``most``
+    bytes."""
 
     def __init__(
         self, client: Any, path: str, *, lag: Callable[[], float] = lambda: 0.0, most: Callable[[], int] = lambda: 0
@@ -177,12 +177,12 @@ class AppendLog:
         self._lock = threading.Lock()
 
     def take(self, data: bytes) -> None:
-        """What has been printed."""
+        """Queue printed bytes."""
         with self._lock:
             self._waiting.append((time.monotonic(), data))
 
     def flush(self, *, whole: bool = False) -> None:
-        """Append what is old enough; ``whole``: all of it."""
+        """Append the bytes that are old enough, or all with ``whole``."""
         with self._lock:
             ready = time.monotonic() - self._lag()
             count = sum(1 for when, _ in self._waiting if whole or when <= ready)
@@ -195,6 +195,6 @@ class AppendLog:
 
 
 def iso(seconds: float) -> str:
-    """Unix seconds as Azure writes them."""
+    """Format Unix seconds as Azure does."""
     moment = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
     return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")

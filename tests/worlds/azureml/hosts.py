@@ -1,7 +1,7 @@
-"""What the platform puts on a node: a reading of Azure ML's pages, made for tests and by nobody's provider.
+"""Azure ML's view of a job's nodes, read from its pages for tests and independent of cloudtrain's provider.
 
-`reading` is the Simulation of the body of ``PUT …/jobs/{name}`` as those pages have it, `differences` how another one
-departs from it. Where nodes keep things is from public traces (unverified): nothing may depend on it.
+`reading` returns the LaunchSpec of the body of ``PUT …/jobs/{name}``; `differences` compares it with another one. Paths
+on nodes come from public traces (unverified), so no test may depend on them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .strict import seconds_of
 __all__ = ["GRACE", "MASTER_PORT", "differences", "reading"]
 
 GRACE = 30.0
-"""Seconds between SIGTERM and SIGKILL; that of a spot machine, and unverified for jobs."""
+"""Seconds between SIGTERM and SIGKILL: documented for a spot machine, unverified for jobs."""
 MASTER_PORT = 6105
 SHELL = ["/bin/sh", "-c"]
 NO_LIMIT = 30 * 86400.0
-"""A job without a time limit."""
+"""Time limit of a job that sets none."""
 SHM = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 MODES = {"ReadOnlyMount": "mount", "Download": "copy", "ReadWriteMount": "sync", "Upload": "sync"}
 _PLACEHOLDER = re.compile(r"\$\{\{\s*(inputs|outputs)\.([A-Za-z0-9_]+)\s*\}\}")
 PLATFORM = re.compile(r"(AZUREML|AZ_BATCH|AZURE_ML)_.*|RANK|LOCAL_RANK|WORLD_SIZE")
-"""Variables that the platform sets besides, and no provider need say."""
+"""Variables that the platform adds, so a provider need not name them."""
 
 
 def reading(name: str, body: Mapping[str, Any], image: str, *, default_output: str = "") -> LaunchSpec:
-    """What the platform starts for a job, from ``image``. ``default_output`` is where outputs without a path go."""
+    """Return what the platform starts for a job, from ``image``. Outputs without a path go to ``default_output``."""
     job = body["properties"]
     resources = job.get("resources") or {}
     count = int(resources.get("instanceCount") or 1)
@@ -40,7 +40,7 @@ def reading(name: str, body: Mapping[str, Any], image: str, *, default_output: s
     mounts, words = _mounts(job, f"{root}/cap/data-capability/wd", default_output)
     command = _PLACEHOLDER.sub(lambda match: words[match[1], match[2]], job["command"])
     names = [f"{hashlib.sha256(name.encode()).hexdigest()[:12]}{number:06}" for number in range(count)]
-    said = str(resources.get("shmSize") or "2g").lower()
+    size = str(resources.get("shmSize") or "2g").lower()
     nodes = [
         NodeSpec(
             image=image,
@@ -50,7 +50,7 @@ def reading(name: str, body: Mapping[str, Any], image: str, *, default_output: s
             mounts=mounts,
             workdir=f"{root}/exe/wd",
             hostname=host,
-            shm=int(said[:-1]) * SHM[said[-1]],
+            shm=int(size[:-1]) * SHM[size[-1]],
         )
         for number, host in enumerate(names)
     ]
@@ -60,7 +60,7 @@ def reading(name: str, body: Mapping[str, Any], image: str, *, default_output: s
 
 
 def _mounts(job: Mapping[str, Any], root: str, default: str) -> tuple[list[Mount], dict[tuple[str, str], str]]:
-    """Inputs and outputs; and what the command's placeholders become."""
+    """Return the mounts of inputs and outputs, and the values of the command's placeholders."""
     mounts: list[Mount] = []
     words: dict[tuple[str, str], str] = {}
     for name, item in (job.get("inputs") or {}).items():
@@ -82,7 +82,7 @@ def _mounts(job: Mapping[str, Any], root: str, default: str) -> tuple[list[Mount
 
 
 def _platform(job: Mapping[str, Any], name: str, number: int, names: list[str]) -> dict[str, str]:
-    """Variables of one node. Of a job without a distribution no node learns of the others."""
+    """Return the platform's variables of one node. Without a distribution, a node does not learn of the other nodes."""
     env = {
         "AZUREML_RUN_ID": name,
         "AZUREML_EXPERIMENT_NAME": job.get("experimentName") or "Default",
@@ -105,9 +105,9 @@ def _platform(job: Mapping[str, Any], name: str, number: int, names: list[str]) 
 
 
 def differences(ours: LaunchSpec, theirs: LaunchSpec, place: Callable[[str], tuple[str, str]]) -> list[str]:
-    """Where ``theirs`` says that the platform starts something else than ``ours`` does; empty when they agree.
+    """Return how ``theirs`` differs from ``ours``; empty when they agree.
 
-    ``place`` is (container, path) of a URL. Paths of a node and names of hosts may be others, but must be used alike.
+    ``place`` gives (container, path) of a URL. Paths on a node and host names may differ, but must be used alike.
     """
     found = []
 
@@ -129,10 +129,10 @@ def differences(ours: LaunchSpec, theirs: LaunchSpec, place: Callable[[str], tup
 
 
 def _plain(node: NodeSpec, hosts: list[str], place: Callable[[str], tuple[str, str]]) -> dict[str, Any]:
-    """What must be equal, with a node's own paths and names replaced by what they mean."""
+    """Return the parts that must be equal, with a node's own paths and names replaced by their meaning."""
     where = {mount.path: f"<{mount.kind} {'/'.join(place(mount.url.rstrip('/')))}>" for mount in node.mounts}
 
-    def meant(text: str) -> str:
+    def substitute(text: str) -> str:
         for path in sorted(where, key=len, reverse=True):
             text = text.replace(path, where[path])
         for number, host in enumerate(hosts):
@@ -141,12 +141,12 @@ def _plain(node: NodeSpec, hosts: list[str], place: Callable[[str], tuple[str, s
 
     words = [*(node.entrypoint or ()), *node.command]
     if words[:2] == SHELL and len(words) == 3:
-        words = shlex.split(words[2].removeprefix("exec "))  # of a command that needs no shell
+        words = shlex.split(words[2].removeprefix("exec "))  # for a command that needs no shell
     return {
         "image": node.image,
-        "command": [meant(word) for word in words],
+        "command": [substitute(word) for word in words],
         "user": node.user,
-        "env": {key: meant(value) for key, value in node.env.items() if not PLATFORM.fullmatch(key)},
+        "env": {key: substitute(value) for key, value in node.env.items() if not PLATFORM.fullmatch(key)},
         "mounts": sorted(where.values()),
         "shm": node.shm,
     }

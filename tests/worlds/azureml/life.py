@@ -1,7 +1,7 @@
-"""One command job: the service's status machine, with its nodes as containers of this machine.
+"""One command job: the service's states, with its nodes as containers of this machine.
 
-The texts of failures are those that users have reported (preemption: azure-docs #66288; quota: mslearn-dp100 #35;
-images: MachineLearningNotebooks #1479); those of a lost node, a time limit and a role are unverified.
+Messages of failures come from users' reports (preemption: azure-docs #66288; quota: mslearn-dp100 #35; images:
+MachineLearningNotebooks #1479). Those of a lost node, a time limit and a role are unverified.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FINAL = ("Completed", "Failed", "Canceled")
 TRUST = "/etc/ssl/loopback.pem"
 VAULT = "contract-vault.vault.azure.net"
 METADATA = "CLOUDTRAIN_METADATA_URL"
-"""Where our nodes look for the metadata service. The real one has an address of its own, which is none of ours."""
+"""Variable that leads nodes to this fake's metadata service. The real service has a fixed address."""
 PREEMPTED = (
     "AzureMLCompute job failed.\nPreemptionError: Nodes of this job got pre-empted. Check if the run has failed or "
     "restarted.\n\tReason: Received pre-emption warning signal"
@@ -58,13 +58,13 @@ EXIT = (
     "details. Error: {tail}"
 )
 PEERS_SECONDS = 1.5
-"""Between two looks of a mounted folder at what others have written."""
+"""Seconds between two scans of a mounted folder for the peers' writes."""
 CORES = 4
-"""Of a machine, where nobody asks which one it is."""
+"""Cores of a machine when a quota is checked, whatever its size."""
 
 
 class _Over(Exception):
-    """How a job ends before its containers have: status, code of the error and message."""
+    """The end of a job before its containers end: status, code of the error and message."""
 
     def __init__(self, status: str, code: str = "", message: str = "") -> None:
         self.status, self.code, self.message = status, code, message
@@ -72,7 +72,7 @@ class _Over(Exception):
 
 
 class CommandJob:
-    """A job of a `Plane`, from its acceptance on. ``status`` is native; ``history`` all that it was, in order."""
+    """A job of a `Plane` since its acceptance. ``status`` is native; ``history`` lists all its statuses in order."""
 
     def __init__(self, plane: Plane, name: str, body: Mapping[str, Any], image: str) -> None:
         self.plane, self.name, self.body, self.image = plane, name, body, image
@@ -86,9 +86,9 @@ class CommandJob:
         self.starts = 0
         self.crash = ""
         self.logs: list[AppendLog] = []
-        #: Scheduled Events, as all machines of the set are told.
+        #: Scheduled Events, as every machine of the set reports them.
         self.events: list[dict[str, Any]] = []
-        self._given: _Over | None = None
+        self._early_end: _Over | None = None
         self._served: list[str] = []
         self._stop, self._taken = threading.Event(), threading.Event()
         self._first_taken = 0
@@ -100,7 +100,7 @@ class CommandJob:
         self._move("NotStarted")
         self._thread.start()
 
-    # ---------------------------------------------------------------------------------------- what is done to the job
+    # ---------------------------------------------------------------------------------------------- faults and requests
 
     @property
     def status(self) -> str:
@@ -116,16 +116,16 @@ class CommandJob:
 
     @property
     def count(self) -> int:
-        """Its nodes."""
+        """Return the number of its nodes."""
         return int((self.body["properties"].get("resources") or {}).get("instanceCount") or 1)
 
     def stop(self) -> None:
-        """POST cancel."""
+        """Cancel the job, as POST cancel does."""
         self._move("CancelRequested")
         self._stop.set()
 
     def preempt(self, number: int = 0) -> None:
-        """Low priority: take the nodes back, ``number`` first."""
+        """Take the nodes of a low-priority job back, ``number`` first."""
         self._first_taken = number
         if self.plane.notice is None:
             self._taken.set()
@@ -135,12 +135,12 @@ class CommandJob:
         threading.Timer(self.plane.notice, self._take, [list(self.events)]).start()
 
     def withdraw(self) -> None:
-        """The notice of `preempt` goes, and the machine stays."""
+        """Withdraw the notice of `preempt`: the machine stays."""
         with self._lock:
             self.events = []
 
     def _take(self, events: Sequence[Any]) -> None:
-        """Unless it was withdrawn: the machine is gone, without a signal, and the service takes the job's others."""
+        """Remove the machine without a signal, and all the job's other nodes, unless the notice was withdrawn."""
         with self._lock:
             if self.over or self.events != events:
                 return
@@ -149,29 +149,29 @@ class CommandJob:
             self._taken.set()
 
     def machine(self, number: int) -> str:
-        """The name of a node's virtual machine, one of a set that other jobs use too."""
+        """Return the name of a node's virtual machine, in a set that other jobs use too."""
         return f"aml-{self.name[:8]}_{number}"
 
     def end(self, status: str, code: str = "", message: str = "") -> None:
-        """Let a job that still waits for machines end like this."""
-        self._given = _Over(status, code, message)
+        """End a job that still waits for machines."""
+        self._early_end = _Over(status, code, message)
         self.wait()
 
     def lose(self, number: int) -> None:
-        """A node that is gone, without a word to anybody; what it had not uploaded is gone with it."""
+        """Lose a node without any notice, with everything that it has not uploaded."""
         with self._lock:
             self._lost.add(number)
             self.containers[number].kill()
 
     def wait(self, seconds: float = 120) -> str:
-        """Until it is over; its status then."""
+        """Wait for the end, and return the status."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             raise AssertionError(f"{self.name} is still {self.status} after {seconds} s")
         return self.status
 
     def log(self, number: int) -> AppendLog:
-        """The log of a node, made if there is none yet."""
+        """Return the log of a node; create it if it does not exist."""
         with self._lock:
             plane = self.plane
             while len(self.logs) <= number:
@@ -182,19 +182,19 @@ class CommandJob:
             return self.logs[number]
 
     def printed(self) -> str:
-        """What all nodes have printed of whole lines, seen by a reader or not."""
+        """Return the complete lines that all nodes have printed, whether or not a client has read them."""
         files = sorted((self.folder / "engine" / "out").glob("*/node-*.log"))
         return "\n".join(path.read_text("utf-8", "replace").rpartition("\n")[0] for path in files)
 
     def _log_name(self, number: int) -> str:
-        """One file a node; as many digits as the last has. Unverified for more than ten nodes."""
+        """Return the name of a node's log; numbers are as wide as the last one. Unverified for more than ten nodes."""
         digits = len(str(self.count - 1))
         return f"user_logs/std_log_process_{number:0{digits}}.txt" if self.count > 1 else "user_logs/std_log.txt"
 
-    # ----------------------------------------------------------------------------------------------- what is said of it
+    # ---------------------------------------------------------------------------------------------------- reports of it
 
-    def described(self) -> dict[str, Any]:
-        """GET jobs/{name}."""
+    def describe(self) -> dict[str, Any]:
+        """Return the answer to GET jobs/{name}."""
         with self._lock:
             job = self.body["properties"]
             outputs = {
@@ -204,13 +204,13 @@ class CommandJob:
             studio = f"https://ml.azure.com/runs/{self.name}?wsid={self.plane.id}"
             services = {"Studio": {"jobServiceType": "Studio", "endpoint": studio}}
             kind = "Microsoft.MachineLearningServices/workspaces/jobs"
-            said = {**job, "status": self._shown(), "services": services, "outputs": outputs}
+            properties = {**job, "status": self._shown(), "services": services, "outputs": outputs}
             made = {"createdAt": iso(self.created), "createdBy": "tester", "createdByType": "User"}
             id = f"{self.plane.id}/jobs/{self.name}"
-            return {"id": id, "name": self.name, "type": kind, "properties": said, "systemData": made}
+            return {"id": id, "name": self.name, "type": kind, "properties": properties, "systemData": made}
 
     def details(self) -> dict[str, Any]:
-        """Run history's word: the error, the times, and a signed URL for every log."""
+        """Return the run history's record: the error, the times, and a signed URL for every log."""
         with self._lock:
             plane = self.plane
             files = {
@@ -247,7 +247,7 @@ class CommandJob:
                 self.history.append(status)
 
     def _go(self, status: str) -> None:
-        """A stage of a job that nobody cancels. Raises `_Over`."""
+        """Enter a stage, unless the job is cancelled. Raises `_Over`."""
         with self._lock:
             if self._stop.is_set():
                 raise _Over("Canceled")
@@ -259,12 +259,12 @@ class CommandJob:
             self._await_machines()
             while True:
                 self._one_start()
-                self._go("Queued")  # the documented way: restarted, not resumed
+                self._go("Queued")  # a restart, not a resume: as documented
         except _Over as exc:
             end = exc
         except LookupError as exc:
             end = _Over("Failed", "UserError", str(exc.args[0]))
-        except Exception:  # noqa: BLE001  a job whose thread died would run for ever
+        except Exception:  # noqa: BLE001  without this, a job whose thread died would never end
             self.crash = traceback.format_exc()
             end = _Over("Failed", "ServiceError", "AzureMLCompute job failed.\nInternalServerError: the fake failed")
         for url in self._served:
@@ -286,37 +286,37 @@ class CommandJob:
             log.flush(whole=True)
 
     def _await_machines(self) -> None:
-        """Until there are any. Raises `_Over` for a quota that does not reach."""
+        """Wait for machines. Raises `_Over` for a quota that is too small."""
         resources = self.body["properties"].get("resources") or {}
         size = str(resources.get("instanceType") or "")
         if size in self.plane.quotas:
             limit, wanted = self.plane.quotas[size], CORES * self.count
             if wanted > limit:
-                said = QUOTA.format(family=size, limit=limit, nodes=self.count, wanted=wanted)
-                raise _Over("Failed", "UserError", said)
+                message = QUOTA.format(family=size, limit=limit, nodes=self.count, wanted=wanted)
+                raise _Over("Failed", "UserError", message)
         self._go("Queued" if self.body["properties"].get("computeId") else "Provisioning")
         while self.plane.no_capacity:
-            if self._given is not None:
-                raise self._given
+            if self._early_end is not None:
+                raise self._early_end
             self._go("Queued")
             time.sleep(POLL_SECONDS)
 
     def _one_start(self) -> None:
-        """All nodes from their start to their end. Raises `_Over`, or returns for another start."""
+        """Run all nodes from their start to their end. Raises `_Over`, or returns for another start."""
         number, self.starts = self.starts, self.starts + 1
         self._taken.clear()
         if number and self.plane.notice is not None:
             with self._lock:
-                self.logs = []  # the files of the same names begin anew
+                self.logs = []  # the new start writes new files of the same names
         self._go("Preparing")
         if self.plane.no_role:
             raise _Over("Failed", "UserError", NO_ROLE)
-        simulation, local = self._simulation(self.folder / str(number))
+        launch, local = self._launch_spec(self.folder / str(number))
         attempt = f"0.{number}"
         try:
-            self._engine.prepare(simulation, lambda text: None, self._stop.is_set)
-            simulation = self._wired(simulation)
-            self.containers = self._engine.start(simulation, attempt=attempt, local=local, secrets={})
+            self._engine.prepare(launch, lambda text: None, self._stop.is_set)
+            launch = self._wired(launch)
+            self.containers = self._engine.start(launch, attempt=attempt, local=local, secrets={})
         except NodeError as exc:
             if self._stop.is_set():
                 raise _Over("Canceled") from None
@@ -333,14 +333,14 @@ class CommandJob:
             grace=lambda: -1.0 if self._unannounced() else self.plane.grace,
             first=lambda why: self._first_taken if why == "preempted" else None,
         )
-        limit = simulation.rules.time_limit
+        limit = launch.rules.time_limit
         with started.in_step(self._sync, self._crashed):
             end = started.watch(lambda seconds: self._why_to_stop(seconds, limit))
         self._sync(whole=True)
         self._conclude(end, limit, out)
 
     def _unannounced(self) -> bool:
-        """Whether the containers go without a signal."""
+        """Return True if the containers stop without a signal."""
         return self._taken.is_set() and self.plane.notice is not None
 
     def _crashed(self, text: str) -> None:
@@ -361,7 +361,7 @@ class CommandJob:
                 sync.step(whole=whole)
 
     def _conclude(self, end: str, limit: float, out: Path) -> None:
-        """What follows from the containers' end. Raises `_Over`, or returns for another start."""
+        """Draw the conclusion from the containers' end. Raises `_Over`, or returns for another start."""
         codes = [node.poll() or 0 for node in self.containers]
         if end == "preempted":
             if self.plane.restarts:
@@ -379,13 +379,15 @@ class CommandJob:
         number = next(n for n, code in enumerate(codes) if code)
         code = codes[number] if codes[number] > 0 else 128 - codes[number]
         tail = (out / f"node-{number}.log").read_bytes()[-1000:].decode("utf-8", "replace")
-        said = EXIT.format(code=code, log=self._log_name(number), tail=tail)
-        raise _Over("Failed", "UserError", said)
+        message = EXIT.format(code=code, log=self._log_name(number), tail=tail)
+        raise _Over("Failed", "UserError", message)
 
     # -------------------------------------------------------------------------------------------------------- its nodes
 
-    def _simulation(self, disks: Path) -> tuple[LaunchSpec, dict[str, Path]]:
-        """What is started: as `Plane.nodes` reads the request, with each node's own disk; and where that is."""
+    def _launch_spec(self, disks: Path) -> tuple[LaunchSpec, dict[str, Path]]:
+        """Return the LaunchSpec that `Plane.nodes` reads from the request, with a disk for each node, and each disk's
+        folder.
+        """
         theirs = self.plane.nodes(self.name, self.body, self.image)
         local: dict[str, Path] = {}
         self._syncs = []
@@ -397,12 +399,12 @@ class CommandJob:
                 local[here.as_uri()] = here
                 kind = "mount" if mount.kind == "mount" else "sync"
                 binds.append(Mount(url=here.as_uri(), path=mount.path, kind=kind))
-            # This machine is none of Azure's: neither its cores nor its memory are what was asked for.
+            # This machine is not one of Azure's, so it has neither the cores nor the memory that the job asked for.
             nodes.append(dataclasses.replace(spec, mounts=binds, cpus=None, memory=None, gpus=0, platform=None))
         return dataclasses.replace(theirs, nodes=nodes), local
 
     def _bring(self, mount: Mount, folder: Path, number: int) -> Path:
-        """What a node has at a mount, on this machine. `LookupError` for an input that is not there."""
+        """Return the local folder of a node's mount. Raises `LookupError` for a missing input."""
         if mount.kind == "sync":
             sync = Agent(self.plane.blobs, mount.url, folder, lag=lambda: self.plane.sync_lag, peers=PEERS_SECONDS)
             sync.restore()
@@ -415,8 +417,8 @@ class CommandJob:
         single = found == [mount.url.rstrip("/").rpartition("/")[2]] and not mount.url.endswith("/")
         return folder / found[0] if single else folder
 
-    def _wired(self, simulation: LaunchSpec) -> LaunchSpec:
-        """With what the platform adds to a container: an identity, and the way to a vault, whose server is this one."""
+    def _wired(self, launch: LaunchSpec) -> LaunchSpec:
+        """Add the platform's own parts to each container: an identity, and the address of a vault on this server."""
         gateway, wire = self._engine.gateway(), self.plane.wire
         if not self._served:
             self._served = [wire.listen(gateway, tls=False), wire.listen(gateway, port=443)]
@@ -435,11 +437,11 @@ class CommandJob:
             env = {**spec.env, **identity, METADATA: f"{machines}/{number}"}
             return dataclasses.replace(spec, env=env, files=files, container=hosts)
 
-        return dataclasses.replace(simulation, nodes=[wired(n, spec) for n, spec in enumerate(simulation.nodes)])
+        return dataclasses.replace(launch, nodes=[wired(n, spec) for n, spec in enumerate(launch.nodes)])
 
 
 def _event(machine: str, seconds: float) -> dict[str, Any]:
-    """Of a machine that is to go in ``seconds``, in the form of Azure's page on Scheduled Events."""
+    """Return a Scheduled Event for a machine that goes in ``seconds``, in the form of Azure's page."""
     return {
         "EventId": str(uuid.uuid4()).upper(),
         "EventStatus": "Scheduled",
@@ -454,7 +456,7 @@ def _event(machine: str, seconds: float) -> dict[str, Any]:
 
 
 def _error(code: str, message: str) -> dict[str, Any]:
-    """Run history's RootError."""
+    """Return the run history's RootError."""
     inner: dict[str, Any] = {
         "code": code,
         "severity": None,

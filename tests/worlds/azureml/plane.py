@@ -1,4 +1,4 @@
-"""A workspace: jobs, environments, computes, datastores, code, run history; its quotas, its capacity, and faults."""
+"""A workspace: jobs, environments, computes, datastores, code, run history, quotas, capacity, and faults."""
 
 from __future__ import annotations
 
@@ -36,15 +36,18 @@ Nodes = Callable[[str, Mapping[str, Any], str], LaunchSpec]
 class Plane(Platform):
     """One workspace on loopback, with its storage account at ``azurite`` (a connection string).
 
-    ``nodes`` says what a job (name, body, image) starts; by default our own reading of Azure's pages. ``curated`` is
-    the image of every environment of a registry. Faults: ``wire.faults``, ``wire.expire`` and ``wire.signed_in``;
-    ``no_capacity``: jobs stay Queued for ever; ``quotas`` of cores by size of machines; ``no_role``: jobs may not read
-    the account; ``unknown`` statuses by job; ``sync_lag`` seconds of mounted folders; ``log_lag`` seconds of logs,
-    which grow by ``log_bytes`` at most at a time and end ``log_late`` seconds after their job; ``restarts``: a job
-    whose nodes are taken back starts again, as is documented, instead of failing, as is reported. ``grace`` is the
-    seconds from SIGTERM to SIGKILL, ``paces`` (by job) how many of the service's seconds one of ours is. With
-    ``notice`` set a machine that is taken back gets no SIGTERM, as on real clusters: Scheduled Events tell of it that
-    many seconds before the machine is gone, and the job starts again with new log files.
+    ``nodes`` reads what a job (name, body, image) starts; the default is `hosts.reading`. ``curated`` is the image of
+    every environment of a registry. Faults:
+
+    - ``wire.faults``, ``wire.expire`` and ``wire.signed_in``;
+    - ``no_capacity``: jobs stay Queued; ``quotas``: cores by machine size; ``no_role``: jobs may not read the account;
+    - ``unknown``: statuses by job; ``sync_lag``: seconds until mounted folders sync;
+    - ``log_lag``: seconds until logs grow, by at most ``log_bytes`` at a time; they end ``log_late`` seconds after
+      their job;
+    - ``restarts``: a preempted job starts again, as documented, instead of failing, as reported;
+    - ``grace``: seconds from SIGTERM to SIGKILL; ``paces``: the service's seconds in one of ours, by job;
+    - ``notice``: a preempted machine gets no SIGTERM, as on real clusters. Scheduled Events announce the end this many
+      seconds ahead, and the job starts again with new log files.
     """
 
     def __init__(
@@ -75,26 +78,26 @@ class Plane(Platform):
         self._routes()
         self.questions = Questions(self)
 
-    # -------------------------------------------------------------------------------------------------- where it stands
+    # ---------------------------------------------------------------------------------------------------- its addresses
 
     @property
     def scope(self) -> tuple[str, str, str]:
-        """Subscription, resource group and workspace."""
+        """Return the subscription, resource group and workspace."""
         return SUBSCRIPTION, GROUP, WORKSPACE
 
     @property
     def id(self) -> str:
-        """The workspace's resource id."""
+        """Return the workspace's resource id."""
         return f"/subscriptions/{SUBSCRIPTION}/resourceGroups/{GROUP}/providers/{KIND}/{WORKSPACE}"
 
     @property
     def cloud(self) -> str:
-        """A name of its own: the SDK keeps the first metadata of a name for the life of a process."""
+        """Return a name unique to this plane: the SDK caches metadata by name for the life of a process."""
         return f"Loopback{urllib.parse.urlsplit(self.url).port}"
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Of the cloud, in the words of azure-ai-ml."""
+        """Return the cloud's metadata as azure-ai-ml expects it."""
         return {
             "azure_portal": "https://portal.azure.com",
             "resource_manager": self.url,
@@ -105,7 +108,7 @@ class Plane(Platform):
         }
 
     def environ(self) -> dict[str, str]:
-        """The environment with which any of Azure's SDKs signs in, trusts this server and finds the account."""
+        """Return the environment with which Azure's SDKs sign in, trust this server and find the account."""
         return {
             "IDENTITY_ENDPOINT": f"{self.api}/identity",
             "IDENTITY_HEADER": self.wire.secret,
@@ -115,16 +118,16 @@ class Plane(Platform):
         }
 
     def job(self, name: str) -> CommandJob:
-        """The job of that name. `KeyError` for one that never was."""
+        """Return the job of that name. Raises `KeyError` for an unknown name."""
         return self.jobs[name]
 
     def datastore(self, name: str, container: str) -> None:
-        """Make a container, and the datastore that it is."""
+        """Create a container and its datastore."""
         self.blobs.make(container)
         self.blobs.containers[name] = container
 
     def close(self) -> None:
-        """End all of it, connections too."""
+        """End all jobs and servers, and close the connections."""
         super().close()
         self.blobs.close()
 
@@ -136,7 +139,7 @@ class Plane(Platform):
         route("GET", here, "GET workspace", self._workspace)
         route("GET", f"{here}/jobs", "GET jobs", self._list)
         route("PUT", f"{here}/jobs/([^/]+)", "PUT job", self._create)
-        route("GET", f"{here}/jobs/([^/]+)", "GET job", lambda call: Answer(self._find(call).described()))
+        route("GET", f"{here}/jobs/([^/]+)", "GET job", lambda call: Answer(self._find(call).describe()))
         route("DELETE", f"{here}/jobs/([^/]+)", "DELETE job", self._delete)
         route("POST", f"{here}/jobs/([^/]+)/cancel", "POST cancel", self._cancel)
         operation = rf"/subscriptions/{SUBSCRIPTION}/providers/{KIND.partition('/')[0]}/locations/{REGION}/mfeOperation"
@@ -161,7 +164,7 @@ class Plane(Platform):
         route("GET", f"{machine}/instance/compute/name", "GET machine", self._metadata, open=True)
 
     def _missing(self, path: str) -> Refusal:
-        """Of what is not here, the outermost part is named."""
+        """Refuse a missing resource; the error names its outermost missing part."""
         words = [*path.split("/"), *[""] * 8]
         if words[2] != SUBSCRIPTION:
             return Refusal(404, "SubscriptionNotFound", f"The subscription '{words[2]}' could not be found.")
@@ -210,10 +213,10 @@ class Plane(Platform):
         image = self._image(job["environmentId"])
         with self._lock:
             if name in self.jobs:
-                text = f"The job {name} cannot be changed."  # of its text no more is known than the codes
+                text = f"The job {name} cannot be changed."  # of this message only the codes are known
                 raise Refusal(400, "UserError", text, inner=("Immutable", "JobPropertyImmutable"))
             self.jobs[name] = made = CommandJob(self, name, body, image)
-        return Answer(made.described(), 201)
+        return Answer(made.describe(), 201)
 
     def _image(self, environment: str) -> str:
         if environment.lower().startswith("azureml://registries/"):
@@ -263,7 +266,7 @@ class Plane(Platform):
             job for job in jobs if tag is None or tag.partition("=")[0] in (job.body["properties"].get("tags") or {})
         ]
         start = int(base64.b64decode(call.query["$skip"])) if "$skip" in call.query else 0
-        answer: dict[str, Any] = {"value": [job.described() for job in found[start : start + PAGE]]}
+        answer: dict[str, Any] = {"value": [job.describe() for job in found[start : start + PAGE]]}
         if start + PAGE < len(found):
             token = urllib.parse.quote(base64.b64encode(str(start + PAGE).encode()))
             answer["nextLink"] = f"{self.url}{self.id}/jobs?api-version=2024-01-01-preview&$skip={token}"
@@ -272,7 +275,7 @@ class Plane(Platform):
     def _details(self, call: Call) -> Answer:
         return Answer(self._find(call).details())
 
-    # ----------------------------------------------------------------------------------------------- what jobs speak of
+    # ----------------------------------------------------------------------------------------- resources that jobs name
 
     def _environment_container(self, call: Call) -> Answer:
         name = str(call.words[0])
@@ -326,7 +329,7 @@ class Plane(Platform):
         )
 
     def _codes(self, call: Call) -> Answer:
-        """Versions of a code; with a hash those of that content, whatever they are called."""
+        """List the versions of a code; with a hash, those with that content under any name."""
         name, wanted = str(call.words[0]), call.query.get("hash")
         known = [self._version(*key.split("/")) for key in self.codes if wanted or key.startswith(f"{name}/")]
         same = [item for item in known if (item["properties"].get("properties") or {}).get("hash_sha256") == wanted]
@@ -366,7 +369,7 @@ class Plane(Platform):
         return Answer(self._version(name, version))
 
     def _metadata(self, call: Call) -> Answer:
-        """The metadata service of one machine, which refuses a call that came through a proxy."""
+        """Serve the metadata of one machine. Refuse a call that came through a proxy."""
         if call.headers.get("metadata", "").lower() != "true" or "x-forwarded-for" in call.headers:
             raise Refusal(400, "Bad Request", "Required metadata header not specified")
         job, number = self.jobs[str(call.words[0])], int(call.words[1])
@@ -375,7 +378,7 @@ class Plane(Platform):
         return Answer({"DocumentIncarnation": 1, "Events": list(job.events)})
 
     def _secret(self, call: Call) -> Answer:
-        """Key Vault, whose name is in the address."""
+        """Serve Key Vault, whose name is in the address."""
         if self.wire.audience(call.token) != "https://vault.azure.net":
             raise Refusal(401, "Unauthorized", "AKV10022: Invalid audience.")
         vault, name = call.headers.get("host", "").partition(".")[0], str(call.words[0])

@@ -1,4 +1,4 @@
-"""What ``doctor`` asks of the resource manager beside jobs: permissions, sizes of machines, usages of quotas."""
+"""Answers of the resource manager for ``doctor``: permissions, machine sizes, usage of quotas."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ SIZES = {
     "Standard_DS3_v2": ("standardDSv2Family", "Standard DSv2 Family Cluster Dedicated vCPUs", 4),
     "Standard_NC4as_T4_v3": ("standardNCASv3_T4Family", "Standard NCASv3_T4 Family Cluster Dedicated vCPUs", 4),
 }
-"""By name of a size: its family, what the usages call that, and its cores; in the form of azure-ai-ml's models."""
+"""Family of each size, the family's name in the usages, and its cores, in the form of azure-ai-ml's models."""
 PLENTY = 100
 
 
 class Questions:
-    """``actions`` and ``not_actions`` are what the caller's roles add up to; ``used`` are cores by size of machines.
+    """Answers set by a test. ``actions`` and ``not_actions`` sum up the caller's roles; ``used`` are cores by machine
+    size.
 
-    The limits are the plane's ``quotas``; ``unlisted`` of them no list has. ``identity`` is the workspace's, and
-    ``about`` what else its properties say: ``publicNetworkAccess``, ``managedNetwork``.
+    The limits are the plane's ``quotas``; those in ``unlisted`` are in no list. ``identity`` is the workspace's.
+    ``about`` holds its other properties: ``publicNetworkAccess``, ``managedNetwork``.
     """
 
     def __init__(self, plane: Plane) -> None:
@@ -54,7 +55,7 @@ class Questions:
         return Answer({"value": rows})
 
     def _usages(self, call: Call) -> Answer:
-        """In two pages."""
+        """Answer in two pages."""
         rows = [self._usage("Total Cluster Dedicated Regional vCPUs", 0, PLENTY)]
         for name, (_, called, _cores) in SIZES.items():
             if name not in self.unlisted:

@@ -1,7 +1,6 @@
-"""What ``PUT …/jobs/{name}`` refuses: azure-ai-ml's own REST models read strictly, and the rules that stand in no
-model.
+"""Refusals of ``PUT …/jobs/{name}``: azure-ai-ml's own REST models read strictly, and the rules that are in no model.
 
-The SDK itself sends whatever it is given under any of its names; it is the service that refuses.
+The SDK sends everything that it is given; only the service refuses.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ STATUSES = (
     "NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Running", "Finalizing", "CancelRequested",
     "Completed", "Failed", "Canceled", "NotResponding", "Paused", "Unknown",
 )  # fmt: skip
-"""arm_ml_service JobStatus."""
+"""Statuses of arm_ml_service's JobStatus."""
 FURTHER = {
     "QueueSettings": ("priority",),
     "CommandJob": ("parentJobName",),
     "JobResourceConfiguration": ("locations",),
 }
-"""Members of the api-version 2025-01-01-preview, with which the SDK sends a job, that its models (2025-12-01) lack."""
+"""Members of the api-version 2025-01-01-preview that the SDK's models (2025-12-01) lack. The SDK sends jobs with it."""
 _SHM = re.compile(r"[1-9]\d*[bBkKmMgG]")
 _VARIABLE = re.compile(r"[^=\s]+")
 _PLACEHOLDER = re.compile(r"\$\{\{\s*(inputs|outputs)\.([A-Za-z0-9_]+)\s*\}\}")
@@ -42,7 +41,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def seconds_of(duration: str) -> float:
-    """Seconds of an ISO 8601 duration. Raises `ValueError` for anything else."""
+    """Return the seconds of an ISO 8601 duration. Raises `ValueError` for anything else."""
     found = _DURATION.fullmatch(duration)
     if found is None or duration in ("P", "PT") or duration.endswith("T"):
         raise ValueError(duration)
@@ -55,7 +54,7 @@ def seconds_of(duration: str) -> float:
 
 @functools.cache
 def _words() -> dict[str, Any]:
-    """What the annotations of the SDK's models speak of."""
+    """Return the names that the annotations of the SDK's models use."""
     import datetime
 
     from azure.ai.ml._restclient.arm_ml_service import models
@@ -64,31 +63,34 @@ def _words() -> dict[str, Any]:
 
 
 def _named(model: Any) -> None:
-    """Its fields get their names on the wire when the first of it is made."""
+    """Create one instance: only then do a model's fields get their names on the wire."""
     model.__new__(model)
 
 
 @functools.cache
 def _fields(model: Any) -> dict[str, tuple[Any, bool]]:
-    """(annotation, required) by the name on the wire, of a model and all its bases."""
+    """Return (annotation, required) by the name on the wire, for a model and all its bases."""
     _named(model)
     annotations: dict[str, Any] = {}
     for kind in reversed(model.__mro__):
         annotations |= vars(kind).get("__annotations__", {})
     found = {}
     for name, field in model._attr_to_rest_field.items():
-        meant = annotations[name]
-        meant = eval(meant, _words()) if isinstance(meant, str) else meant
-        found[field._rest_name] = (meant, not _optional(meant) and "create" in (field._visibility or ["create"]))
+        annotation = annotations[name]
+        annotation = eval(annotation, _words()) if isinstance(annotation, str) else annotation
+        found[field._rest_name] = (
+            annotation,
+            not _optional(annotation) and "create" in (field._visibility or ["create"]),
+        )
     return found
 
 
-def _optional(meant: Any) -> bool:
-    return type(None) in typing.get_args(meant)
+def _optional(annotation: Any) -> bool:
+    return type(None) in typing.get_args(annotation)
 
 
 def model_errors(body: Mapping[str, Any]) -> list[str]:
-    """What the model of a command job itself forbids in a body."""
+    """Return the errors that the model of a command job finds in a body."""
     models = _words()["_models"]
     found = [f"unknown member '{name}'" for name in body if name != "properties"]
     properties = body.get("properties")
@@ -99,21 +101,21 @@ def model_errors(body: Mapping[str, Any]) -> list[str]:
     return [*found, *_walk(models.CommandJob, properties, "properties")]
 
 
-def _resolved(meant: Any) -> Any:
-    if isinstance(meant, (str, typing.ForwardRef)):
-        return eval(meant if isinstance(meant, str) else meant.__forward_arg__, _words())
-    return meant
+def _resolved(annotation: Any) -> Any:
+    if isinstance(annotation, (str, typing.ForwardRef)):
+        return eval(annotation if isinstance(annotation, str) else annotation.__forward_arg__, _words())
+    return annotation
 
 
-def _walk(meant: Any, value: Any, path: str) -> Iterator[str]:
-    meant = _resolved(meant)
-    origin, inner = typing.get_origin(meant), typing.get_args(meant)
-    if meant is Any or (value is None and type(None) in inner):
+def _walk(annotation: Any, value: Any, path: str) -> Iterator[str]:
+    annotation = _resolved(annotation)
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any or (value is None and type(None) in inner):
         return
     if origin in (typing.Union, types.UnionType):
         kinds = [_resolved(kind) for kind in inner if kind is not type(None)]
         if any(isinstance(kind, type) and issubclass(kind, enum.Enum) for kind in kinds):
-            kinds.remove(str)  # the SDK's way to say that it lets any text through
+            kinds.remove(str)  # the SDK's models add str to allow any text
         tries = [list(_walk(kind, value, path)) for kind in kinds]
         yield from min(tries, key=len)
     elif origin is typing.Literal:
@@ -131,48 +133,48 @@ def _walk(meant: Any, value: Any, path: str) -> Iterator[str]:
             return
         for number, item in enumerate(value):
             yield from _walk(inner[0], item, f"{path}[{number}]")
-    elif isinstance(meant, type):
-        yield from _one(meant, value, path)
+    elif isinstance(annotation, type):
+        yield from _one(annotation, value, path)
 
 
-def _one(meant: type[Any], value: Any, path: str) -> Iterator[str]:
-    """One value of a plain type, an enum, or a model with its discriminator."""
-    if hasattr(meant, "as_dict"):
+def _one(annotation: type[Any], value: Any, path: str) -> Iterator[str]:
+    """Check one value of a plain type, an enum, or a model with its discriminator."""
+    if hasattr(annotation, "as_dict"):
         if not isinstance(value, Mapping):
             yield f"'{path}' must be an object"
             return
-        kinds, chosen = _kinds(meant)
+        kinds, chosen = _kinds(annotation)
         if kinds and value.get(chosen) not in kinds:
             yield f"'{path}.{chosen}' is {value.get(chosen)!r}, not one of {', '.join(kinds)}"
         else:
-            yield from _members(kinds[value[chosen]] if kinds else meant, value, path)
-    elif issubclass(meant, enum.Enum):
-        if value not in [item.value for item in meant]:
-            yield f"'{path}' is {value!r}, not one of {', '.join(str(item.value) for item in meant)}"
-    elif meant.__name__ in ("timedelta", "datetime", "str"):
+            yield from _members(kinds[value[chosen]] if kinds else annotation, value, path)
+    elif issubclass(annotation, enum.Enum):
+        if value not in [item.value for item in annotation]:
+            yield f"'{path}' is {value!r}, not one of {', '.join(str(item.value) for item in annotation)}"
+    elif annotation.__name__ in ("timedelta", "datetime", "str"):
         if not isinstance(value, str):
             yield f"'{path}' must be a string, not {value!r}"
-    elif meant is float:
+    elif annotation is float:
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             yield f"'{path}' must be a number, not {value!r}"
-    elif meant in (int, bool) and type(value) is not meant:
-        yield f"'{path}' must be {meant.__name__}, not {value!r}"
+    elif annotation in (int, bool) and type(value) is not annotation:
+        yield f"'{path}' must be {annotation.__name__}, not {value!r}"
 
 
-def _kinds(meant: Any) -> tuple[dict[str, Any], str]:
-    """What a model may be besides, by the value of its discriminator; and that one's name."""
-    _named(meant)
-    chosen = next((f._rest_name for f in meant._attr_to_rest_field.values() if f._is_discriminator), "")
-    return (meant.__dict__.get("__mapping__", {}) if chosen else {}), chosen
+def _kinds(model: Any) -> tuple[dict[str, Any], str]:
+    """Return a model's variants by the value of its discriminator, and the discriminator's name."""
+    _named(model)
+    chosen = next((f._rest_name for f in model._attr_to_rest_field.values() if f._is_discriminator), "")
+    return (model.__dict__.get("__mapping__", {}) if chosen else {}), chosen
 
 
-def _members(meant: Any, value: Mapping[str, Any], path: str) -> Iterator[str]:
-    fields = _fields(meant)
+def _members(model: Any, value: Mapping[str, Any], path: str) -> Iterator[str]:
+    fields = _fields(model)
     for name, item in value.items():
-        if name in FURTHER.get(meant.__name__, ()):
+        if name in FURTHER.get(model.__name__, ()):
             continue
         if name not in fields:
-            yield f"Could not find member '{name}' on object of type '{meant.__name__}' ('{path}.{name}')"
+            yield f"Could not find member '{name}' on object of type '{model.__name__}' ('{path}.{name}')"
         else:
             yield from _walk(fields[name][0], item, f"{path}.{name}")
     for name, (_, required) in fields.items():
@@ -184,7 +186,7 @@ def _members(meant: Any, value: Mapping[str, Any], path: str) -> Iterator[str]:
 
 
 def broken_rules(name: str, body: Mapping[str, Any]) -> list[str]:
-    """What the service refuses in a command job that its model allows."""
+    """Return the service's refusals of a command job that its model allows."""
     properties = body["properties"]
     if JOB_NAME.fullmatch(name) is None:
         return [f"Job name {name!r} is invalid: letters, digits, '-' and '_', at most 255 of them"]

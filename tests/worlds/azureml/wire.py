@@ -1,4 +1,4 @@
-"""The server: ARM over TLS, tokens checked, with faults on demand; and the identity that gives the tokens."""
+"""The server: ARM over TLS with checked tokens and faults on demand, and the identity that issues the tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BAD_TOKEN = (
 
 
 class Refusal(Exception):
-    """An error of the service: HTTP status, code and message, and the codes within, outermost first."""
+    """An error of the service: HTTP status, code and message, and the inner codes, outermost first."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent back: ``value`` as JSON, or as it is when it is bytes or chunks of them (then with ``length``)."""
+    """An answer: ``value`` as JSON, or as it is when it is bytes or chunks of them (then with ``length``)."""
 
     value: Any = None
     status: int = 200
@@ -62,8 +62,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Call:
-    """One request. ``token`` is what its Authorization says, less the word Bearer; None without one. ``at`` is when it
-    came, in monotonic seconds."""
+    """One request. ``token`` is its bearer token, or None. ``at`` is its time in monotonic seconds."""
 
     operation: str
     method: str
@@ -77,21 +76,21 @@ class Call:
 
 
 class Fault(base.Fault):
-    """The service's own; ``*`` is any call that needs a token."""
+    """A fault of the service; ``*`` is any call that needs a token."""
 
     @classmethod
     def throttled(cls, operation: str = "*", times: int = 1, seconds: int = 1) -> Fault:
-        said = {"Retry-After": str(seconds)}
-        return cls(operation, Refusal(429, "TooManyRequests", "The request is being throttled.", said), times)
+        headers = {"Retry-After": str(seconds)}
+        return cls(operation, Refusal(429, "TooManyRequests", "The request is being throttled.", headers), times)
 
     @classmethod
     def broken(cls, operation: str = "*", times: int = 1, *, status: int = 500, done: bool = False) -> Fault:
-        """The service's own failure."""
+        """Return a failure of the service itself."""
         return cls(operation, Refusal(status, "InternalServerError", "An internal error occurred."), times, done)
 
     @classmethod
     def denied(cls, operation: str, action: str, scope: str, times: int = 1) -> Fault:
-        """The caller has no role that allows it."""
+        """Return the refusal of a caller whose roles do not allow the action."""
         text = (
             f"The client 'tester' with object id '{TENANT}' does not have authorization to perform action '{action}' "
             f"over scope '{scope}' or the scope is invalid. If access was recently granted, please refresh your "
@@ -113,10 +112,10 @@ class _Route:
 
 
 class Wire:
-    """A server on loopback, on as many ports as it has hosts. ``faults`` come first to be served.
+    """A server on loopback, on one port for each host. ``faults`` apply before everything else.
 
-    ``calls`` is every call there was, in order; ``leaks`` those that carried a token to where none belongs; ``crashes``
-    what we did wrong. ``signed_in`` False is a machine without an identity, ``token_seconds`` how long a token counts.
+    ``calls`` lists every call in order, and ``leaks`` those with a token that should have none. ``crashes`` are errors
+    of the fake itself. ``signed_in`` False is a machine without an identity. A token is valid for ``token_seconds``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -127,7 +126,7 @@ class Wire:
         self.calls: list[Call] = []
         self.leaks: list[Call] = []
         self.crashes: list[str] = []
-        #: What is said of a path that no route has.
+        #: Answer for a path without a route.
         self.missing: Callable[[str], Refusal] = lambda path: Refusal(404, "NotFound", f"{path}: nothing is here")
         self.signed_in, self.token_seconds = True, float(TOKEN_SECONDS)
         self.secret = secrets.token_hex(8)
@@ -139,11 +138,11 @@ class Wire:
         self.route("GET", r"/msi", "GET node token", self._identity, open=True)
 
     def route(self, method: str, path: str, operation: str, handler: Handler, *, open: bool = False) -> None:
-        """Answer a path (a pattern, whose groups are the call's ``words``); ``open`` ones take no token."""
+        """Answer a path: a pattern, whose groups are the call's ``words``. ``open`` paths take no token."""
         self._routes.append(_Route(method, re.compile(path, re.IGNORECASE), operation, handler, open))
 
     def listen(self, address: str = "127.0.0.1", *, port: int = 0, tls: bool = True) -> str:
-        """Serve at ``address`` too; the URL."""
+        """Serve at ``address`` too. Return the URL."""
         server = http.server.ThreadingHTTPServer((address, port), type("Handler", (_Handler,), {"wire": self}))
         server.daemon_threads = True
         if tls:
@@ -157,28 +156,28 @@ class Wire:
         return url
 
     def forget(self, url: str) -> None:
-        """Serve there no more."""
+        """Stop serving at a URL."""
         with self._lock:
             server = self._servers.pop(url)
         server.shutdown()
         server.server_close()
 
     def close(self) -> None:
-        """End all of it."""
+        """Stop all servers."""
         for url in list(self._servers):
             self.forget(url)
 
     def count(self, operation: str) -> int:
-        """How many calls of an operation there were, those that failed too."""
+        """Count the calls of an operation, including those that failed."""
         return sum(call.operation == operation for call in self.calls)
 
     def expire(self) -> None:
-        """No token of now counts any more."""
+        """Make all present tokens invalid."""
         with self._lock:
             self._tokens.clear()
 
     def issue(self, resource: str) -> tuple[str, float]:
-        """A token for a resource, and until when it counts (Unix seconds)."""
+        """Return a token for a resource, and its end in Unix seconds."""
         until = time.time() + self.token_seconds
         claims = {
             "aud": resource.rstrip("/"),
@@ -194,7 +193,7 @@ class Wire:
         return token, until
 
     def _identity(self, call: Call) -> Answer:
-        """A managed identity, as App Service and the nodes of Azure ML have it."""
+        """Serve a managed identity, as App Service and the nodes of Azure ML do."""
         given = call.headers.get("x-identity-header") or call.headers.get("secret")
         if not self.signed_in or given != self.secret:
             raise Refusal(400, "invalid_request", "No managed identity is assigned to this machine.")
@@ -207,7 +206,7 @@ class Wire:
     # -------------------------------------------------------------------------------------------------------- the wire
 
     def answer(self, method: str, target: str, body: bytes, headers: Mapping[str, str]) -> Answer | None:
-        """The answer to one request; None for one that gets none. Raises `Refusal`."""
+        """Return the answer to a request, or None to send none. Raises `Refusal`."""
         path, _, query = target.partition("?")
         path = urllib.parse.unquote(path)
         found = ((route, match) for route in self._routes if (match := route.path.fullmatch(path)))
@@ -248,17 +247,17 @@ class Wire:
         with self._lock:
             _, until = self._tokens.get(token or "", ("", 0.0))
         if until < time.time():
-            said = {"WWW-Authenticate": BAD_TOKEN}
+            headers = {"WWW-Authenticate": BAD_TOKEN}
             code = "AuthenticationFailed" if token is None else "ExpiredAuthenticationToken"
-            raise Refusal(401, code, "The access token is missing, unknown or expired.", said)
+            raise Refusal(401, code, "The access token is missing, unknown or expired.", headers)
 
     def audience(self, token: str | None) -> str:
-        """For what a token was issued."""
+        """Return the resource that a token was issued for."""
         return self._tokens.get(token or "", ("", 0.0))[0]
 
 
 def certificate() -> bytes:
-    """A key and a certificate of its own signing, for this machine and for the vaults of tests, as PEM."""
+    """Return a key and a self-signed certificate for this machine and the tests' vaults, as PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -298,7 +297,7 @@ def _parsed(body: bytes) -> Any:
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # head and body in one packet: two cost 40 ms each, Nagle against the delayed ACK
+    wbufsize = 1 << 16  # one packet for head and body: two cost 40 ms each (Nagle against the delayed ACK)
     wire: Wire
 
     def _serve(self) -> None:
@@ -309,7 +308,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except Refusal as exc:
             error = {"error": {"code": exc.code, "message": exc.message, "details": [], **exc.inner}}
             answer = Answer(error, exc.status, exc.headers)
-        except Exception:  # noqa: BLE001  a mistake of ours: the test that looks at `crashes` tells it
+        except Exception:  # noqa: BLE001  an error of the fake: `Platform.close` raises it
             self.wire.crashes.append(traceback.format_exc())
             answer = Answer({"error": {"code": "InternalServerError", "message": "the fake itself failed"}}, 500)
         if answer is None:
@@ -338,4 +337,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(chunk)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: tests say what matters."""
+        """Print nothing."""

@@ -1,4 +1,4 @@
-"""Azure ML as a World of the contract suite: real azure-ai-ml, loopback servers, jobs in containers of this machine."""
+"""Azure ML as a FakePlatform of the contract suite: real azure-ai-ml, loopback servers, jobs in containers here."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ __all__ = ["AzureMLWorld"]
 class AzureMLWorld(FakePlatform):
     """A `Plane` with a container and a secret. ``image`` is an image of this machine's engine, for all jobs.
 
-    The environment must be that of `Plane.environ` as long as it is used. ``settings`` are further ones of the
-    provider.
+    Keep the environment of `Plane.environ` while you use it. ``settings`` are further settings of the provider.
     """
 
     def __init__(self, folder: Path, *, azurite: str, image: str, runs: bool = True, **settings: Any) -> None:
@@ -41,7 +40,7 @@ class AzureMLWorld(FakePlatform):
         self.plane.secrets[vault, name] = SECRET
 
     def workspace(self) -> dict[str, Any]:
-        """The settings of a provider that lead to this workspace."""
+        """Return the provider's settings for this workspace."""
         subscription, group, workspace = self.plane.scope
         return {
             "subscription_id": subscription,
@@ -57,8 +56,8 @@ class AzureMLWorld(FakePlatform):
         self.plane.close()
 
     def plan(self, *parts: Fields, run_id: str = "contract") -> Any:
-        spot = {"spot": True} if run_id == "preempted" else {}  # no other machines are taken back
-        limit = {"max_runtime": 60} if run_id == "timeout" else {}  # less is refused
+        spot = {"spot": True} if run_id == "preempted" else {}  # the platform takes no other machines back
+        limit = {"max_runtime": 60} if run_id == "timeout" else {}  # the service refuses less
         plan = super().plan({"image": self.image, **spot}, *parts, limit, run_id=run_id)
         if limit:
             self.plane.paces[str(plan.request.body["name"])] = 30.0
@@ -77,7 +76,7 @@ class AzureMLWorld(FakePlatform):
         return place(url, self.plane.blobs.containers)
 
     def serialised(self, request: Request) -> tuple[str, Mapping[str, Any]]:
-        """(name, body) of what azure-ai-ml itself makes of a request."""
+        """Return (name, body) as azure-ai-ml itself serialises the request."""
         import io
         import json
 
@@ -98,13 +97,13 @@ class AzureMLWorld(FakePlatform):
         yield reading(name, body, self.image).nodes[number].env
 
     def job(self, run: Run, attempt: int = 0) -> CommandJob:
-        """The command job of one attempt of a run."""
+        """Return the command job of one attempt of a run."""
         submitted = run.store.submitted(run.run_id, attempt)
         assert submitted is not None
         return self.plane.job(str(submitted["native_id"]).rpartition("/")[2])
 
     def preempt(self, run: Run, number: int) -> None:
-        self.plane.restarts = True  # as is documented
+        self.plane.restarts = True  # as documented
         self.job(run).preempt(number)
 
     def kill(self, run: Run, number: int) -> None:

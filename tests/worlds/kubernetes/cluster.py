@@ -36,7 +36,7 @@ _EVENTS = re.compile(r"/api/v1/namespaces/([^/]+)/events")
 
 
 LAG = 0.3
-"""Seconds until a controller has seen a new JobSet."""
+"""Seconds until a controller handles a new JobSet."""
 
 
 def _missing(kind: str, name: str) -> Refusal:
@@ -44,7 +44,7 @@ def _missing(kind: str, name: str) -> Refusal:
 
 
 class Wire:
-    """The server on the loopback. ``faults`` are of operations like ``POST jobs``; ``calls`` counts them."""
+    """A server on loopback. ``faults`` are of operations like ``POST jobs``; ``calls`` counts them."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.crashes: list[str] = []
@@ -91,8 +91,8 @@ class Wire:
                 if operation == "GET pods/exec":
                     serve(handler, cluster.container(path), query)
                     return
-                asked = dict(urllib.parse.parse_qsl(query))
-                found = cluster.handle(handler.command, path, asked, json.loads(data) if data else None)
+                parameters = dict(urllib.parse.parse_qsl(query))
+                found = cluster.handle(handler.command, path, parameters, json.loads(data) if data else None)
                 body = found if isinstance(found, bytes) else json.dumps(found).encode()
                 status = 201 if handler.command == "POST" else 200
             if fault is not None:
@@ -103,9 +103,9 @@ class Wire:
                 return
         except Refusal as exc:
             status = exc.status
-            said = {"kind": "Status", "status": "Failure", "reason": exc.reason, "message": exc.message}
-            body = json.dumps({**said, "code": exc.status}).encode()
-        except Exception:  # noqa: BLE001  the test must see it
+            answer = {"kind": "Status", "status": "Failure", "reason": exc.reason, "message": exc.message}
+            body = json.dumps({**answer, "code": exc.status}).encode()
+        except Exception:  # noqa: BLE001  an error of the fake: `Platform.close` raises it
             self.crashes.append(traceback.format_exc())
             status, body = 500, b"{}"
         try:
@@ -126,7 +126,7 @@ def _kind(path: str) -> str:
 
 
 class Cluster(Platform):
-    """A namespace ``team`` with a claim, a quota or none, and machines or none. ``volume`` is the shared folder."""
+    """A namespace ``team`` with a claim, with or without a quota and machines. ``volume`` is the shared folder."""
 
     def __init__(self, folder: Path, *, volume: Path) -> None:
         self.folder, self.volume = folder, volume
@@ -136,7 +136,7 @@ class Cluster(Platform):
         self.events: list[dict[str, Any]] = []
         self.no_capacity = self.quota = False
         self.jobset: bool | None = True
-        """JobSet is installed, and its controller works; None: installed, and the controller does nothing."""
+        """True: JobSet is installed. None: installed, but its controller does nothing. False: not installed."""
         self._due: list[tuple[float, tuple[str, str, str]]] = []
         self.denied: set[str] = set()
         self.grace, self.restart_seconds, self.silence_seconds = 40.0, 1.0, 2.0
@@ -183,7 +183,7 @@ class Cluster(Platform):
             self.events.append({"involvedObject": about, "reason": reason, "message": message, **times})
 
     def secret_of(self, job: Job) -> Mapping[str, str] | None:
-        """The values of the Job's Secret; None: it needs one that is not there."""
+        """Return the values of the Job's Secret; None if it needs a missing one."""
         for volume in job.made["spec"]["template"]["spec"]["volumes"]:
             if "secret" in volume:
                 found = self.objects.get(("secrets", job.namespace, volume["secret"]["secretName"]))
@@ -192,7 +192,7 @@ class Cluster(Platform):
                 return {key: base64.b64decode(value).decode() for key, value in found["data"].items()}
         return {}
 
-    # ------------------------------------------------------------------------------------------------------ the answers
+    # ---------------------------------------------------------------------------------------------------------- answers
 
     def handle(self, method: str, path: str, query: Mapping[str, str], body: Any) -> Any:
         with self._lock:
@@ -224,8 +224,8 @@ class Cluster(Platform):
         if path.endswith("/selfsubjectreviews"):
             return {"status": {"userInfo": {"username": "me"}}}
         if path.endswith("/selfsubjectaccessreviews"):
-            asked = body["spec"]["resourceAttributes"]
-            return {"status": {"allowed": f"{asked['verb']} {asked['resource']}" not in self.denied}}
+            attributes = body["spec"]["resourceAttributes"]
+            return {"status": {"allowed": f"{attributes['verb']} {attributes['resource']}" not in self.denied}}
         if path == "/api/v1/nodes":
             labels = {"node.kubernetes.io/instance-type": "a2", "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
             size = {"nvidia.com/gpu": "8", "cpu": "95900m", "memory": "1048576000Ki"}
@@ -233,7 +233,7 @@ class Cluster(Platform):
         raise Refusal(404, "NotFound", "the server could not find the requested resource")
 
     def metas(self, kind: str) -> dict[tuple[str, str], Any]:
-        """The metadata of all objects of a kind, by namespace and name."""
+        """Return the metadata of all objects of a kind, by namespace and name."""
         jobs = {key: job.made["metadata"] for key, job in self.jobs.items()} if kind == "jobs" else {}
         return jobs | {key[1:]: item.get("metadata", {}) for key, item in self.objects.items() if key[0] == kind}
 
@@ -247,7 +247,7 @@ class Cluster(Platform):
         }
 
     def _delete(self, namespace: str, kind: str, name: str) -> Any:
-        """Delete an object, and in the end what it owns."""
+        """Delete an object, and then the objects that it owns."""
         meta = self.metas(kind).get((namespace, name))
         if meta is None:
             raise _missing(kind, name)
@@ -314,7 +314,7 @@ class Cluster(Platform):
         return {**found, "status": {"conditions": [{**item, "type": known[item["type"]]} for item in over]}}
 
     def _make_jobs(self) -> None:
-        """Make the Jobs and Services of the JobSets that their controller has seen by now."""
+        """Create the Jobs and Services of the JobSets that their controller has handled by now."""
         while self.jobset and self._due and self._due[0][0] <= time.monotonic():
             kind, namespace, name = self._due.pop(0)[1]
             made = self.objects[kind, namespace, name]
@@ -378,7 +378,7 @@ def _fits(event: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
 
 
 def _log(pod: Pod, query: Mapping[str, str]) -> bytes:
-    """The log with times; ``sinceTime`` counts in whole seconds."""
+    """Return the log with times; ``sinceTime`` counts in whole seconds."""
     if pod.phase == "Pending":
         raise Refusal(400, "BadRequest", f'container "node" in pod "{pod.name}" is waiting to start: ContainerCreating')
     lines = []

@@ -1,4 +1,4 @@
-"""One indexed Job: the controller's decisions about its pods, each index by itself."""
+"""One indexed Job: the controller's decisions about the pods of each index."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAUSE, LAG, REFUSED = 10.0, 1.0, 0.2
 
 
 class Job:
-    """A Job of a `Cluster`, from its creation on. ``made`` is its API object."""
+    """A Job of a `Cluster` since its creation. ``made`` is its API object."""
 
     def __init__(self, cluster: Cluster, made: dict[str, Any]) -> None:
         self.cluster, self.made = cluster, made
@@ -39,12 +39,12 @@ class Job:
         self._since = time.time()
         self.folder = cluster.folder / "jobs" / f"{self.namespace}-{self.name}"
         self.pods: list[Pod] = []
-        """What the API has, the oldest first."""
+        """Pods that the API has, oldest first."""
         self.failures: dict[int, int] = {}
         self.ignored: dict[int, int] = {}
         self.crash, self.over = "", False
         self._due: dict[int, float] = dict.fromkeys(range(int(made["spec"]["completions"])), 0.0)
-        """The moment at which each index without a pod gets one."""
+        """Time at which each index without a pod gets one."""
         self._current: dict[int, Pod] = {}
         self._count = 0
         self._launch: LaunchSpec | None = None
@@ -53,7 +53,7 @@ class Job:
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._thread.start()
 
-    # ---------------------------------------------------------------------------------------- what is done to the job
+    # ---------------------------------------------------------------------------------------------- faults and requests
 
     def stop(self) -> None:
         self._stop.set()
@@ -66,7 +66,7 @@ class Job:
         return [pod for pod in self.pods if pod.index == index][-1]
 
     def printed(self) -> str:
-        """Return what all containers have printed of whole lines, also those of pods that are gone."""
+        """Return the complete lines that all containers have printed, including those of deleted pods."""
         files = sorted((self.folder / "engine" / "out").glob("*.log"))
         return "\n".join(path.read_text("utf-8", "replace").rpartition("\n")[0] for path in files)
 
@@ -87,7 +87,7 @@ class Job:
             end = self._live()
             if end is not None:
                 self._fail(*end)
-        except Exception:  # noqa: BLE001  a thread that dies silently would leave the job for ever
+        except Exception:  # noqa: BLE001  without this, a job whose thread died would never end
             self.crash = traceback.format_exc()
         finally:
             for pod in self.pods:
@@ -97,7 +97,7 @@ class Job:
             self.over = True
 
     def _live(self) -> tuple[str, str] | None:
-        """Start pods, and again, until all have succeeded. Return reason and message of a Job that fails."""
+        """Start pods, also again, until all have succeeded. Return reason and message of a Job that fails."""
         while self._due or self._current:
             if self._late():
                 return LATE
@@ -124,7 +124,7 @@ class Job:
         self.pods = [pod for pod in self.pods if not pod.gone]
 
     def _late(self) -> bool:
-        """Whether the Job's own deadline is over; the test's end counts as that. A suspended Job has none."""
+        """Return True after the Job's own deadline, or at the test's end. A suspended Job has no deadline."""
         limit = None if self.made["spec"].get("suspend") else self.made["spec"].get("activeDeadlineSeconds")
         return self._stop.is_set() or (limit is not None and time.time() - self._since >= limit)
 
@@ -143,13 +143,13 @@ class Job:
             self.cluster.event(self, "SuccessfulCreate", f"Created pod: {name}")
 
     def _settle(self, pod: Pod) -> tuple[str, str] | None:
-        """Decide about a pod that has ended. Return reason and message of a Job that fails by it."""
+        """Decide about a pod that has ended. Return reason and message if the Job fails by it."""
         del self._current[pod.index]
         if pod.phase == "Succeeded":
             return None
         if not pod.disrupted and pod.code not in (None, AGAIN):
-            said = f"Container node for pod {self.namespace}/{pod.name} failed with exit code {pod.code}"
-            return "PodFailurePolicy", f"{said} matching FailJob rule at index 2"
+            message = f"Container node for pod {self.namespace}/{pod.name} failed with exit code {pod.code}"
+            return "PodFailurePolicy", f"{message} matching FailJob rule at index 2"
         counts = self.ignored if pod.disrupted or pod.code == AGAIN else self.failures
         counts[pod.index] = counts.get(pod.index, 0) + 1
         pause = PAUSE if pod.late else self.cluster.restart_seconds
@@ -157,7 +157,7 @@ class Job:
         return None
 
     def _fail(self, reason: str, message: str) -> None:
-        """End a Job that has failed: delete its pods that run, with their grace, and with them their logs."""
+        """End a failed Job: delete its running pods, with their grace, and their logs."""
         self._condition("FailureTarget", reason, message)
         for pod in self._current.values():
             pod.delete()

@@ -1,4 +1,4 @@
-"""Pods of the fake cluster: the API object of each, its container, and what the kubelet does to them."""
+"""Pods of the fake cluster: the API object and the container of each, and the kubelet's actions."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ NO_NODE = (
     " available: 1 Preemption is not helpful for scheduling."
 )
 LINGER = 0.5
-"""Seconds for which a deleted pod that has ended can be seen."""
+"""Seconds that the API keeps a deleted pod that has ended."""
 COUNTS = "batch.kubernetes.io/job-index-failure-count", "batch.kubernetes.io/job-index-ignored-failure-count"
 
 
 def stamp(seconds: float | None = None) -> str:
-    """Return a time as the API writes it: whole seconds."""
+    """Return a time as the API writes it, in whole seconds."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() if seconds is None else seconds))
 
 
 class Kubelet(Machines):
-    """Engine of one Job's pods. Each starts by itself, beside those that run."""
+    """Engine of one Job's pods. Each starts separately, while others run."""
 
     def start_one(self, launch: LaunchSpec, number: int, name: str, local: Mapping[str, Path]) -> ContainerNode:
         """Start node ``number`` of ``launch`` as the pod ``name``."""
@@ -55,7 +55,7 @@ class Kubelet(Machines):
 
 
 class Pod:
-    """One pod: its API object, its container, and the lines that it has printed, each with its time."""
+    """One pod: its API object, its container, and the lines that it has printed, with their times."""
 
     def __init__(self, job: Job, index: int, name: str) -> None:
         self.job, self.index, self.name = job, index, name
@@ -84,13 +84,13 @@ class Pod:
         self.node: ContainerNode | None = None
         self.lines: list[tuple[float, bytes]] = []
         self.gone = False
-        """True once the API has no such object any more."""
+        """True once the API has deleted the object."""
         self._printed: Printed | None = None
         self._rest = b""
-        self._told_at = self._silent_since = self._assigned = self._ended = 0.0
+        self._term_at = self._silent_since = self._assigned = self._ended = 0.0
         self._no_image = False
 
-    # ------------------------------------------------------------------------------------------------- what it is like
+    # ------------------------------------------------------------------------------------------------------------ state
 
     @property
     def phase(self) -> str:
@@ -106,7 +106,7 @@ class Pod:
 
     @property
     def late(self) -> bool:
-        """Whether its own deadline has ended it."""
+        """Return True if its own deadline has ended it."""
         return bool(self.object["status"].get("reason") == "DeadlineExceeded")
 
     @property
@@ -119,10 +119,10 @@ class Pod:
         ended = found[0]["state"].get("terminated") if found else None
         return None if ended is None else int(ended["exitCode"])
 
-    # ----------------------------------------------------------------------------------------------- what is done to it
+    # ---------------------------------------------------------------------------------------------------------- actions
 
     def delete(self) -> None:
-        """Delete the object: the container gets its grace first."""
+        """Delete the object; the container gets its grace first."""
         grace = float(self.object["spec"]["terminationGracePeriodSeconds"])
         self.object["metadata"].setdefault("deletionTimestamp", stamp(time.time() + grace))
 
@@ -131,7 +131,7 @@ class Pod:
         self.delete()
 
     def silence(self) -> None:
-        """Lose the machine: its pod runs on for the API, until the machine's own object is deleted."""
+        """Lose the machine: for the API its pod still runs, until the machine's own object is deleted."""
         self._silent_since = time.monotonic()
         self.disrupt("DeletionByTaintManager", "Taint manager: deleting due to NoExecute taint")
         self.kill()
@@ -141,7 +141,7 @@ class Pod:
         self.node.kill()
 
     def step(self) -> None:
-        """Do what the scheduler and the kubelet would do now."""
+        """Act as the scheduler and the kubelet would now."""
         if self._silent_since:
             self.gone = time.monotonic() - self._silent_since > self.job.cluster.silence_seconds
         elif self.phase == "Pending":
@@ -177,7 +177,7 @@ class Pod:
         self._container({"running": {"startedAt": self._began}})
 
     def _fail_to_start(self, error: NodeError) -> None:
-        """Wait for an image that cannot be had, or fail by a command that the image has not."""
+        """Wait for an image that cannot be pulled, or fail by a command that the image lacks."""
         if error.category != "image":
             raise error
         if "cannot run" in str(error):
@@ -187,8 +187,8 @@ class Pod:
             return
         self._no_image = True
         image = self.object["spec"]["containers"][0]["image"]
-        told = f'Back-off pulling image "{image}": ErrImagePull: failed to pull and unpack image "{image}": {error}'
-        self._container({"waiting": {"reason": "ImagePullBackOff", "message": told}})
+        message = f'Back-off pulling image "{image}": ErrImagePull: failed to pull and unpack image "{image}": {error}'
+        self._container({"waiting": {"reason": "ImagePullBackOff", "message": message}})
 
     def _watch(self) -> None:
         assert self.node is not None
@@ -209,7 +209,7 @@ class Pod:
         self.object["status"]["phase"] = "Succeeded" if code == 0 else "Failed"
         self._end_if_late()
         self._ended = time.monotonic()
-        self.node.kill()  # its remains
+        self.node.kill()  # remove its remains
 
     def _is_late(self) -> bool:
         limit = self.object["spec"].get("activeDeadlineSeconds")
@@ -223,16 +223,16 @@ class Pod:
     def _stop(self) -> None:
         """Send SIGTERM, and SIGKILL after the grace."""
         grace = float(self.object["spec"]["terminationGracePeriodSeconds"])
-        if not self._told_at:
-            self._told_at = time.monotonic()
+        if not self._term_at:
+            self._term_at = time.monotonic()
             assert self.node is not None
             self.node.signal("SIGTERM")
-        elif time.monotonic() - self._told_at > min(grace, self.job.cluster.grace):
+        elif time.monotonic() - self._term_at > min(grace, self.job.cluster.grace):
             self.kill()
 
     def _condition(self, kind: str, status: str, reason: str = "", message: str = "") -> None:
-        told = {"reason": reason, "message": message} if reason else {}
-        found = {"type": kind, "status": status, "lastTransitionTime": stamp(), **told}
+        reasons = {"reason": reason, "message": message} if reason else {}
+        found = {"type": kind, "status": status, "lastTransitionTime": stamp(), **reasons}
         kept = [item for item in self.object["status"]["conditions"] if item["type"] != kind]
         self.object["status"]["conditions"] = [*kept, found]
 

@@ -1,6 +1,6 @@
 """A real cluster as the platform of the contract suite: that of ``KUBECONFIG``, in .github/workflows/kubernetes.yml.
 
-It is made for kind, whose nodes are containers that see the test's folder. It never ran on the authors' machines.
+It is made for kind, whose nodes are containers with access to the test's folder. It never ran on the authors' machines.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RealCluster(KubernetesWorld):
         self.provider.account.call("POST", path, what="evict", body=body)
 
     def kill(self, run: Run, number: int) -> None:
-        """Kill the container, by the runtime of kind's node."""
+        """Kill the container through the runtime of kind's node."""
         pod = self.pod(run, number)
         name = pod["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
         words = [

@@ -1,4 +1,4 @@
-"""The exec endpoint of the fake cluster: a websocket of v5.channel.k8s.io before an exec of the container engine."""
+"""The exec endpoint of the fake cluster: a websocket (v5.channel.k8s.io) in front of the container engine's exec."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ ERROR, RESIZE, CLOSE = 3, 4, 255
 
 
 def serve(handler: BaseHTTPRequestHandler, container: str, query: str) -> None:
-    """Run the command of ``query`` in a container, and carry its streams until it ends."""
-    asked = urllib.parse.parse_qs(query, keep_blank_values=True)
-    tty = asked["tty"] == ["true"]
+    """Run the command of ``query`` in a container, and copy its streams until it ends."""
+    query_values = urllib.parse.parse_qs(query, keep_blank_values=True)
+    tty = query_values["tty"] == ["true"]
     assert PROTOCOL in handler.headers["Sec-WebSocket-Protocol"].split(",")
     key = base64.b64encode(hashlib.sha1(handler.headers["Sec-WebSocket-Key"].encode() + MAGIC).digest()).decode()
     handler.send_response(101)
@@ -37,23 +37,23 @@ def serve(handler: BaseHTTPRequestHandler, container: str, query: str) -> None:
     handler.end_headers()
     handler.close_connection = True
     with make_client("auto") as api:
-        made = api.exec_create(container, asked["command"], stdin=True, tty=tty)["Id"]
+        made = api.exec_create(container, query_values["command"], stdin=True, tty=tty)["Id"]
         engine = api.exec_start(made, socket=True, tty=tty)
         threading.Thread(target=_take, args=(handler, api, made, engine._sock), daemon=True).start()
         for stream, data in frames_iter(engine, tty):
             _send(handler, bytes([1 if tty else stream]) + data)
         code = api.exec_inspect(made)["ExitCode"]
         engine._response.close()
-    said: dict[str, Any] = {"status": "Success"}
+    result: dict[str, Any] = {"status": "Success"}
     if code:
         causes = [{"reason": "ExitCode", "message": str(code)}]
-        said = {"status": "Failure", "reason": "NonZeroExitCode", "details": {"causes": causes}}
-    _send(handler, bytes([ERROR]) + json.dumps(said).encode())
+        result = {"status": "Failure", "reason": "NonZeroExitCode", "details": {"causes": causes}}
+    _send(handler, bytes([ERROR]) + json.dumps(result).encode())
     _send(handler, (1000).to_bytes(2, "big"), ABNF.OPCODE_CLOSE)
 
 
 def _send(handler: BaseHTTPRequestHandler, data: bytes, opcode: int = ABNF.OPCODE_BINARY) -> None:
-    frame = ABNF(1, 0, 0, 0, opcode, 0, data)  # a server masks nothing
+    frame = ABNF(1, 0, 0, 0, opcode, 0, data)  # a server masks no frames
     with contextlib.suppress(OSError):
         handler.wfile.write(frame.format())
 

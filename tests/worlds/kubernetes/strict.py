@@ -1,4 +1,4 @@
-"""Refuse what ``POST …/jobs`` refuses, in the words of a real 1.36.2: `tests/data/kubernetes-answers.json` has them.
+"""Refusals of ``POST …/jobs``, in the words of a real 1.36.2: `tests/data/kubernetes-answers.json` has them.
 
 The fields and their types are those of the models of the client `kubernetes` 36: `tests/data/kubernetes-fields.json`.
 """
@@ -52,7 +52,7 @@ Wrong = Iterator[str]
 
 
 class Refusal(Exception):
-    """Answer that is no success, in the words of the API server."""
+    """An error answer, in the words of the API server."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         self.status, self.reason, self.message = status, reason, message
@@ -60,16 +60,16 @@ class Refusal(Exception):
 
 
 def check_job(job: Object, *, strict: bool = True) -> None:
-    """Raise `Refusal` for a Job that the API server does not take; ``strict``: also for a field it does not know."""
+    """Raise `Refusal` for a Job that the API server refuses; with ``strict`` also for an unknown field."""
     unknown: list[str] = []
     try:
         _decode(job, "Job", "", "Job", unknown)
     except ValueError as exc:
         raise Refusal(400, "BadRequest", f'Job in version "v1" cannot be handled as a Job: {exc}') from None
     if unknown and strict:
-        told = ", ".join(f'unknown field "{name}"' for name in unknown)
+        detail = ", ".join(f'unknown field "{name}"' for name in unknown)
         raise Refusal(
-            400, "BadRequest", f'Job in version "v1" cannot be handled as a Job: strict decoding error: {told}'
+            400, "BadRequest", f'Job in version "v1" cannot be handled as a Job: strict decoding error: {detail}'
         )
     wrong = [*_metadata(job["metadata"], "metadata"), *_spec(job["metadata"]["name"], job["spec"])]
     _raise(wrong, f'Job.batch "{job["metadata"]["name"]}"')
@@ -89,13 +89,13 @@ JOBSET = {
 
 
 def check_jobset(made: Object) -> Object:
-    """Return the Job that a JobSet makes. Raises `Refusal` as its CRD and webhook do: read in the source of 2026-08."""
+    """Return the Job that a JobSet creates. Raises `Refusal` as its CRD and webhook do (source of 2026-08)."""
     (item,) = made["spec"]["replicatedJobs"]
     tables = (made, made["spec"], made["spec"]["network"], item, item["template"])
     for (path, known), table in zip(JOBSET.items(), tables, strict=True):
         for name in table.keys() - known:
-            told = f'strict decoding error: unknown field "{path}.{name}"'
-            raise Refusal(400, "BadRequest", f'JobSet in version "v1alpha2" cannot be handled as a JobSet: {told}')
+            detail = f'strict decoding error: unknown field "{path}.{name}"'
+            raise Refusal(400, "BadRequest", f'JobSet in version "v1alpha2" cannot be handled as a JobSet: {detail}')
     name, subdomain = (
         f"{made['metadata']['name']}-{item['name']}-{item['replicas'] - 1}",
         made["spec"]["network"]["subdomain"],
@@ -119,7 +119,7 @@ def check_jobset(made: Object) -> Object:
 
 
 def check_name(kind: str, name: str) -> None:
-    """Raise `Refusal` for a Service or a Secret with a name that cannot be."""
+    """Raise `Refusal` for a Service or a Secret with an invalid name."""
     rule, longest, words = (LABEL, 63, "label") if kind == "Service" else (DNS, 253, "dns")
     if len(name) > longest:
         _raise([_invalid("metadata.name", name, f"must be no more than {longest} characters")], f'{kind} "{name}"')
@@ -129,20 +129,20 @@ def check_name(kind: str, name: str) -> None:
 
 def _raise(wrong: Sequence[str], what: str) -> None:
     if wrong:
-        told = wrong[0] if len(wrong) == 1 else f"[{', '.join(wrong)}]"
-        raise Refusal(422, "Invalid", f"{what} is invalid: {told}")
+        detail = wrong[0] if len(wrong) == 1 else f"[{', '.join(wrong)}]"
+        raise Refusal(422, "Invalid", f"{what} is invalid: {detail}")
 
 
 def _invalid(field: str, value: Any, why: str) -> str:
-    told = json.dumps(value, separators=(",", ":")) if isinstance(value, (str, list)) else str(value)
-    return f"{field}: Invalid value: {told}: {why}"
+    detail = json.dumps(value, separators=(",", ":")) if isinstance(value, (str, list)) else str(value)
+    return f"{field}: Invalid value: {detail}: {why}"
 
 
 # ------------------------------------------------------------------------------------------------------------- decoding
 
 
 def _decode(value: Any, kind: str, path: str, owner: str, unknown: list[str], go: str = "") -> None:
-    """Raise `ValueError` for a value of another type. ``path`` counts the items of lists, and ``go`` does not."""
+    """Raise `ValueError` for a value of another type. ``path`` counts the items of lists; ``go`` does not."""
     if value is None or kind == "any":
         return
     if kind[0] in "*%":
@@ -184,7 +184,7 @@ def _amount(text: str) -> Fraction | None:
 
 
 def _plain(text: Any) -> str:
-    """Return a quantity as the API writes it: no fraction."""
+    """Return a quantity as the API writes it: without a fraction."""
     amount = _amount(str(text))
     assert amount is not None
     return str(text) if "." not in str(text) else f"{int(amount * 1000)}m" if amount.denominator > 1 else str(amount)
@@ -377,7 +377,7 @@ def _resources(resources: Object, at: str, claims: Sequence[str]) -> Wrong:
 
 
 def _fixed(name: str) -> bool:
-    """Whether a resource cannot be promised twice."""
+    """Return True if a resource cannot be overcommitted."""
     return name.startswith("hugepages-") or (name not in STANDARD and "/" in name)
 
 

@@ -46,7 +46,7 @@ class KubernetesWorld(FakePlatform):
         super().__init__(folder, provider=made, store=store, nowhere="team/ct-nowhere-0")
 
     def volume(self, folder: Path) -> Path:
-        """Return the folder that the cluster's claim is."""
+        """Return the folder behind the cluster's claim."""
         return folder
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class KubernetesWorld(FakePlatform):
         yield {**env, "JOB_COMPLETION_INDEX": str(number)}
 
     def job(self, run: Run, attempt: int = 0) -> Job:
-        """Return an attempt's Job, once its JobSet has made it."""
+        """Return an attempt's Job, once its JobSet has created it."""
         submitted = run.store.submitted(run.run_id, attempt)
         assert submitted is not None
         key, until = self.key(str(submitted["native_id"])), time.monotonic() + 60
@@ -111,7 +111,7 @@ class KubernetesWorld(FakePlatform):
 
 @contextlib.contextmanager
 def idle(folder: Path, patch: pytest.MonkeyPatch, **settings: Any) -> Iterator[KubernetesWorld]:
-    """A cluster without a machine to give, so that no container starts. No variable leads to another one."""
+    """Give a cluster without machines, so no container starts. No variable leads to another cluster."""
     for name in [name for name in os.environ if name.startswith("KUBE")]:
         patch.delenv(name)
     world = KubernetesWorld(folder, image="team/none:1", **settings)

@@ -1,7 +1,7 @@
-"""OBS on a folder: its S3 protocol and its own one. The folder of a bucket is what nodes mount.
+"""OBS on a folder, with its S3 protocol and its own. Nodes mount the folder of a bucket.
 
-As OBS does, it ignores ``If-None-Match``, answers ``x-obs-forbid-overwrite`` with 409, and refuses a bucket in the path
-under a host name.
+Like OBS, it ignores ``If-None-Match``, answers ``x-obs-forbid-overwrite`` with 409, and refuses a bucket in the path
+below a host name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ADDRESS = re.compile(r"[\d.]+(:\d+)?|localhost(:\d+)?")
 
 
 class ObsRefusal(Refusal):
-    """An error of OBS: XML."""
+    """An error of OBS, as XML."""
 
     def __init__(self, status: int, code: str, message: str = "") -> None:
         super().__init__(code, message, status=status, headers={"Content-Type": "application/xml"})
@@ -57,7 +57,7 @@ class Obs:
             wire.route(method, r"(?:http://[^/]+)?/.*", f"{method} object", self._serve, open=True)
 
     def make(self, bucket: str) -> Path:
-        """An empty bucket, which every user of this machine may write; its folder."""
+        """Create an empty bucket that every user of this machine may write. Return its folder."""
         self._writable(self.folder / bucket)
         return self.folder / bucket
 
@@ -78,7 +78,7 @@ class Obs:
         return hashlib.md5(data).hexdigest()
 
     def keys_of(self, bucket: str, prefix: str = "") -> list[str]:
-        """The keys of a bucket, in order."""
+        """Return the keys of a bucket in order."""
         root, found = self.folder / bucket, []
         for at, _, names in os.walk(root):
             below = Path(at).relative_to(root).as_posix()
@@ -103,13 +103,13 @@ class Obs:
     # ------------------------------------------------------------------------------------------------------- the wire
 
     def _serve(self, call: Call) -> Answer:
-        call = dataclasses.replace(call, path=re.sub("^http://[^/]+", "", call.path))  # of a proxy
+        call = dataclasses.replace(call, path=re.sub("^http://[^/]+", "", call.path))  # a request through a proxy
         host, path = call.headers.get("host", ""), call.path.lstrip("/")
         if _ADDRESS.fullmatch(host):
             bucket, _, quoted = path.partition("/")
         else:
             bucket, quoted = host.partition(".obs.")[0], path
-        if "apiversion" in call.query:  # Huawei's client asks so which signature it may use
+        if "apiversion" in call.query:  # Huawei's client asks for the signatures that it may use
             return Answer(None, headers={"x-obs-api": "3.0"})
         own = call.headers.get("authorization", "").startswith("OBS ")
         if why := check_obs(call, self.keys, bucket, quoted) if own else check_v4(call, self.keys):
@@ -135,8 +135,8 @@ class Obs:
 
     def _of_bucket(self, call: Call, bucket: str) -> Answer:
         if call.method == "HEAD":
-            said = {"x-obs-fs-file-interface": "Enabled"} if bucket in self.parallel else {}
-            return Answer(None, headers={"x-obs-bucket-location": "cn-north-4", **said})
+            headers = {"x-obs-fs-file-interface": "Enabled"} if bucket in self.parallel else {}
+            return Answer(None, headers={"x-obs-bucket-location": "cn-north-4", **headers})
         if call.method == "POST" and "delete" in call.query:
             keys = [unescape(key) for key in re.findall(r"<Key>([^<]*)</Key>", call.body.decode())]
             for key in keys:
@@ -179,16 +179,16 @@ class Obs:
             raise ObsRefusal(412, "PreconditionFailed")
         with contextlib.suppress(OSError):
             moment = self._path(bucket, key).stat().st_mtime
-            said = {"ETag": tag, "Last-Modified": formatdate(moment, usegmt=True), "Accept-Ranges": "bytes"}
+            headers = {"ETag": tag, "Last-Modified": formatdate(moment, usegmt=True), "Accept-Ranges": "bytes"}
             wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", call.headers.get("range", ""))
             if wanted is None:
-                return Answer(data, headers=said)
+                return Answer(data, headers=headers)
             first = int(wanted[1]) if wanted[1] else max(0, len(data) - int(wanted[2]))
             last = min(int(wanted[2]) if wanted[1] and wanted[2] else len(data) - 1, len(data) - 1)
             if first >= len(data):
                 raise ObsRefusal(416, "InvalidRange")
-            said["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
-            return Answer(data[first : last + 1], 206, said)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+            return Answer(data[first : last + 1], 206, headers)
         raise ObsRefusal(404, "NoSuchKey", "The specified key does not exist")
 
     def _list(self, call: Call, bucket: str) -> Answer:
@@ -200,9 +200,9 @@ class Obs:
             rest = key[len(prefix) :]
             folded = bool(delimiter) and delimiter in rest
             rows[prefix + rest.partition(delimiter)[0] + delimiter if folded else key] = folded
-        left = [row for row in sorted(rows.items()) if row[0] > after]
-        page = left[: min(int(query.get("max-keys") or PAGE), PAGE)]
-        more = len(page) < len(left)
+        remaining = [row for row in sorted(rows.items()) if row[0] > after]
+        page = remaining[: min(int(query.get("max-keys") or PAGE), PAGE)]
+        more = len(page) < len(remaining)
         text = _tags(Name=bucket, Prefix=prefix, MaxKeys=str(PAGE), KeyCount=str(len(page)))
         text += _tags(Delimiter=delimiter) if delimiter else ""
         text += _tags(IsTruncated=str(more).lower())
@@ -211,7 +211,7 @@ class Obs:
             if folded:
                 text += f"<CommonPrefixes>{_tags(Prefix=key)}</CommonPrefixes>"
                 continue
-            with contextlib.suppress(OSError):  # gone since it was listed
+            with contextlib.suppress(OSError):  # deleted since the listing
                 path = self.folder / bucket / key
                 stat, tag = path.stat(), hashlib.md5(path.read_bytes()).hexdigest()
                 own = {"LastModified": _moment(stat.st_mtime), "ETag": f'"{tag}"', "Size": str(stat.st_size)}
@@ -228,5 +228,5 @@ def _tags(**texts: str) -> str:
 
 
 def _xml(root: str, text: str) -> Answer:
-    whole = f'<?xml version="1.0" encoding="UTF-8"?><{root}>{text}</{root}>'
-    return Answer(whole.encode(), headers={"Content-Type": "application/xml"})
+    document = f'<?xml version="1.0" encoding="UTF-8"?><{root}>{text}</{root}>'
+    return Answer(document.encode(), headers={"Content-Type": "application/xml"})

@@ -1,8 +1,8 @@
 """One training job: ModelArts' phases, with its tasks as containers of this machine.
 
-Restarts follow Huawei's page on fault tolerance: a fault of a machine places the whole job anew, as often as
-``fault-tolerance/job-retry-num`` says. A script's failure is final, unless ``job-unconditional-retry`` is set, which no
-request of ours does. Texts of failures, and the seconds of grace, are unverified.
+Restarts follow Huawei's page on fault tolerance. After a machine fault the whole job is placed again, up to
+``fault-tolerance/job-retry-num`` times. A script's failure is final unless ``job-unconditional-retry`` is set; no
+request of cloudtrain sets it. Messages of failures and the seconds of grace are unverified.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["FINAL", "TrainingJob", "differences", "reading"]
 FINAL = ("Completed", "Failed", "Terminated")
 GRACE = 30.0
 USER = "1000:100" if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}"
-"""ma-user; this user where tests do not run as root, who alone can remove another's files."""
+"""ma-user, or this user where tests do not run as root: only root can remove another user's files."""
 PREFIX = "modelarts-job-"
 RETRY_NUM = "fault-tolerance/job-retry-num"
 
 
 class TrainingJob:
-    """A job of a `Plane`; ``history`` is all its phases, ``records`` its running_records."""
+    """A job of a `Plane`; ``history`` lists its phases, ``records`` its running_records."""
 
     def __init__(self, plane: Plane, id: str, body: Mapping[str, Any]) -> None:
         self.plane, self.id, self.body = plane, id, body
@@ -51,7 +51,7 @@ class TrainingJob:
         self.tasks = [f"worker-{n}" for n in range(int(body["spec"]["resource"].get("node_count", 1)))]
         self.crash = self.secondary = ""
         self.started = self._ended = 0.0
-        self._left = int(body["metadata"].get("annotations", {}).get(RETRY_NUM, 0))
+        self._retries = int(body["metadata"].get("annotations", {}).get(RETRY_NUM, 0))
         self._stop, self._fault = threading.Event(), threading.Event()
         self._why = ("", "", "")
         self._first = 0
@@ -59,7 +59,7 @@ class TrainingJob:
         self._thread = threading.Thread(target=self._run, name=id, daemon=True)
         self._thread.start()
 
-    # ---------------------------------------------------------------------------------------- what is done to the job
+    # ---------------------------------------------------------------------------------------------- faults and requests
 
     @property
     def phase(self) -> str:
@@ -70,36 +70,36 @@ class TrainingJob:
         return self.phase in FINAL
 
     def stop(self) -> None:
-        """POST actions, terminate."""
+        """Terminate the job, as POST actions does."""
         if not self.over:
             self._move("Terminating")
         self._stop.set()
 
     def fault(self, number: int, why: str = "drained", recover: str = "job_reschedule") -> None:
-        """Take a machine back with a notice; by ``proc_restart`` its processes start again where they are."""
+        """Take a machine back with a notice; ``proc_restart`` restarts its processes in place."""
         self._first, self._why = number, (why, f"worker-{number}", recover)
         self._fault.set()
 
     def lose(self, number: int) -> None:
-        """Lose a machine without a notice, when the restarts are used up."""
-        self._left = 0
+        """Lose a machine without a notice, after the last restart."""
+        self._retries = 0
         self.containers[number].kill()
         self.fault(number, "lost")
 
     def wait(self, seconds: float = 120) -> str:
-        """Wait until it is over, and return its phase."""
+        """Wait for the end, and return the phase."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             raise AssertionError(f"{self.id} is still {self.phase} after {seconds} s")
         return self.phase
 
     def printed(self, task: str) -> bytes | None:
-        """All that a task has printed, over its starts; None before its first."""
+        """Return all output of a task over its starts; None before its first."""
         files = sorted((self.folder / "engine" / "out").glob(f"*/node-{task.removeprefix('worker-')}.log"))
         return b"".join(path.read_bytes() for path in files) if files else None
 
-    def described(self) -> dict[str, Any]:
-        """The job as the API answers it, as far as the SDK's models know it."""
+    def describe(self) -> dict[str, Any]:
+        """Return the job as the API answers it, with the members that the SDK's models know."""
         body, phase = self.body, "Abnormal" if self.id in self.plane.abnormal else self.phase
         end = self._ended or time.time()
         duration = int((end - self.started) * 1000) if self.started else 0
@@ -133,13 +133,13 @@ class TrainingJob:
     def _run(self) -> None:
         try:
             end = self._life()
-        except Exception:  # noqa: BLE001  a job whose thread died would run for ever
+        except Exception:  # noqa: BLE001  without this, a job whose thread died would never end
             self.crash, end = traceback.format_exc(), "Failed"
         self._engine.clean()
         self._move(end)
 
     def _life(self) -> str:
-        """All its starts; its last phase."""
+        """Run all its starts. Return its last phase."""
         while True:
             self._move("Terminating" if self._stop.is_set() else "Pending")
             while self.plane.no_machines and not self._stop.is_set():
@@ -159,7 +159,7 @@ class TrainingJob:
                 return end
 
     def _one_start(self) -> str:
-        """All tasks from their start to their end. Return the last phase, or "" for another start."""
+        """Run all tasks from their start to their end. Return the last phase, or "" for another start."""
         self._fault.clear()
         launch = reading(self.id, self.body, self.schedule_count, self.process_count)
         local = {f"obs:/{_path(volume)}": self.plane.obs.folder / _path(volume)[1:] for volume in _volumes(self.body)}
@@ -208,8 +208,8 @@ class TrainingJob:
         if end == "cancelled":
             return "Terminated"
         if self._fault.is_set():
-            again = self._left > 0
-            self._left -= 1
+            again = self._retries > 0
+            self._retries -= 1
             scenario = "chip_fault" if self._why[2] == "proc_restart" else "node_fault"
             record |= {"end_reason": f"{scenario} on {self._why[1]}", "end_related_task": self._why[1]}
             result = "success" if again else "quotaExceeded"
@@ -218,9 +218,9 @@ class TrainingJob:
             ]
             if again:
                 record["end_recover"] = self._why[2]
-                placed = self._why[2] != "proc_restart"
-                self.schedule_count += placed
-                self.process_count = 1 if placed else self.process_count + 1
+                moved = self._why[2] != "proc_restart"
+                self.schedule_count += moved
+                self.process_count = 1 if moved else self.process_count + 1
                 return ""
         if not any(codes):
             return "Completed"
@@ -244,7 +244,7 @@ def _path(volume: Mapping[str, Any]) -> str:
 
 
 def _writable(path: Path) -> Path:
-    """A mounted folder, which need not hold an object yet."""
+    """Make a mounted folder writable, which may not hold an object yet."""
     path.mkdir(parents=True, exist_ok=True)
     for one in (path, *path.rglob("*")):
         if one.is_dir() and one.stat().st_uid == os.getuid():
@@ -253,9 +253,9 @@ def _writable(path: Path) -> Path:
 
 
 def reading(id: str, body: Mapping[str, Any], schedules: int = 1, processes: int = 1) -> LaunchSpec:
-    """What the platform starts for a body, as Huawei's pages have it; no provider of ours had a part in this.
+    """Return what the platform starts for a body, read from Huawei's pages and independent of cloudtrain's provider.
 
-    The command is split and started without a shell. For inputs, words are appended to it.
+    The platform splits the command and starts it without a shell. For inputs it appends words to it.
     """
     resource, algorithm = body["spec"]["resource"], body["algorithm"]
     count = int(resource.get("node_count", 1))
@@ -300,7 +300,7 @@ def reading(id: str, body: Mapping[str, Any], schedules: int = 1, processes: int
 
 
 def differences(body: Mapping[str, Any], theirs: LaunchSpec) -> list[str]:
-    """Where ``theirs`` says that the platform starts something else for a body than our `reading` does."""
+    """Return how ``theirs`` differs from our `reading` of a body."""
     ours = reading("0", body)
     found = [] if len(ours.nodes) == len(theirs.nodes) else ["number of nodes"]
     for number, (one, other) in enumerate(zip(ours.nodes, theirs.nodes, strict=False)):
@@ -309,19 +309,19 @@ def differences(body: Mapping[str, Any], theirs: LaunchSpec) -> list[str]:
             found.append(f"node {number}: command")
         if one.image != other.image:
             found.append(f"node {number}: image")
-        told = [name for name in other.env if name.startswith(("MA_", "VC_")) and name not in one.env]
-        found += [f"node {number}: {name} is no variable of the platform" for name in told]
+        platform = [name for name in other.env if name.startswith(("MA_", "VC_")) and name not in one.env]
+        found += [f"node {number}: {name} is no variable of the platform" for name in platform]
         where = other.env["VC_WORKER_HOSTS"].split(",")
         if where != [str(peer.hostname) for peer in theirs.nodes] or other.env["VC_TASK_INDEX"] != str(number):
             found.append(f"node {number}: hosts and number")
         copies = {mount.url: mount.path for mount in one.mounts if mount.kind == "copy"}
         for mount in other.mounts:
-            seen = [
+            views = [
                 volume.path + mount.url.removeprefix(volume.url)
                 for volume in one.mounts
                 if f"{mount.url}/".startswith(f"{volume.url}/") and mount.kind != "copy"
             ]
-            if mount.path not in [*seen, copies.get(mount.url)] and not mount.url.startswith("nfs:"):
+            if mount.path not in [*views, copies.get(mount.url)] and not mount.url.startswith("nfs:"):
                 found.append(f"node {number}: {mount.url} is not at {mount.path}")
     if theirs.rules.stop_grace != ours.rules.stop_grace or theirs.rules.restart_on:
         found.append("rules")

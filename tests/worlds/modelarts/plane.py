@@ -28,11 +28,11 @@ FLAVORS = [
     {"flavor_id": "modelarts.p3.large.public", "max_num": 1, "flavor_type": "GPU"},
 ]
 PREVIEW = 5 << 20
-"""Bytes of a log's newest part: the SDK's remark on current_size."""
+"""Bytes of a log's newest part, by the SDK's remark on current_size."""
 
 
 def refusal(status: int, code: str, message: str, **headers: str) -> Refusal:
-    """An error as ModelArts and its gateway write it."""
+    """Return an error as ModelArts and its gateway write it."""
     return _Refused(code, message, status=status, headers={"X-Request-Id": secrets.token_hex(8), **headers})
 
 
@@ -44,10 +44,14 @@ class _Refused(Refusal):
 class Plane(Platform):
     """A project on loopback.
 
-    Faults: ``wire.faults``; ``quota`` of jobs at a time; ``agency`` False: ModelArts reaches neither OBS nor SWR;
-    ``no_machines``: jobs wait; ``abnormal`` ids of jobs whose phase is Abnormal; ``preview`` bytes of a log's newest
-    part; ``list_lag`` seconds until a search has a job. ``images`` are this machine's by the names in SWR. ``keys`` are
-    the access keys that sign, ``tokens`` the IAM tokens that count.
+    Faults:
+
+    - ``wire.faults``; ``quota``: jobs at a time; ``agency`` False: ModelArts reaches neither OBS nor SWR;
+    - ``no_machines``: jobs wait; ``abnormal``: ids of jobs whose phase is Abnormal;
+    - ``preview``: bytes of a log's newest part; ``list_lag``: seconds until a search has a job.
+
+    ``images`` are this machine's images by their names in SWR. ``keys`` are the access keys that sign, ``tokens`` the
+    valid IAM tokens.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,11 +84,11 @@ class Plane(Platform):
 
     @property
     def url(self) -> str:
-        """Of all its APIs."""
+        """Return the base URL of all its APIs."""
         return self.wire.listen()
 
     def environ(self) -> dict[str, str]:
-        """The environment that leads Huawei's clients and ours here, with an access key."""
+        """Return the environment that leads Huawei's clients and cloudtrain here, with an access key."""
         return {
             "HUAWEICLOUD_SDK_AK": AK,
             "HUAWEICLOUD_SDK_SK": SK,
@@ -94,11 +98,11 @@ class Plane(Platform):
         }
 
     def job(self, native_id: str) -> TrainingJob:
-        """The job of a native id."""
+        """Return the job of a native id."""
         return self.jobs[native_id.rpartition("/")[2]]
 
     def temporary(self) -> tuple[str, str, str]:
-        """New temporary keys: an access key, its secret and its security token."""
+        """Return new temporary keys: an access key, its secret and its security token."""
         ak, sk, token = f"TMP{secrets.token_hex(8).upper()}", secrets.token_hex(16), secrets.token_hex(32)
         self.keys[ak] = (sk, token)
         return ak, sk, token
@@ -106,7 +110,7 @@ class Plane(Platform):
     # ------------------------------------------------------------------------------------------------------ operations
 
     def _signed(self, handler: Callable[[Call], Answer]) -> Callable[[Call], Answer]:
-        """The handler, for callers with an access key or a token."""
+        """Wrap a handler to refuse callers without an access key or a token."""
 
         def served(call: Call) -> Answer:
             if token := call.headers.get("x-auth-token"):
@@ -134,7 +138,7 @@ class Plane(Platform):
                 raise refusal(403, "ModelArts.0116", "The quota of training jobs is exceeded")
             made = TrainingJob(self, str(uuid.uuid4()), body)
             self.jobs[made.id] = made
-        return Answer(answered(made.described(), "CreateTrainingJobResponse"), 201)
+        return Answer(answered(made.describe(), "CreateTrainingJobResponse"), 201)
 
     def _found(self, call: Call) -> TrainingJob:
         if call.words[0] not in self.jobs:
@@ -142,7 +146,7 @@ class Plane(Platform):
         return self.jobs[call.words[0]]
 
     def _get(self, call: Call) -> Answer:
-        return Answer(answered(self._found(call).described(), "ShowTrainingJobDetailsResponse"))
+        return Answer(answered(self._found(call).describe(), "ShowTrainingJobDetailsResponse"))
 
     def _stop(self, call: Call) -> Answer:
         job = self._found(call)
@@ -151,10 +155,10 @@ class Plane(Platform):
         if job.over:
             raise refusal(400, "ModelArts.2760", f"A job in phase {job.phase} cannot be terminated")
         job.stop()
-        return Answer(answered(job.described(), "StopTrainingJobResponse"), 202)
+        return Answer(answered(job.describe(), "StopTrainingJobResponse"), 202)
 
     def _list(self, call: Call) -> Answer:
-        """``offset`` counts pages, and the newest is first unless ``order`` is asc."""
+        """List jobs: ``offset`` counts pages, and the newest is first unless ``order`` is asc."""
         wanted = call.json()
         limit, page = int(wanted.get("limit", 10)), int(wanted.get("offset", 0))
         if not 1 <= limit <= 50:
@@ -166,7 +170,7 @@ class Plane(Platform):
         rows = [job for job in rows if job.body["metadata"].get("workspace_id", "0") == where]
         rows = [job for job in rows if all(name in job.body["metadata"]["name"] for name in names)]
         rows.sort(key=lambda job: job.created, reverse=wanted.get("order", "desc") == "desc")
-        items = [job.described() for job in rows[page * limit : (page + 1) * limit]]
+        items = [job.describe() for job in rows[page * limit : (page + 1) * limit]]
         found = {"total": len(rows), "count": len(items), "limit": limit, "offset": page, "items": items}
         return Answer(answered({**found, "sort_by": "create_time"}, "ListTrainingJobsResponse"))
 
@@ -194,7 +198,7 @@ class Plane(Platform):
         return Answer(answered({"total_count": len(FLAVORS), "flavors": FLAVORS}, "ShowTrainingJobFlavorsResponse"))
 
     def _buy(self, call: Call) -> Answer:
-        """Temporary keys for a token, as IAM sells them."""
+        """Answer a token with temporary keys, as IAM does."""
         if call.json()["auth"]["identity"]["methods"] != ["token"]:
             raise refusal(400, "IAM.0011", "Request body is invalid.")
         ak, sk, token = self.temporary()

@@ -26,8 +26,8 @@ BUCKET, IMAGE = "contract-bucket", "team/trainer:1"
 
 
 class ModelArtsWorld(FakePlatform):
-    """A `Plane` with a bucket. ``image`` is an image of this machine's engine. The environment must be that of
-    `Plane.environ` as long as it is used. ``settings`` are further ones of the provider."""
+    """A `Plane` with a bucket. ``image`` is an image of this machine's engine. Keep the environment of `Plane.environ`
+    while you use it. ``settings`` are further settings of the provider."""
 
     def __init__(self, folder: Path, *, image: str, **settings: Any) -> None:
         self.plane = plane = Plane(folder / "huawei")
@@ -57,7 +57,7 @@ class ModelArtsWorld(FakePlatform):
         yield reading("1", request.body).nodes[number].env
 
     def job(self, run: Run, attempt: int = 0) -> TrainingJob:
-        """The job of one attempt of a run."""
+        """Return the job of one attempt of a run."""
         submitted = run.store.submitted(run.run_id, attempt)
         assert submitted is not None
         return self.plane.job(str(submitted["native_id"]))

@@ -1,15 +1,15 @@
-"""SageMaker on loopback, for tests: a control plane that real boto3 talks to, and that really runs what it is sent.
+"""SageMaker on loopback, for tests: a control plane for real boto3, which really runs its jobs.
 
-* `strict`: what the service refuses, from botocore's model read strictly and the rules that stand in no model.
+* `strict`: the service's refusals, from botocore's model read strictly and from rules that are in no model.
 * `wire`: the server that speaks JSON 1.1, with faults on demand.
-* `plane`: the operations on training jobs, and the accounts' side of them (roles, quotas, capacity).
-* `life`: one training job through the status machine, its instances as containers.
-* `instances`: what the platform puts on an instance, and its bytes to and from S3.
-* `cloudwatch`: CloudWatch Logs, because the usual stand-in lets a prefix through that nobody asked for.
-* `secrets`: a role's credentials and its secrets, as a container reaches them.
-* `world`: all of it as a World of the contract suite.
+* `plane`: the operations on training jobs, and the account's roles, quotas and capacity.
+* `life`: one training job through its statuses, its instances as containers.
+* `instances`: the platform's part of an instance, and its bytes to and from S3.
+* `cloudwatch`: CloudWatch Logs, because moto ignores the prefix of a stream's name.
+* `secrets`: a role's credentials and its secrets, as a container gets them.
+* `world`: all of it as a FakePlatform of the contract suite.
 
-S3, IAM and STS are somebody else's server (moto). Needs boto3, and docker where jobs run: the image
+moto serves S3, IAM and STS. Jobs need docker: the image
 ``123456789012.dkr.ecr.eu-west-1.amazonaws.com/NAME:TAG`` is ``NAME:TAG`` of this machine's engine. ::
 
     with Plane(folder, moto="http://127.0.0.1:5000") as plane:

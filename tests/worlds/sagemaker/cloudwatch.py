@@ -1,6 +1,6 @@
-"""CloudWatch Logs with the habits that a reader of it meets: events that come late, twice, out of order, page by page.
+"""CloudWatch Logs with events that come late, twice and out of order, and in pages.
 
-Of moto's, FilterLogEvents ignores the prefix of a stream's name, so a job would see the lines of all others.
+moto's FilterLogEvents ignores the prefix of a stream's name, so a job would get the lines of all others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STREAMS_PAGE, MOST_STREAMS = 50, 100
 
 @dataclass(frozen=True, order=True)
 class Event:
-    """One event. ``timestamp`` is what its writer says, in milliseconds; from ``visible`` on a reader gets it."""
+    """One event. ``timestamp`` is its writer's, in milliseconds; readers get it from ``visible`` on."""
 
     timestamp: int
     number: int
@@ -38,14 +38,17 @@ class Event:
     def id(self) -> str:
         return f"{self.timestamp:020d}{self.number:036d}"
 
-    def shown(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {"timestamp": self.timestamp, "message": self.message, "ingestionTime": self.ingestion}
 
 
 class CloudWatch:
-    """One region's log groups. ``delay`` says for how many seconds an event stays unseen, ``repeats`` how many events
-    each further page has again from the one before, ``page_events`` how many a page holds at most, and every
-    ``empty_every``-th page has none and a token all the same."""
+    """One region's log groups.
+
+    - ``delay``: seconds that an event stays hidden;
+    - ``repeats``: events that each further page repeats from the page before; ``page_events``: most events of a page;
+    - ``empty_every``: every such page has no events, but a token.
+    """
 
     def __init__(self) -> None:
         self.delay: Callable[[str, str], float] = lambda stream, message: 0.0
@@ -56,31 +59,31 @@ class CloudWatch:
         self._count = self._pages = 0
 
     def put(self, group: str, stream: str, lines: Iterable[tuple[int, str]]) -> None:
-        """Take events (milliseconds, message) in; group and stream are made as they are needed."""
+        """Add events (milliseconds, message). Create the group and the stream if needed."""
         with self._lock:
-            whole = self._groups.setdefault(group, [])
+            events = self._groups.setdefault(group, [])
             one = self._streams.setdefault((group, stream), [])
             for timestamp, message in lines:
                 self._count += 1
                 visible = time.monotonic() + self.delay(stream, message)
                 event = Event(timestamp, self._count, stream, message, visible, int(time.time() * 1000))
-                bisect.insort(whole, event)
+                bisect.insort(events, event)
                 one.append(event)
 
     def streams(self, group: str, prefix: str = "") -> list[str]:
-        """Names of the group's streams."""
+        """Return the names of the group's streams."""
         with self._lock:
             return sorted(name for where, name in self._streams if where == group and name.startswith(prefix))
 
     def messages(self, group: str, prefix: str = "") -> list[str]:
-        """Every message there is, seen or not, by time."""
+        """Return every message by time, visible or not."""
         with self._lock:
             return [event.message for event in self._groups.get(group, []) if event.stream.startswith(prefix)]
 
     # -------------------------------------------------------------------------------------------------------- the wire
 
     def answer(self, operation: str, request: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
-        """One call of the service."""
+        """Answer one call of the service."""
         known = {
             "FilterLogEvents": self._filter,
             "GetLogEvents": self._get,
@@ -122,7 +125,7 @@ class CloudWatch:
             return {"events": [], "searchedLogStreams": [], "nextToken": _sealed(after or [0, 0])}
         page = _fitting(found[start:], min(request.get("limit", PAGE_EVENTS), self.page_events) + self.repeats)
         answer: dict[str, Any] = {
-            "events": [{**event.shown(), "logStreamName": event.stream, "eventId": event.id} for event in page],
+            "events": [{**event.to_json(), "logStreamName": event.stream, "eventId": event.id} for event in page],
             "searchedLogStreams": [],
         }
         if start + len(page) < len(found):
@@ -130,21 +133,21 @@ class CloudWatch:
         return answer
 
     def _get(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """In order of arrival: a token is a place in the stream, and the end gives the same token again."""
+        """Return events in order of arrival. A token is a position in the stream; at the end it stays the same."""
         stream = self._streams.get((request["logGroupName"], request["logStreamName"]))
         if stream is None:
             raise Refusal("ResourceNotFoundException", "The specified log stream does not exist.")
         now = time.monotonic()
-        seen = sorted((event for event in stream if event.visible <= now), key=lambda event: event.visible)
+        visible = sorted((event for event in stream if event.visible <= now), key=lambda event: event.visible)
         limit = request.get("limit", PAGE_EVENTS)
         if "nextToken" in request:
             way, at = _opened(request["nextToken"])
             start = at if way == "f" else max(0, at - limit)
         else:
-            start = 0 if request.get("startFromHead") else max(0, len(seen) - limit)
-        page = _fitting(seen[start:], limit)
+            start = 0 if request.get("startFromHead") else max(0, len(visible) - limit)
+        page = _fitting(visible[start:], limit)
         return {
-            "events": [event.shown() for event in page],
+            "events": [event.to_json() for event in page],
             "nextForwardToken": _sealed(["f", start + len(page)]),
             "nextBackwardToken": _sealed(["b", start]),
         }
@@ -174,7 +177,7 @@ class CloudWatch:
 
 
 def _fitting(events: list[Event], limit: int) -> list[Event]:
-    """The first of them that a page holds; one event always."""
+    """Return the first events that fit on a page, and at least one."""
     size = 0
     for number, event in enumerate(events[:limit]):
         size += len(event.message.encode()) + EVENT_BYTES

@@ -1,7 +1,7 @@
-"""What the platform puts on its instances: a reading of AWS's pages, made for tests and by nobody's provider.
+"""SageMaker's view of a job's instances, read from AWS's pages for tests and independent of cloudtrain's provider.
 
-`reading` is the Simulation of a CreateTrainingJob as those pages have it, `differences` how another one departs from
-it. `Instance` is one machine's disk: configuration, channels, checkpoints, and what is uploaded in the end.
+`reading` returns the LaunchSpec of a CreateTrainingJob; `differences` compares it with another one. `Instance` is one
+machine's disk: configuration, channels, checkpoints, and the final upload.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ __all__ = ["GRACE", "Bucket", "Instance", "differences", "reading"]
 GRACE = 120.0
 """Seconds between SIGTERM and SIGKILL."""
 MARKS = ".sagemaker"
-"""The agent's words (``x.sagemaker-uploaded``), from aws/sagemaker-xgboost-container's ``checkpointing.py``."""
+"""Prefix of the agent's own files (``x.sagemaker-uploaded``), from ``checkpointing.py`` of
+aws/sagemaker-xgboost-container."""
 ML = "/opt/ml"
 CONFIG = f"{ML}/input/config"
 GROUP = "homogeneousCluster"
 
 
-# ------------------------------------------------------------------------------------------------ what a request says
+# --------------------------------------------------------------------------------------------------- parts of a request
 
 
 def chosen(body: Mapping[str, Any], choice: int = 0) -> tuple[str, int]:
-    """(type, count) of the instances; ``choice`` is an index of InstancePreferences."""
+    """Return (type, count) of the instances; ``choice`` is an index of InstancePreferences."""
     resources = body["ResourceConfig"]
     item = resources["InstancePreferences"][choice] if "InstancePreferences" in resources else resources
     return str(item["InstanceType"]), int(item["InstanceCount"])
 
 
 def hosts(count: int) -> list[str]:
-    """The hosts as resourceconfig.json lists them: sorted as text, so algo-10 comes before algo-2."""
+    """Return the hosts as resourceconfig.json lists them: sorted as text, so algo-10 comes before algo-2."""
     return sorted(f"algo-{number}" for number in range(1, count + 1))
 
 
 def configuration(body: Mapping[str, Any], host: str, choice: int = 0) -> dict[str, str]:
-    """The files of /opt/ml/input/config, by path."""
+    """Return the files of /opt/ml/input/config, by path."""
     kind, count = chosen(body, choice)
     names = hosts(count)
     group = {"instance_group_name": GROUP, "instance_type": kind, "hosts": names}
@@ -82,7 +83,7 @@ def _s3(channel: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def mounts(body: Mapping[str, Any]) -> list[Mount]:
-    """Channels and checkpoints; what a node leaves for S3OutputPath is none: it goes up after the end."""
+    """Return channels and checkpoints. S3OutputPath is no mount: its files go up after the end."""
     mode = body["AlgorithmSpecification"]["TrainingInputMode"]
     found = []
     for channel in body.get("InputDataConfig", []):
@@ -95,9 +96,8 @@ def mounts(body: Mapping[str, Any]) -> list[Mount]:
     return found
 
 
-def shown(body: Mapping[str, Any]) -> list[Mount]:
-    """`mounts` as a Simulation has them: a URL without a slash at its end is that of one file; what goes up in the end
-    is kept in step."""
+def launch_mounts(body: Mapping[str, Any]) -> list[Mount]:
+    """Return `mounts` in the form of a LaunchSpec: a file's mount has its name, and S3OutputPath is synced."""
     found = []
     for mount in mounts(body):
         file = mount.url.rpartition("/")[2] if mount.kind != "sync" else ""
@@ -109,7 +109,7 @@ def shown(body: Mapping[str, Any]) -> list[Mount]:
 
 
 def reading(body: Mapping[str, Any], choice: int = 0) -> LaunchSpec:
-    """What the platform starts for a request."""
+    """Return what the platform starts for a request."""
     algorithm = body["AlgorithmSpecification"]
     entrypoint = algorithm.get("ContainerEntrypoint")
     arguments = algorithm.get("ContainerArguments", [] if entrypoint else ["train"])
@@ -119,7 +119,7 @@ def reading(body: Mapping[str, Any], choice: int = 0) -> LaunchSpec:
             entrypoint=entrypoint,
             command=arguments,
             env={**body.get("Environment", {}), "TRAINING_JOB_NAME": body["TrainingJobName"]},
-            mounts=shown(body),
+            mounts=launch_mounts(body),
             files=configuration(body, host, choice),
             hostname=host,
         )
@@ -137,9 +137,9 @@ def reading(body: Mapping[str, Any], choice: int = 0) -> LaunchSpec:
 
 
 def differences(ours: LaunchSpec, theirs: LaunchSpec) -> list[str]:
-    """Where ``theirs`` says that the platform starts something else than ``ours`` does; empty when they agree.
+    """Return how ``theirs`` differs from ``ours``; empty when they agree.
 
-    ``theirs`` may leave files to the platform and say more of the machine (memory, GPUs), but nothing else.
+    ``theirs`` may leave files to the platform and add facts of the machine (memory, GPUs).
     """
     found = []
 
@@ -157,8 +157,8 @@ def differences(ours: LaunchSpec, theirs: LaunchSpec) -> list[str]:
         compare(f"{at}working directory", one.workdir, other.workdir)
         compare(f"{at}user", one.user, other.user)
         platform = {"TRAINING_JOB_NAME", "TRAINING_JOB_ARN", "AWS_REGION"}
-        job, said = ({k: v for k, v in node.env.items() if k not in platform} for node in (one, other))
-        compare(f"{at}env", job, said)
+        job, other_env = ({k: v for k, v in node.env.items() if k not in platform} for node in (one, other))
+        compare(f"{at}env", job, other_env)
         compare(f"{at}mounts", _places(one), _places(other))
         for path, text in other.files.items():
             if path not in one.files:
@@ -185,13 +185,14 @@ class Bucket:
         self.client = client
 
     def keys(self, url: str) -> list[str]:
-        """Every key that begins with the URL's: ``…/run-1`` finds ``…/run-10/x`` too, as on the platform."""
+        """Return every key that begins with the URL's: ``…/run-1`` finds ``…/run-10/x`` too, as on the platform."""
         bucket, prefix = split(url)
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         return [item["Key"] for page in pages for item in page.get("Contents", [])]
 
     def fetch(self, url: str, folder: Path, *, shard: int = 0, shards: int = 1) -> list[str]:
-        """Download what `keys` finds, each ``shards``-th of it; the names it got below ``folder``."""
+        """Download the files that `keys` finds, or one of ``shards`` parts of them. Return their names below
+        ``folder``."""
         bucket, prefix = split(url)
         found = [key for key in self.keys(url) if not key.endswith("/")][shard::shards]
         names = []
@@ -199,13 +200,13 @@ class Bucket:
             name = key.rpartition("/")[2] if key == prefix else key[len(prefix) :].lstrip("/")
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(self.client.exceptions.NoSuchKey):  # deleted since it was listed
+            with contextlib.suppress(self.client.exceptions.NoSuchKey):  # deleted since the listing
                 path.write_bytes(self.client.get_object(Bucket=bucket, Key=key)["Body"].read())
                 names.append(name)
         return names
 
     def names(self, url: str) -> set[str]:
-        """What is below a URL that ends with a slash."""
+        """Return the names below a URL that ends with a slash."""
         return {key[len(split(url)[1]) :] for key in self.keys(url)}
 
     def put(self, url: str, data: bytes) -> None:
@@ -220,7 +221,7 @@ class Bucket:
         self.client.delete_object(Bucket=bucket, Key=key)
 
     def exists(self, url: str) -> bool:
-        """Whether there is such a bucket."""
+        """Return True if the bucket exists."""
         try:
             self.client.head_bucket(Bucket=split(url)[0])
         except self.client.exceptions.ClientError:
@@ -229,7 +230,7 @@ class Bucket:
 
 
 def split(url: str) -> tuple[str, str]:
-    """(bucket, key) of an s3:// URL."""
+    """Return (bucket, key) of an s3:// URL."""
     bucket, _, key = url.removeprefix("s3://").partition("/")
     return bucket, key
 
@@ -238,7 +239,7 @@ def split(url: str) -> tuple[str, str]:
 
 
 class Instance:
-    """One instance's disk at ``folder``: /opt/ml, and a checkpoint folder elsewhere if the job wants it there."""
+    """One instance's disk at ``folder``: /opt/ml, and the job's own checkpoint folder."""
 
     def __init__(
         self,
@@ -263,11 +264,11 @@ class Instance:
             self.sync = Agent(bucket, config["S3Uri"], local, lag=lag, stale=stale, marks=MARKS, dead=dead)
 
     def here(self, path: str) -> Path:
-        """Where a path of the instance is on this machine."""
+        """Return the local path for a path of the instance."""
         return self.folder / path.strip("/")
 
     def fill(self) -> None:
-        """Configuration, channels and checkpoints. `LookupError` for a channel without an object."""
+        """Write configuration, channels and checkpoints. Raises `LookupError` for a channel without an object."""
         for path, text in configuration(self.body, self.host, self.choice).items():
             self.here(path).write_text(text)
         names = hosts(chosen(self.body, self.choice)[1])
@@ -283,7 +284,7 @@ class Instance:
             self.sync.restore()
 
     def binds(self) -> list[tuple[Path, str, bool]]:
-        """(path here, path there, read-only) of what the container sees of the disk."""
+        """Return the container's mounts of the disk as (local path, container path, read-only)."""
         found = [(self.here(ML), ML, False)]
         for mount in mounts(self.body):
             if mount.kind == "mount":
@@ -293,14 +294,14 @@ class Instance:
         return found
 
     def failure(self) -> str:
-        """What it wrote to /opt/ml/output/failure."""
+        """Return the text of /opt/ml/output/failure."""
         with contextlib.suppress(OSError):
             return self.here(f"{ML}/output/failure").read_text(errors="replace")
         return ""
 
 
 def upload(bucket: Bucket, instances: Sequence[Instance], body: Mapping[str, Any]) -> str:
-    """What the nodes left in model and output/data, of all nodes together; the URL of the model."""
+    """Upload the nodes' files in model and output/data, merged over all nodes. Return the URL of the model."""
     base = f"{body['OutputDataConfig']['S3OutputPath'].rstrip('/')}/{body['TrainingJobName']}/output"
     packed = body["OutputDataConfig"].get("CompressionType", "GZIP") == "GZIP"
     for name, place in (("model", "model"), ("output", "output/data")):
@@ -317,10 +318,10 @@ def upload(bucket: Bucket, instances: Sequence[Instance], body: Mapping[str, Any
 
 
 def _packed(files: Mapping[str, bytes]) -> bytes:
-    whole = io.BytesIO()
-    with tarfile.open(fileobj=whole, mode="w:gz", compresslevel=1) as tar:
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz", compresslevel=1) as tar:
         for name, data in sorted(files.items()):
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
-    return whole.getvalue()
+    return archive.getvalue()

@@ -1,4 +1,4 @@
-"""One training job: the service's status machine, with its instances as containers of this machine."""
+"""One training job: the service's states, with its instances as containers of this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["FINAL", "TrainingJob"]
 
 FINAL = ("Completed", "Failed", "Stopped")
 SPOT_SHARE = 0.3
-"""What part of a spot instance's time is billed."""
+"""Billed share of a spot instance's time."""
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 MEMORY = (
     "ClientError: Please use an instance type with more memory, or reduce the size of training data processed on an "
@@ -53,7 +53,7 @@ MESSAGES = {
 
 
 class TrainingJob:
-    """A job of a `Plane`, from its acceptance on. ``record`` is what DescribeTrainingJob says."""
+    """A job of a `Plane` since its acceptance. ``record`` is the answer of DescribeTrainingJob."""
 
     def __init__(self, plane: Plane, body: Mapping[str, Any], *, region: str) -> None:
         self.plane, self.body, self.region = plane, body, region
@@ -74,7 +74,7 @@ class TrainingJob:
         self.containers: Sequence[NodeHandle] = ()
         self.starts = 0
         self.restored: list[list[dict[str, int]]] = []
-        """By start and instance: the files that came down from the checkpoint prefix, with their bytes."""
+        """Restored checkpoint files and their bytes, by start and instance."""
         self.crash = ""
         self._spent = 0.0
         self._stop, self._reclaimed = threading.Event(), threading.Event()
@@ -91,28 +91,28 @@ class TrainingJob:
         self._move("Starting")
         self._thread.start()
 
-    # ---------------------------------------------------------------------------------------- what is done to the job
+    # ---------------------------------------------------------------------------------------------- faults and requests
 
     @property
     def over(self) -> bool:
         return self.record["TrainingJobStatus"] in FINAL
 
     def stop(self) -> None:
-        """StopTrainingJob."""
+        """Stop the job, as StopTrainingJob does."""
         with self._lock:
             self.record["TrainingJobStatus"] = "Stopping"
             self._move("Stopping")
         self._stop.set()
 
     def interrupt(self, number: int = 0) -> None:
-        """Spot: take the instances back, ``number`` first."""
+        """Take the Spot instances back, ``number`` first."""
         self._first_reclaimed = number
         self._reclaimed.set()
 
     def lose(self, number: int, *, for_good: bool = False) -> None:
-        """An instance that is gone, without a word to anybody; what it had not uploaded is gone with it.
+        """Lose an instance without any notice, with everything that it has not uploaded.
 
-        ``for_good``: the service does not try anew, though it was asked to.
+        With ``for_good`` the service does not try again, even if the job asked for it.
         """
         self._for_good = for_good
         with self._lock:
@@ -120,19 +120,19 @@ class TrainingJob:
             self.containers[number].kill()
 
     def wait(self, seconds: float = 120) -> Mapping[str, Any]:
-        """Until it is over; what DescribeTrainingJob says then."""
+        """Wait for the end, and return the answer of DescribeTrainingJob."""
         self._thread.join(seconds)
         if not self.over:
             raise AssertionError(f"{self.name} is still {self.record['SecondaryStatus']} after {seconds} s")
-        return self.described()
+        return self.describe()
 
-    def described(self) -> dict[str, Any]:
-        """DescribeTrainingJob."""
+    def describe(self) -> dict[str, Any]:
+        """Return the answer of DescribeTrainingJob."""
         with self._lock:
             return {**self.record, "SecondaryStatusTransitions": list(self.record["SecondaryStatusTransitions"])}
 
     def disk(self, number: int) -> Path:
-        """The root of an instance's disk, of the last start."""
+        """Return the root of an instance's disk in the last start."""
         return self._instances[number].folder
 
     # ------------------------------------------------------------------------------------------------------- its life
@@ -147,7 +147,7 @@ class TrainingJob:
             self.record.update(SecondaryStatus=secondary, LastModifiedTime=now)
 
     def _go(self, secondary: str, message: str = "") -> None:
-        """A stage of a job that nobody stops."""
+        """Enter a stage, unless the job is stopped."""
         with self._lock:
             if self.record["TrainingJobStatus"] == "InProgress":
                 self._move(secondary, message)
@@ -157,7 +157,7 @@ class TrainingJob:
             secondary, reason = self._all_starts()
         except LookupError as exc:
             secondary, reason = "Failed", f"ClientError: Data download failed:{exc.args[0]}"
-        except Exception:  # noqa: BLE001  a job whose thread died would be in progress for ever
+        except Exception:  # noqa: BLE001  without this, a job whose thread died would never end
             self.crash = traceback.format_exc()
             secondary, reason = "Failed", INTERNAL
         self._engine.clean()
@@ -179,7 +179,7 @@ class TrainingJob:
             self.record["BillableTimeInSeconds"] = math.ceil(seconds * SPOT_SHARE) if spot else seconds
 
     def _all_starts(self) -> tuple[str, str]:
-        """(secondary status, failure reason) of the whole job."""
+        """Return (secondary status, failure reason) of the whole job."""
         retries = self.body.get("RetryStrategy", {}).get("MaximumRetryAttempts", 0)
         while True:
             end = self._await_capacity() or self._one_start()
@@ -195,7 +195,7 @@ class TrainingJob:
             self._go("Starting")
 
     def _await_capacity(self) -> str | tuple[str, str]:
-        """Until an instance type has capacity; else how the job ends for want of it."""
+        """Wait until an instance type has capacity. Return (secondary status, failure reason) if none gets it."""
         began = time.monotonic()
         wanted = range(len(self.body["ResourceConfig"].get("InstancePreferences", [0])))
         while True:
@@ -227,12 +227,12 @@ class TrainingJob:
         return limit is not None and time.time() - self.record["CreationTime"] > limit
 
     def _pended_too_long(self) -> bool:
-        """Of a job that has not started yet. AWS's pages say that it is stopped, and name no state for it."""
+        """Return True if a job waited too long for its start. AWS's pages say that it stops, and name no state."""
         limit = self.body["StoppingCondition"].get("MaxPendingTimeInSeconds")
         return limit is not None and not self.starts and time.time() - self.record["CreationTime"] > limit
 
     def _one_start(self) -> str | tuple[str, str]:
-        """All instances from their start to their end; how that was."""
+        """Run all instances from their start to their end, and return the outcome."""
         number, self.starts = self.starts, self.starts + 1
         self._reclaimed.clear()
         self._lost.clear()
@@ -256,13 +256,13 @@ class TrainingJob:
         self.restored.append([instance.sync.restored if instance.sync else {} for instance in self._instances])
         if self._stop.is_set():
             return "Stopped"
-        simulation, local = self._simulation()
+        launch, local = self._launch_spec()
         self._go("Training", "Downloading the training image")
         attempt = f"0.{number}"
         try:
-            self._engine.prepare(simulation, lambda text: None, self._stop.is_set)
-            simulation = self._wired(simulation)
-            self.containers = self._engine.start(simulation, attempt=attempt, local=local, secrets={})
+            self._engine.prepare(launch, lambda text: None, self._stop.is_set)
+            launch = self._wired(launch)
+            self.containers = self._engine.start(launch, attempt=attempt, local=local, secrets={})
         except NodeError as exc:
             if self._stop.is_set():
                 return "Stopped"
@@ -290,14 +290,15 @@ class TrainingJob:
         self.crash = text
 
     def _stopping(self, why: str) -> None:
-        """The service's word before it stops a job itself."""
+        """Record the service's reason before it stops a job itself."""
         if why in ("MaxRuntimeExceeded", "MaxWaitTimeExceeded"):
             with self._lock:
                 self.record["TrainingJobStatus"] = "Stopping"
                 self._move("Stopping")
 
-    def _simulation(self) -> tuple[LaunchSpec, dict[str, Path]]:
-        """What is started: as `Plane.nodes` reads the request, with each instance's own disk; and where that is."""
+    def _launch_spec(self) -> tuple[LaunchSpec, dict[str, Path]]:
+        """Return the LaunchSpec that `Plane.nodes` reads from the request, with a disk for each instance, and each
+        disk's folder."""
         theirs = self.plane.nodes(self.body)
         local: dict[str, Path] = {}
         nodes = []
@@ -308,13 +309,13 @@ class TrainingJob:
                 binds.append(Mount(url=here.as_uri(), path=there, kind="mount" if read_only else "sync"))
             image = self.plane.image(str(spec.image))
             files = {path: text for path, text in spec.files.items() if not path.startswith("/opt/ml/")}
-            # This machine is none of SageMaker's: neither its cores nor its memory are what was asked for.
+            # This machine is not one of SageMaker's, so it has neither the cores nor the memory that the job asked for.
             spec = dataclasses.replace(spec, cpus=None, memory=None, gpus=0)
             nodes.append(dataclasses.replace(spec, image=image, mounts=binds, files=files))
         return dataclasses.replace(theirs, nodes=nodes), local
 
-    def _wired(self, simulation: LaunchSpec) -> LaunchSpec:
-        """With what the platform itself adds to a container's environment."""
+    def _wired(self, launch: LaunchSpec) -> LaunchSpec:
+        """Add the platform's own variables to each container."""
         env = {"TRAINING_JOB_NAME": self.name, "TRAINING_JOB_ARN": self.arn, "AWS_REGION": self.region}
         if not self.body.get("EnableNetworkIsolation", False):
             address = self.plane.wire.listen(self._engine.gateway())
@@ -326,7 +327,7 @@ class TrainingJob:
         def wired(spec: NodeSpec) -> NodeSpec:
             return dataclasses.replace(spec, env={**spec.env, **env})
 
-        return dataclasses.replace(simulation, nodes=[wired(spec) for spec in simulation.nodes])
+        return dataclasses.replace(launch, nodes=[wired(spec) for spec in launch.nodes])
 
     def _why_to_stop(self, seconds: float) -> str:
         if self._stop.is_set():
@@ -343,7 +344,7 @@ class TrainingJob:
                 instance.sync.step(whole=whole)
 
     def _ended(self, why: str) -> str | tuple[str, str]:
-        """What follows from the containers' end."""
+        """Return the outcome of the containers' end."""
         codes = [node.poll() or 0 for node in self.containers]
         lost = bool(self._lost)
         if why == "interrupted" or (lost and why in ("", "peers")):
@@ -359,13 +360,13 @@ class TrainingJob:
         number = next(n for n, code in enumerate(codes) if code)
         if (trouble := self.containers[number].trouble) and trouble[0] == "oom":
             return "Failed", f"{MEMORY}, exit code: 137"
-        said = next((text for i in self._instances if (text := i.failure())), "")
+        failure = next((text for i in self._instances if (text := i.failure())), "")
         code = codes[number] if codes[number] > 0 else 128 - codes[number]
-        return "Failed", f"AlgorithmError: {said[:1000]}, exit code: {code}"
+        return "Failed", f"AlgorithmError: {failure[:1000]}, exit code: {code}"
 
 
 class _Lines:
-    """What one container prints, into its log stream line by line."""
+    """Output of one container, split into lines for its log stream."""
 
     def __init__(self, job: TrainingJob, host: str) -> None:
         self._logs: Callable[..., None] = job.plane.logs(job.region).put
@@ -373,7 +374,7 @@ class _Lines:
         self._rest = b""
 
     def take(self, data: bytes) -> None:
-        """Whole lines; the beginning of one waits for the rest."""
+        """Write complete lines. Keep the beginning of an incomplete one."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         now = int(time.time() * 1000)
         events = [(now, text) for line in lines if (text := line.decode("utf-8", "replace"))]
@@ -381,6 +382,6 @@ class _Lines:
             self._logs(LOG_GROUP, self._stream, events)
 
     def end(self) -> None:
-        """The last line needs no newline."""
+        """Write the last line, even without a newline."""
         if self._rest:
             self.take(b"\n")

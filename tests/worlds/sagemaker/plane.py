@@ -27,7 +27,7 @@ __all__ = ["KEY", "NEW_ACCOUNT", "REGION", "REGISTRY", "SECRET_KEY", "Plane"]
 REGION = "eu-west-1"
 KEY, SECRET_KEY = "AKIATESTING0TESTING0", "testing"
 REGISTRY = f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com"
-"""Its repositories are the images of this machine's engine."""
+"""Registry whose repositories are the images of this machine's engine."""
 PRINCIPAL = "sagemaker.amazonaws.com"
 ACROSS = "Number of instances across all"
 RUN_TIME, VOLUME = "Longest run time for a training job", "Size of EBS volume for a training job instance"
@@ -46,13 +46,16 @@ PLENTY = 1 << 30
 class Plane(Platform):
     """An AWS account on loopback: SageMaker, CloudWatch Logs and a role's credentials here, all else at ``moto``.
 
-    ``nodes`` says what a request starts; by default our own reading of AWS's pages. Faults: ``wire.faults`` and
-    ``wire.expired``; instance types in ``no_capacity``, and all in the regions ``crowded`` (on-demand jobs fail after
-    ``capacity_seconds``); ``quotas`` of instances by type, ``quota`` of any other, and none in the regions ``capped``;
-    the regions ``absent`` have no machine of any type; ``limits`` of the account (`new_account` sets those that AWS
-    gives); ``creates_a_second``, above which CreateTrainingJob is throttled (0: never; AWS has 1); ``unknown``
-    secondary statuses by job; ``sync_lag`` seconds of checkpoints; ``stale_copies`` of peers,
-    ``dead_sync`` of all; `TrainingJob.interrupt` and `TrainingJob.lose`. ``grace`` is seconds from SIGTERM to SIGKILL.
+    ``nodes`` reads what a request starts; the default is `instances.reading`. Faults:
+
+    - ``wire.faults``, ``wire.expired``, `TrainingJob.interrupt` and `TrainingJob.lose`;
+    - ``no_capacity``: instance types without capacity, or the regions ``crowded``: on-demand jobs fail after
+      ``capacity_seconds``;
+    - ``quotas``: instances by type; ``quota``: of any other type; none in the regions ``capped``;
+    - ``absent``: regions without machines; ``limits`` of the account: `new_account` sets AWS's first ones;
+    - ``creates_a_second``: rate above which CreateTrainingJob is throttled (0: never; AWS has 1);
+    - ``unknown``: secondary statuses by job; ``sync_lag``: seconds until checkpoints sync;
+    - ``stale_copies`` of peers, ``dead_sync`` of all: see `Agent`; ``grace``: seconds from SIGTERM to SIGKILL.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Plane(Platform):
         self.url = self.wire.listen()
 
     def moto_client(self, service: str, region: str = REGION) -> Any:
-        """Of moto's."""
+        """Return a boto3 client of moto."""
         import boto3
         from botocore.config import Config
 
@@ -100,7 +103,7 @@ class Plane(Platform):
         )
 
     def environ(self) -> dict[str, str]:
-        """The environment with which any of AWS's SDKs and tools talks to this account."""
+        """Return the environment in which AWS's SDKs and tools use this account."""
         return {
             "AWS_ENDPOINT_URL": self.moto,
             "AWS_ENDPOINT_URL_SAGEMAKER": self.url,
@@ -115,11 +118,11 @@ class Plane(Platform):
         }
 
     def new_account(self) -> None:
-        """Have the quotas of an account that has asked for none yet: it may run no machine at all."""
+        """Set the quotas of a new account: it may run no machine."""
         self.quota, self.limits = 0, dict(NEW_ACCOUNT)
 
     def make_role(self, name: str, principal: str = PRINCIPAL) -> str:
-        """A role that the service may assume; its ARN."""
+        """Create a role that the service may assume. Return its ARN."""
         trust = {"Effect": "Allow", "Principal": {"Service": principal}, "Action": "sts:AssumeRole"}
         policy = json.dumps({"Version": "2012-10-17", "Statement": [trust]})
         try:
@@ -129,21 +132,21 @@ class Plane(Platform):
         return str(made["Role"]["Arn"])
 
     def make_bucket(self, name: str) -> str:
-        """An empty bucket; its URL."""
+        """Create an empty bucket. Return its URL."""
         self.bucket.client.create_bucket(Bucket=name, CreateBucketConfiguration={"LocationConstraint": REGION})
         return f"s3://{name}"
 
     def logs(self, region: str = REGION) -> CloudWatch:
-        """CloudWatch Logs of a region."""
+        """Return CloudWatch Logs of a region."""
         with self._lock:
             return self._logs.setdefault(region, CloudWatch())
 
     def job(self, name: str, region: str = REGION) -> TrainingJob:
-        """The job of that name. `KeyError` for one that never was."""
+        """Return the job of that name. Raises `KeyError` for an unknown name."""
         return self.jobs[region, name]
 
     def image(self, uri: str) -> str:
-        """What this machine's engine calls an image of a registry."""
+        """Return the name in this machine's engine of an image of a registry."""
         return uri.partition("/")[2] if uri.partition("/")[0].endswith(("amazonaws.com", "amazonaws.com.cn")) else uri
 
     # ----------------------------------------------------------------------------------------------------- operations
@@ -243,10 +246,10 @@ class Plane(Platform):
 
     def _describe(self, request: Mapping[str, Any], region: str) -> Mapping[str, Any]:
         job = self._find(request, region)
-        said = job.described()
+        answer = job.describe()
         if job.name in self.unknown:
-            said["SecondaryStatus"] = self.unknown[job.name]
-        return said
+            answer["SecondaryStatus"] = self.unknown[job.name]
+        return answer
 
     def _stop(self, request: Mapping[str, Any], region: str) -> Mapping[str, Any]:
         job = self._find(request, region)
@@ -268,11 +271,11 @@ class Plane(Platform):
         found.sort(key=lambda job: job.record[key], reverse=request.get("SortOrder", "Ascending") == "Descending")
         start = int(base64.b64decode(request["NextToken"])) if "NextToken" in request else 0
         end = start + request.get("MaxResults", 10)
-        shown = ("TrainingJobName", "TrainingJobArn", "CreationTime", "TrainingEndTime", "LastModifiedTime")
+        members = ("TrainingJobName", "TrainingJobArn", "CreationTime", "TrainingEndTime", "LastModifiedTime")
         answer: dict[str, Any] = {
             "TrainingJobSummaries": [
                 {
-                    **{name: job.record[name] for name in (*shown, "TrainingJobStatus") if name in job.record},
+                    **{name: job.record[name] for name in (*members, "TrainingJobStatus") if name in job.record},
                     "SecondaryStatus": job.record["SecondaryStatus"],
                 }
                 for job in found[start:end]

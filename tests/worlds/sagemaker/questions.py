@@ -1,4 +1,4 @@
-"""What ``doctor`` asks of an AWS account: STS and IAM in their query protocol, Service Quotas, ECR."""
+"""Answers of an AWS account for ``doctor``: STS and IAM in their query protocol, Service Quotas, ECR."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ __all__ = ["USER", "Questions"]
 
 USER = f"arn:aws:iam::{ACCOUNT}:user/tester"
 FILLERS = 120
-"""Quotas of other things, so that a list has several pages."""
+"""Number of unrelated quotas, so that a list has several pages."""
 
 
 class Questions:
-    """``denied`` are actions that no policy of the caller's allows; ``images`` the registry's, as ``name:tag``.
+    """Answers set by a test. ``denied`` are actions that no policy allows the caller; ``images`` are the registry's
+    ``name:tag``.
 
-    The quotas are the plane's own; ``unlisted`` of them no list has.
+    The quotas are the plane's; those in ``unlisted`` are in no list.
     """
 
     def __init__(self, plane: Plane) -> None:
@@ -38,7 +39,7 @@ class Questions:
         }
 
     def environ(self) -> dict[str, str]:
-        """What leads boto3 here, beside `Plane.environ`."""
+        """Return the variables that lead boto3 here, in addition to `Plane.environ`."""
         names = ("STS", "IAM", "SERVICE_QUOTAS", "ECR")
         return {f"AWS_ENDPOINT_URL_{name}": self._plane.url for name in names}
 
@@ -83,12 +84,12 @@ class Questions:
             words = ("training job", "spot training job") if kind not in self.unlisted else ()
             rows += [(f"{kind} for {word} usage", float(limit)) for word in words]
         start, size = int(request.get("NextToken") or 0), int(request.get("MaxResults") or 100)
-        told = [
+        quotas = [
             {"ServiceCode": "sagemaker", "QuotaCode": f"L-{n:08X}", "QuotaName": name, "Value": value, "Unit": "None"}
             for n, (name, value) in enumerate(rows)
         ]
-        more = {"NextToken": str(start + size)} if start + size < len(told) else {}
-        return {"Quotas": told[start : start + size], **more}
+        more = {"NextToken": str(start + size)} if start + size < len(quotas) else {}
+        return {"Quotas": quotas[start : start + size], **more}
 
     def _registry(self, operation: str, request: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
         if operation != "DescribeImages" or caller.service != "ecr":

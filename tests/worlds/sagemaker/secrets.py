@@ -1,4 +1,4 @@
-"""A job's role as its containers have it: credentials from an address, and Secrets Manager with them."""
+"""A job's role as its containers have it: credentials at an address, and Secrets Manager."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Roles:
         wire.services["secretsmanager"] = self.answer
 
     def offer(self, job: str, role: str) -> str:
-        """Make credentials of the role for a job; the path at which its containers find them."""
+        """Create credentials of the role for a job. Return the path at which its containers find them."""
         path, token = f"/v2/credentials/{job}", secrets.token_hex(16)
         key = f"ASIA{secrets.token_hex(8).upper()}"
         with self._lock:
@@ -43,7 +43,7 @@ class Roles:
         return path
 
     def answer(self, operation: str, request: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
-        """One call of Secrets Manager."""
+        """Answer one call of Secrets Manager."""
         if operation != "GetSecretValue":
             raise Refusal("UnknownOperationException", operation)
         if problems := model_errors(operation, request, "secretsmanager"):

@@ -1,6 +1,6 @@
-"""What CreateTrainingJob refuses: botocore's model of the service read strictly, and the rules that stand in no model.
+"""Refusals of CreateTrainingJob: botocore's model of the service read strictly, and the rules that are in no model.
 
-botocore itself checks types, names, what is required and minima, and never a pattern, a maximum or an enum.
+botocore itself checks types, names, required members and minima, but no pattern, maximum or enum.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ DEFAULT_RUNTIME = 86400
 DEFAULT_CHECKPOINTS = "/opt/ml/checkpoints"
 RESERVED = ("/opt/ml/input", "/opt/ml/model", "/opt/ml/output")
 LOCAL_STORAGE = re.compile(r"ml\.(p4d|p4de|p5|p5e|p5en|p6-b200|p6-b300|g4dn|g5|g6|g6e|g7e|trn1|trn1n|trn2|[cmr]5d)\.")
-"""Instance types whose disks are their own: no volume of theirs can have a key."""
+"""Instance types with local disks: their volumes take no key."""
 ECR = re.compile(
     r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com(\.cn)?/[a-z0-9._/-]+(:[\w.-]+)?(@sha256:[0-9a-f]{64})?"
 )
-#: Java's classes, in Python's words.
+#: Java's character classes, as Python writes them.
 _CLASSES = {r"[\p{L}\p{Z}\p{N}_.:/=+\-@]": r"[\w\s.:/=+\-@]", r"\p{Alnum}": "A-Za-z0-9"}
 
 
 @functools.cache
 def service_model(service: str = "sagemaker") -> Any:
-    """botocore's model of a service, as installed."""
+    """Return botocore's installed model of a service."""
     import botocore.session
 
     return botocore.session.get_session().get_service_model(service)
 
 
 def model_errors(operation: str, request: Mapping[str, Any], service: str = "sagemaker") -> list[str]:
-    """What the model itself forbids in a request, in the service's own words."""
+    """Return the errors that the model finds in a request, in the service's own words."""
     from botocore.validate import ParamValidator
 
     shape = service_model(service).operation_model(operation).input_shape
@@ -81,7 +81,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def broken_rules(request: Mapping[str, Any]) -> list[str]:
-    """What the service refuses in a CreateTrainingJob that its model allows."""
+    """Return the service's refusals of a CreateTrainingJob that its model allows."""
     rules = (_algorithm, _resources, _stopping, _channels, _checkpoints, _tags)
     return [problem for rule in rules for problem in rule(request)]
 

@@ -1,4 +1,4 @@
-"""The server: JSON 1.1 and the query protocol as AWS's SDKs speak them, signatures checked, with faults on demand."""
+"""The server: JSON 1.1 and the query protocol of AWS's SDKs, with checked signatures and faults on demand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Caller:
-    """Who calls, as the signature says."""
+    """The caller, by the request's signature."""
 
     key: str
     region: str
@@ -47,7 +47,7 @@ class Caller:
 
 
 class Fault(base.Fault):
-    """The service's own."""
+    """A fault of the service."""
 
     @classmethod
     def throttled(cls, operation: str = "*", times: int = 1) -> Fault:
@@ -55,12 +55,12 @@ class Fault(base.Fault):
 
     @classmethod
     def broken(cls, operation: str = "*", times: int = 1, *, done: bool = False) -> Fault:
-        """The service's own failure."""
+        """Return a failure of the service itself."""
         return cls(operation, Refusal("InternalFailure", "We encountered an internal error.", 500), times, done)
 
     @classmethod
     def denied(cls, operation: str, action: str, resource: str, times: int = 1) -> Fault:
-        """The caller's policies do not allow it."""
+        """Return the refusal of a caller whose policies do not allow the action."""
         text = (
             f"User: arn:aws:iam::{ACCOUNT}:user/tester is not authorized to perform: {action} on resource: {resource}"
         )
@@ -72,7 +72,7 @@ Service = Callable[[str, Mapping[str, Any], Caller], Mapping[str, Any]]
 
 
 class _Way(socketserver.ThreadingTCPServer):
-    """Leads what connects to it to ``target``."""
+    """A server that forwards each connection to ``target``."""
 
     target: tuple[str, int]
 
@@ -99,12 +99,12 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 class Wire:
-    """A server on loopback. ``services`` maps the prefix of X-Amz-Target to who answers, ``Query`` where there is none;
-    ``pages`` a path to a GET.
+    """A server on loopback. ``services`` maps a prefix of X-Amz-Target (``Query``: no target) to its service, ``pages``
+    a path to a GET.
 
-    ``keys`` holds access key and secret of everyone who may call, ``expired`` the access keys that no longer count.
-    ``faults`` come first to be served; ``calls`` is every call there was, in order, ``callers`` the access keys that
-    signed one that was accepted, ``crashes`` what we did wrong.
+    ``keys`` maps the callers' access keys to their secrets; those in ``expired`` are invalid. ``faults`` apply before
+    everything else. ``calls`` lists every call in order, ``callers`` the access key of every accepted one. ``crashes``
+    are errors of the fake itself.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Wire:
         self._ways: dict[tuple[str, str], _Way] = {}
 
     def listen(self, address: str = "127.0.0.1") -> str:
-        """Serve at ``address`` too; the URL."""
+        """Serve at ``address`` too. Return the URL."""
         with self._lock:
             if address not in self._servers:
                 server = http.server.ThreadingHTTPServer((address, 0), type("Handler", (_Handler,), {"wire": self}))
@@ -132,7 +132,7 @@ class Wire:
             return f"http://{address}:{self._servers[address].server_port}"
 
     def lead(self, address: str, target: str) -> str:
-        """Lead connections at ``address`` to the server ``target`` (``http://host:port``) of this machine; the URL."""
+        """Forward connections at ``address`` to the local server ``target`` (``http://host:port``). Return the URL."""
         with self._lock:
             if (address, target) not in self._ways:
                 way = _Way((address, 0), _Copier)
@@ -143,7 +143,7 @@ class Wire:
             return f"http://{address}:{self._ways[address, target].server_address[1]}"
 
     def forget(self, address: str) -> None:
-        """Serve there no more."""
+        """Stop serving at an address."""
         with self._lock:
             server = self._servers.pop(address, None)
         if server is not None:
@@ -151,7 +151,7 @@ class Wire:
             server.server_close()
 
     def close(self) -> None:
-        """End all of it."""
+        """Stop all servers."""
         for address in list(self._servers):
             self.forget(address)
         for way in self._ways.values():
@@ -159,11 +159,11 @@ class Wire:
             way.server_close()
 
     def count(self, operation: str) -> int:
-        """How many calls of an operation there were, those that failed too."""
+        """Count the calls of an operation, including those that failed."""
         return self.calls.count(operation)
 
     def answer(self, target: str, body: bytes, headers: Mapping[str, str], path: str) -> Mapping[str, Any] | None:
-        """The result of one call; None for one that gets no answer. Raises `Refusal`."""
+        """Return the result of one call, or None to send no answer. Raises `Refusal`."""
         service, _, operation = target.partition(".")
         with self._lock:
             self.calls.append(operation)
@@ -186,7 +186,7 @@ class Wire:
         raise fault.error
 
     def _caller(self, headers: Mapping[str, str], body: bytes, path: str) -> Caller:
-        """Who signed it. Raises `Refusal` as the service does for a signature that is none."""
+        """Return the signer. Raises `Refusal` as the service does for an invalid signature."""
         found = _CREDENTIAL.fullmatch(headers.get("authorization", ""))
         if found is None:
             raise Refusal("MissingAuthenticationTokenException", "Missing Authentication Token", 403)
@@ -206,7 +206,7 @@ class Wire:
 def _signature(
     signer: tuple[str, str, str, str], headers: Mapping[str, str], names: list[str], body: bytes, path: str
 ) -> str:
-    """What botocore would have signed the request with; ``signer`` is (key, secret, service, region)."""
+    """Return botocore's signature of the request; ``signer`` is (key, secret, service, region)."""
     from botocore.auth import SigV4Auth
     from botocore.awsrequest import AWSRequest
     from botocore.credentials import Credentials
@@ -226,7 +226,7 @@ def _signature(
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # head and body in one packet: two cost 40 ms each, Nagle against the delayed ACK
+    wbufsize = 1 << 16  # one packet for head and body: two cost 40 ms each (Nagle against the delayed ACK)
     wire: Wire
 
     def do_GET(self) -> None:
@@ -245,7 +245,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             refused: Mapping[str, Any] = {"__type": exc.code, "message": exc.message}
             self._send(exc.status, {"ErrorResponse": {"Error": error}} if action else refused, xml=bool(action))
             return
-        except Exception:  # noqa: BLE001  a mistake of ours: the test that looks at `crashes` tells it
+        except Exception:  # noqa: BLE001  an error of the fake: `Platform.close` raises it
             self.wire.crashes.append(traceback.format_exc())
             self._send(500, {"__type": "InternalFailure", "message": "the fake itself failed"})
             return
@@ -264,11 +264,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: tests say what matters."""
+        """Print nothing."""
 
 
 def _xml(value: Any) -> str:
-    """In the query protocol: names as elements, lists of members."""
+    """Return a value in the query protocol: names as elements, lists of members."""
     if isinstance(value, Mapping):
         return "".join(f"<{name}>{_xml(item)}</{name}>" for name, item in value.items())
     if isinstance(value, list):

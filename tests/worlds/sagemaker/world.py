@@ -1,4 +1,4 @@
-"""SageMaker as a World of the contract suite: real boto3, loopback servers, jobs in containers of this machine."""
+"""SageMaker as a FakePlatform of the contract suite: real boto3, loopback servers, jobs in containers here."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ ROLE = "training"
 class SageMakerWorld(FakePlatform):
     """A `Plane` with a role, a bucket and a secret. ``image`` is an image of this machine's engine, for all jobs.
 
-    The environment must be that of `Plane.environ` as long as it is used. ``settings`` are further ones of the
-    provider.
+    Keep the environment of `Plane.environ` while you use it. ``settings`` are further settings of the provider.
     """
 
     def __init__(self, folder: Path, *, moto: str, image: str, runs: bool = True, **settings: Any) -> None:
@@ -44,7 +43,7 @@ class SageMakerWorld(FakePlatform):
         self.plane.roles.values[self.place.secret.removeprefix("aws:")] = SECRET
 
     def _nodes(self, body: Mapping[str, Any]) -> LaunchSpec:
-        """What the provider says that a request starts, of which nothing but the body has come over the wire."""
+        """Return the provider's LaunchSpec of a request. Only the body has come over the wire."""
         run = body["CheckpointConfig"]["S3Uri"].rstrip("/").removesuffix("/live")
         return self.provider.launch_spec(Request(provider="sagemaker", operation="", body=body, context={}, run=run))
 
@@ -53,7 +52,7 @@ class SageMakerWorld(FakePlatform):
         self.plane.close()
 
     def plan(self, *parts: Fields, run_id: str = "contract") -> Any:
-        spot = {"spot": True} if run_id == "preempted" else {}  # no other machines are taken back
+        spot = {"spot": True} if run_id == "preempted" else {}  # the platform takes no other machines back
         return super().plan({"image": self.image, **spot}, *parts, run_id=run_id)
 
     def check(self, request: Request) -> None:
@@ -74,7 +73,7 @@ class SageMakerWorld(FakePlatform):
         yield {**spec.env, "SAGEMAKER_BASE_DIR": str(root)}
 
     def job(self, run: Run, attempt: int = 0) -> TrainingJob:
-        """The training job of one attempt of a run."""
+        """Return the training job of one attempt of a run."""
         submitted = run.store.submitted(run.run_id, attempt)
         assert submitted is not None
         return self.plane.job(str(submitted["native_id"]).rpartition("/")[2])

@@ -1,4 +1,4 @@
-"""Cloud Logging with the habits that a reader of it meets: entries that come late, twice, out of order, in pages."""
+"""Cloud Logging with entries that come late, twice and out of order, and in pages."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .wire import Answer, Call, Refusal, Wire
 __all__ = ["Entries", "Entry", "stamp"]
 
 PAGE = 1000
-"""Entries of one page, at most."""
+"""Most entries of one page."""
 MEMBERS = frozenset({"resourceNames", "projectIds", "filter", "orderBy", "pageSize", "pageToken"})
-"""Of ListLogEntriesRequest (logging v2)."""
+"""Members of ListLogEntriesRequest (logging v2)."""
 READS = "Quota exceeded for quota metric 'Read requests' and limit 'Read requests per minute' of service"
 _CLAUSE = re.compile(r'\s*([A-Za-z_][\w.]*|labels\."[^"]+")\s*(>=|<=|!=|=|>|<)\s*("(?:[^"\\]|\\.)*"|[\w.:/-]+)\s*')
 _SIGNS = {"=": op.eq, "!=": op.ne, ">=": op.ge, "<=": op.le, ">": op.gt, "<": op.lt}
@@ -35,7 +35,7 @@ _NANOSECONDS = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?Z")
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """One entry. ``timestamp`` is Unix nanoseconds; from ``visible`` (monotonic seconds) on a reader gets it."""
+    """One entry. ``timestamp`` is Unix nanoseconds; readers get it from ``visible`` on (monotonic seconds)."""
 
     timestamp: int
     id: str
@@ -46,8 +46,8 @@ class Entry:
     visible: float = field(compare=False)
     received: int = field(compare=False)
 
-    def shown(self, project: str) -> dict[str, Any]:
-        """A LogEntry. A line that is a JSON object is a payload of its own, as the agent has it."""
+    def to_json(self, project: str) -> dict[str, Any]:
+        """Return the LogEntry. A line that is a JSON object becomes the payload, as the real agent makes it."""
         labels = {"job_id": self.job, "task_name": self.task, "project_id": project}
         payload, severity = _payload(self.text)
         return {
@@ -74,13 +74,17 @@ _FIELDS: Mapping[str, Callable[[Entry], Any]] = {
     'labels."ml.googleapis.com/job_id"': lambda entry: entry.job,
     'labels."ml.googleapis.com/task_name"': lambda entry: entry.task,
 }
-"""What a filter may compare."""
+"""Fields that a filter may compare."""
 
 
 class Entries:
-    """The log of one project. ``delay`` says for how many seconds an entry of a task stays unseen, ``repeats`` how many
-    entries each further page has again from the one before, ``twice`` which entry a page has two of; ``page_entries``
-    is how many a page holds at most. More than ``reads`` calls a minute (0: any number) are refused."""
+    """The log of one project.
+
+    - ``delay``: seconds that an entry of a task stays hidden;
+    - ``repeats``: entries that each further page repeats from the page before;
+    - ``twice``: the entry that a page has two of; ``page_entries``: most entries of a page;
+    - ``reads``: calls a minute before calls are refused (0: no limit).
+    """
 
     def __init__(self, wire: Wire, *, project: str) -> None:
         self.project = project
@@ -93,16 +97,16 @@ class Entries:
         wire.route("POST", "/v2/entries:list", "POST entries", self._answer)
 
     def put(self, job: str, task: str, lines: Iterable[str], *, at: int | None = None) -> None:
-        """Take lines in, of one moment (Unix nanoseconds; now)."""
+        """Add lines with one timestamp in Unix nanoseconds (default: now)."""
         now, log = time.time_ns(), f"projects/{self.project}/logs/{task}"
         with self._lock:
-            whole = self._jobs.setdefault(job, [])
+            entries = self._jobs.setdefault(job, [])
             for text in lines:
                 visible = time.monotonic() + self.delay(task, text)
-                bisect.insort(whole, Entry(at or now, secrets.token_hex(8), log, task, job, text, visible, now))
+                bisect.insort(entries, Entry(at or now, secrets.token_hex(8), log, task, job, text, visible, now))
 
     def messages(self, job: str) -> list[str]:
-        """Every line there is of a job, seen or not, by time."""
+        """Return every line of a job by time, visible or not."""
         with self._lock:
             return [entry.text for entry in self._jobs.get(job, [])]
 
@@ -119,7 +123,7 @@ class Entries:
             return Answer(self._page(request))
 
     def _count(self) -> None:
-        """Raise `Refusal` for one read too many."""
+        """Count one read. Raises `Refusal` for one too many."""
         now = time.monotonic()
         while self._read and now - self._read[0] > 60:
             self._read.popleft()
@@ -141,7 +145,7 @@ class Entries:
             last, passed = _opened(token, signed), op.ge if order.endswith("desc") else op.le
             start = max(0, sum(passed([entry.timestamp, entry.id], last) for entry in entries) - self.repeats)
         page = entries[start : start + size + (self.repeats if start else 0)]
-        answer: dict[str, Any] = {"entries": [e.shown(self.project) for e in page for _ in range(1 + self.twice(e))]}
+        answer: dict[str, Any] = {"entries": [e.to_json(self.project) for e in page for _ in range(1 + self.twice(e))]}
         if start + len(page) < len(entries):
             place = json.dumps([page[-1].timestamp, page[-1].id, signed]).encode()
             answer["nextPageToken"] = base64.urlsafe_b64encode(place).decode()
@@ -149,19 +153,19 @@ class Entries:
 
 
 def stamp(nanoseconds: int) -> str:
-    """RFC 3339, as the services write it."""
+    """Format a time by RFC 3339, as the services do."""
     moment = datetime.datetime.fromtimestamp(nanoseconds // 10**9, datetime.timezone.utc)
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{nanoseconds % 10**9:09}Z"
 
 
 def _payload(text: str) -> tuple[dict[str, Any], str]:
     try:
-        told = json.loads(text)
+        payload = json.loads(text)
     except ValueError:
-        told = None
-    if isinstance(told, dict) and isinstance(told.get("message"), str):
-        severity = str(told.pop("severity", "DEFAULT"))
-        return {"jsonPayload": told}, severity
+        payload = None
+    if isinstance(payload, dict) and isinstance(payload.get("message"), str):
+        severity = str(payload.pop("severity", "DEFAULT"))
+        return {"jsonPayload": payload}, severity
     return {"textPayload": text}, "INFO"
 
 
@@ -176,7 +180,7 @@ def _opened(token: str, signed: str) -> list[Any]:
 
 
 def _filter(text: str) -> Callable[[Entry], bool]:
-    """The Logging query language, less all but comparisons joined by AND. Raises `Refusal`."""
+    """Parse the Logging query language, but only comparisons joined by AND. Raises `Refusal`."""
     tests = []
     for clause in text.split(" AND ") if text else []:
         found = _CLAUSE.fullmatch(clause)

@@ -1,8 +1,8 @@
-"""The JSON API of Cloud Storage on a folder: generations and their preconditions kept.
+"""The JSON API of Cloud Storage on a folder, with generations and their preconditions.
 
-The folder of a bucket is what a node has at ``/gcs/<bucket>``. As through gcsfuse, a folder that is made there is an
-object ``name/``; unlike there, a file shows before it is closed, and names that are no path (``a//b``, ``a/../b``) are
-refused. The emulators on PyPI ignore ``ifGenerationMatch``, so on them every exclusive creation succeeds.
+A node has the folder of a bucket at ``/gcs/<bucket>``. As through gcsfuse, a new folder there is an object ``name/``.
+Unlike there, a file appears before it is closed, and names that are not paths (``a//b``, ``a/../b``) are refused. The
+emulators on PyPI ignore ``ifGenerationMatch``, so on them every exclusive creation succeeds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .wire import Answer, Call, Refusal, Wire
 __all__ = ["Gcs"]
 
 PAGE = 1000
-"""Objects of one page of a listing, at most."""
+"""Most objects of one page of a listing."""
 UNMET = "At least one of the pre-conditions you specified did not hold."
 API = "/storage/v1/b"
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
@@ -45,8 +45,10 @@ class _Session:
 
 
 class Gcs:
-    """Buckets below ``folder``, served by ``wire``; ``open``: to anybody. ``before`` hears the bucket and name of every
-    upload before its precondition is judged."""
+    """Buckets below ``folder``, served by ``wire``; with ``open``, to callers without a token.
+
+    ``before`` gets the bucket and name of every upload before its precondition is checked.
+    """
 
     def __init__(self, folder: Path, wire: Wire, *, open: bool = False) -> None:
         self.wire, self.folder = wire, folder / "buckets"
@@ -73,13 +75,13 @@ class Gcs:
             wire.route(method, path, operation, handler, open=open)
 
     def make(self, bucket: str, location: str = "EUROPE-WEST4", kind: str = "region") -> Path:
-        """An empty bucket; its folder. ``kind`` is region, dual-region or multi-region."""
+        """Create an empty bucket and return its folder. ``kind`` is region, dual-region or multi-region."""
         self.places[bucket] = (location, kind)
         (self.folder / bucket).mkdir(parents=True)
         return self.folder / bucket
 
     def put(self, bucket: str, name: str, data: bytes, when: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Write one object if the preconditions of ``when`` hold; what it is then. Raises `Refusal`."""
+        """Write one object if the preconditions of ``when`` hold, and return it. Raises `Refusal`."""
         path = self._path(bucket, name)
         with self._lock:
             before = self._generation(path)
@@ -90,13 +92,13 @@ class Gcs:
             else:
                 aside = self._aside / secrets.token_hex(8)
                 aside.write_bytes(data)
-                moment = max(time.time_ns() // 1000, before + 1) * 1000  # never the generation that it was
+                moment = max(time.time_ns() // 1000, before + 1) * 1000  # always a new generation
                 os.utime(aside, ns=(moment, moment))
                 self._place(aside, path)
-            return self._described(bucket, name)
+            return self._object(bucket, name)
 
     def names(self, bucket: str, prefix: str = "") -> list[str]:
-        """Names of all objects that begin with ``prefix``, as a listing has them."""
+        """Return the names of all objects that begin with ``prefix``, in the order of a listing."""
         root, found = self.folder / bucket, []
         if ".." in prefix.split("/"):
             return []
@@ -109,13 +111,13 @@ class Gcs:
         return sorted({name for name in found if name.startswith(prefix)}, key=str.encode)
 
     def read(self, bucket: str, name: str) -> bytes:
-        """One object. Raises `Refusal`."""
+        """Return the content of one object. Raises `Refusal`."""
         try:
             return self._path(bucket, name).read_bytes()
         except OSError:
             raise Refusal("NOT_FOUND", f"No such object: {bucket}/{name}") from None
 
-    # ------------------------------------------------------------------------------------------------- as it lies there
+    # ---------------------------------------------------------------------------------------------------- files on disk
 
     def _path(self, bucket: str, name: str) -> Path:
         if bucket not in self.places:
@@ -126,7 +128,7 @@ class Gcs:
         return self.folder.joinpath(bucket, *parts)
 
     def _place(self, aside: Path, path: Path) -> None:
-        """Move it there, its folders made: a node may remove one at any time."""
+        """Move a file to its path. Make its folders again if a node removes one meanwhile."""
         while True:
             missing = [path.parent, *path.parent.parents]
             self._implied.update(folder for folder in missing[: missing.index(self.folder)] if not folder.exists())
@@ -141,13 +143,13 @@ class Gcs:
             return
 
     def _generation(self, path: Path) -> int:
-        """Of what is there; 0 for nothing."""
+        """Return the generation of a file; 0 if there is none."""
         with contextlib.suppress(OSError):
             return path.stat().st_mtime_ns // 1000
         return 0
 
-    def _described(self, bucket: str, name: str) -> dict[str, Any]:
-        """An Object resource. Raises `Refusal`."""
+    def _object(self, bucket: str, name: str) -> dict[str, Any]:
+        """Return an Object resource. Raises `Refusal`."""
         path = self._path(bucket, name)
         try:
             stat = path.stat()
@@ -202,7 +204,7 @@ class Gcs:
         return Answer(self._place_of(call.words[0]))
 
     def _list(self, call: Call) -> Answer:
-        """One page of objects and, with a delimiter, of the prefixes that hold more; in the order of their bytes."""
+        """List one page of objects and, with a delimiter, of prefixes that hold more, in the order of their bytes."""
         (bucket,), query = call.words, call.query
         self._place_of(bucket)
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
@@ -214,22 +216,22 @@ class Gcs:
                 folded = bool(delimiter) and delimiter in rest
                 rows[prefix + rest.partition(delimiter)[0] + delimiter if folded else name] = folded
         after = base64.urlsafe_b64decode(query.get("pageToken", ""))
-        left = [item for item in sorted(rows.items(), key=lambda row: row[0].encode()) if item[0].encode() > after]
-        page = left[: min(int(query.get("maxResults") or PAGE), PAGE)]
+        remaining = [item for item in sorted(rows.items(), key=lambda row: row[0].encode()) if item[0].encode() > after]
+        page = remaining[: min(int(query.get("maxResults") or PAGE), PAGE)]
         answer: dict[str, Any] = {"kind": "storage#objects", "prefixes": [name for name, folded in page if folded]}
         answer["items"] = list(self._items(bucket, [name for name, folded in page if not folded]))
-        if len(page) < len(left):
+        if len(page) < len(remaining):
             answer["nextPageToken"] = base64.urlsafe_b64encode(page[-1][0].encode()).decode()
         return Answer({key: value for key, value in answer.items() if value})
 
     def _items(self, bucket: str, names: list[str]) -> Iterator[dict[str, Any]]:
         for name in names:
-            with contextlib.suppress(Refusal):  # gone since it was listed
-                yield self._described(bucket, name)
+            with contextlib.suppress(Refusal):  # deleted since the listing
+                yield self._object(bucket, name)
 
     def _get(self, call: Call) -> Answer:
         bucket, name = call.words
-        described = self._described(bucket, name)
+        described = self._object(bucket, name)
         generation = int(described["generation"])
         if call.query.get("generation", str(generation)) != str(generation):
             raise Refusal("NOT_FOUND", f"No such object: {bucket}/{name}#{call.query['generation']}")
@@ -238,8 +240,8 @@ class Gcs:
             return Answer(described)
         data = b"" if name.endswith("/") else self.read(bucket, name)
         hashes = f"crc32c={described['crc32c']},md5={described['md5Hash']}"
-        said = {"X-Goog-Generation": str(generation), "X-Goog-Hash": hashes}
-        return _ranged(data, call.headers.get("range", ""), said)
+        headers = {"X-Goog-Generation": str(generation), "X-Goog-Hash": hashes}
+        return _ranged(data, call.headers.get("range", ""), headers)
 
     # ----------------------------------------------------------------------------------------------------- changing it
 
@@ -247,7 +249,7 @@ class Gcs:
         bucket, name = call.words
         path = self._path(bucket, name)
         with self._lock:
-            self._described(bucket, name)
+            self._object(bucket, name)
             _judge(self._generation(path), call.query)
             with contextlib.suppress(FileNotFoundError):
                 path.rmdir() if name.endswith("/") else path.unlink()
@@ -272,8 +274,8 @@ class Gcs:
         self._place_of(bucket)
         kind, name, data = query.get("uploadType"), query.get("name", ""), call.body
         if kind == "multipart":
-            told, data = _parts(call.headers.get("content-type", ""), call.body)
-            name = str(told.get("name", name))
+            metadata, data = _parts(call.headers.get("content-type", ""), call.body)
+            name = str(metadata.get("name", name))
         elif kind == "resumable":
             name = str(call.json().get("name", name))
         elif kind != "media":
@@ -290,7 +292,7 @@ class Gcs:
         return Answer(self.put(bucket, name, data, query))
 
     def _chunk(self, call: Call) -> Answer:
-        """Of a resumable upload: what has come so far, or the object."""
+        """Take a chunk of a resumable upload. Answer with the range so far, or with the object."""
         session = self._sessions.get(call.query["upload_id"])
         found = _CHUNK.fullmatch(call.headers.get("content-range", f"bytes 0-{len(call.body) - 1}/{len(call.body)}"))
         if session is None or found is None:
@@ -305,8 +307,8 @@ class Gcs:
             del self._sessions[call.query["upload_id"]]
             self.before(session.bucket, session.name)
             return Answer(self.put(session.bucket, session.name, bytes(session.data), session.when))
-        said = {"Range": f"bytes=0-{len(session.data) - 1}"} if session.data else {}
-        return Answer(None, 308, said)
+        headers = {"Range": f"bytes=0-{len(session.data) - 1}"} if session.data else {}
+        return Answer(None, 308, headers)
 
     def _give_up(self, call: Call) -> Answer:
         self._sessions.pop(call.query.get("upload_id", ""), None)
@@ -314,7 +316,7 @@ class Gcs:
 
 
 def _judge(generation: int, when: Mapping[str, str]) -> None:
-    """Raise `Refusal` unless the preconditions hold for an object of that generation; 0: there is none."""
+    """Raise `Refusal` unless the preconditions hold for an object of that generation (0: no object)."""
     wanted, other = when.get("ifGenerationMatch"), when.get("ifGenerationNotMatch")
     if (wanted is not None and int(wanted) != generation) or (other is not None and int(other) == generation):
         raise Refusal("FAILED_PRECONDITION", UNMET, status=412)
@@ -333,7 +335,7 @@ def _ranged(data: bytes, wanted: str, headers: Mapping[str, str]) -> Answer:
 
 
 def _parts(content_type: str, body: bytes) -> tuple[dict[str, Any], bytes]:
-    """(metadata, content) of a multipart upload: what stands between the first, second and last line of the boundary.
+    """Return (metadata, content) of a multipart upload.
 
     gcsfs ends its lines with a newline alone.
     """
@@ -342,14 +344,14 @@ def _parts(content_type: str, body: bytes) -> tuple[dict[str, Any], bytes]:
     try:
         head, rest = body[len(mark + end) :].split(end + mark + end, 1)
         content = rest[: rest.rindex(end + mark + b"--")]
-        told = json.loads(head.split(2 * end, 1)[1])
-        return dict(told), content.split(2 * end, 1)[1]
+        metadata = json.loads(head.split(2 * end, 1)[1])
+        return dict(metadata), content.split(2 * end, 1)[1]
     except (ValueError, IndexError, TypeError):
         raise Refusal("INVALID_ARGUMENT", "Malformed multipart body.") from None
 
 
 def _digests(data: bytes) -> tuple[str, str]:
-    """(MD5, CRC32C) as an Object resource has them."""
+    """Return (MD5, CRC32C) as an Object resource has them."""
     from google_crc32c import value
 
     found = (hashlib.md5(data).digest(), int(value(data)).to_bytes(4, "big"))

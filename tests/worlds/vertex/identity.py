@@ -1,4 +1,4 @@
-"""Who calls: a service account on the client's machine, the metadata server on a node; and the secrets of a project."""
+"""Callers: a service account on the client's machine, the metadata server on a node; and the secrets of a project."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Identity"]
 TOKEN_SECONDS = 3600.0
 GRANT = "urn:ietf:params:oauth:grant-type:jwt-bearer"
 AUDIENCE = "https://oauth2.googleapis.com/token"
-"""What an assertion is for, wherever the file says that the endpoint is (google-auth, ``service_account.py``)."""
+"""Audience of an assertion, whatever endpoint the file names (google-auth, ``service_account.py``)."""
 ACCOUNTS = r"/computeMetadata/v1/instance/service-accounts"
 INVALID = (
     "Request had invalid authentication credentials. Expected OAuth 2 access token, login cookie or other valid "
@@ -29,10 +29,10 @@ SECRET = r"/v1/(projects/[^/]+/(?:locations/[^/]+/)?secrets/[^/]+)/versions/([^/
 
 
 class Identity:
-    """Tokens of a project, by account. ``email`` is the service account of ``adc``, the file that a client has.
+    """Tokens of a project, by account. ``email`` is the service account of the client's file ``adc``.
 
-    ``signed_in`` False: the account's key is revoked. ``nodes`` maps an address (``host:port``) of the metadata server
-    to the account of the job whose nodes ask there; ``values`` secrets by resource name, ``readers`` who reads them.
+    ``signed_in`` False means that the account's key is revoked. ``nodes`` maps each address (``host:port``) of the
+    metadata server to the account of its job. ``values`` are secrets by resource name; ``readers`` may read them.
     """
 
     def __init__(self, wire: Wire, folder: Path, *, project: str, token_seconds: float = TOKEN_SECONDS) -> None:
@@ -45,7 +45,7 @@ class Identity:
         self._tokens: dict[str, tuple[str, float]] = {}
         self._since, self._lock = 0.0, threading.Lock()
         private, self._public = _key()
-        told = {
+        credentials = {
             "type": "service_account",
             "project_id": project,
             "private_key_id": "1",
@@ -55,26 +55,26 @@ class Identity:
             "token_uri": f"{wire.listen()}/token",
         }
         self.adc.parent.mkdir(parents=True, exist_ok=True)
-        self.adc.write_text(json.dumps(told))
+        self.adc.write_text(json.dumps(credentials))
         wire.route("POST", "/token", "POST token", self._exchange, open=True)
         wire.route("GET", f"{ACCOUNTS}/([^/]+)/(token|email|scopes)", "GET metadata", self._metadata, open=True)
         wire.route("GET", SECRET, "GET secret", self._secret)
 
     def expire(self) -> None:
-        """No token of now counts any more, nor what the account has signed itself."""
+        """Make all present tokens invalid, and those that the account has signed itself."""
         with self._lock:
             self._tokens.clear()
             self._since = time.time()
 
     def issue(self, account: str) -> str:
-        """A new token."""
+        """Return a new token."""
         token = f"ya29.{secrets.token_urlsafe(24)}"
         with self._lock:
             self._tokens[token] = (account, time.time() + self.token_seconds)
         return token
 
     def account(self, token: str | None) -> str:
-        """Whose it is: one that was issued, or a JWT that the account has signed. Raises `Refusal`."""
+        """Return the account of an issued token, or of a JWT that the account signed. Raises `Refusal`."""
         with self._lock:
             account, until = self._tokens.get(token or "", ("", 0.0))
         if until > time.time():
@@ -86,7 +86,7 @@ class Identity:
         raise Refusal("UNAUTHENTICATED", INVALID)
 
     def _claims(self, assertion: str, audience: str | None = None) -> Any:
-        """What a JWT of the account says; None for any other."""
+        """Return the claims of a JWT that the account signed; None for any other."""
         from google.auth import exceptions, jwt
 
         decode: Any = jwt.decode
@@ -97,14 +97,14 @@ class Identity:
         return claims if claims.get("iss") == self.email else None
 
     def _exchange(self, call: Call) -> Answer:
-        """RFC 7523, as google-auth has it done for a service account."""
+        """Exchange an assertion for a token (RFC 7523), as google-auth asks for a service account."""
         form = dict(urllib.parse.parse_qsl(call.body.decode()))
         claims = self._claims(form.get("assertion", ""), AUDIENCE) if form.get("grant_type") == GRANT else None
         if claims is None or not self.signed_in or not claims.get("scope"):
             return Answer({"error": "invalid_grant", "error_description": "Invalid JWT Signature."}, 400)
-        return Answer(self._told(self.email))
+        return Answer(self._token_answer(self.email))
 
-    def _told(self, account: str) -> dict[str, Any]:
+    def _token_answer(self, account: str) -> dict[str, Any]:
         token = self.issue(account)
         return {"access_token": token, "expires_in": int(self.token_seconds), "token_type": "Bearer"}
 
@@ -114,11 +114,11 @@ class Identity:
         account, what = self.nodes.get(call.headers.get("host", "")), call.words[1]
         if account is None or call.words[0] not in ("default", account):
             raise Refusal("NOT_FOUND", "No such service account on this machine.")
-        said = {"Metadata-Flavor": "Google"}
+        headers = {"Metadata-Flavor": "Google"}
         if what == "token":
-            return Answer(self._told(account), headers=said)
+            return Answer(self._token_answer(account), headers=headers)
         text = account if what == "email" else "https://www.googleapis.com/auth/cloud-platform"
-        return Answer(text.encode(), headers={**said, "Content-Type": "application/text"})
+        return Answer(text.encode(), headers={**headers, "Content-Type": "application/text"})
 
     def _secret(self, call: Call) -> Answer:
         name, version = call.words
@@ -133,11 +133,11 @@ class Identity:
 
 @functools.cache
 def _key() -> tuple[str, bytes]:
-    """A private key and its public half, as PEM; one a process, as it takes a moment to make."""
+    """Return a private key and its public half as PEM, made once a process because it takes a moment."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import rsa
 
-    key = rsa.generate_private_key(public_exponent=65537, key_size=1024)  # every client reads it: 54 ms for 2048 bits
+    key = rsa.generate_private_key(public_exponent=65537, key_size=1024)  # each client parses it: 54 ms for 2048 bits
     plain = serialization.NoEncryption()
     private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
     form = serialization.PublicFormat.SubjectPublicKeyInfo

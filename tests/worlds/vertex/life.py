@@ -1,9 +1,9 @@
 """One custom job: the service's states, with its replicas as containers of this machine.
 
-Texts of failures are those that users have reported (a replica that fails: vertex-ai-samples #1504, #1898; quota:
-stable-diffusion-on-gcp #12; stockout: openreview-expertise #401; the service's own: t5x-on-vertex-ai #2); that of an
-image that is not there is unverified, and so is the state in which a job ends that ran, or waited, for too long (a time
-limit: "cancelled", tfx #6223).
+Messages of failures come from users' reports (a failed replica: vertex-ai-samples #1504, #1898; quota:
+stable-diffusion-on-gcp #12; stockout: openreview-expertise #401; the service's own: t5x-on-vertex-ai #2). Unverified
+are the message for a missing image, and the state after a time limit or a wait that was too long (a time limit:
+"cancelled", tfx #6223).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["FINAL", "CustomJob"]
 
 FINAL = ("JOB_STATE_SUCCEEDED", "JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_EXPIRED")
 PREEMPTIONS = 6
-"""How often a SPOT job is started again ("Use Spot VMs with training")."""
+"""Restarts of a SPOT job ("Use Spot VMs with training")."""
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED, INTERNAL, CANCELLED = 3, 8, 13, 1
-"""Of google/rpc/code.proto."""
+"""Codes of google/rpc/code.proto."""
 STOCKOUT = (
     "Resources are insufficient in region: {region}. Please try a different region or use a different accelerator."
 )
@@ -43,16 +43,16 @@ EXIT = (
 )
 MEMORY = "The replica {task} ran out of memory and exited with a non-zero status of {code}."
 KILLED = (137, 143)
-"""Exit codes of a replica that the service itself has killed, with all others, after one was lost."""
+"""Exit codes of a replica that the service killed because another replica was lost."""
 ADMITTED_SECONDS = 0.1
-"""From a job's creation to its startTime: 0.13 to 0.16 s in every recorded job, none of which had a machine by then
+"""Seconds from a job's creation to its startTime. Every recorded job had 0.13 to 0.16 s, and no machine by then
 (cloud-custodian, tools/c7n_gcp/tests/data/flights/vertexai_custom_job_*)."""
 TAIL = 1000
-"""Bytes of what a replica printed last that its failure tells."""
+"""Last bytes of a replica's output in its failure message."""
 
 
 class _Over(Exception):
-    """How a job ends: state, code of the error and message."""
+    """The end of a job: state, code of the error and message."""
 
     def __init__(self, state: str, code: int = 0, message: str = "") -> None:
         self.state, self.code, self.message = f"JOB_STATE_{state}", code, message
@@ -60,7 +60,7 @@ class _Over(Exception):
 
 
 class CustomJob:
-    """A job of a `Plane`, from its acceptance on: ``record`` is its CustomJob message, ``history`` all its states."""
+    """A job of a `Plane` since its acceptance: ``record`` is its CustomJob message, ``history`` all its states."""
 
     def __init__(self, plane: Plane, name: str, record: Any) -> None:
         self.plane, self.name, self.record = plane, name, record
@@ -81,7 +81,7 @@ class CustomJob:
         self._for_good = False
         self._failed: int | None = None
         self._served = ""
-        self._given: _Over | None = None
+        self._early_end: _Over | None = None
         self._counts = {"taken": 0, "lost": 0, "transient": 0}
         self._lock = threading.RLock()
         self._engine = Machines(folder=self.folder / "engine", run=self.folder.as_uri(), environ={})
@@ -91,7 +91,7 @@ class CustomJob:
         self._move("JOB_STATE_PENDING")
         self._thread.start()
 
-    # ---------------------------------------------------------------------------------------- what is done to the job
+    # ---------------------------------------------------------------------------------------------- faults and requests
 
     @property
     def state(self) -> str:
@@ -103,60 +103,60 @@ class CustomJob:
 
     @property
     def spec(self) -> Any:
-        """Its CustomJobSpec message."""
+        """Return its CustomJobSpec message."""
         return self.record.job_spec
 
     def stop(self) -> None:
-        """POST cancel."""
+        """Cancel the job, as POST cancel does."""
         with self._lock:
             if not self.over:
                 self._move("JOB_STATE_CANCELLING")
         self._stop.set()
 
     def preempt(self, number: int = 0) -> None:
-        """SPOT: take the machines back, ``number`` first."""
+        """Take the SPOT machines back, ``number`` first."""
         self._first_taken = number
         self._taken.set()
 
     def lose(self, number: int, *, for_good: bool = False) -> None:
-        """A machine that is gone, without a word to anybody. ``for_good``: the service does not start the job again."""
+        """Lose a machine without any notice. With ``for_good`` the service does not start the job again."""
         with self._lock:
             self._for_good = for_good
             self._lost.add(number)
             self.containers[number].kill()
 
     def end(self, state: str, code: int = 0, message: str = "") -> None:
-        """Let a job that still waits for machines end like this; ``state`` is less JOB_STATE_."""
-        self._given = _Over(state, code, message)
+        """End a job that still waits for machines; ``state`` is without JOB_STATE_."""
+        self._early_end = _Over(state, code, message)
         self.wait()
 
     def wait(self, seconds: float = 120) -> str:
-        """Until it is over; its state then."""
+        """Wait for the end, and return the state."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             raise AssertionError(f"{self.name} is still {self.state} after {seconds} s")
         return self.state
 
     def printed(self) -> str:
-        """What all replicas have printed of whole lines, seen by a reader or not."""
+        """Return the complete lines that all replicas have printed, whether or not a client has read them."""
         files = sorted((self.folder / "engine" / "out").glob("*/node-*.log"))
         return "\n".join(path.read_text("utf-8", "replace").rpartition("\n")[0] for path in files)
 
-    def described(self, *, numbers: bool) -> dict[str, Any]:
-        """GET customJobs/{id}; ``numbers``: enums as such."""
+    def describe(self, *, numbers: bool) -> dict[str, Any]:
+        """Return the answer to GET customJobs/{id}; with ``numbers``, enums are numbers."""
         from google.protobuf import json_format
 
         with self._lock:
-            told = json_format.MessageToDict(self.record, use_integers_for_enums=numbers)
+            answer = json_format.MessageToDict(self.record, use_integers_for_enums=numbers)
         if time.monotonic() < self._error_at:
-            told.pop("error", None)
+            answer.pop("error", None)
         if self.name in self.plane.unknown:
             from google.cloud.aiplatform_v1.types import JobState
 
             number = self.plane.unknown[self.name]
             known: dict[int, str] = {state.value: state.name for state in list[Any](JobState)}
-            told["state"] = number if numbers else known.get(number, number)
-        return dict(told)
+            answer["state"] = number if numbers else known.get(number, number)
+        return dict(answer)
 
     # ------------------------------------------------------------------------------------------------------- its life
 
@@ -175,14 +175,14 @@ class CustomJob:
                 self.record.end_time.GetCurrentTime()
 
     def _go(self, state: str) -> None:
-        """A stage of a job that nobody cancels. Raises `_Over`."""
+        """Enter a stage, unless the job is cancelled. Raises `_Over`."""
         with self._lock:
             if self._stop.is_set():
                 raise _Over("CANCELLED", CANCELLED, "CANCELED")
             self._move(state)
 
     def _say(self, text: str) -> None:
-        """The service's own word in the job's log."""
+        """Write a line of the service itself to the job's log."""
         self.plane.entries.put(self.id, "service", [text])
 
     def _run(self) -> None:
@@ -193,7 +193,7 @@ class CustomJob:
                 self._one_start()
         except _Over as exc:
             end = exc
-        except Exception:  # noqa: BLE001  a job whose thread died would run for ever
+        except Exception:  # noqa: BLE001  without this, a job whose thread died would never end
             self.crash = traceback.format_exc()
             end = _Over("FAILED", INTERNAL, LOST)
         if self._served:
@@ -207,7 +207,7 @@ class CustomJob:
             self._move(end.state)
 
     def _await_quota(self) -> None:
-        """Every job is queued once it is taken in; one that is over what is left of a quota stays so."""
+        """Queue the job, as all accepted jobs are. It stays queued while its quota is used up."""
         self._stop.wait(ADMITTED_SECONDS)
         self._go("JOB_STATE_QUEUED")
         while self.plane.over_quota(self):
@@ -215,14 +215,14 @@ class CustomJob:
             time.sleep(POLL_SECONDS)
 
     def _await_machines(self) -> None:
-        """Until there are any. Raises `_Over`."""
+        """Wait for machines. Raises `_Over`."""
         self._go("JOB_STATE_PENDING")
         self._say("Waiting for job to be provisioned.")
         began, scheduling = time.monotonic(), self.spec.scheduling
         while self.plane.no_capacity or self.name.split("/")[3] in self.plane.crowded:
             self._go("JOB_STATE_PENDING")
-            if self._given is not None:
-                raise self._given
+            if self._early_end is not None:
+                raise self._early_end
             waited = time.monotonic() - began
             if scheduling.strategy == FLEX_START:
                 limit = scheduling.max_wait_duration.ToTimedelta().total_seconds()
@@ -236,12 +236,12 @@ class CustomJob:
         return _Over("FAILED", RESOURCE_EXHAUSTED, STOCKOUT.format(region=self.name.split("/")[3]))
 
     def _one_start(self) -> None:
-        """All replicas from their start to their end. Raises `_Over`, or returns for another start."""
+        """Run all replicas from their start to their end. Raises `_Over`, or returns for another start."""
         number, self.starts = self.starts, self.starts + 1
         self._taken.clear()
         self._lost.clear()
         self._failed, self._failed_at = None, 0.0
-        simulation = self._start(f"0.{number}")
+        launch = self._start(f"0.{number}")
         self._go("JOB_STATE_RUNNING")
         self._say("Job is running.")
         out = self.folder / "engine" / "out" / f"0.{number}"
@@ -249,10 +249,10 @@ class CustomJob:
         started = Started(
             self.containers,
             [Printed(out / f"node-{n}.log", line.take) for n, line in enumerate(lines)],
-            grace=lambda: min(self.plane.grace, simulation.rules.stop_grace),
+            grace=lambda: min(self.plane.grace, launch.rules.stop_grace),
             first=lambda why: self._first_taken if why == "preempted" else None,
         )
-        limit = simulation.rules.time_limit
+        limit = launch.rules.time_limit
         with started.in_step(lambda: None, self._crashed):
             end = started.watch(lambda seconds: self._why_to_stop(seconds, limit))
         self._spent += started.seconds
@@ -265,7 +265,7 @@ class CustomJob:
 
     def _why_to_stop(self, seconds: float, limit: float) -> str:
         codes = [node.poll() for node in self.containers]
-        if codes[0] == 0:  # the primary replica has succeeded, and so has the job: all others are shut down
+        if codes[0] == 0:  # the primary replica has succeeded, and so has the job: stop all others
             for node in self.containers[1:]:
                 node.kill()
             return ""
@@ -288,12 +288,12 @@ class CustomJob:
         return ""
 
     def _codes(self, codes: Sequence[int | None]) -> list[int | None]:
-        """``codes``, and of a container that was started again in place that of its first end."""
+        """Replace the code of a container that was restarted in place by that of its first end."""
         first = [getattr(node, "first_code", None) for node in self.containers]
         return [code if again is None else again for code, again in zip(codes, first, strict=True)]
 
     def _conclude(self, end: str, out: Path) -> None:
-        """What follows from the containers' end. Raises `_Over`, or returns for another start."""
+        """Draw the conclusion from the containers' end. Raises `_Over`, or returns for another start."""
         ended = self._codes([node.poll() or 0 for node in self.containers])
         codes = [128 - code if code < 0 else code for code in (code or 0 for code in ended)]
         if end == "cancelled":
@@ -306,7 +306,7 @@ class CustomJob:
             raise self._no_machines()
         wrong = (n for n, code in enumerate(codes) if n not in self._lost and code not in (0, *TRANSIENT, *KILLED))
         if self._lost and (first := next(wrong, None)) is not None:
-            self._failed = first  # a replica that a lost machine has made end for good
+            self._failed = first  # a replica that failed because of a lost machine
         elif self._lost:
             restarts = self.spec.scheduling.restart_job_on_worker_restart and not self._for_good
             if restarts and self._again("lost", RETRIES):
@@ -326,7 +326,7 @@ class CustomJob:
         raise _Over("FAILED", INVALID_ARGUMENT, EXIT.format(**named, reason="Error", tail=tail))
 
     def _again(self, why: str, most: int) -> bool:
-        """Whether it may start once more for that reason."""
+        """Return True if the job may start again for that reason."""
         self._counts[why] += 1
         if self._counts[why] <= most:
             self._say("Job will be retried.")
@@ -335,14 +335,14 @@ class CustomJob:
     # ---------------------------------------------------------------------------------------------------- its replicas
 
     def _start(self, attempt: str) -> LaunchSpec:
-        """Start the containers; what they are. Raises `_Over`."""
-        simulation, named = reading(self.name, self.record), {"task": self.replicas[0], "project": self.plane.number}
+        """Start the containers and return their LaunchSpec. Raises `_Over`."""
+        launch, named = reading(self.name, self.record), {"task": self.replicas[0], "project": self.plane.number}
         reason = "ErrImagePull"
         try:
-            self._engine.prepare(simulation, lambda text: None, self._stop.is_set)
-            simulation, local = self._wired(simulation)
+            self._engine.prepare(launch, lambda text: None, self._stop.is_set)
+            launch, local = self._wired(launch)
             reason = "StartError"
-            started = self._engine.start(simulation, attempt=attempt, local=local, secrets={})
+            started = self._engine.start(launch, attempt=attempt, local=local, secrets={})
             self.containers = [RestartedInPlace(node, TRANSIENT) for node in started]
         except NodeError as exc:
             if self._stop.is_set():
@@ -352,10 +352,10 @@ class CustomJob:
             what = "Failed to pull image" if reason == "ErrImagePull" else "failed to create containerd task"
             text = EXIT.format(**named, code=128, reason=reason, tail=f" Termination log message: {what}: {exc}")
             raise _Over("FAILED", INVALID_ARGUMENT, text) from None
-        return simulation
+        return launch
 
-    def _wired(self, simulation: LaunchSpec) -> tuple[LaunchSpec, dict[str, Path]]:
-        """With what the platform adds to a container: buckets, and an identity; and where the buckets are."""
+    def _wired(self, launch: LaunchSpec) -> tuple[LaunchSpec, dict[str, Path]]:
+        """Add the platform's own parts to each container: buckets and an identity. Return also the buckets' folders."""
         if not self._served:
             self._served = self.plane.serve(self._engine.gateway(), self.spec.service_account)
         env = self.plane.node_environ(self._served)
@@ -365,22 +365,22 @@ class CustomJob:
         def wired(spec: NodeSpec) -> NodeSpec:
             return dataclasses.replace(spec, env={**spec.env, **env}, mounts=binds)
 
-        return dataclasses.replace(simulation, nodes=[wired(spec) for spec in simulation.nodes]), local
+        return dataclasses.replace(launch, nodes=[wired(spec) for spec in launch.nodes]), local
 
 
 class _Lines:
-    """What one container prints, into the job's log line by line."""
+    """Output of one container, split into lines for the job's log."""
 
     def __init__(self, job: CustomJob, task: str) -> None:
         self._job, self._task, self._rest = job, task, b""
 
     def take(self, data: bytes) -> None:
-        """Whole lines; the beginning of one waits for the rest."""
+        """Write complete lines. Keep the beginning of an incomplete one."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         texts = [text for line in lines if (text := line.decode("utf-8", "replace"))]
         self._job.plane.entries.put(self._job.id, self._task, texts)
 
     def end(self) -> None:
-        """The last line needs no newline."""
+        """Write the last line, even without a newline."""
         if self._rest:
             self.take(b"\n")

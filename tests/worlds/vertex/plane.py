@@ -1,4 +1,4 @@
-"""A project: its custom jobs, its quotas, capacity and permissions; with its buckets, log, accounts and secrets."""
+"""A project: its custom jobs, quotas, capacity and permissions; with its buckets, log, accounts and secrets."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["LOCATION", "OTHER", "PROJECT", "Plane"]
 
 PROJECT, LOCATION = "contract", "europe-west4"
 OTHER = "another-project"
-"""A project of the same caller, in which no API is enabled."""
+"""A project of the same caller, without any API enabled."""
 SERVICE = "//aiplatform.googleapis.com"
 AGENT = f"service-{NUMBER}@gcp-sa-aiplatform-cc.iam.gserviceaccount.com"
-"""Who a job is that names no service account: the custom code service agent."""
+"""Account of a job that names no service account: the custom code service agent."""
 PAGE = 100
 QUOTA = "The following quota metrics exceed quota limits: {metrics}"
 NO_JOB = 'The CustomJob "{name}" does not exist.'
@@ -38,18 +38,23 @@ _CLAUSE = re.compile(r'\s*(labels\.[\w-]+|display_name|displayName|state)\s*=\s*
 
 
 class Plane(Platform):
-    """A project on loopback; in ``location``, and in ``others``, it has quota and machines.
+    """A project on loopback, with quota and machines in ``location`` and in ``others``.
 
-    Faults: ``wire.faults``, ``identity``'s and ``entries``' own; ``no_capacity``: a job of FLEX_START waits, any other
-    fails after ``capacity_seconds``, and so it is in the locations ``crowded``; ``quotas`` by metric, of machines that
-    run at a time, none in the locations ``capped``; ``lacking`` are locations without machines that have GPUs;
-    ``consumer`` False: the caller may not have its calls counted against the project; ``accounts`` that a caller may
-    give to a job; ``list_lag`` seconds until a listing has a job; ``error_late`` seconds between a job's end and its
-    error; ``unknown`` states by name, as numbers. ``timed_out`` and ``waited_out`` are the states (less JOB_STATE_) of
-    a job whose time, or whose wait, was too long. ``grace`` is the most seconds from SIGTERM to SIGKILL, where its
-    strategy gives more,
-    ``restart_seconds`` the time between a container's failure, after which its machine starts it again in place, and
-    the end of the job.
+    Faults:
+
+    - ``wire.faults``, and those of ``identity`` and ``entries``;
+    - ``no_capacity``, or the locations ``crowded``: a job of FLEX_START waits, and any other fails after
+      ``capacity_seconds``;
+    - ``quotas``: machines that may run at a time, by metric; none in the locations ``capped``;
+    - ``lacking``: locations without GPU machines;
+    - ``consumer`` False: the caller may not bill its calls to the project;
+    - ``accounts``: service accounts that a caller may give to a job;
+    - ``list_lag``: seconds until a listing has a job; ``error_late``: seconds between a job's end and its error;
+    - ``unknown``: states by name, as numbers;
+    - ``timed_out``, ``waited_out``: states (without JOB_STATE_) after a time limit or a wait that was too long;
+    - ``grace``: most seconds from SIGTERM to SIGKILL; a strategy may give less;
+    - ``restart_seconds``: time between a container's failure, after which its machine restarts it in place, and the
+      job's end.
     """
 
     def __init__(self, folder: Path, *, project: str = PROJECT, location: str = LOCATION) -> None:
@@ -81,16 +86,16 @@ class Plane(Platform):
 
     @property
     def url(self) -> str:
-        """Of all its APIs."""
+        """Return the base URL of all its APIs."""
         return self.wire.listen()
 
     @property
     def parent(self) -> str:
-        """Of its jobs."""
+        """Return the resource name that its jobs stand below."""
         return f"projects/{self.project}/locations/{self.location}"
 
     def environ(self) -> dict[str, str]:
-        """The environment with which Google's clients sign in and find the buckets, and gcloud the other services."""
+        """Return the environment in which Google's clients sign in, and they and gcloud find this fake's services."""
         return {
             "CLOUDSDK_API_ENDPOINT_OVERRIDES_AIPLATFORM": f"{self.url}/",
             "CLOUDSDK_API_ENDPOINT_OVERRIDES_LOGGING": f"{self.url}/",
@@ -102,24 +107,26 @@ class Plane(Platform):
         }
 
     def job(self, name: str) -> CustomJob:
-        """The job of that name. `KeyError` for one that never was."""
+        """Return the job of that name. Raises `KeyError` for an unknown name."""
         return self.jobs[name]
 
-    # -------------------------------------------------------------------------------------------- what nodes are given
+    # ------------------------------------------------------------------------------------------------ servers for nodes
 
     def serve(self, gateway: str, account: str) -> str:
-        """Serve the nodes of a job, whose service account is ``account``, at their network's gateway; the URL there."""
+        """Serve the nodes of a job with the service account ``account`` at their network's gateway. Return the URL."""
         url = self.wire.listen(gateway)
         self.identity.nodes[url.removeprefix("http://")] = account or AGENT
         return url
 
     def withdraw(self, url: str) -> None:
-        """Serve them no more."""
+        """Stop serving those nodes."""
         self.identity.nodes.pop(url.removeprefix("http://"), None)
         self.wire.forget(url.removeprefix("http://").partition(":")[0])
 
     def node_environ(self, url: str) -> dict[str, str]:
-        """What leads a node, of which a true one has no need, to our metadata server, buckets and secrets."""
+        """Return the variables that lead a node to this fake's metadata server, buckets and secrets. A real node has
+        none.
+        """
         return {
             "GCE_METADATA_HOST": url.removeprefix("http://"),
             "STORAGE_EMULATOR_HOST": url,
@@ -127,7 +134,7 @@ class Plane(Platform):
         }
 
     def mounted(self) -> list[str]:
-        """Buckets below ``/gcs``: those of one region."""
+        """Return the buckets below ``/gcs``: those of one region."""
         return [name for name, (_, kind) in self.gcs.places.items() if kind == "region"]
 
     # ------------------------------------------------------------------------------------------------------ operations
@@ -158,17 +165,17 @@ class Plane(Platform):
         with self._lock:
             name = f"{self._numbered(parent)}/customJobs/{secrets.randbelow(9 * 10**18) + 10**18}"
             made = self.jobs[name] = CustomJob(self, name, record)
-        return Answer(made.described(numbers=_numbers(call)))
+        return Answer(made.describe(numbers=_numbers(call)))
 
     def _charged(self, project: str, storage: bool) -> None:
-        """A call whose caller names the project against which it counts. The caller has one more, without the APIs."""
+        """Check the project that a call is billed to. The caller has one other project, without the APIs."""
         if project == OTHER:
             raise off("Vertex AI API", "aiplatform.googleapis.com", project)
         if project not in (self.project, self.number) or not self.consumer:
             raise no_consumer(project, storage=storage)
 
     def _numbered(self, name: str) -> str:
-        """As the service names things: by the project's number, as every recorded name has it."""
+        """Return a name with the project's number, as the service writes every name."""
         return name.replace(f"projects/{self.project}/", f"projects/{self.number}/", 1)
 
     def _check_parent(self, parent: str, permission: str) -> None:
@@ -179,7 +186,7 @@ class Plane(Platform):
             raise Refusal("INVALID_ARGUMENT", f"Location {location} is not one that this endpoint serves.")
 
     def over_quota(self, job: CustomJob) -> bool:
-        """Whether those that run have left too little for a job."""
+        """Return True if the running jobs leave too little quota for this one."""
         with self._lock:
             used: Counter[str] = Counter()
             for other in self.jobs.values():
@@ -197,7 +204,7 @@ class Plane(Platform):
         return self.jobs[name]
 
     def _get(self, call: Call) -> Answer:
-        return Answer(self._found(call, "aiplatform.customJobs.get").described(numbers=_numbers(call)))
+        return Answer(self._found(call, "aiplatform.customJobs.get").describe(numbers=_numbers(call)))
 
     def _cancel(self, call: Call) -> Answer:
         job = self._found(call, "aiplatform.customJobs.cancel")
@@ -209,7 +216,7 @@ class Plane(Platform):
         return Answer({})
 
     def _list(self, call: Call) -> Answer:
-        """The newest first."""
+        """List jobs, newest first."""
         (parent,) = call.words
         self._check_parent(parent, "aiplatform.customJobs.list")
         wanted = _wanted(call.query.get("filter", ""))
@@ -221,7 +228,7 @@ class Plane(Platform):
         end = start + min(int(call.query.get("pageSize") or PAGE), PAGE)
         answer: dict[str, Any] = {}
         if found[start:end]:
-            answer["customJobs"] = [job.described(numbers=_numbers(call)) for job in found[start:end]]
+            answer["customJobs"] = [job.describe(numbers=_numbers(call)) for job in found[start:end]]
         if end < len(found):
             answer["nextPageToken"] = base64.b64encode(str(end).encode()).decode()
         return Answer(answer)
@@ -240,20 +247,20 @@ GPUS = {
     "NVIDIA_H200_141GB": "custom_model_training_nvidia_h200_gpus",
     "NVIDIA_B200": "custom_model_training_nvidia_b200_gpus",
 }
-"""Quotas by accelerator, as Google's code (vertex-ai-samples, ``get_resource_id``), its pages and users' errors have
-them; B200 is unverified, and there is no source for GB200 and RTX PRO 6000."""
+"""Quotas by accelerator, from Google's code (vertex-ai-samples, ``get_resource_id``), its pages and users' errors. B200
+is unverified. GB200 and RTX PRO 6000 have no source."""
 CPUS = {
     "n1": "custom_model_training_cpus", "e2": "custom_model_training_cpus", "n2": "custom_model_training_n2_cpus",
     "n4": "custom_model_training_n4_cpus", "c2": "custom_model_training_c2_cpus", "g2": "custom_model_training_g2_cpus",
     "a2": "custom_model_training_a2_cpus", "a3": "custom_model_training_a3_cpus", "m1": "custom_model_training_m1_cpus",
 }  # fmt: skip
-"""Quotas of cores by family; with a GPU as well. Preemptible, only that of N1 was ever seen in an error."""
+"""Quotas of cores by family; with a GPU as well. Of the preemptible quotas, errors have only named that of N1."""
 CORES = {"a2-highgpu": 12, "a2-ultragpu": 12, "a2-megagpu": 6, "a3-highgpu": 26, "a3-megagpu": 26, "a3-ultragpu": 28}
-"""Cores for each GPU, of machines whose name counts those: Compute Engine's page of accelerator-optimized machines."""
+"""Cores per GPU of the machines whose names count GPUs: Compute Engine's page of accelerator-optimized machines."""
 
 
 def metrics(job: Any) -> Counter[str]:
-    """What a CustomJob message takes of which quota."""
+    """Return the quota that a CustomJob message uses, by metric."""
     from google.cloud.aiplatform_v1 import AcceleratorType
 
     preemptible = job.job_spec.scheduling.strategy not in (0, STANDARD)
@@ -275,12 +282,12 @@ def metrics(job: Any) -> Counter[str]:
 
 
 def _numbers(call: Call) -> bool:
-    """Whether a client wants enums as numbers, as the generated ones do."""
+    """Return True if a client wants enums as numbers, as the generated clients do."""
     return "enum-encoding=int" in call.query.get("$alt", "")
 
 
 def _wanted(text: str) -> Callable[[CustomJob], bool]:
-    """Equalities joined by AND. Raises `Refusal`."""
+    """Parse equalities joined by AND. Raises `Refusal`."""
     wanted = []
     for clause in text.split(" AND ") if text else []:
         found = _CLAUSE.fullmatch(clause)
@@ -289,8 +296,8 @@ def _wanted(text: str) -> Callable[[CustomJob], bool]:
         wanted.append((found[1], found[2] if found[2] is not None else found[3]))
 
     def test(job: CustomJob) -> bool:
-        said = {"state": job.state, **dict.fromkeys(("display_name", "displayName"), job.record.display_name)}
-        said |= {f"labels.{key}": value for key, value in job.record.labels.items()}
-        return all(said.get(name) == value for name, value in wanted)
+        fields = {"state": job.state, **dict.fromkeys(("display_name", "displayName"), job.record.display_name)}
+        fields |= {f"labels.{key}": value for key, value in job.record.labels.items()}
+        return all(fields.get(name) == value for name, value in wanted)
 
     return test

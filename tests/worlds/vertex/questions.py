@@ -1,4 +1,4 @@
-"""What ``doctor`` asks of Google Cloud beside jobs: permissions, service accounts, quotas, images."""
+"""Answers of Google Cloud for ``doctor``: permissions, service accounts, quotas, images."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PAGE = 2
 
 
 class Questions:
-    """``denied`` are permissions that the caller lacks, in the project and on accounts; ``disabled`` accounts.
+    """Answers set by a test. The caller lacks the permissions ``denied``, and the accounts ``disabled`` are disabled.
 
-    ``images`` are those of Artifact Registry (``PROJECT/LOCATION/REPOSITORY/NAME:TAG``). The quotas are the plane's
-    own; ``regional`` False: they hold for all regions that have none of their own. ``resources`` are the persistent
-    ones by their ids.
+    ``images`` are those of Artifact Registry (``PROJECT/LOCATION/REPOSITORY/NAME:TAG``). The quotas are the plane's;
+    with ``regional`` False they hold for all regions without quotas of their own. ``resources`` are the persistent
+    resources by id.
     """
 
     def __init__(self, plane: Plane) -> None:
@@ -42,7 +42,7 @@ class Questions:
         route("GET", resource, "GET persistent resource", self._resource)
 
     def environ(self) -> dict[str, str]:
-        """What leads a client here, beside `Plane.environ`, in gcloud's own words."""
+        """Return gcloud's variables that lead a client here, in addition to `Plane.environ`."""
         names = ("CLOUDRESOURCEMANAGER", "IAM", "CLOUDQUOTAS", "ARTIFACTREGISTRY")
         return {f"CLOUDSDK_API_ENDPOINT_OVERRIDES_{name}": f"{self._plane.url}/" for name in names}
 
@@ -64,8 +64,8 @@ class Questions:
         email = call.words[0]
         if email not in self._plane.accounts:
             raise Refusal("NOT_FOUND", f"Unknown service account {email}")
-        said: dict[str, Any] = {"name": f"projects/{self._plane.project}/serviceAccounts/{email}", "email": email}
-        return Answer({**said, "disabled": True} if email in self.disabled else said)
+        account: dict[str, Any] = {"name": f"projects/{self._plane.project}/serviceAccounts/{email}", "email": email}
+        return Answer({**account, "disabled": True} if email in self.disabled else account)
 
     def _on_account(self, call: Call) -> Answer:
         self._account(call)

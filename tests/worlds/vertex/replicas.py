@@ -1,6 +1,6 @@
-"""What the platform puts on a node: a reading of Vertex AI's pages, made for tests and by nobody's provider.
+"""Vertex AI's view of a job's nodes, read from its pages for tests and independent of cloudtrain's provider.
 
-`reading` is the Simulation of a CustomJob message as those pages have it, `differences` how another departs from it.
+`reading` returns the LaunchSpec of a CustomJob message; `differences` compares it with another one.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ from .strict import SPOT, parsed
 __all__ = ["differences", "reading", "tasks"]
 
 GRACE, SPOT_GRACE = 30.0, 15.0
-"""Seconds between SIGTERM and SIGKILL of a pod, and of one on a spot machine ("Spot VMs" of Google Kubernetes Engine);
+"""Seconds between SIGTERM and SIGKILL of a pod, and on a spot machine ("Spot VMs" of Google Kubernetes Engine);
 unverified for jobs."""
 PORT = 2222
 FORWARDED = (2222, 3333, 6000)
-"""Ports of the Service that the chief's name is: TF_PORT, TRAINING_PORT, STATUSZ in the variables of real workers."""
+"""Ports that the Service of the chief's name forwards: TF_PORT, TRAINING_PORT, STATUSZ of real workers."""
 WEEK = 7 * 86400.0
-"""A job without a timeout."""
+"""Time limit of a job that sets none."""
 NUMBER = "123456789012"
-"""Of the project."""
+"""Number of the project."""
 TRANSIENT = (6, 11, 134, 139)
 """Exit codes that the pages call potentially transient: the whole job starts again."""
 RETRIES = 3
 TASKS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "workerpool3": "evaluator"}
-"""A pool's name in TF_CONFIG."""
+"""Names of the pools in TF_CONFIG."""
 POISON = {"RANK": "7", "LOCAL_RANK": "7", "WORLD_SIZE": "77", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
-"""Of the retired AI Platform Training, and wrong: whoever takes them for torchrun's trains nothing."""
+"""Wrong values of torchrun's variables, as the retired AI Platform Training set them: a script that uses them trains
+nothing."""
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443", "KUBERNETES_PORT": "tcp://10.0.0.1:443"}
-"""A replica is a pod of Kubernetes, and this is how a program sees it."""
+"""Variables by which a program recognises a pod of Kubernetes: a replica is one."""
 PLATFORM = re.compile(r"CLUSTER_SPEC|TF_CONFIG|(CLOUD_ML|AIP)_.*|HOSTNAME|" + "|".join((*POISON, *POD)))
-"""Variables that the platform sets besides, and no provider need say."""
+"""Variables that the platform adds, so a provider need not name them."""
 
 
 def tasks(job: Any) -> list[tuple[int, int]]:
-    """(pool, index) of each replica; the first is the primary one."""
+    """Return (pool, index) of each replica; the first is the primary one."""
     pools = job.job_spec.worker_pool_specs
     return [(number, index) for number, pool in enumerate(pools) for index in range(pool.replica_count)]
 
 
 def reading(name: str, job: Any) -> LaunchSpec:
-    """What the platform starts for a CustomJob message with that resource name. Buckets are mounted besides."""
+    """Return what the platform starts for a CustomJob message with that resource name, without the buckets."""
     where = {task: _host(name, *task) for task in tasks(job)}
     nodes = []
     for pool, index in where:
@@ -80,7 +81,7 @@ def _host(name: str, pool: int, index: int) -> str:
 
 
 def _platform(name: str, job: Any, task: tuple[int, int], where: Mapping[tuple[int, int], str]) -> dict[str, str]:
-    """Variables of one replica ("Environment variables for distributed training")."""
+    """Return the platform's variables of one replica ("Environment variables for distributed training")."""
     from google.protobuf import json_format
 
     pool, index = task
@@ -104,8 +105,8 @@ def _platform(name: str, job: Any, task: tuple[int, int], where: Mapping[tuple[i
     }
     if len(where) > 1:
         named = {TASKS[key]: hosts for key, hosts in cluster.items()}
-        told = {"cluster": named, "task": {"type": TASKS[f"workerpool{pool}"], "index": index}}
-        env["TF_CONFIG"] = json.dumps({**told, "environment": "cloud"})
+        cluster_spec = {"cluster": named, "task": {"type": TASKS[f"workerpool{pool}"], "index": index}}
+        env["TF_CONFIG"] = json.dumps({**cluster_spec, "environment": "cloud"})
     if base := job.job_spec.base_output_directory.output_uri_prefix.rstrip("/"):
         env["AIP_MODEL_DIR"] = f"{base}/model/"
         env["AIP_CHECKPOINT_DIR"] = f"{base}/checkpoints/"
@@ -117,9 +118,9 @@ def _platform(name: str, job: Any, task: tuple[int, int], where: Mapping[tuple[i
 
 
 def differences(body: Mapping[str, Any], theirs: LaunchSpec) -> list[str]:
-    """Where ``theirs`` says that the platform starts something else for a body than our `reading` does.
+    """Return how ``theirs`` differs from our `reading` of a body.
 
-    It may say more of the machine (memory, GPUs), and name the parts of a bucket that matter.
+    It may add facts of the machine (memory, GPUs), and narrow a bucket to a prefix.
     """
     ours = reading("projects/p/locations/l/customJobs/1", parsed(body))
     found = []
@@ -152,10 +153,10 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, (list, tuple)) else value
 
 
-def _task(node: NodeSpec, simulation: LaunchSpec) -> tuple[Any, ...]:
-    """Which node it is told that it is, and where by that it finds each of its peers."""
+def _task(node: NodeSpec, launch: LaunchSpec) -> tuple[Any, ...]:
+    """Return the node number that a node finds in its variables, and the address at which it finds each peer."""
     spec = json.loads(node.env.get("CLUSTER_SPEC", "{}"))
-    hosts = [str(peer.hostname) for peer in simulation.nodes]
+    hosts = [str(peer.hostname) for peer in launch.nodes]
     cluster = spec.get("cluster", {})
-    told = [host.partition(":")[0] for pool in sorted(cluster) for host in cluster[pool]]
-    return spec.get("task", {}).get("type"), spec.get("task", {}).get("index"), told == hosts
+    peers = [host.partition(":")[0] for pool in sorted(cluster) for host in cluster[pool]]
+    return spec.get("task", {}).get("type"), spec.get("task", {}).get("index"), peers == hosts

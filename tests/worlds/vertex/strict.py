@@ -1,7 +1,7 @@
-"""What ``POST …/customJobs`` refuses: the SDK's own protobufs read strictly, and the rules that stand in no model.
+"""Refusals of ``POST …/customJobs``: the SDK's protobufs read strictly, and the rules that are in no model.
 
 The limits are those of the pages "Configure compute resources", "Distributed training", "Use Spot VMs" and "Schedule
-jobs with Dynamic Workload Scheduler"; which machine carries which accelerator is of "GPU machine types".
+jobs with Dynamic Workload Scheduler". The accelerators of each machine are from "GPU machine types".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAIN: Mapping[str, Sequence[int]] = {
     "m1-ultramem": (40, 80, 160),
     "m1-megamem": (96,),
 }
-"""Machines without accelerators of their own, by family and cores: the page's list, section "Machine types"."""
+"""Machines without built-in accelerators, by family and cores: the page's list, section "Machine types"."""
 _FEW = {"NVIDIA_TESLA_P4": (1, 2, 4), "NVIDIA_TESLA_P100": (1, 2, 4), "NVIDIA_TESLA_T4": (1, 2, 4)}
 _SMALL = {**_FEW, "NVIDIA_TESLA_V100": (1, 2, 4, 8)}
 _16 = {**_FEW, "NVIDIA_TESLA_V100": (2, 4, 8)}
@@ -41,10 +41,10 @@ ATTACHED: Mapping[str, Mapping[str, Sequence[int]]] = {
     **dict.fromkeys(("n1-standard-64", "n1-highmem-64", "n1-standard-96", "n1-highmem-96", "n1-highcpu-96"), _LARGE),
     "n1-highcpu-64": {**_LARGE, "NVIDIA_TESLA_P100": (4,)},
 }
-"""Accelerators of an N1 machine and their numbers, line by line: the page's table of valid numbers of GPUs.
+"""Accelerators of an N1 machine and their valid numbers: the page's table, line by line.
 
-The copy of the page lists a line's numbers without its columns. Where a large machine has three of four, the missing
-one is P100: the page says that four of them provide 64 cores and 208 GB at most.
+The page's copy lists a line's numbers without columns. Where a large machine has three of four, the missing one is
+P100: the page says that four of them provide 64 cores and 208 GB at most.
 """
 BUILT_IN = {
     **{f"g2-standard-{n}": ("NVIDIA_L4", 1) for n in (4, 8, 12, 16, 32)},
@@ -59,23 +59,23 @@ BUILT_IN = {
     "a4x-highgpu-4g": ("NVIDIA_GB200", 4),
     **{f"g4-standard-{48 * n}": ("NVIDIA_RTX_PRO_6000", n) for n in (1, 2, 4, 8)},
 }
-"""Machines that come with accelerators: which, and how many."""
+"""Machines with built-in accelerators: the kind and the number."""
 TPUS = re.compile(r"cloud-tpu|ct5lp-hightpu-[148]t|ct6e-standard-[148]t|tpu7x-standard-4t")
 """Machines with TPUs: the page's section "TPUs". ``cloud-tpu`` names its accelerator, the others a topology."""
 SHARED = ("a3-highgpu-1g", "a3-highgpu-2g", "a3-highgpu-4g")
-"""To be had for SPOT and FLEX_START only."""
+"""Machines for SPOT and FLEX_START only."""
 FLEXIBLE = ("NVIDIA_L4", "NVIDIA_TESLA_A100", "NVIDIA_A100_80GB", "NVIDIA_H100_80GB", "NVIDIA_H100_MEGA_80GB",
             "NVIDIA_H200_141GB", "NVIDIA_B200")  # fmt: skip
 """Accelerators of FLEX_START."""
 RESERVED = ("NVIDIA_GB200",)
 """Accelerators that need a shared reservation: the page's list of GPUs."""
 PREBUILT = re.compile(r"((us|europe|asia)-docker\.pkg\.dev/vertex-ai|gcr\.io/cloud-aiplatform)/training/[a-z0-9.:-]+")
-"""Images for ``python_package_spec``: Google's page of prebuilt containers. The newest PyTorch is 2.4; its support has
-ended, and a log of 27 July 2026 shows that it can still be pulled."""
+"""Images for ``python_package_spec``: Google's page of prebuilt containers. The newest PyTorch is 2.4. Its support has
+ended, but a log of 27 July 2026 shows a pull."""
 DISKS = ("pd-ssd", "pd-standard", "hyperdisk-balanced")
 WEEK = 7 * 86400
 UNSUPPORTED = "Machine type {} is not supported."
-"""The service's own text, as its page of troubleshooting has it."""
+"""Message of the service, from its page of troubleshooting."""
 STANDARD, SPOT, FLEX_START = 3, 4, 6
 OUTPUTS = ("name", "state", "createTime", "startTime", "endTime", "updateTime", "error", "webAccessUris")
 _KEY, _VALUE = re.compile(r"[^\W\dA-Z_][\w-]{0,62}"), re.compile(r"[\w-]{0,63}")
@@ -92,7 +92,7 @@ _KEY_NAME = re.compile(r"projects/[^/]+/locations/[^/]+/keyRings/[^/]+/cryptoKey
 
 
 def parsed(body: bytes | Mapping[str, Any]) -> Any:
-    """The CustomJob message of a body. Raises `ValueError`, as the front end would refuse it."""
+    """Parse a body into a CustomJob message. Raises `ValueError` where the front end would refuse it."""
     from google.cloud.aiplatform_v1 import CustomJob
     from google.protobuf import json_format
 
@@ -104,7 +104,7 @@ def parsed(body: bytes | Mapping[str, Any]) -> Any:
 
 
 def model_errors(body: Mapping[str, Any]) -> list[str]:
-    """What the model of a custom job forbids in a body, in the spelling of the API and of gcloud's files."""
+    """Return the errors that the model of a custom job finds in a body, spelled as the API and gcloud's files do."""
     try:
         message = parsed(body)
     except ValueError as exc:
@@ -114,7 +114,7 @@ def model_errors(body: Mapping[str, Any]) -> list[str]:
 
 
 def _spelling(kind: Any, value: Any, path: str) -> Iterator[str]:
-    """Names that only protobuf's own parser takes: gcloud's files know the camel case alone."""
+    """Find names that only protobuf's parser takes: gcloud's files use camel case only."""
     if isinstance(value, list):
         for number, item in enumerate(value):
             yield from _spelling(kind, item, f"{path}[{number}]")
@@ -132,7 +132,7 @@ def _spelling(kind: Any, value: Any, path: str) -> Iterator[str]:
 
 
 def broken_rules(job: Any) -> list[str]:
-    """What the service refuses in a CustomJob message that its model allows."""
+    """Return the service's refusals of a CustomJob message that its model allows."""
     return [problem for rule in (_names, _pools, _scheduling, _account) for problem in rule(job)]
 
 
@@ -207,7 +207,7 @@ def _machine(spec: Any, strategy: int) -> Iterator[str]:
 
 
 def _reservation(affinity: Any, kind: str, strategy: int) -> Iterator[str]:
-    """The page "Use reservations with training"."""
+    """Check by the page "Use reservations with training"."""
     specific, reserved = affinity.reservation_affinity_type == 3, affinity.reservation_affinity_type in (2, 3)
     if specific != bool(affinity.values) or not all(map(_RESERVATION.fullmatch, affinity.values)):
         yield "A specific reservation is named by key and values: projects/P/zones/Z/reservations/R."

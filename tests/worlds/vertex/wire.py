@@ -1,4 +1,4 @@
-"""The server: Google's REST front ends on loopback, tokens checked, with faults on demand."""
+"""The server: Google's REST front ends on loopback, with checked tokens and faults on demand."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Refusal(Exception):
 
     @classmethod
     def denied(cls, permission: str, resource: str) -> Refusal:
-        """The caller may not, or there is no such thing: the front end does not tell which."""
+        """Return the refusal for a missing permission or resource: the front end does not distinguish them."""
         text = f"Permission '{permission}' denied on resource '{resource}' (or it may not exist)."
         info = _info("IAM_PERMISSION_DENIED", resource=resource, permission=permission)
         return cls("PERMISSION_DENIED", text, details=[info])
 
     def body(self) -> dict[str, Any]:
-        """As the front end writes it."""
+        """Return the error as the front end writes it."""
         error: dict[str, Any] = {"code": self.status, "message": self.message, "status": self.code}
         return {"error": {**error, "details": self.details} if self.details else error}
 
@@ -68,28 +68,28 @@ def _info(reason: str, **metadata: str) -> dict[str, Any]:
 
 
 class Fault(base.Fault):
-    """The services' own; ``*`` is any call that needs a token."""
+    """A fault of the services; ``*`` is any call that needs a token."""
 
     @classmethod
     def throttled(cls, operation: str = "*", times: int = 1, *, seconds: int | None = None) -> Fault:
-        """A rate limit; ``seconds`` is its Retry-After, which the services rarely send."""
+        """Return a rate limit; ``seconds`` is its Retry-After, which the services rarely send."""
         text = "Quota exceeded for quota metric 'Read requests' and limit 'Read requests per minute' of service."
-        said = {} if seconds is None else {"Retry-After": str(seconds)}
-        return cls(operation, Refusal("RESOURCE_EXHAUSTED", text, headers=said), times)
+        headers = {} if seconds is None else {"Retry-After": str(seconds)}
+        return cls(operation, Refusal("RESOURCE_EXHAUSTED", text, headers=headers), times)
 
     @classmethod
     def broken(cls, operation: str = "*", times: int = 1, *, code: str = "UNAVAILABLE", done: bool = False) -> Fault:
-        """The service's own failure."""
+        """Return a failure of the service itself."""
         return cls(operation, Refusal(code, "The service is currently unavailable."), times, done)
 
     @classmethod
     def disabled(cls, operation: str, project: str, times: int = 1) -> Fault:
-        """The API is not enabled in the project."""
+        """Return the refusal of an API that the project has not enabled."""
         return cls(operation, off("Vertex AI API", "aiplatform.googleapis.com", project), times)
 
 
 def off(api: str, service: str, project: str) -> Refusal:
-    """An API that is not enabled in the project whose calls are counted."""
+    """Return the refusal of an API that is not enabled in the billed project."""
     text = (
         f"{api} has not been used in project {project} before or it is disabled. Enable it by visiting "
         f"{CONSOLE}/{service}/overview?project={project} then retry. If you enabled this API recently, wait a few "
@@ -100,7 +100,7 @@ def off(api: str, service: str, project: str) -> Refusal:
 
 
 def no_consumer(project: str, *, storage: bool = False) -> Refusal:
-    """The caller may not have its calls counted against the project that it names. Cloud Storage says so in its way."""
+    """Return the refusal of a caller that may not bill its calls to a project. Cloud Storage has its own message."""
     if storage:
         text = "caller does not have serviceusage.services.use access to the Google Cloud project. Permission"
         return Refusal("PERMISSION_DENIED", f"{text} 'serviceusage.services.use' denied on resource.")
@@ -114,7 +114,7 @@ def no_consumer(project: str, *, storage: bool = False) -> Refusal:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent back: ``value`` as JSON, or as it is when it is bytes."""
+    """An answer: ``value`` as JSON, or as it is when it is bytes."""
 
     value: Any = None
     status: int = 200
@@ -123,8 +123,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Call:
-    """One request. ``token`` is what its Authorization says, less the word Bearer; ``account`` whose that is. ``at`` is
-    when it came, in monotonic seconds; ``words`` are the unquoted groups of the route's path."""
+    """One request. ``token`` is its bearer token, or None, and ``account`` the token's account.
+    ``at`` is its time in monotonic seconds; ``words`` are the unquoted groups of the route's path.
+    """
 
     operation: str
     method: str
@@ -138,7 +139,7 @@ class Call:
     at: float = field(default_factory=time.monotonic)
 
     def json(self) -> Any:
-        """The body. Raises `Refusal`."""
+        """Return the parsed body. Raises `Refusal`."""
         try:
             return json.loads(self.body or b"{}")
         except ValueError as exc:
@@ -158,10 +159,10 @@ class _Route:
 
 
 class Wire:
-    """A server on loopback, at as many addresses as it is told. ``faults`` come first to be served.
+    """A server on loopback, at any number of addresses. ``faults`` apply before everything else.
 
-    ``accounts`` says whose a token is, and raises `Refusal` for one that counts no more. ``calls`` is every call there
-    was, in order, ``crashes`` what we did wrong.
+    ``accounts`` returns the account of a token, and raises `Refusal` for an invalid one. ``calls`` lists every call in
+    order; ``crashes`` are errors of the fake itself.
     """
 
     def __init__(self, accounts: Callable[[str | None], str] = lambda token: "") -> None:
@@ -170,40 +171,40 @@ class Wire:
         self.crashes: list[str] = []
         self._accounts = accounts
         self.charged: Callable[[str, bool], None] = lambda project, storage: None
-        """Raises `Refusal` for a project (x-goog-user-project) against which a call may not be counted."""
+        """Check the project that a call is billed to (x-goog-user-project). Raises `Refusal`."""
         self._routes: list[_Route] = []
         self._lock = threading.Lock()
         self._servers: dict[str, _Server] = {}
 
     def route(self, method: str, path: str, operation: str, handler: Handler, *, open: bool = False) -> None:
-        """Answer a path (a pattern of the path as it is quoted); ``open`` ones take no token."""
+        """Answer a path: a pattern of the quoted path. ``open`` paths take no token."""
         self._routes.append(_Route(method, pattern(path), operation, handler, open))
 
     def listen(self, address: str = "127.0.0.1") -> str:
-        """Serve at ``address`` too; the URL."""
+        """Serve at ``address`` too. Return the URL."""
         with self._lock:
             if address not in self._servers:
                 self._servers[address] = _Server(address, self)
             return f"http://{address}:{self._servers[address].server_port}"
 
     def forget(self, address: str) -> None:
-        """Serve there no more."""
+        """Stop serving at an address."""
         with self._lock:
             server = self._servers.pop(address, None)
         if server is not None:
             server.end()
 
     def close(self) -> None:
-        """End all of it."""
+        """Stop all servers."""
         for address in list(self._servers):
             self.forget(address)
 
     def count(self, operation: str) -> int:
-        """How many calls of an operation there were, those that failed too."""
+        """Count the calls of an operation, including those that failed."""
         return sum(call.operation == operation for call in self.calls)
 
     def answer(self, method: str, target: str, body: bytes, headers: Mapping[str, str]) -> Answer | None:
-        """The answer to one request; None for one that gets none. Raises `Refusal`."""
+        """Return the answer to a request, or None to send none. Raises `Refusal`."""
         path, _, query = target.partition("?")
         found = ((route, match) for route in self._routes if (match := route.path.fullmatch(path)))
         route, match = next((pair for pair in found if pair[0].method == method), (None, None))
@@ -240,7 +241,7 @@ class Wire:
 
 
 def unchunked(stream: BufferedIOBase) -> bytes:
-    """A body that comes in chunks (RFC 9112, 7.1), whole."""
+    """Join a body that comes in chunks (RFC 9112, 7.1)."""
     parts = []
     while size := int(stream.readline().split(b";")[0], 16):
         parts.append(stream.read(size))
@@ -250,7 +251,7 @@ def unchunked(stream: BufferedIOBase) -> bytes:
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """Ends with all its connections: clients keep them, and a thread of ours with each."""
+    """A server that ends with all its connections. Clients keep them open, each with a thread here."""
 
     request_queue_size = 256  # a client of fsspec opens a hundred connections at once
 
@@ -262,7 +263,7 @@ class _Server(http.server.ThreadingHTTPServer):
         self._loop.start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread that `end` knows."""
+        """Serve a request in a thread that `end` can join."""
         thread = threading.Thread(target=self.process_request_thread, args=(request, client_address), daemon=True)
         self._open[request] = thread
         thread.start()
@@ -272,12 +273,12 @@ class _Server(http.server.ThreadingHTTPServer):
         self._open.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is none."""
+        """Ignore a client that has gone."""
         if not isinstance(sys.exc_info()[1], OSError):
             self._wire.crashes.append(traceback.format_exc())
 
     def end(self) -> None:
-        """No thread is left."""
+        """Close every connection and join its thread."""
         self.shutdown()
         for connection, thread in list(self._open.items()):
             with contextlib.suppress(OSError):
@@ -289,7 +290,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # head and body in one packet: two cost 40 ms each, Nagle against the delayed ACK
+    wbufsize = 1 << 16  # one packet for head and body: two cost 40 ms each (Nagle against the delayed ACK)
     wire: Wire
 
     def _serve(self) -> None:
@@ -300,7 +301,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             answer = Answer(exc.body(), exc.status, exc.headers)
         except ConnectionError:  # the client has gone
             answer = None
-        except Exception:  # noqa: BLE001  a mistake of ours: the test that looks at `crashes` tells it
+        except Exception:  # noqa: BLE001  an error of the fake: `Platform.close` raises it
             self.wire.crashes.append(traceback.format_exc())
             answer = Answer(Refusal("INTERNAL", "the fake itself failed").body(), 500)
         if answer is None:
@@ -311,12 +312,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve
 
     def _body(self) -> bytes:
-        """With a length, or in chunks."""
+        """Return the body, with a length or in chunks."""
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
             length = int(self.headers.get("Content-Length") or 0)
             body = self.rfile.read(length)
             if len(body) < length:
-                raise ConnectionError("the client has gone midway")  # and nothing is made of what it began to write
+                raise ConnectionError("the client has gone midway")  # drop the incomplete body, as the service does
             return body
         return unchunked(self.rfile)
 
@@ -334,4 +335,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: tests say what matters."""
+        """Print nothing."""

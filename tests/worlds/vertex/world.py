@@ -1,4 +1,4 @@
-"""Vertex AI as a World of the contract suite: Google's real clients, loopback servers, jobs in containers."""
+"""Vertex AI as a FakePlatform of the contract suite: Google's clients, loopback servers, jobs in containers here."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ BUCKET = "contract-bucket"
 class VertexWorld(FakePlatform):
     """A `Plane` with a bucket, a service account and a secret. ``image`` is an image of this machine's engine.
 
-    The environment must be that of `Plane.environ` as long as it is used. ``settings`` are further ones of the
-    provider.
+    Keep the environment of `Plane.environ` while you use it. ``settings`` are further settings of the provider.
     """
 
     def __init__(self, folder: Path, *, image: str, **settings: Any) -> None:
@@ -55,7 +54,7 @@ class VertexWorld(FakePlatform):
         self.plane.close()
 
     def plan(self, *parts: Fields, run_id: str = "contract") -> Any:
-        spot = {"spot": True} if run_id == "preempted" else {}  # no other machines are taken back
+        spot = {"spot": True} if run_id == "preempted" else {}  # the platform takes no other machines back
         return super().plan({"image": self.image, **spot}, *parts, run_id=run_id)
 
     def check(self, request: Request) -> None:
@@ -69,7 +68,7 @@ class VertexWorld(FakePlatform):
         yield reading(f"{self.plane.parent}/customJobs/1", parsed(request.body)).nodes[number].env
 
     def job(self, run: Run, attempt: int = 0) -> CustomJob:
-        """The custom job of one attempt of a run."""
+        """Return the custom job of one attempt of a run."""
         submitted = run.store.submitted(run.run_id, attempt)
         assert submitted is not None
         return self.plane.job(str(submitted["native_id"]))
