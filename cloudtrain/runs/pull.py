@@ -624,7 +624,7 @@ class _Pull:
                 why = f"{self.folder} has a {foreign[0]} that no pull wrote"
                 raise SpecError(why, field="folder", hint="name another folder") from None
             known, states, same = {}, [], True
-        if known or not self.folder.exists() or not any(self.folder.iterdir()):
+        if not self.folder.exists() or not any(self.folder.iterdir()):
             self.out.create(".gitignore", b"*\n")
         self.known, self.states = known, states
         if not same:
