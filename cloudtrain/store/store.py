@@ -298,6 +298,10 @@ class Store:
         record.pop(_TOKEN, None)
         return checked_run(record, needs, f"{self.url}/{run_folder(run_id)}/run.json")
 
+    def has_run(self, run_id: str) -> bool:
+        """Return whether the run is recorded: it has a run.json."""
+        return self.files.exists(f"{run_folder(run_id)}/run.json")
+
     def runs(self) -> list[str]:
         """Return run ids, sorted: dated ids (the default) come oldest first."""
         return [name for name in self.files.names("runs") if is_run_id(name)]
