@@ -262,7 +262,7 @@ class Run:
         natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
         last = max(recorded, default=0)
         refused = None if last in natives else self._refused_status(last)
-        if refused is not None and self._native(last) is not None:
+        if last not in natives and (self._native(last) if refused is not None else self._arrival(last)) is not None:
             return self._platform_status()  # another client was sending it meanwhile
         if not natives:
             return self._unsubmitted(last, refused), natives
@@ -288,6 +288,18 @@ class Run:
                 return None
             self._known.natives[attempt] = native
         return self._known.natives[attempt]
+
+    def _arrival(self, attempt: int) -> str | None:
+        """Return the native id of an attempt that a client was sending when it was cut off, if the request becomes a
+        job in the moment after a cancel. No client would look for it later, and stop it."""
+        store, arrival, native = self.store, CLIENT_TIMINGS.arrival, None
+        if (since := store.cancelled_since(self.run_id)) is None:
+            return None
+        until = self._ticks() + min(arrival, since + arrival - self._clock())
+        while native is None and self._ticks() < until and handover.cut_off(store, self.run_id, attempt):
+            self._sleep(0.5)
+            native = self._native(attempt)
+        return native
 
     def _found(self, attempt: int) -> str | None:
         request = self.store.attempt_request(self.run_id, attempt)
@@ -891,7 +903,7 @@ class Run:
             unmarked = exc
         for k in self.store.attempts(self.run_id):
             try:
-                native = self._native(k)
+                native = self._native(k) or self._arrival(k)
                 if native is not None:
                     self._patiently(partial(self.provider.cancel, native))
                     if self.provider.retried_by == "supervisor":
