@@ -347,13 +347,24 @@ class _Pull:
             match = _NODE.fullmatch(name)
             node, path = (int(match[1]), match[2]) if match else (-1, name)
             groups.setdefault(f"{word}/{path}", []).append((node, source))
+        for path in groups.keys() & {folder for each in groups for folder in _folders_of(each)}:
+            for node, source in groups.pop(path):  # a file here, and a folder on another node
+                groups[f"{word}/node-{node}/{path[len(word) + 1 :]}"] = [(node, source)]
+        self._make_way(word, groups)
         self._expect(*[(path, source) for path, some in groups.items() for _, source in some[:1]])
         parallel(lambda path: self._written(path, sorted(groups[path], key=lambda p: p[0])), [*groups], jobs=self.jobs)
-        if word == "outputs":
-            kept = {f"{word}/node-{node}/{path[len(word) + 1 :]}" for path, some in groups.items() for node, _ in some}
-            for path in [path for path in self.known if path.startswith(f"{word}/")]:
-                if path not in groups and path not in kept:
-                    self._drop(path)
+
+    def _make_way(self, word: str, groups: Mapping[str, Sequence[tuple[int, _Source]]]) -> None:
+        """Remove local files of a former pull that are no longer in the store: all outputs, and artifacts whose path
+        is now a folder, or is in a folder that is now a file."""
+        folders = {folder for path in groups for folder in _folders_of(path)}
+        kept = {f"{word}/node-{node}/{path[len(word) + 1 :]}" for path, some in groups.items() for node, _ in some}
+        for path in [path for path in self.known if path.startswith(f"{word}/")]:
+            over = groups.keys() & _folders_of(path)
+            if path not in groups and path not in kept and (word == "outputs" or path in folders or over):
+                self._drop(path)
+                for file in over:
+                    self.out.prune(file)
 
     def native(self) -> None:
         found = [(f"native/{name}", source) for name, source in self._below("native")]
@@ -661,6 +672,11 @@ def newest_pulled(folder: Path) -> tuple[str, Path | None] | None:
         return str(state["run"]), next(iter(found), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _folders_of(path: str) -> set[str]:
+    """Return the folders that the relative path leads through."""
+    return {path[:at] for at, letter in enumerate(path) if letter == "/"}
 
 
 def _merge_nodes(item: Checkpoint) -> dict[str, _Source]:
