@@ -284,6 +284,22 @@ def test_a_file_may_become_a_folder_between_two_pulls(
     assert (tmp_path / "out" / word / names[1]).read_text() == "the user's"
 
 
+@pytest.mark.parametrize("later", ["file", "pointer"])
+def test_a_checkpoint_that_was_a_folder_may_become_a_file(world: World, tmp_path: Path, later: str) -> None:
+    world.checkpoint("best")
+    pull(world.store, "r1", tmp_path / "out")
+    world.checkpoint("step-1")
+    if later == "file":
+        commit = json.loads((world.folder / "live/checkpoints/step-1/0.0-1/commit.json").read_text())
+        files = {"node-0/best": commit["files"]["node-0/step-1/model.pt"]}
+        world.write("live/checkpoints/best/0.0-2/node-0/best", "abc")
+        world.write("live/checkpoints/best/0.0-2/commit.json", {**commit, "name": "best", "seq": 2, "files": files})
+    shutil.rmtree(world.folder / "live/checkpoints/best/0.0-1")
+    point(world, best="step-1")
+    assert "checkpoints/best" in pull(world.store, "r1", tmp_path / "out").files
+    assert (tmp_path / "out/checkpoints/best").read_text() == ("abc" if later == "file" else "step-1\n")
+
+
 @pytest.mark.parametrize("provider", ["memory", "docker", "sagemaker"])
 def test_only_the_marks_of_the_runs_own_platform_stay_in_the_store(tmp_path: Path, provider: str) -> None:
     world = World(root=tmp_path / "store").recorded(provider=provider)

@@ -302,6 +302,7 @@ class _Pull:
                 mark = hashlib.sha256(text).hexdigest()
                 source = _Source(key=f"{self.run}/live/pointers", size=len(text), mark=mark, sha256=mark)
                 if not self._fresh(f"checkpoints/{name}", [source]):
+                    self._clear(f"checkpoints/{name}")
                     self._write(f"checkpoints/{name}", text, [source])
 
     def _wanted(
@@ -465,6 +466,8 @@ class _Pull:
             swap(place)
             for path, digest in took:
                 self._remember(f"checkpoints/{path}", [parts[path]], digest, parts[path].size)
+        if not tree:
+            self._clear(final)
         rest = [path for path in parts if path not in tree]
         parallel(lambda path: self._fetch(f"checkpoints/{path}", parts[path]), rest, jobs=self.jobs)
         for path in here:
@@ -562,6 +565,12 @@ class _Pull:
         if self._intact(path):
             self.out.remove(path)
         self._forget(path)
+
+    def _clear(self, folder: str) -> None:
+        """Drop the files of a folder that is now a file, and the folder if that leaves it empty."""
+        for path in [path for path in self.known if path.startswith(f"{folder}/")]:
+            self._drop(path)
+        self.out.prune(folder)
 
     def _forget(self, path: str) -> None:
         with self.lock:
