@@ -604,6 +604,8 @@ class Run:
                 if looked and not tail.more:
                     yield None
                 looked = True
+            if self._follow_handover():  # another place has other lines
+                yield from self._lines(self._tail(patience), follow, times, poll, patience)
             return
         self._check()
         natives: dict[int, str] = {}
@@ -787,7 +789,8 @@ class Run:
         """Return ``status`` for a read-only client: pending while another client may soon begin the next attempt."""
         if not status.final or self.store.result(self.run_id) is not None:
             return status
-        if not handover.clients_retry(self, natives[max(natives)] if natives else None):
+        starts = handover.clients_retry(self, natives[max(natives)] if natives else None)
+        if not starts and not handover.fallbacks_of(self):
             return status
         newest, now = max(self.store.attempts(self.run_id), default=0), self._clock()
         since = self._known.over[newest] = min(self._known.over.get(newest, now), now)
@@ -802,7 +805,7 @@ class Run:
         if not self.job.at(self.provider_name).retries and status.category not in NO_MACHINES:
             return False
         if newest not in self._known.retried:
-            self._known.retried[newest] = handover.may_continue(self, self._compute(status, natives), moves=False)
+            self._known.retried[newest] = handover.may_continue(self, self._compute(status, natives))
         return self._known.retried[newest] and not self.store.cancelled(self.run_id)
 
     @contextlib.contextmanager
@@ -849,8 +852,12 @@ class Run:
         `NotFoundError` for a missing checkpoint and `SpecError` for an unknown word in ``what``. With ``follow``, it
         also raises the errors of `logs`.
         """
-        bring = partial(pull, self.store, self.run_id, Path(folder), what=what, on_pull=on_pull, progress=progress)
-        return bring(along=self._statuses_until_final() if follow else None, clock=self._ticks)
+        bring = partial(pull, run_id=self.run_id, folder=Path(folder), what=what, on_pull=on_pull, progress=progress)
+        while True:
+            along = self._statuses_until_final() if follow else None
+            report = bring(self.store, along=along, clock=self._ticks)
+            if not follow or not self._follow_handover():
+                return report
 
     def shell(self, node: int = 0, command: Sequence[str] = (), *, tty: bool = False) -> Shell:
         """Return the way into a node: a command to run here, or the page of a shell. ``tty``: for a terminal.
