@@ -175,6 +175,18 @@ def test_who_follows_goes_along(places: Places, tmp_path: Path, verb: str) -> No
         assert json.loads((tmp_path / "out/result.json").read_text())["state"] == "succeeded"
 
 
+@pytest.mark.parametrize("verb", ["logs", "pull"])
+def test_a_handle_from_before_the_move_reads_the_newest_place(places: Places, tmp_path: Path, verb: str) -> None:
+    run = places.submit()
+    places.clouds[0].stand("r.0", state="failed", category="capacity")
+    places.reconcile()
+    places.stores[1].files.write("runs/r/live/logs/0.0/node-0/1.log", b"[a0.0 n0 r0 #1] hello\n")
+    if verb == "logs":
+        assert [line.text for line in run.logs()] == ["hello"]
+    else:
+        assert "logs/0.0/node-0.log" in run.pull(tmp_path / "out").files
+
+
 @pytest.mark.parametrize("category", ["quota", "capacity"])
 def test_a_refusal_at_create_leads_to_the_next_place(places: Places, category: str) -> None:
     places.clouds[0].refuse(category, "the quota of X is 0")

@@ -568,6 +568,7 @@ class Run:
         """
         count = None if n is None else whole_number(n, "n", least=0)
         moment = None if since is None else parse_since(since, self._clock(), field="since")
+        self._follow_handover()
         self._check_part("node", node)
         self._check_part("rank", rank)
         found = self._lines(self._tail(patience), follow, times or since is not None or bool(n), poll, patience)
@@ -853,6 +854,7 @@ class Run:
         also raises the errors of `logs`.
         """
         bring = partial(pull, run_id=self.run_id, folder=Path(folder), what=what, on_pull=on_pull, progress=progress)
+        self._follow_handover()
         while True:
             along = self._statuses_until_final() if follow else None
             report = bring(self.store, along=along, clock=self._ticks)
