@@ -267,6 +267,17 @@ def test_a_file_of_one_node_may_be_a_folder_of_another(world: World, tmp_path: P
 
 
 @pytest.mark.parametrize("word", ["artifacts", "outputs"])
+def test_a_path_that_is_called_like_a_node_is_no_version_of_another(world: World, tmp_path: Path, word: str) -> None:
+    for name, text in (("node-0/x", "0"), ("node-1/x", "1"), ("node-0/node-1/x", "of node 0")):
+        world.write(f"live/{word}/{name}", text)
+    places = {"x": "0", "node-1/x": "of node 0", "node-1/node-1/x": "1"}
+    for _ in range(2):
+        pull(world.store, "r1", tmp_path / "out")
+        assert {name: (tmp_path / "out" / word / name).read_text() for name in places} == places
+    assert pull(world.store, "r1", tmp_path / "out").transferred == 0
+
+
+@pytest.mark.parametrize("word", ["artifacts", "outputs"])
 @pytest.mark.parametrize("names", [("x", "x/y"), ("x/y", "x"), ("x/a/b", "x/a"), ("x", "x/a/b")])
 def test_a_file_may_become_a_folder_between_two_pulls(
     world: World, tmp_path: Path, word: str, names: tuple[str, str]

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -350,16 +350,17 @@ class _Pull:
             groups.setdefault(f"{word}/{path}", []).append((node, source))
         for path in groups.keys() & {folder for each in groups for folder in _folders_of(each)}:
             for node, source in groups.pop(path):  # a file here, and a folder on another node
-                groups[f"{word}/node-{node}/{path[len(word) + 1 :]}"] = [(node, source)]
+                groups[_place_of_node(path, node, groups)] = [(node, source)]
         self._make_way(word, groups)
         self._expect(*[(path, source) for path, some in groups.items() for _, source in some[:1]])
-        parallel(lambda path: self._written(path, sorted(groups[path], key=lambda p: p[0])), [*groups], jobs=self.jobs)
+        ordered = {path: sorted(some, key=lambda pair: pair[0]) for path, some in groups.items()}
+        parallel(lambda path: self._written(path, ordered), [*groups], jobs=self.jobs)
 
     def _make_way(self, word: str, groups: Mapping[str, Sequence[tuple[int, _Source]]]) -> None:
         """Remove local files of a former pull that are no longer in the store: all outputs, and artifacts whose path
         is now a folder, or is in a folder that is now a file."""
         folders = {folder for path in groups for folder in _folders_of(path)}
-        kept = {f"{word}/node-{node}/{path[len(word) + 1 :]}" for path, some in groups.items() for node, _ in some}
+        kept = {_place_of_node(path, node, groups) for path, some in groups.items() for node, _ in some}
         for path in [path for path in self.known if path.startswith(f"{word}/")]:
             over = groups.keys() & _folders_of(path)
             if path not in groups and path not in kept and (word == "outputs" or path in folders or over):
@@ -484,9 +485,9 @@ class _Pull:
         self._remember(path, [source], source.sha256, source.size)
         return True
 
-    def _written(self, first: str, versions: Sequence[tuple[int, _Source]]) -> None:
+    def _written(self, first: str, groups: Mapping[str, Sequence[tuple[int, _Source]]]) -> None:
         """Fetch one path of all nodes; equal content is kept once."""
-        word, _, path = first.partition("/")
+        versions = groups[first]
         same = self.known.get(first, {}).get("same", [])  # sources found equal, and their digest
         if not self._fetch_growing(first, versions[0][1]):
             return
@@ -496,7 +497,7 @@ class _Pull:
         for node, source in versions[1:]:
             if [*source.json, kept["sha256"]] in same:
                 continue
-            other = f"{word}/node-{node}/{path}"
+            other = _place_of_node(first, node, groups)
             if self._fetch_growing(other, source) and self.known[other]["sha256"] == kept["sha256"]:
                 self._drop(other)
                 with self.lock:
@@ -681,6 +682,15 @@ def newest_pulled(folder: Path) -> tuple[str, Path | None] | None:
         return str(state["run"]), next(iter(found), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _place_of_node(path: str, node: int, taken: Container[str]) -> str:
+    """Return where ``node``'s own version of the file at ``path`` is kept: below ``node-<n>/``, at no path that is
+    ``taken``."""
+    word, _, rest = path.partition("/")
+    while (place := f"{word}/node-{node}/{rest}") in taken:
+        rest = f"node-{node}/{rest}"
+    return place
 
 
 def _folders_of(path: str) -> set[str]:
