@@ -153,6 +153,40 @@ def test_who_watches_goes_along(places: Places) -> None:
     assert (last.result["state"], last.result["run"]) == ("succeeded", f"{places.stores[1].url}/runs/r")
 
 
+@pytest.mark.parametrize("verb", ["logs", "pull"])
+def test_who_follows_goes_along(places: Places, tmp_path: Path, verb: str) -> None:
+    """Also if it sees the end of the first place before another client moves the run."""
+    places.submit()
+    places.clouds[0].stand("r.0", state="failed", category="capacity")
+
+    def sleep(seconds: float) -> None:
+        if not places.clouds[1].jobs():
+            places.reconcile()
+            places.stores[1].files.write("runs/r/live/logs/0.0/node-0/1.log", b"[a0.0 n0 r0 #1] hello\n")
+            places.clouds[1].stand("r.0", state="succeeded")
+
+    attached = places.attach()
+    run = Run(store=attached.store, run_id="r", provider=attached.provider, sleep=sleep, settings=attached._settings)
+    if verb == "logs":
+        assert [line.text for line in run.logs(follow=True)] == ["hello"]
+    else:
+        run.pull(tmp_path / "out", follow=True)
+        assert (tmp_path / "out/logs/0.0/node-0.log").read_text() == "[a0.0 n0 r0 #1] hello\n"
+        assert json.loads((tmp_path / "out/result.json").read_text())["state"] == "succeeded"
+
+
+@pytest.mark.parametrize("verb", ["logs", "pull"])
+def test_a_handle_from_before_the_move_reads_the_newest_place(places: Places, tmp_path: Path, verb: str) -> None:
+    run = places.submit()
+    places.clouds[0].stand("r.0", state="failed", category="capacity")
+    places.reconcile()
+    places.stores[1].files.write("runs/r/live/logs/0.0/node-0/1.log", b"[a0.0 n0 r0 #1] hello\n")
+    if verb == "logs":
+        assert [line.text for line in run.logs()] == ["hello"]
+    else:
+        assert "logs/0.0/node-0.log" in run.pull(tmp_path / "out").files
+
+
 @pytest.mark.parametrize("category", ["quota", "capacity"])
 def test_a_refusal_at_create_leads_to_the_next_place(places: Places, category: str) -> None:
     places.clouds[0].refuse(category, "the quota of X is 0")

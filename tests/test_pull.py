@@ -255,6 +255,62 @@ def test_an_artifact_that_grows_while_it_is_fetched_comes_whole(world: World, tm
     assert pull(world.store, "r1", tmp_path / "out").transferred == 0
 
 
+@pytest.mark.parametrize("word", ["artifacts", "outputs"])
+def test_a_file_of_one_node_may_be_a_folder_of_another(world: World, tmp_path: Path, word: str) -> None:
+    world.write(f"live/{word}/node-0/x", "file")
+    world.write(f"live/{word}/node-1/x/y", "in a folder")
+    for _ in range(2):
+        assert {path for path in pull(world.store, "r1", tmp_path / "out").files if path.startswith(word)} == {
+            f"{word}/node-0/x",
+            f"{word}/x/y",
+        }
+
+
+@pytest.mark.parametrize("word", ["artifacts", "outputs"])
+def test_a_path_that_is_called_like_a_node_is_no_version_of_another(world: World, tmp_path: Path, word: str) -> None:
+    for name, text in (("node-0/x", "0"), ("node-1/x", "1"), ("node-0/node-1/x", "of node 0")):
+        world.write(f"live/{word}/{name}", text)
+    places = {"x": "0", "node-1/x": "of node 0", "node-1/node-1/x": "1"}
+    for _ in range(2):
+        pull(world.store, "r1", tmp_path / "out")
+        assert {name: (tmp_path / "out" / word / name).read_text() for name in places} == places
+    assert pull(world.store, "r1", tmp_path / "out").transferred == 0
+
+
+@pytest.mark.parametrize("word", ["artifacts", "outputs"])
+@pytest.mark.parametrize("names", [("x", "x/y"), ("x/y", "x"), ("x/a/b", "x/a"), ("x", "x/a/b")])
+def test_a_file_may_become_a_folder_between_two_pulls(
+    world: World, tmp_path: Path, word: str, names: tuple[str, str]
+) -> None:
+    for name in names:
+        shutil.rmtree(world.folder / "live" / word, ignore_errors=True)
+        world.write(f"live/{word}/node-0/{name}", name)
+        pull(world.store, "r1", tmp_path / "out")
+        assert (tmp_path / "out" / word / name).read_text() == name
+    shutil.rmtree(world.folder / "live" / word)
+    world.write(f"live/{word}/node-0/{names[0]}", "again")
+    (tmp_path / "out" / word / names[1]).write_text("the user's")
+    with pytest.raises(StorageError, match=f"out/{word}/x"):
+        pull(world.store, "r1", tmp_path / "out")
+    assert (tmp_path / "out" / word / names[1]).read_text() == "the user's"
+
+
+@pytest.mark.parametrize("later", ["file", "pointer"])
+def test_a_checkpoint_that_was_a_folder_may_become_a_file(world: World, tmp_path: Path, later: str) -> None:
+    world.checkpoint("best")
+    pull(world.store, "r1", tmp_path / "out")
+    world.checkpoint("step-1")
+    if later == "file":
+        commit = json.loads((world.folder / "live/checkpoints/step-1/0.0-1/commit.json").read_text())
+        files = {"node-0/best": commit["files"]["node-0/step-1/model.pt"]}
+        world.write("live/checkpoints/best/0.0-2/node-0/best", "abc")
+        world.write("live/checkpoints/best/0.0-2/commit.json", {**commit, "name": "best", "seq": 2, "files": files})
+    shutil.rmtree(world.folder / "live/checkpoints/best/0.0-1")
+    point(world, best="step-1")
+    assert "checkpoints/best" in pull(world.store, "r1", tmp_path / "out").files
+    assert (tmp_path / "out/checkpoints/best").read_text() == ("abc" if later == "file" else "step-1\n")
+
+
 @pytest.mark.parametrize("provider", ["memory", "docker", "sagemaker"])
 def test_only_the_marks_of_the_runs_own_platform_stay_in_the_store(tmp_path: Path, provider: str) -> None:
     world = World(root=tmp_path / "store").recorded(provider=provider)

@@ -128,6 +128,18 @@ def test_the_zip_imports_where_only_it_is(built: Path) -> None:
     assert python("-I", "-S", "-c", code, str(built)).stdout.encode() == source
 
 
+def test_a_script_on_a_node_can_import_every_public_name(built: Path) -> None:
+    """And what submits a job. The client's other packages are not needed before they are used."""
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import cloudtrain, cloudtrain.runs.fallback, cloudtrain.runs.reconcile
+print(*(getattr(cloudtrain, name) for name in cloudtrain.__all__))
+"""
+    done = python("-I", "-S", "-c", code, str(built))
+    assert done.returncode == 0, done.stderr
+
+
 STUCK = """
 import threading
 from concurrent.futures import ThreadPoolExecutor

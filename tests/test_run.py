@@ -37,6 +37,7 @@ from cloudtrain.provider_api.protocol import (
     Status,
 )
 from cloudtrain.runs.attempts import NOT_RETRIED
+from cloudtrain.runs.handover import sending
 from cloudtrain.runs.listing import list_page
 from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.outcome import iso_time
@@ -1377,6 +1378,32 @@ def test_cancel_tries_every_attempt_before_it_complains(world: World) -> None:
         world.run().cancel()
     assert world.platform.cancelled == ["job-2"]
     assert world.store.cancelled("r1")
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+@pytest.mark.parametrize("seen", ["cancel", "reconcile"])
+def test_a_request_that_was_cut_off_is_cancelled_once_it_is_a_job(tmp_path: Path, attempt: int, seen: str) -> None:
+    world = World(root=tmp_path / "store", platform=ClientRetried()).recorded(retries=1)
+    for k in range(attempt):
+        world.attempt(k, failed())
+    world.attempt(attempt, submitted=False)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        sending(world.store, "r1", request(attempt), arrival=1.0, say=print),
+    ):
+        raise KeyboardInterrupt
+    platform, name = world.platform, f"job-{attempt}"
+    platform.jobs[name] = PENDING
+    world.time.at.append((2.0, lambda: platform.accepted.setdefault(attempt, name)))
+    if seen == "cancel":
+        world.run().cancel()
+    else:
+        world.store.cancel("r1")  # by a client that died then
+        world.run().reconcile()
+    assert platform.cancelled[-1] == name
+    assert world.result() is None
+    platform.jobs[name] = Status(state="cancelled")
+    assert world.run().result()["native_id"] == name
 
 
 def test_a_run_whose_platform_is_silent_can_be_cancelled(world: World) -> None:

@@ -29,6 +29,7 @@ from cloudtrain.report.comparison import Compared, comparison_page
 from cloudtrain.report.curves import curves
 from cloudtrain.report.sweep import sweep_page
 from cloudtrain.runs.handover import sending
+from cloudtrain.runs.listing import list_page
 from cloudtrain.runs.reconcile import reconcile_store
 from cloudtrain.runs.submit import plan_record
 from cloudtrain.runs.sweeps.decide import next_entry
@@ -722,6 +723,26 @@ def test_a_store_wide_reconcile_makes_the_steps_of_a_local_sweep_in_a_remote_sto
     (row,) = reconcile_store(store, environ={})
     assert (row["run_id"], row["state"], row["error"], row["exit_code"]) == ("s", "failed", None, 0)
     assert [entry["kind"] for entry in sweep.store.log_entries("sweeps/s")] == ["trial", "end"]
+
+
+def test_a_sweep_with_a_trial_that_cannot_be_planned_can_be_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    space, store = {"data": ["a", "{inputs.none}"]}, str(tmp_path / "store")
+    job = Job.make(entry_point="train.py")
+    sweep = Sweep(job, space=space, sampler="grid", metric="loss", store=store, sweep_id="s")
+    assert sweep.create()
+    assert sweep.store.add_log_entry("sweeps/s", 0, trial(0, params={"data": "{inputs.none}"}, cap={}, at=time.time()))
+    with pytest.raises(SpecError, match="names no input"):
+        sweep.step()
+    sweep.cancel()
+    (row,) = sweep.result()["trials"]
+    assert (row["state"], row["cost_usd"]) == ("cancelled", 0.0)
+    assert "names no input" in row["reason"]
+    assert [entry["kind"] for entry in sweep.store.log_entries("sweeps/s")] == ["trial", "stop", "end"]
+    assert reconcile_store(store, environ={}) == list_page(store).rows == []
 
 
 def test_verbs_name_commands_that_take_a_sweep(

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -17,6 +18,7 @@ import pytest
 from foldercloud import NAME, Provider, install
 
 from cloudtrain import cli
+from cloudtrain.provider_api.protocol import Request
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 
 SUBMIT = ("submit", "train.py", "--provider", NAME, "--run-id", "r", "--max-runtime", "1h")
@@ -185,6 +187,23 @@ def test_ctrl_c_while_it_submits_says_whether_there_is_a_run(
     assert code == 7
     assert (said["error"], str(said["hint"])[: len(hint)], said["exit_code"]) == (error, hint, 7)
     assert place.platform.jobs() == []
+
+
+def test_a_request_that_a_signal_cut_off_is_cancelled_when_it_arrives(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, arrivals = Provider.submit, list[threading.Timer]()
+
+    def cut_off(self: Provider, request: Request, secrets: object = None) -> str:
+        arrivals.append(threading.Timer(0.3, submit, (self, request)))
+        arrivals[0].start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Provider, "submit", cut_off)
+    code, said, _ = place.done(*SUBMIT, "--on-signal", "cancel")
+    arrivals[0].join()
+    assert place.platform.status("r.0").state == "cancelled"
+    assert (code, said["state"], said["native_id"]) == (5, "cancelled", "r.0")
 
 
 REFUSALS = [("user_error", "spec", 2), ("capacity", "capacity", 4), ("quota", "quota", 4)]

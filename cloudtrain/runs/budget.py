@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from ..errors import SpecError
 from ..job.fields import is_slug
 from ..job.job import Job
-from ..store.store import Store, run_folder
+from ..store.store import Store
 from .attempts import had_no_machines
 from .handover import cut_off
 from .sweeps.drive import Log, writer
@@ -197,7 +197,7 @@ class _StoredRuns:
         return {**cap, **{name: float(known) for name, known in use.items() if name in cap and known is not None}}
 
     def is_recorded(self, run_id: str) -> bool:
-        return self._store.files.exists(f"{run_folder(run_id)}/run.json")
+        return self._store.has_run(run_id)
 
 
 def open_budget(store: Store, name: str) -> Budget:

@@ -134,7 +134,7 @@ def _may_hold(settings: Settings, run_id: str) -> bool:
     if not settings.store:
         return False
     try:
-        return in_store(settings.resolved(), settings, lambda store: store.files.exists(f"runs/{run_id}/run.json"))
+        return in_store(settings.resolved(), settings, lambda store: store.has_run(run_id))
     except CloudtrainError:
         return True
 
@@ -153,7 +153,7 @@ def _as_recorded(plans: list[tuple[Plan, dict[str, Any]]]) -> list[tuple[Plan, d
     Raises `ConflictError` if the run began in the store of another profile, where a client may have started it.
     """
     by_url = {plan.run_url: (plan, row) for plan, row in plans}
-    known = next((plan for plan, _ in plans if plan.store.files.exists(f"runs/{plan.run_id}/run.json")), None)
+    known = next((plan for plan, _ in plans if plan.store.has_run(plan.run_id)), None)
     if known is None:
         return plans
     record = known.store.run(known.run_id)
@@ -371,7 +371,7 @@ class FallbackPolicy(Retry):
         layout, job = Layout.from_dict(record["layout"]), Job.from_dict(record["job"])
         store = Store(layout.store, storage=provider.storage, moving=settings.moving_of(record))
         own = with_own_copies(layout)  # else planned by an earlier version
-        if own != layout and not store.files.exists(f"runs/{layout.run_id}/run.json"):
+        if own != layout and not store.has_run(layout.run_id):
             layout = own
         fallbacks = Fallbacks(
             rest=tuple(rest),

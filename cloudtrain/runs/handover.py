@@ -219,13 +219,13 @@ def _has_run(run: Run, result: Record) -> bool:
     return bool(started or result["checkpoint"] or run.store.starts(run.run_id) or run.store.exits(run.run_id))
 
 
-def may_continue(run: Run, result: Record, *, moves: bool = True) -> bool:
-    """Return whether a waiting client may start another attempt after a failure: here, or elsewhere if it ``moves``."""
+def may_continue(run: Run, result: Record) -> bool:
+    """Return whether a waiting client may start another attempt after a failure, here or elsewhere."""
     if result["state"] != "failed":
         return False
     newest = max(run.store.attempts(run.run_id), default=0)
     policy, history = AttemptPolicy.of_job(run.job.at(run.provider_name)), history_of(run, newest, result)
-    if policy.retries_here(history) or (moves and policy.moves(history)) or policy.is_bound(history):
+    if policy.retries_here(history) or policy.moves(history) or policy.is_bound(history):
         return True
     open_here = history.starts and not history.cancelled
     return open_here and newer_attempt_exists(run.store, run.run_id, newest, result)

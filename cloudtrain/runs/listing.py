@@ -20,7 +20,7 @@ from ..provider_api.protocol import Provider
 from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import parallel
 from ..storage.local_disk import local_path
-from ..store.store import COPIES, Store, checked_run, run_folder
+from ..store.store import EARLY, Store, checked_run, run_folder
 from .metrics import MetricsReader
 from .outcome import first_line, iso_time, one_line
 from .run import Run
@@ -95,7 +95,7 @@ class _Place(NamedTuple):
 
 
 class _Gone(NotFoundError):
-    """A folder that is no run yet, or no more: it has no files (left by `gc`, or a mount's marks), or only copies."""
+    """A folder that is no run yet, or no more: it has no files (left by `gc`, or a mount's marks), or only `EARLY`."""
 
 
 def list_page(
@@ -333,7 +333,7 @@ def _run_record(store: Store, run_id: str) -> dict[str, Any]:
     record = store.record(key)
     if record is None and not store.files.exists(key):
         found = {key.split("/")[2] for key in store.files.entries(run_folder(run_id))}
-        kind = NotFoundError if found - COPIES else _Gone
+        kind = NotFoundError if found - EARLY else _Gone
         raise kind(f"{store.url}/{run_folder(run_id)} has no run.json", field="run")
     if record is None:
         raise StorageError(f"{store.url}/{key} is not a JSON object")

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -302,6 +302,7 @@ class _Pull:
                 mark = hashlib.sha256(text).hexdigest()
                 source = _Source(key=f"{self.run}/live/pointers", size=len(text), mark=mark, sha256=mark)
                 if not self._fresh(f"checkpoints/{name}", [source]):
+                    self._clear(f"checkpoints/{name}")
                     self._write(f"checkpoints/{name}", text, [source])
 
     def _wanted(
@@ -347,13 +348,25 @@ class _Pull:
             match = _NODE.fullmatch(name)
             node, path = (int(match[1]), match[2]) if match else (-1, name)
             groups.setdefault(f"{word}/{path}", []).append((node, source))
+        for path in groups.keys() & {folder for each in groups for folder in _folders_of(each)}:
+            for node, source in groups.pop(path):  # a file here, and a folder on another node
+                groups[_place_of_node(path, node, groups)] = [(node, source)]
+        self._make_way(word, groups)
         self._expect(*[(path, source) for path, some in groups.items() for _, source in some[:1]])
-        parallel(lambda path: self._written(path, sorted(groups[path], key=lambda p: p[0])), [*groups], jobs=self.jobs)
-        if word == "outputs":
-            kept = {f"{word}/node-{node}/{path[len(word) + 1 :]}" for path, some in groups.items() for node, _ in some}
-            for path in [path for path in self.known if path.startswith(f"{word}/")]:
-                if path not in groups and path not in kept:
-                    self._drop(path)
+        ordered = {path: sorted(some, key=lambda pair: pair[0]) for path, some in groups.items()}
+        parallel(lambda path: self._written(path, ordered), [*groups], jobs=self.jobs)
+
+    def _make_way(self, word: str, groups: Mapping[str, Sequence[tuple[int, _Source]]]) -> None:
+        """Remove local files of a former pull that are no longer in the store: all outputs, and artifacts whose path
+        is now a folder, or is in a folder that is now a file."""
+        folders = {folder for path in groups for folder in _folders_of(path)}
+        kept = {_place_of_node(path, node, groups) for path, some in groups.items() for node, _ in some}
+        for path in [path for path in self.known if path.startswith(f"{word}/")]:
+            over = groups.keys() & _folders_of(path)
+            if path not in groups and path not in kept and (word == "outputs" or path in folders or over):
+                self._drop(path)
+                for file in over:
+                    self.out.prune(file)
 
     def native(self) -> None:
         found = [(f"native/{name}", source) for name, source in self._below("native")]
@@ -454,6 +467,8 @@ class _Pull:
             swap(place)
             for path, digest in took:
                 self._remember(f"checkpoints/{path}", [parts[path]], digest, parts[path].size)
+        if not tree:
+            self._clear(final)
         rest = [path for path in parts if path not in tree]
         parallel(lambda path: self._fetch(f"checkpoints/{path}", parts[path]), rest, jobs=self.jobs)
         for path in here:
@@ -470,9 +485,9 @@ class _Pull:
         self._remember(path, [source], source.sha256, source.size)
         return True
 
-    def _written(self, first: str, versions: Sequence[tuple[int, _Source]]) -> None:
+    def _written(self, first: str, groups: Mapping[str, Sequence[tuple[int, _Source]]]) -> None:
         """Fetch one path of all nodes; equal content is kept once."""
-        word, _, path = first.partition("/")
+        versions = groups[first]
         same = self.known.get(first, {}).get("same", [])  # sources found equal, and their digest
         if not self._fetch_growing(first, versions[0][1]):
             return
@@ -482,7 +497,7 @@ class _Pull:
         for node, source in versions[1:]:
             if [*source.json, kept["sha256"]] in same:
                 continue
-            other = f"{word}/node-{node}/{path}"
+            other = _place_of_node(first, node, groups)
             if self._fetch_growing(other, source) and self.known[other]["sha256"] == kept["sha256"]:
                 self._drop(other)
                 with self.lock:
@@ -551,6 +566,12 @@ class _Pull:
         if self._intact(path):
             self.out.remove(path)
         self._forget(path)
+
+    def _clear(self, folder: str) -> None:
+        """Drop the files of a folder that is now a file, and the folder if that leaves it empty."""
+        for path in [path for path in self.known if path.startswith(f"{folder}/")]:
+            self._drop(path)
+        self.out.prune(folder)
 
     def _forget(self, path: str) -> None:
         with self.lock:
@@ -624,7 +645,7 @@ class _Pull:
                 why = f"{self.folder} has a {foreign[0]} that no pull wrote"
                 raise SpecError(why, field="folder", hint="name another folder") from None
             known, states, same = {}, [], True
-        if known or not self.folder.exists() or not any(self.folder.iterdir()):
+        if not self.folder.exists() or not any(self.folder.iterdir()):
             self.out.create(".gitignore", b"*\n")
         self.known, self.states = known, states
         if not same:
@@ -661,6 +682,20 @@ def newest_pulled(folder: Path) -> tuple[str, Path | None] | None:
         return str(state["run"]), next(iter(found), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _place_of_node(path: str, node: int, taken: Container[str]) -> str:
+    """Return where ``node``'s own version of the file at ``path`` is kept: below ``node-<n>/``, at no path that is
+    ``taken``."""
+    word, _, rest = path.partition("/")
+    while (place := f"{word}/node-{node}/{rest}") in taken:
+        rest = f"node-{node}/{rest}"
+    return place
+
+
+def _folders_of(path: str) -> set[str]:
+    """Return the folders that the relative path leads through."""
+    return {path[:at] for at, letter in enumerate(path) if letter == "/"}
 
 
 def _merge_nodes(item: Checkpoint) -> dict[str, _Source]:

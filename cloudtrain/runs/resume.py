@@ -108,7 +108,7 @@ def _check_run(place: str, run_id: str, settings: Settings, *, sends: bool, fold
     """
 
     def look(found: Store) -> SpecError | None:
-        if not found.files.exists(f"runs/{run_id}/run.json"):
+        if not found.has_run(run_id):
             hints = [did_you_mean(run_id, found.runs())]
             hints += [f"for the folder of that name: ./{run_id}"] if folder and folder.exists() else []
             hint = "; ".join(filter(None, hints)) or f"to see the runs there: cloudtrain list --store {place}"

@@ -262,7 +262,7 @@ class Run:
         natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
         last = max(recorded, default=0)
         refused = None if last in natives else self._refused_status(last)
-        if refused is not None and self._native(last) is not None:
+        if last not in natives and (self._native(last) if refused is not None else self._arrival(last)) is not None:
             return self._platform_status()  # another client was sending it meanwhile
         if not natives:
             return self._unsubmitted(last, refused), natives
@@ -288,6 +288,18 @@ class Run:
                 return None
             self._known.natives[attempt] = native
         return self._known.natives[attempt]
+
+    def _arrival(self, attempt: int) -> str | None:
+        """Return the native id of an attempt that a client was sending when it was cut off, if the request becomes a
+        job in the moment after a cancel. No client would look for it later, and stop it."""
+        store, arrival, native = self.store, CLIENT_TIMINGS.arrival, None
+        if (since := store.cancelled_since(self.run_id)) is None:
+            return None
+        until = self._ticks() + min(arrival, since + arrival - self._clock())
+        while native is None and self._ticks() < until and handover.cut_off(store, self.run_id, attempt):
+            self._sleep(0.5)
+            native = self._native(attempt)
+        return native
 
     def _found(self, attempt: int) -> str | None:
         request = self.store.attempt_request(self.run_id, attempt)
@@ -556,6 +568,7 @@ class Run:
         """
         count = None if n is None else whole_number(n, "n", least=0)
         moment = None if since is None else parse_since(since, self._clock(), field="since")
+        self._follow_handover()
         self._check_part("node", node)
         self._check_part("rank", rank)
         found = self._lines(self._tail(patience), follow, times or since is not None or bool(n), poll, patience)
@@ -592,6 +605,8 @@ class Run:
                 if looked and not tail.more:
                     yield None
                 looked = True
+            if self._follow_handover():  # another place has other lines
+                yield from self._lines(self._tail(patience), follow, times, poll, patience)
             return
         self._check()
         natives: dict[int, str] = {}
@@ -775,7 +790,8 @@ class Run:
         """Return ``status`` for a read-only client: pending while another client may soon begin the next attempt."""
         if not status.final or self.store.result(self.run_id) is not None:
             return status
-        if not handover.clients_retry(self, natives[max(natives)] if natives else None):
+        starts = handover.clients_retry(self, natives[max(natives)] if natives else None)
+        if not starts and not handover.fallbacks_of(self):
             return status
         newest, now = max(self.store.attempts(self.run_id), default=0), self._clock()
         since = self._known.over[newest] = min(self._known.over.get(newest, now), now)
@@ -790,7 +806,7 @@ class Run:
         if not self.job.at(self.provider_name).retries and status.category not in NO_MACHINES:
             return False
         if newest not in self._known.retried:
-            self._known.retried[newest] = handover.may_continue(self, self._compute(status, natives), moves=False)
+            self._known.retried[newest] = handover.may_continue(self, self._compute(status, natives))
         return self._known.retried[newest] and not self.store.cancelled(self.run_id)
 
     @contextlib.contextmanager
@@ -837,8 +853,13 @@ class Run:
         `NotFoundError` for a missing checkpoint and `SpecError` for an unknown word in ``what``. With ``follow``, it
         also raises the errors of `logs`.
         """
-        bring = partial(pull, self.store, self.run_id, Path(folder), what=what, on_pull=on_pull, progress=progress)
-        return bring(along=self._statuses_until_final() if follow else None, clock=self._ticks)
+        bring = partial(pull, run_id=self.run_id, folder=Path(folder), what=what, on_pull=on_pull, progress=progress)
+        self._follow_handover()
+        while True:
+            along = self._statuses_until_final() if follow else None
+            report = bring(self.store, along=along, clock=self._ticks)
+            if not follow or not self._follow_handover():
+                return report
 
     def shell(self, node: int = 0, command: Sequence[str] = (), *, tty: bool = False) -> Shell:
         """Return the way into a node: a command to run here, or the page of a shell. ``tty``: for a terminal.
@@ -891,7 +912,7 @@ class Run:
             unmarked = exc
         for k in self.store.attempts(self.run_id):
             try:
-                native = self._native(k)
+                native = self._native(k) or self._arrival(k)
                 if native is not None:
                     self._patiently(partial(self.provider.cancel, native))
                     if self.provider.retried_by == "supervisor":

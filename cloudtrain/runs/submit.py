@@ -616,7 +616,7 @@ def _staged(plan: Plan, say: Callable[[str], None], moved: Progress | None) -> S
     layout, store, left = plan.layout, plan.store, plan.fallbacks.left
     staged = stage_content(plan, say=say, moved=moved)
     sources = layout.resume_source or any(item.source for item in layout.inputs.values())
-    if not sources or store.files.exists(f"runs/{plan.run_id}/run.json"):  # an existing run has its copies
+    if not sources or store.has_run(plan.run_id):  # an existing run has its copies
         return staged
     from ..store.copies import copy_checkpoint, copy_inputs
 
@@ -748,7 +748,7 @@ def with_recorded_origin(plan: Plan) -> Plan | None:
     The native tags include the origin, and a repeated CI step must find its run, not start a second one. Raises
     `ConflictError` if the run id belongs to any other plan.
     """
-    if not plan.store.files.exists(f"runs/{plan.run_id}/run.json"):
+    if not plan.store.has_run(plan.run_id):
         return None
     record = plan.store.run(plan.run_id, needs=("job_digest", "code", "provider", "layout"))
     ours: tuple[Any, ...] = (plan.job.digest, plan.layout.code_digest, plan.provider_name)

@@ -110,8 +110,8 @@ class Copy:
     """The files ``found`` of ``source``, on their way to ``folder`` of the store.
 
     ``digests`` are the SHA-256 of the files there, saved at ``journal`` now and then: a killed client loses little. A
-    file that is in ``known`` (default: the journal) and there with its size is not copied again. ``needed`` is asked as
-    often: with the answer False the copy stops.
+    file that is in ``known`` (default: the journal) and there with its size is not copied again. As often, the copy
+    looks for the run ``run_id`` that it is for, if any: it stops if that run is recorded.
     """
 
     def __init__(
@@ -123,13 +123,13 @@ class Copy:
         *,
         journal: str,
         known: Mapping[str, str] | None = None,
-        needed: Callable[[], bool] = lambda: True,
+        run_id: str = "",
         progress: Progress | None = None,
         say: Say | None = None,
     ) -> None:
         self._store, self._folder, self._source, self._found = store, folder, source, found
         self._known = read_digests(store, journal) if known is None else known
-        self._journal, self._needed, self._progress, self._say = journal, needed, progress, say
+        self._journal, self._run_id, self._progress, self._say = journal, run_id, progress, say
         self._lock = threading.Lock()
         self._over, self._ended = threading.Event(), threading.Event()
         self._wrong: set[str] = set()
@@ -224,7 +224,7 @@ class Copy:
         """Save the digests, and look whether the copy is needed, until it has ended."""
         while not self._ended.wait(CLIENT_TIMINGS.copy_save):
             with contextlib.suppress(CloudtrainError):  # the copy itself meets the same failure
-                if not self._needed():
+                if self._run_id and self._store.has_run(self._run_id):
                     self._over.set()
                     return
                 self._save()
@@ -320,10 +320,6 @@ def _decide(store: Store, key: str, record: Mapping[str, Any], part: str, *, run
         changed = f"{source} has changed since its copy for run {run_id} began"
         why = changed if before == source else f"run {run_id} has begun with a copy of {before}, not of {source}"
         raise ConflictError(why, field=field, hint=_ANOTHER_ID)
-
-
-def _is_unrecorded(store: Store, run_id: str) -> bool:
-    return not store.files.exists(f"runs/{run_id}/run.json")
 
 
 # --------------------------------------------------------------------------------------------------------------- inputs
@@ -431,8 +427,8 @@ def _copy_input(
     files = {path: {"size": entry.size, "version": version_of(entry)} for path, entry in found.items()}
     listing = {"protocol": 1, "source": source.shown, "files": files}
     _decide(store, f"{root}/listing.json", listing, "files", run_id=run_id, field=source.field)
-    needed, journal = partial(_is_unrecorded, store, run_id), f"{root}/digests.json"
-    return Copy(store, folder, source, found, journal=journal, needed=needed, progress=progress, say=say).run()
+    journal = f"{root}/digests.json"
+    return Copy(store, folder, source, found, journal=journal, run_id=run_id, progress=progress, say=say).run()
 
 
 def _earlier_copy(left: PreviousPlace | None, name: str, item: LayoutInput) -> _EarlierCopy | None:
@@ -573,9 +569,9 @@ def copy_checkpoint(
         # A file of the same name and size may be of another source, tried before.
         digests = read_digests(store, journal)
         known = {path: entry.version for path, entry in found.items() if digests.get(path) == entry.version}
-        needed = partial(_is_unrecorded, store, layout.run_id)
+        run_id = layout.run_id
         return Copy(
-            store, folder, source, found, known=known, journal=journal, needed=needed, progress=progress, say=say
+            store, folder, source, found, known=known, journal=journal, run_id=run_id, progress=progress, say=say
         ).run()
 
     if left is not None and left.layout.resume and left.layout.resume_source == layout.resume_source:
@@ -625,7 +621,7 @@ def _from_earlier_copy(store: Store, url: str, copy: Callable[[CopySource], int]
 
 def _with_run(place: _Place, store: Store) -> Store:
     """Return ``store``. Raises `SpecError` if it has no such run."""
-    if _is_unrecorded(store, place.run_id):
+    if not store.has_run(place.run_id):
         raise SpecError(f"no run {place.run_id!r} in {place.store}", field=FIELD)
     return store
 

@@ -54,6 +54,7 @@ _NODE = (
 _RARE = (
     *(f"runtime/{name}.py" for name in ("node_check", "preflight", "shell", "webhook", "worker")),
     *(f"provider_api/{name}.py" for name in ("catalog", "checks", "limits", "node_count")),
+    "providers/_rehearsal.py",
 )
 """Files of `_NODE` that no node imports, or only nodes of some jobs: as source alone, to keep the zip small."""
 _SCRIPT = (
@@ -63,6 +64,7 @@ _SCRIPT = (
     "storage/*.py",
     "store/*.py",
     "runs/*.py",
+    "runs/sweeps/*.py",
     "engine/fault_injection.py",
     "engine/url_map.py",
 )
@@ -120,8 +122,10 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def _is_compiled(name: str, provider: type[Provider] | None) -> bool:
     """Return whether nodes of ``provider`` import the member ``name``; other providers' nodes compile their own."""
     ours, _, inner = name.partition("/")
+    if inner in _RARE:
+        return False
     if ours != "cloudtrain" or not inner.startswith("providers/"):
-        return _matches(inner, _NODE) and inner not in _RARE
+        return _matches(inner, _NODE)
     owner = inner.split("/")[1].removesuffix(".py")
     return provider is None or owner in ("__init__", "_cloud", provider.name)
 

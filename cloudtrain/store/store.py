@@ -34,7 +34,7 @@ from ..storage.timings import CLIENT_TIMINGS
 from ..validate import did_you_mean, json_loads, url_scheme
 
 __all__ = [
-    "COPIES",
+    "EARLY",
     "RELAYED",
     "SOURCES",
     "LocalTree",
@@ -73,8 +73,8 @@ _MEANT = (
 )
 """URLs of a cloud's web page or API, and the store that each stands for."""
 
-COPIES = frozenset({"inputs", "resume"})
-"""Folders of a run that exist before its run.json."""
+EARLY = frozenset({"cancelled.json", "inputs", "resume"})
+"""Names in a run's folder that may exist before its run.json: its copies, and the cancel of a sweep's trial."""
 SOURCES = "data/sources"
 """Folder of the records that lead from the listing of a staged source to the digest of its content."""
 _STAGING = 5 * 86400.0  # seconds from an announcement to run.json: well below those for which it counts
@@ -297,6 +297,10 @@ class Store:
             raise NotFoundError(f"no run {run_id!r} in {self.url}", field="run", hint=near)
         record.pop(_TOKEN, None)
         return checked_run(record, needs, f"{self.url}/{run_folder(run_id)}/run.json")
+
+    def has_run(self, run_id: str) -> bool:
+        """Return whether the run is recorded: it has a run.json."""
+        return self.files.exists(f"{run_folder(run_id)}/run.json")
 
     def runs(self) -> list[str]:
         """Return run ids, sorted: dated ids (the default) come oldest first."""

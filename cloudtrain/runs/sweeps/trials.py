@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ...errors import AuthError, StorageError
+from ...errors import AuthError, SpecError, StorageError
 from ...job.job import Job
 from ...provider_api.protocol import Layout, Provider
 from ...settings.settings import Settings
@@ -63,8 +63,13 @@ class RunTrials:
             run = self.run(trial)
             if stop:
                 self._store.cancel(trial.run)  # first of all: a client that is about to send it sees this
-            if trial.n not in self._sent:
+            try:
                 self._send(trial)
+            except SpecError as exc:
+                if not stop or self._store.has_run(trial.run):
+                    raise
+                # No client sends it any more: the cancel is older than any run.json.
+                return Outcome(trial=trial.n, state="cancelled", max_cost=0.0, max_gpu_hours=0.0, reason=str(exc))
             say = partial(self._line, trial)
             run.reconcile(retry=FallbackPolicy(run, say, environ=self._environ))
             result = self._store.result(trial.run)
@@ -96,7 +101,7 @@ class RunTrials:
 
     def _send(self, trial: Trial) -> None:
         """Send the trial, unless a client has. A refusal is recorded in the run, and no error here."""
-        if self._store.submitted(trial.run, 0) is None:
+        if trial.n not in self._sent and self._store.submitted(trial.run, 0) is None:
             plan = trial_plan(self._record, trial, store=self._store, provider=self._provider, settings=self._settings)
             try:
                 send_plan(plan, environ=self._environ)
