@@ -22,8 +22,8 @@ from cloudtrain.runtime.store_checkpoints import RefusedError, find_newest
 from cloudtrain.runtime.timings import TIMINGS
 from cloudtrain.runtime.workspace import Workspace
 
-#: A file system over local files, as one of fsspec's own that is reached by ``fake:///folder``. ``TIME`` says how it
-#: tells times, the file ``$FAIL`` how often a listing of what has the text ``$FAILS`` in it is still to fail.
+#: A file system over local files, reached like one of fsspec's own by ``fake:///folder``.
+#: ``TIME`` sets the form of its times. The file ``$FAIL`` holds how many listings that contain ``$FAILS`` still fail.
 FAKE = """
 import os
 from datetime import datetime, timezone
@@ -75,7 +75,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fake(tmp_path: Path) -> dict[str, str]:
-    """The environment of a Python whose fsspec knows ``fake``."""
+    """Return the environment of a Python whose fsspec knows ``fake``."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/fakefs.py").write_text(FAKE)
     (tmp_path / "lib/sitecustomize.py").write_text(
@@ -85,7 +85,7 @@ def fake(tmp_path: Path) -> dict[str, str]:
 
 
 def checkpoint(folder: Path, saved: float | None, **shards: float) -> None:
-    """``.metadata`` of the time ``saved`` and shards of theirs."""
+    """Write ``.metadata`` with the time ``saved``, and shards with their own times."""
     folder.mkdir(parents=True)
     files = {f"{name}.distcp": when for name, when in shards.items()}
     for name, when in {**files, **({".metadata": saved} if saved is not None else {})}.items():
@@ -164,7 +164,7 @@ def test_times_as_file_systems_tell_them(tmp_path: Path, fake: dict[str, str], t
 def test_a_listing_that_fails_is_tried_three_times(
     tmp_path: Path, fake: dict[str, str], fails: str, often: int
 ) -> None:
-    """Also one of a single entry, which fsspec would leave out and say nothing."""
+    """Check also the listing of a single entry, whose failure fsspec would hide."""
     checkpoint(tmp_path / "store/step-1", 1000.0, a=998.0)
     checkpoint(tmp_path / "store/step-2", 2000.0, a=1998.0)
     (tmp_path / "fail").write_text(str(often))
@@ -262,7 +262,7 @@ def test_on_object_stores(request: pytest.FixtureRequest, store: str) -> None:
     assert (found.key, said) == (f"{url}/step-1", [])
     assert abs(found.saved - before) < 60
     write("step-2/.metadata", "last")
-    time.sleep(1.1)  # these stores tell whole seconds
+    time.sleep(1.1)  # these stores keep whole seconds
     write("step-1/__0_0.distcp", "written over")
     found, said = ask(url, environ)
     assert found is not None
@@ -292,7 +292,7 @@ def test_a_workspace_looks_where_its_store_is_mounted(tmp_path: Path) -> None:
 
 
 def test_a_workspace_looks_at_the_mount_of_its_bucket(tmp_path: Path) -> None:
-    """The script writes to the bucket by its URL, and resumes from there. To look needs no credentials."""
+    """The script writes to the bucket by its URL and resumes from it. The check needs no credentials."""
     space = workspace(tmp_path, url="s3://no-such-bucket/x", shown="mounted", secrets=lambda reference: "secret")
     assert space.direct() is None
     checkpoint(tmp_path / "store/step-1", 1000.0, a=998.0)
@@ -395,7 +395,8 @@ def test_a_store_that_answers_in_time_is_resumed_from(tmp_path: Path, monkeypatc
 def test_what_a_listing_that_fails_means(
     tmp_path: Path, fake: dict[str, str], code: str, kind: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refusal differs from silence. A library's fault is no proof of an empty store; a missing library is."""
+    """A refusal differs from no answer. A library's error does not prove that the store is empty; a missing library
+    does."""
     monkeypatch.setattr(TIMINGS, "store_pauses", ())
     (tmp_path / "lib/fakefs.py").write_text(
         f"{FAKE}\n    def ls(self, path, detail=True, **kwargs):\n        fs = self\n        {code}\n"

@@ -1,4 +1,4 @@
-"""Lines and their numbers: what a rank printed becomes lines, each numbered once, in segments that are whole files."""
+"""Lines and their numbers: a rank's output becomes lines, each numbered once, in segments that are complete files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cloudtrain.store.store import Store
 
 
 def read(*chunks: bytes, pause: float = 0.0) -> list[str]:
-    """The lines of a pipe into which ``chunks`` are written one by one."""
+    """Return the lines of a pipe into which ``chunks`` are written one by one."""
     out, into = os.pipe()
 
     def write() -> None:
@@ -141,7 +141,7 @@ class Pipe:
 
 
 def untimed(*segments: Path) -> list[str]:
-    """The lines of segments as the platform got them."""
+    """Return the lines of segments as the platform got them."""
     lines = "".join(path.read_text() for path in segments).splitlines()
     timed = re.compile(r"(\[a\S+ n\d+ r\S+ #\d+) \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\]")
     assert all(timed.match(line) for line in lines)

@@ -23,7 +23,7 @@ class Reader:
         self.reader = PrintedMetrics(patterns, self.file, say=self.said.append)
 
     def rows(self, *lines: str) -> list[dict[str, Any]]:
-        """The rows of these lines, their time left out."""
+        """Return the rows of these lines without their time."""
         for line in lines:
             self.reader.read(line)
         rows = [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []

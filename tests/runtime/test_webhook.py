@@ -1,4 +1,4 @@
-"""The post at the end of an attempt: what it says, and that a bad webhook is only a line of the log."""
+"""The post at the end of an attempt: its content, and a broken webhook that costs only a log line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECRET = "s3cret\nvalue"
 
 
 class Hook(http.server.ThreadingHTTPServer):
-    """Answers with ``codes`` in turn, then 200. It keeps each post; ``slow`` seconds pass before an answer."""
+    """A webhook that answers with ``codes`` in turn, then 200, after ``slow`` seconds. It keeps each post."""
 
     daemon_threads = True
 
@@ -69,7 +69,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def posted(url: str, headers: dict[str, str] | None = None, *, secret: str = "s3cret") -> list[str]:
-    """Post the record and return what was said."""
+    """Post the record and return the log lines."""
     context = {
         "run": "file:///s/runs/r", "run_id": "r", "provider": "local", "secrets": {"TOKEN": "env:TOKEN"},
         "webhook": {"url": url, "headers": headers or {}, "retries": 0},
