@@ -106,7 +106,7 @@ def test_auto_is_no_setting_and_no_provider(tmp_path: Path) -> None:
 
 
 def of_machines(folder: Path, one: float, two: float) -> None:
-    """Two places on this machine, with these prices."""
+    """Write two profiles on this machine with these prices."""
     places = {
         name: {"provider": "local", "store": str(folder / name), "local": {"prices": {"localhost": price}}}
         for name, price in (("one", one), ("two", two))

@@ -176,7 +176,7 @@ SSE, NO = "x-amz-server-side-encryption", "no identity-based policy allows it"
 
 @pytest.mark.parametrize("sse", ["", "aws:kms"])
 def test_a_store_whose_prefix_alone_is_listed(s3: FaultyS3, sse: str) -> None:
-    """And one that refuses what is not encrypted as it demands."""
+    """Check also a store that refuses objects without its required encryption."""
 
     s3.denies = lambda method, path, headers: NO if method == "PUT" and headers.get(SSE, "") != sse else ""
     check = round_trip(tree(sse=sse, sse_kms_key_id="key" if sse else ""))
@@ -289,7 +289,7 @@ def test_a_long_wait_says_why_once() -> None:
     assert said[4:] == ["pending", "still pending after 1m: no state of its own: the platform gives no reason"]
 
 
-# ------------------------------------------------------------------------------------------- what is found on the nodes
+# -------------------------------------------------------------------------------------------------- checks on the nodes
 
 
 def report(*nodes: dict[str, Any], links: Any = None, **more: Any) -> dict[str, Any]:
@@ -390,7 +390,7 @@ def test_doors_between_nodes() -> None:
 
 
 def test_ports_by_name_and_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name may lead to a service that forwards some ports only; here it leads nowhere."""
+    """A name may lead to a service that forwards only some ports. Here it leads nowhere."""
     monkeypatch.setattr(node_check, "CONNECT", 2.0)
     with socket.create_server(("", 0)) as server, socket.create_server(("", 0)) as closed:
         taken, shut = server.getsockname()[1], closed.getsockname()[1]
@@ -428,7 +428,7 @@ def test_folders_and_what_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class Cancelled:
-    """A run that is stopped when it is asked to be, of which node 0 alone has recorded its end."""
+    """A run that stops when it is asked to. Only node 0 has recorded its end."""
 
     run_id = "r"
 

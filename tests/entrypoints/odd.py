@@ -83,8 +83,7 @@ class Model(nn.Module):
 
 
 def build_model(args: argparse.Namespace) -> nn.Module:
-    """Return the model of the flags. A late copy of a save equals an early one only if no step changes the model
-    meanwhile."""
+    """Return the model of the flags. With ``--copying``, a save copies late, so that steps may change its state."""
     copy = DefaultStager._stage
 
     def late(stager: DefaultStager, state: dict[str, Any]) -> dict[str, Any]:
