@@ -1,4 +1,4 @@
-"""What is missing before a job can be sent: named in one error, with the lines to paste; a plan goes on without it."""
+"""Missing settings before a submit: one error names them, with the lines to paste. A plan works without them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with a script, and no settings anywhere."""
+    """Enter a folder with a script, and with no settings anywhere."""
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
@@ -43,7 +43,7 @@ def nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pasted(hint: str) -> str:
-    """The lines of the hint that are TOML."""
+    """Return the TOML lines of the hint."""
     return "\n".join(line for line in hint.splitlines() if re.match(r"\[|[a-z_]+ = ", line))
 
 
@@ -151,7 +151,7 @@ def test_lines_for_a_pyproject_are_in_its_table() -> None:
 
 @pytest.mark.parametrize("provider", WANTED)
 def test_stand_ins_are_not_examples(provider: str) -> None:
-    """A value that somebody pasted must not be shown as a placeholder."""
+    """A value that the user pasted must not be shown as a placeholder."""
     needs = needs_of(find_provider(provider))
     settings, made, job = stand_ins(Settings(), provider, Job.make(entry_point="t.py"), list(needs))
     for name, need in needs.items():
@@ -230,7 +230,7 @@ def test_doctor_looks_at_this_job(capsys: Capture) -> None:
     assert "nope.py" in failed[0]["detail"]
 
 
-@pytest.mark.parametrize("provider", [name for name in WANTED if name != "slurm"])  # it asks this machine's Slurm, too
+@pytest.mark.parametrize("provider", [name for name in WANTED if name != "slurm"])  # slurm asks this machine's too
 def test_doctor_has_one_finding_for_all_that_is_missing(provider: str, capsys: Capture) -> None:
     assert cli.main(["doctor", "train.py", "--provider", provider, "--json"]) == 2
     failed = [row for row in json.loads(capsys.readouterr().out)["checks"] if row["status"] == "failed"]

@@ -1,4 +1,4 @@
-"""A bare installation of a clone: each provider's first command names one command that installs what it needs."""
+"""A bare installation of a clone: each provider's first command names one command that installs its packages."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ def test_a_package_comes_with_the_smallest_extra() -> None:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that has a clone without extras; a script is in the folder ``code``."""
+    """Return the Python of an environment with a clone without extras. A script is in the folder ``code``."""
     folder = tmp_path_factory.mktemp("bare")
     clone = folder / "my clone"
     shutil.copytree(ROOT / "cloudtrain", clone / "cloudtrain", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
-    (folder / "code").mkdir()  # apart from the environment, whose files a plan would digest
+    (folder / "code").mkdir()  # not in the environment, whose files a plan would digest
     (folder / "code/train.py").write_text("print('hello')\n")
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
@@ -120,7 +120,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cloudtrain(python: Path, line: str) -> str:
-    """What the command says; nothing of ours but what is installed there."""
+    """Return the command's output, with no cloudtrain but the installed one."""
     folder = python.parents[2]
     environ = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "AWS_EC2_METADATA_DISABLED": "true"}
     done = subprocess.run(

@@ -31,7 +31,7 @@ tool = _tool()
 
 
 class Clouds:
-    """Three price APIs on one server. ``wire.faults`` come first; ``pages`` is what each answers, page by page."""
+    """Three price APIs on one server. ``wire.faults`` come first; ``pages`` has each API's answers, page by page."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wire = Wire(lambda token: self.identity.account(token))

@@ -57,7 +57,7 @@ Call = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def home(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, str]]:
-    """A folder with a script, and an environment with torchx and the wheel, whose entry points torchx reads."""
+    """Return a folder with a script, and an environment with torchx and the wheel, whose entry points torchx reads."""
     folder = os.environ.get("TORCHX_FOLDER", "")
     if not folder:
         pytest.skip("no folder with torchx in TORCHX_FOLDER; make test sets it")
@@ -126,7 +126,7 @@ def test_a_dry_run_shows_the_plan_and_sends_nothing(torchx: Call) -> None:
 
 @pytest.mark.slow
 def test_torchx_keeps_its_own_schedulers(torchx: Call, home: tuple[Path, Mapping[str, str]]) -> None:
-    """torchx 0.7 forgets them once any package names a scheduler, and takes the first one as its default."""
+    """torchx 0.7 forgets them once any package names a scheduler, and uses the first one as its default."""
     python = str(shutil.which("python", path=home[1]["PATH"]))
     code = (
         "import torchx.schedulers as them;print(them.get_default_scheduler_name(), "
