@@ -61,9 +61,9 @@ class Examiner:
         self.capsys.readouterr()
         code = cli.main(["doctor", *argv, "--json"])
         out, _ = self.capsys.readouterr()
-        told = json.loads(out)
-        assert told["exit_code"] == code
-        rows = told.get("checks") or []
+        output = json.loads(out)
+        assert output["exit_code"] == code
+        rows = output.get("checks") or []
         for row in rows:
             assert row["status"] in STATUSES
             assert bool(row["fix"]) == (row["status"] == "failed"), row

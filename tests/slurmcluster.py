@@ -71,8 +71,8 @@ class Cluster:
         return done.stdout
 
     def field(self, job: str, name: str) -> str:
-        shown = self.call("scontrol", "-o", "show", "job", job)
-        return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}="))
+        output = self.call("scontrol", "-o", "show", "job", job)
+        return next(word.partition("=")[2] for word in output.split() if word.startswith(f"{name}="))
 
     def nodes_of(self, job: str) -> list[str]:
         return self.call("scontrol", "show", "hostnames", self.field(job, "NodeList")).split()

@@ -178,9 +178,9 @@ def test_no_store_url_may_hold_one(
         ["stage", "."],
     ):
         assert main([*verb, "--store", text.format(word), "--json"]) == 2
-        told = capsys.readouterr()
-        assert word not in told.out + told.err
-        assert json.loads(told.out)["field"] == "store"
+        output = capsys.readouterr()
+        assert word not in output.out + output.err
+        assert json.loads(output.out)["field"] == "store"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
@@ -192,9 +192,9 @@ def test_a_credential_in_a_settings_file_is_not_shown(
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "train.py"]) == 2
-    told = capsys.readouterr()
-    assert word not in told.out + told.err
-    assert told.err.startswith("error: store: s3://***@bucket/x holds a password")
+    output = capsys.readouterr()
+    assert word not in output.out + output.err
+    assert output.err.startswith("error: store: s3://***@bucket/x holds a password")
 
 
 # -------------------------------------------------------------------------------------------------------- a whole run

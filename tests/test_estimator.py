@@ -239,8 +239,8 @@ def test_an_error_shows_your_own_lines_alone(tmp_path: Path, call: str, message:
     env = {**os.environ, "PYTHONPATH": str(Path(cloudtrain.__file__).parents[1]), "CLOUDTRAIN_DEBUG": ""}
     command = [sys.executable, str(script)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    shown = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
-    assert [line.split(", in ")[1] for line in shown] == ["<module>", "train"], done.stderr
+    frames = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
+    assert [line.split(", in ")[1] for line in frames] == ["<module>", "train"], done.stderr
     assert call in done.stderr
     assert done.stderr.count("Traceback") == 1
     tail = done.stderr.partition(call)[2]

@@ -79,10 +79,10 @@ def test_an_error_of_each_class_ends_the_command_with_its_code(
     plain = capsys.readouterr()
     assert (plain.out, plain.err.count("\n"), plain.err[:7]) == ("", 1, "error: ")
     assert cli.main(["status", "r1", "--json"]) == kind.exit_code
-    told = json.loads(capsys.readouterr().out)
-    assert told["exit_code"] == kind.exit_code
-    assert told["field"] == ("resources.gpu" if issubclass(kind, errors.UnsupportedError) else "")
-    assert f"error: {told['error']}\n" == plain.err
+    output = json.loads(capsys.readouterr().out)
+    assert output["exit_code"] == kind.exit_code
+    assert output["field"] == ("resources.gpu" if issubclass(kind, errors.UnsupportedError) else "")
+    assert f"error: {output['error']}\n" == plain.err
 
 
 @pytest.mark.parametrize("category", EXIT_CODES)
@@ -94,8 +94,8 @@ def test_a_run_of_each_category_ends_a_wait_with_its_code(
     jobs.stand("r1.0", state=state, category=category, reason="why")
     try:
         assert cli.main(["wait", "r1", "--json"]) == EXIT_CODES[category]
-        told = json.loads(capsys.readouterr().out)
-        assert (told["category"], told["exit_code"]) == (category, EXIT_CODES[category])
+        output = json.loads(capsys.readouterr().out)
+        assert (output["category"], output["exit_code"]) == (category, EXIT_CODES[category])
         assert cli.main(["status", "r1"]) == 0
     finally:
         (store / ".cloudtrain/runs/r1/result.json").unlink()

@@ -102,8 +102,8 @@ class Places:
     def long_ago(self, place: int = 0) -> None:
         """Date the submission of its job two days back."""
         files = self.stores[place].files
-        noted = json.loads(files.read(LATER))
-        files.write(LATER, json.dumps({**noted, "time": noted["time"] - 2 * 86400}).encode())
+        record = json.loads(files.read(LATER))
+        files.write(LATER, json.dumps({**record, "time": record["time"] - 2 * 86400}).encode())
 
 
 @pytest.fixture
@@ -176,13 +176,13 @@ def test_what_waits_for_machines_too_long_is_cancelled_for_certain_and_goes_on(p
     run = places.submit(max_wait=3600)
     assert FallbackPolicy(run)(run.result()) is False
     places.long_ago()
-    said: list[str] = []
+    messages: list[str] = []
     run = places.attach()
-    result = run.reconcile(retry=FallbackPolicy(run, said.append))
+    result = run.reconcile(retry=FallbackPolicy(run, messages.append))
     assert (result["state"], result["run"]) == ("pending", f"{places.stores[1].url}/runs/r")
     assert [cloud.status("r.0").state for cloud in places.clouds] == ["cancelled", "pending"]
     assert [item["reason"] for item in result["refusals"]] == ["no machines within max_wait (1h)"]
-    assert any("no machines within max_wait (1h); continuing on" in text for text in said)
+    assert any("no machines within max_wait (1h); continuing on" in text for text in messages)
 
 
 def test_a_job_that_never_got_machines_goes_on_while_somebody_waits(places: Places) -> None:
@@ -502,16 +502,16 @@ def test_the_doctor_checks_every_profile_and_prints_the_same_check_once(
     assert heads == [f"{NAME} {first}:", f"p1 {NAME} {second}:"]
     assert names == [["settings:", "plan:", "sdk:", "role:", "store:"], ["settings:", "role:", "store:"]]
     assert cli.main(["doctor", "--json"]) == AuthError.exit_code
-    told = json.loads(capsys.readouterr().out)
-    assert (told["provider"], told["place"], told["exit_code"]) == (NAME, first, AuthError.exit_code)
-    (item,) = told["fallbacks"]
+    output = json.loads(capsys.readouterr().out)
+    assert (output["provider"], output["place"], output["exit_code"]) == (NAME, first, AuthError.exit_code)
+    (item,) = output["fallbacks"]
     assert (item["profile"], item["place"], item["exit_code"]) == ("p1", second, AuthError.exit_code)
-    for found in (told, item):
+    for found in (output, item):
         assert [row["name"] for row in found["checks"]] == ["settings", "plan", "sdk", "role", "store"], "each is whole"
     assert cli.main(["doctor", "--fallback", "p2", "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in told["checks"]] == ["settings"]
-    assert "fallbacks" not in told
+    output = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in output["checks"]] == ["settings"]
+    assert "fallbacks" not in output
 
 
 def test_any_handle_and_id_leads_to_the_newest(places: Places) -> None:
@@ -556,9 +556,9 @@ def test_a_cancel_that_whoever_moved_it_did_not_pass_on_counts(places: Places, m
     places.stores[0].cancel("r")
     assert places.reconcile()[0]["state"] == "cancelled"
     assert places.jobs() == [["r.0"], []]
-    left = places.stores[0].result("r")
-    assert left is not None, "every check still reads the previous store"
-    assert left["state"] == "failed"
+    result = places.stores[0].result("r")
+    assert result is not None, "every check still reads the previous store"
+    assert result["state"] == "failed"
 
 
 def test_who_may_only_read_is_told_how_a_run_stands_that_was_moved(

@@ -77,11 +77,11 @@ def test_how_often_a_node_writes_below_the_mounted_store(
 ) -> None:
     """Each of these writes creates a new object there. The script logs, and rank 0 writes metrics, every second."""
     written: Counter[str] = Counter()
-    whole = mirror_files.replace_file
+    original = mirror_files.replace_file
 
     def replace(source: Path, target: Path, *more: Any, **named: Any) -> None:
         written["metrics"] += target.parent.name == "metrics"
-        whole(source, target, *more, **named)
+        original(source, target, *more, **named)
 
     def segment(path: Path, data: bytes) -> int:
         written["segments"] += path.parent.name == "node-0" and path.match("*.log*")

@@ -124,9 +124,9 @@ def test_what_is_announced_is_there_until_it_is_taken_back(store: Files) -> None
 
 
 def test_who_stages_waits_for_who_deletes(store: Files) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     with Lease(store, MARK, seconds=60) as deleting:
-        waiting = threading.Thread(target=announce, args=(store, "run-1", ["a"]), kwargs={"say": said.append})
+        waiting = threading.Thread(target=announce, args=(store, "run-1", ["a"]), kwargs={"say": messages.append})
         waiting.start()
         time.sleep(0.3)
         assert waiting.is_alive()
@@ -134,7 +134,7 @@ def test_who_stages_waits_for_who_deletes(store: Files) -> None:
         deleting.check()
     waiting.join(timeout=10)
     assert not waiting.is_alive()
-    assert said == ["waiting: another client deletes from this store"]
+    assert messages == ["waiting: another client deletes from this store"]
     assert not held(store)
 
 

@@ -241,8 +241,8 @@ def test_the_first_page_of_ten_thousand_runs_takes_little_memory(folder: Store, 
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, str(tmp_path / "store")], capture_output=True, text=True, check=True
     )
-    told = json.loads(done.stdout)
-    assert told["code"] == 0, (told, done.stderr)
+    output = json.loads(done.stdout)
+    assert output["code"] == 0, (output, done.stderr)
     newest = stamped(T0 + RUNS - 1) if ours else f"ci-{RUNS - 1}"
-    assert (told["out"]["runs"][0]["run_id"], len(told["out"]["runs"])) == (newest, listing.PAGE)
-    assert told["peak"] <= 150 << 20, told["peak"]
+    assert (output["out"]["runs"][0]["run_id"], len(output["out"]["runs"])) == (newest, listing.PAGE)
+    assert output["peak"] <= 150 << 20, output["peak"]

@@ -50,14 +50,14 @@ def pasted(hint: str) -> str:
 @pytest.mark.parametrize("provider", WANTED)
 def test_one_error_names_all_that_is_missing(provider: str, capsys: Capture) -> None:
     assert cli.main(["submit", "train.py", "--provider", provider, "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
+    output = json.loads(capsys.readouterr().out)
     short = ", ".join(name.rpartition(".")[2] for name in WANTED[provider])
     many = {1: "1 setting is"}.get(len(WANTED[provider]), f"{len(WANTED[provider])} settings are")
-    assert told["error"] == f"provider {provider}: {many} missing: {short}"
-    table = toml_loads(pasted(told["hint"]), where="hint")
+    assert output["error"] == f"provider {provider}: {many} missing: {short}"
+    table = toml_loads(pasted(output["hint"]), where="hint")
     found = {"store": table.pop("store"), **table.pop(provider, {})}
     assert {*found, *table} == set(short.split(", "))
-    assert told["hint"].endswith(f"cloudtrain init --provider {provider}")
+    assert output["hint"].endswith(f"cloudtrain init --provider {provider}")
     assert not Path(".cloudtrain").exists()
 
 
@@ -78,10 +78,10 @@ def test_a_plan_has_placeholders_and_is_never_sent(provider: str, capsys: Captur
     out, err = capsys.readouterr()
     assert re.search(r"^warning: .* settings? (is|are) missing: .*; this plan cannot be sent$", err, re.MULTILINE)
     assert "to send exactly this" not in err
-    told = json.loads(out)
-    assert told["missing"] == WANTED[provider]
-    assert "missing-" not in json.dumps(told["request"])
-    assert told["run"].partition("://")[2].removeprefix("/").startswith("<")
+    output = json.loads(out)
+    assert output["missing"] == WANTED[provider]
+    assert "missing-" not in json.dumps(output["request"])
+    assert output["run"].partition("://")[2].removeprefix("/").startswith("<")
     Path("plan.json").write_text(out)
     assert cli.main(["submit", "--plan", "plan.json"]) == 2
     assert " missing: store" in capsys.readouterr().err
@@ -109,9 +109,9 @@ def test_only_what_is_missing_is_named(capsys: Capture) -> None:
     assert cli.main(["plan", "train.py", "--provider", "sagemaker", "--json"]) == 0
     out, err = capsys.readouterr()
     assert "1 setting is missing: role" in err
-    told = json.loads(out)
-    assert told["run"] == "s3://b/p/runs/train-plan"
-    assert "ecr.eu-west-1." in told["request"]["body"]["AlgorithmSpecification"]["TrainingImage"]
+    output = json.loads(out)
+    assert output["run"] == "s3://b/p/runs/train-plan"
+    assert "ecr.eu-west-1." in output["request"]["body"]["AlgorithmSpecification"]["TrainingImage"]
 
 
 @pytest.mark.parametrize("provider", WANTED)
@@ -165,9 +165,9 @@ def test_stand_ins_are_not_examples(provider: str) -> None:
 def test_init_writes_what_a_plan_needs(capsys: Capture) -> None:
     flags = ["--set", "region=eu-west-1", "--set", "role=arn:aws:iam::123456789012:role/T"]
     assert cli.main(["init", "--provider", "sagemaker", "--store", "s3://b/p", *flags, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [row["status"] for row in told["files"]] == ["wrote"] * 3
-    assert told["missing"] == []
+    output = json.loads(capsys.readouterr().out)
+    assert [row["status"] for row in output["files"]] == ["wrote"] * 3
+    assert output["missing"] == []
     assert cli.main(["plan", "job.toml", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["provider"], plan["missing"], plan["run"]) == ("sagemaker", [], "s3://b/p/runs/train-plan")

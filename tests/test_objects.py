@@ -205,9 +205,9 @@ def test_a_range_that_fails_after_its_last_byte_is_whole(
 def test_ranges_are_asked_for_by_the_tag_of_the_first(s3: FaultyS3, tmp_path: Path) -> None:
     s3.put("store/key", os.urandom(100_000))
     reach().download("key", tmp_path / "x", size=100_000)
-    asked = [headers for _, _, headers in s3.requests]  # no request precedes the first range, which returns the tag
-    assert [headers.get("if-match") for headers in asked] == [None, *[s3.objects["store/key"].tag] * 3]
-    assert {headers["range"] for headers in asked} == {
+    requests = [headers for _, _, headers in s3.requests]  # no request precedes the first range, which returns the tag
+    assert [headers.get("if-match") for headers in requests] == [None, *[s3.objects["store/key"].tag] * 3]
+    assert {headers["range"] for headers in requests} == {
         "bytes=0-32767",
         "bytes=32768-65535",
         "bytes=65536-98303",
@@ -374,16 +374,16 @@ def test_after_ctrl_c_an_upload_does_not_go_on(s3: FaultyS3, tmp_path: Path) -> 
 
 
 def test_first_users_share_one_mover(s3: FaultyS3) -> None:
-    asked: list[str] = []
+    requests: list[str] = []
 
     def storage(url: str) -> dict[str, Any]:
-        asked.append(url)
+        requests.append(url)
         time.sleep(0.1)
         return {}
 
     tree = RemoteFiles(url="s3://bucket/store", storage=storage)
     parallel(lambda _: tree.names(), list(range(8)), jobs=8)
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
 # ------------------------------------------------------------------------------------------------- requests to a server

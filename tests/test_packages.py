@@ -138,20 +138,20 @@ def cloudtrain(python: Path, line: str) -> str:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("provider", FIRST)
 def test_the_first_command_names_all_that_is_missing(provider: str, bare: Path) -> None:
-    said = cloudtrain(bare, FIRST[provider])
+    output = cloudtrain(bare, FIRST[provider])
     listed = " and ".join(filter(None, [", ".join(EXTRAS[provider][:-1]), EXTRAS[provider][-1]]))
-    assert f"needs {listed}, which" in said, said
-    assert said.count("pip install") == 1, said
-    assert f"pip install '{bare.parents[2]}/my clone[{provider}]'" in said
+    assert f"needs {listed}, which" in output, output
+    assert output.count("pip install") == 1, output
+    assert f"pip install '{bare.parents[2]}/my clone[{provider}]'" in output
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("provider", ["local", "sagemaker"])
 def test_that_command_is_all_it_takes(provider: str, bare: Path) -> None:
-    said = cloudtrain(bare, FIRST[provider])
-    found = re.search(r"^(?:hint|\s+fix): (.*pip install.*)$", said, re.MULTILINE)
-    assert found is not None, said
+    output = cloudtrain(bare, FIRST[provider])
+    found = re.search(r"^(?:hint|\s+fix): (.*pip install.*)$", output, re.MULTILINE)
+    assert found is not None, output
     subprocess.run(["sh", "-c", f"{found[1]} -q"], check=True, cwd=bare.parents[2])
     again = cloudtrain(bare, FIRST[provider] if provider == "local" else f"doctor {FIRST[provider][7:]}")
     assert "not installed" not in again

@@ -249,9 +249,9 @@ def test_an_artifact_that_grows_while_it_is_fetched_comes_whole(world: World, tm
                 out.write("and more")
 
     pull(world.store, "r1", tmp_path / "out", progress=grow)
-    brought = (tmp_path / "out" / "artifacts" / "events").read_text()
+    text = (tmp_path / "out" / "artifacts" / "events").read_text()
     assert done
-    assert brought in ("0123456789", "0123456789and more")
+    assert text in ("0123456789", "0123456789and more")
     pull(world.store, "r1", tmp_path / "out")
     assert (tmp_path / "out" / "artifacts" / "events").read_text() == "0123456789and more"
     assert pull(world.store, "r1", tmp_path / "out").transferred == 0
@@ -265,8 +265,8 @@ def test_only_the_marks_of_the_runs_own_platform_stay_in_the_store(tmp_path: Pat
     for name in users | marks:
         world.write(f"live/artifacts/node-0/{name}", "x")
     pull(world.store, "r1", tmp_path / "out", what="artifacts")
-    brought = {path.name for path in (tmp_path / "out" / "artifacts").iterdir()}
-    assert brought == (users if provider == "sagemaker" else users | marks)
+    names = {path.name for path in (tmp_path / "out" / "artifacts").iterdir()}
+    assert names == (users if provider == "sagemaker" else users | marks)
 
 
 # --------------------------------------------------------------------------------------------------------------- killed

@@ -73,8 +73,8 @@ class Place:
     def long_ago(self, run: Run, attempt: int = 0) -> None:
         """Date the attempt's submission two days back."""
         key = f"runs/{run.run_id}/attempts/{attempt}/submitted.json"
-        noted = json.loads(self.store.files.read(key))
-        self.store.files.write(key, json.dumps({**noted, "time": noted["time"] - 2 * 86400}).encode())
+        record = json.loads(self.store.files.read(key))
+        self.store.files.write(key, json.dumps({**record, "time": record["time"] - 2 * 86400}).encode())
 
 
 @pytest.fixture
@@ -390,9 +390,9 @@ def test_one_run_that_cannot_be_read_does_not_stop_the_others(place: Place, caps
     record = json.loads((place.jobs.store / "runs/c/run.json").read_text())
     (place.jobs.store / "runs/c/run.json").write_text(json.dumps({**record, "provider": "nosuch"}))
     assert main(["reconcile", str(place.jobs.store), "--json"]) == 8
-    said = json.loads(capsys.readouterr().out)
-    rows = {row["run_id"]: row for row in said["runs"]}
-    assert said["exit_code"] == 8
+    output = json.loads(capsys.readouterr().out)
+    rows = {row["run_id"]: row for row in output["runs"]}
+    assert output["exit_code"] == 8
     assert {name: row["exit_code"] for name, row in rows.items()} == {"a": 8, "b": 2, "c": 2, "d": 0}
     assert "not a JSON object" in rows["a"]["error"]
     assert "no job b.0" in rows["b"]["error"]
@@ -448,9 +448,9 @@ def test_the_command_line_says_what_it_did(place: Place, capsys: pytest.CaptureF
     run = place.submit(retries=1)
     place.platform.stand("r.0", **FAILED)
     assert main(["reconcile", run.url]) == 0
-    said = capsys.readouterr()
-    assert "r: starting attempt 1" in said.err
-    assert said.out.split()[5:8] == ["r", "pending", "-"]
+    output = capsys.readouterr()
+    assert "r: starting attempt 1" in output.err
+    assert output.out.split()[5:8] == ["r", "pending", "-"]
     place.platform.stand("r.1", state="succeeded")
     assert main(["reconcile", place.store.url]) == 0
     assert main(["reconcile", place.store.url]) == 0

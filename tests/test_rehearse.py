@@ -544,10 +544,10 @@ class Rehearsals:
 
     def seen(self, rank: int) -> dict[str, Any]:
         (path,) = (self.jobs.store / "runs" / "r" / "live" / "artifacts").rglob(f"seen-{rank}.json")
-        told: dict[str, Any] = json.loads(path.read_text())
-        assert (told["world"], told["data"]) == (2, "1 2 3")
-        assert not [name for name in told if name.startswith("CLOUDTRAIN_ENGINE")]
-        return told
+        context: dict[str, Any] = json.loads(path.read_text())
+        assert (context["world"], context["data"]) == (2, "1 2 3")
+        assert not [name for name in context if name.startswith("CLOUDTRAIN_ENGINE")]
+        return context
 
 
 @pytest.fixture

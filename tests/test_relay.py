@@ -91,21 +91,21 @@ def fill(url: str) -> dict[str, bytes]:
 
 def test_a_tree_is_copied_into_its_run_and_no_other(place: Place) -> None:
     data, tree = fill(place.source), files(place.source)
-    said: list[str] = []
+    messages: list[str] = []
     moved: dict[str, int] = {}
 
     def progress(key: str, count: int) -> None:
         moved[key] = moved.get(key, 0) + count
 
-    assert place.bring(progress=progress, say=said.append) == sum(FILES.values())
-    assert said == [f"copying train from {place.source}"]
+    assert place.bring(progress=progress, say=messages.append) == sum(FILES.values())
+    assert messages == [f"copying train from {place.source}"]
     assert sorted(moved.values()) == sorted(size for size in FILES.values() if size)
     assert place.copied() == data
     assert place.layout().inputs["train"].url == f"{place.store.url}/runs/run-1/inputs/train/data"
     assert place.record("digests") == {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}
     assert {name: item["size"] for name, item in place.record("listing").items()} == FILES
-    assert place.bring(say=said.append) == 0, "again, after a crash"
-    assert len(said) == 1
+    assert place.bring(say=messages.append) == 0, "again, after a crash"
+    assert len(messages) == 1
     tree.write("sub/b.bin", b"other")
     tree.remove("empty")
     with pytest.raises(
@@ -178,10 +178,10 @@ def test_a_copy_that_is_damaged_in_the_place_before_comes_from_its_source(
         place.store.files.remove(key)
     else:
         place.store.files.write(key, b"" if fault == "short" else b"tsrif")
-    said: list[str] = []
-    assert after.bring(left=left, say=said.append) > 0
+    messages: list[str] = []
+    assert after.bring(left=left, say=messages.append) > 0
     assert after.copied() == {"x": b"first", "y": b"other"}
-    assert [text for text in said if text.endswith("; its source is copied again")]
+    assert [text for text in messages if text.endswith("; its source is copied again")]
 
 
 def test_a_copy_in_the_place_before_needs_no_source(gcs_url: str, s3_url: str, azure_url: str) -> None:
@@ -354,17 +354,17 @@ def test_a_slow_client_keeps_the_digests_of_a_faster_one(
 def test_a_copy_with_a_damaged_listing_comes_from_its_source(s3: FaultyS3, listed: Any) -> None:
     place, after = Place("s3://bucket/set", "memory://bucket/left"), Place("s3://bucket/set", "memory://bucket/next")
     s3.put("set/x", b"first")
-    said: list[str] = []
+    messages: list[str] = []
     try:
         place.bring()
         key = "runs/run-1/inputs/train/listing.json"
         place.store.files.write(key, json.dumps({"protocol": 1, "files": listed}).encode())
-        assert after.bring(left=PreviousPlace(place.store, place.layout()), say=said.append) == 5
+        assert after.bring(left=PreviousPlace(place.store, place.layout()), say=messages.append) == 5
         assert after.copied() == {"x": b"first"}
     finally:
         MemoryFileSystem.store.clear()
     damaged = f"{place.store.url}/{key} is damaged; its source is copied again"
-    assert said == [damaged, "copying train from s3://bucket/set"]
+    assert messages == [damaged, "copying train from s3://bucket/set"]
 
 
 @pytest.mark.parametrize("target", ["gcs", "azure"])

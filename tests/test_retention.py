@@ -109,13 +109,13 @@ def test_a_dry_run_tells_what_no_run_names_and_writes_nothing(store: Store) -> N
 
 def test_what_is_removed_is_gone_and_the_rest_is_as_it_was(store: Store) -> None:
     before = listed(store)
-    said: list[str] = []
-    found = collect(store, older_than=0, delete=True, say=said.append)
+    messages: list[str] = []
+    found = collect(store, older_than=0, delete=True, say=messages.append)
     assert told(found) == LEFT
     assert found.deleted
     gone = {key for key in before if any(key.startswith(f"{folder}/") for _, folder, *_ in LEFT)}
     assert listed(store) == before - gone - {f"data/manifests/{OLD_DATA}.json"}
-    assert sorted(said) == sorted(f"removed {folder}" for _, folder, *_ in LEFT)
+    assert sorted(messages) == sorted(f"removed {folder}" for _, folder, *_ in LEFT)
     assert collect(store, older_than=0, delete=True).found == ()
 
 

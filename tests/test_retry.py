@@ -217,11 +217,11 @@ def of_ranks(store: Path, run_id: str, nodes: int | None) -> None:
 def test_a_checkpoint_of_single_ranks_keeps_its_number_of_nodes(tmp_path: Path) -> None:
     run, platform = begun(tmp_path, failed("capacity"), failed("capacity"), instance_count="2:4")
     of_ranks(tmp_path, "r", 4)
-    said: list[str] = []
-    assert run.wait(retry=Retry(run, said.append))["category"] == "capacity"
+    messages: list[str] = []
+    assert run.wait(retry=Retry(run, messages.append))["category"] == "capacity"
     assert platform.sent == []
     why = "checkpoint step-3 has files of single ranks (step-3/rank_0.pt), so it needs 4 nodes again"
-    assert said == [f"no further attempt: {why}"]
+    assert messages == [f"no further attempt: {why}"]
 
 
 @pytest.mark.parametrize("there", ["runs/other/live/checkpoints", "runs/other/live/checkpoints/step-3", "own", "gone"])
@@ -235,8 +235,8 @@ def test_a_given_checkpoint_of_single_ranks_keeps_its_number_of_nodes(store: str
     layout = {"resume": (place / there).as_uri()}
     ends = [failed("capacity"), failed("capacity")]
     run, platform = begun(tmp_path / "here", *ends, layout=layout, instance_count="2:4")
-    said: list[str] = []
-    assert run.wait(retry=Retry(run, said.append))["category"] == "capacity"
+    messages: list[str] = []
+    assert run.wait(retry=Retry(run, messages.append))["category"] == "capacity"
     assert platform.sent == []
     unknown = "and does not say how many nodes wrote it, so it needs 4 nodes"
     why = {
@@ -244,7 +244,7 @@ def test_a_given_checkpoint_of_single_ranks_keeps_its_number_of_nodes(store: str
         "gone": f"resume_from: nothing at {place.as_uri()}/gone, so it needs 4 nodes",
     }
     of_run = "checkpoint step-3 has files of single ranks (step-3/rank_0.pt), so it needs 4 nodes again"
-    assert said == [f"no further attempt: {why.get(there, of_run)}"]
+    assert messages == [f"no further attempt: {why.get(there, of_run)}"]
 
 
 def test_a_given_checkpoint_that_cannot_be_read_keeps_the_number_of_nodes(
@@ -260,11 +260,11 @@ def test_a_given_checkpoint_that_cannot_be_read_keeps_the_number_of_nodes(
     monkeypatch.setattr(resume, "_newest_in", away)
     layout = {"resume": (tmp_path / "there/own").as_uri()}
     run, platform = begun(tmp_path / "a", failed("capacity"), layout=layout, instance_count="2:4")
-    said: list[str] = []
-    assert run.wait(retry=Retry(run, said.append))["category"] == "capacity"
+    messages: list[str] = []
+    assert run.wait(retry=Retry(run, messages.append))["category"] == "capacity"
     assert platform.sent == []
     why = "resume_from: there: the bucket or container does not exist, so it needs 4 nodes"
-    assert said == [f"no further attempt: {why}"]
+    assert messages == [f"no further attempt: {why}"]
     read.clear()
     run, _ = begun(tmp_path / "b", DONE, layout=layout, instance_count="2:4")
     assert waited(run)["state"] == "succeeded"
@@ -561,7 +561,7 @@ def test_what_is_cancelled_while_the_platform_is_silent_is_not_sent_again(
 
 def test_what_is_not_known_of_the_cost_is_said(tmp_path: Path) -> None:
     run, platform = begun(tmp_path, failed("infra"), DONE, retries=1, max_cost=5)
-    said: list[str] = []
-    run.wait(retry=Retry(run, said.append))
-    assert said == ["no further attempt: the use so far is unknown, so the rest of max_cost cannot be computed"]
+    messages: list[str] = []
+    run.wait(retry=Retry(run, messages.append))
+    assert messages == ["no further attempt: the use so far is unknown, so the rest of max_cost cannot be computed"]
     assert platform.sent == []

@@ -1190,10 +1190,10 @@ def test_wait_tells_lines_and_changes_and_gives_the_result(world: World) -> None
 def test_who_wants_every_look_is_told_that_nothing_has_changed(world: World) -> None:
     world.recorded().attempt(0, PENDING)
     world.time.at = [(90, lambda: world.platform.jobs.update({"job-0": SUCCEEDED}))]
-    said: list[str] = []
-    world.run().wait(on_status=Changes(said.append, clock=lambda: world.time.now))
-    assert said[0] == "pending"
-    assert [line.partition(" after ")[0] for line in said[1:]] == ["still pending"], said
+    messages: list[str] = []
+    world.run().wait(on_status=Changes(messages.append, clock=lambda: world.time.now))
+    assert messages[0] == "pending"
+    assert [line.partition(" after ")[0] for line in messages[1:]] == ["still pending"], messages
 
 
 def test_wait_without_a_reader_reads_no_log(world: World) -> None:
@@ -1312,17 +1312,17 @@ def test_a_waiting_client_starts_the_next_attempt(world: World) -> None:
     world.says("first", attempt=0)
     assert world.run().result()["state"] == "failed"
     assert world.result() is None  # another client may continue it
-    asked: list[str] = []
+    requests: list[str] = []
 
     def retry(result: dict[str, Any]) -> bool:
-        asked.append(result["attempts"][-1]["number"])
+        requests.append(result["attempts"][-1]["number"])
         world.attempt(1, failed("oom"))
         world.says("second", attempt=1)
         return True
 
     lines: list[Line] = []
     result = world.run().wait(retry=retry, on_line=lines.append)
-    assert asked == ["0.0"]
+    assert requests == ["0.0"]
     assert texts(lines) == ["first", "second"]
     assert (result["category"], len(result["attempts"])) == ("oom", 2)
     assert world.result()["category"] == "oom"

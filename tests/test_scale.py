@@ -229,9 +229,9 @@ def test_a_run_of_many_nodes_from_its_start_to_the_client(place: Place, monkeypa
     assert max(fleet.world.sent[i] for i in range(1, nodes)) < 40
     assert fleet.world.sent[0] < 40 * nodes
     [commit] = place.live.glob("checkpoints/step-3/*/commit.json")
-    told = json.loads(commit.read_bytes())
-    assert told["nodes"] == nodes
-    assert len(told["files"]) == nodes + 1
+    output = json.loads(commit.read_bytes())
+    assert output["nodes"] == nodes
+    assert len(output["files"]) == nodes + 1
     assert all((commit.parent / f"node-{i}/step-3/__{i}_0.distcp").read_bytes() == content(i) for i in range(nodes))
     exits = fleet.exits()
     assert sorted(exits) == list(range(nodes))

@@ -444,10 +444,10 @@ def test_a_data_set_of_the_hub(hub: Hub, s3_url: str) -> None:
         hub.commit("org/name", content | {f"folder/{name}": data}, "v1")
 
     check_copied_once(Brought("hf://datasets/org/name@v1/folder", s3_url), SET, change)
-    asked = hub.files_asked()
-    assert asked.count("folder/sub/b.txt") == 3  # once for each run, and once for all
-    assert asked.count("folder/sub/c d+%.txt") == 3
-    assert "README.md" not in asked
+    requests = hub.files_asked()
+    assert requests.count("folder/sub/b.txt") == 3  # once for each run, and once for all
+    assert requests.count("folder/sub/c d+%.txt") == 3
+    assert "README.md" not in requests
     hub.commit("org/name", {"x.csv": b"main"})
     hub.commit("org/name", {"x.csv": b"of a pull request"}, "refs/pr/1")
     for revision, size in (("", 4), ("@refs/pr/1", 17)):

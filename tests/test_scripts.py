@@ -84,14 +84,14 @@ def test_sagemaker_s_script_mode(theirs: Theirs) -> None:
     words = ("--launcher", "python", "--hp", "epochs=3", "--hp", "lr=0.02", "--hp", "backend=gloo")
     done = theirs.rehearse("sagemaker", "sagemaker_script_mode.py", *words)
     assert set(re.findall(r"Train Epoch: 3 Loss: \d+\.\d+ on (\S+)", done.err)) == {"algo-1", "algo-2"}
-    kept = {name.partition("/")[2]: path for name, path in theirs.kept("native").items()}
-    assert kept.keys() >= {"output/model/model.pth", "output/data/algo-1.json", "output/data/algo-2.json"}
-    told = json.loads(kept["output/data/algo-2.json"].read_text())
-    assert (told["hosts"], told["lr"]) == (["algo-1", "algo-2"], "0.02")
-    assert told["hps"] == {"epochs": 3, "lr": 0.02, "backend": "gloo"}
-    assert told["training_env"]["channel_input_dirs"] == {"train": "/opt/ml/input/data/train"}
-    assert told["training_env"]["hyperparameters"] == told["hps"]
-    assert told["job"]
+    files = {name.partition("/")[2]: path for name, path in theirs.kept("native").items()}
+    assert files.keys() >= {"output/model/model.pth", "output/data/algo-1.json", "output/data/algo-2.json"}
+    output = json.loads(files["output/data/algo-2.json"].read_text())
+    assert (output["hosts"], output["lr"]) == (["algo-1", "algo-2"], "0.02")
+    assert output["hps"] == {"epochs": 3, "lr": 0.02, "backend": "gloo"}
+    assert output["training_env"]["channel_input_dirs"] == {"train": "/opt/ml/input/data/train"}
+    assert output["training_env"]["hyperparameters"] == output["hps"]
+    assert output["job"]
 
 
 @pytest.mark.proof
@@ -100,8 +100,8 @@ def test_vertex_s_cluster_spec(theirs: Theirs) -> None:
     words = ("--launcher", "python", "--", "--data", "{inputs.train}", "--epochs", "1")
     done = theirs.rehearse("vertex", "vertex_cluster_spec.py", *words)
     assert set(re.findall(r"epoch 0 total 78.0 on (\d) of 2", done.err)) == {"0", "1"}
-    kept = theirs.kept("native")
-    assert kept.keys() >= {"model/model.pt", "checkpoints/last", "logs/events.0", "logs/events.1"}
+    files = theirs.kept("native")
+    assert files.keys() >= {"model/model.pt", "checkpoints/last", "logs/events.0", "logs/events.1"}
 
 
 @pytest.mark.proof
@@ -110,9 +110,9 @@ def test_azureml_s_variables_and_outputs(theirs: Theirs) -> None:
     words = ("--", "--data", "{inputs.train}", "--epochs", "1")
     done = theirs.rehearse("azureml", "azureml_outputs.py", *words)
     assert set(re.findall(r"epoch 0 total 78.0 on (\d) of 2", done.err)) == {"0", "1"}
-    kept = theirs.kept("live/artifacts")
-    assert kept.keys() >= {"node-0/told-0.json", "node-1/told-1.json", "node-0/model.pt"}
-    told = [json.loads(kept[f"node-{rank}/told-{rank}.json"].read_text()) for rank in (0, 1)]
+    files = theirs.kept("live/artifacts")
+    assert files.keys() >= {"node-0/told-0.json", "node-1/told-1.json", "node-0/model.pt"}
+    told = [json.loads(files[f"node-{rank}/told-{rank}.json"].read_text()) for rank in (0, 1)]
     assert [(item["master"], item["node_rank"], item["local_rank"]) for item in told] == [
         ("node-0", 0, 0),
         ("node-0", 1, 0),
@@ -139,11 +139,11 @@ def test_lightning_under_torchrun(lightning: Theirs, target: str) -> None:
     done = lightning.rehearse(target, "lightning_ddp.py", *LIGHTNING, *logs)
     assert set(re.findall(r"epoch 1 loss \d+\.\d+ on (\d) of 2", done.err)) == {"0", "1"}
     folder, below = KEPT[target]
-    kept = {re.sub(f"^{below}", "", name): path for name, path in lightning.kept(folder).items()}
-    assert kept.keys() >= {"checkpoints/epoch=0-step=2.ckpt", "checkpoints/last.ckpt"}
-    kept |= {name.removeprefix("node-0/"): path for name, path in lightning.kept("live/artifacts").items()}
-    assert "csv/version_0/hparams.yaml" in kept
-    rows = list(csv.DictReader(kept["csv/version_0/metrics.csv"].read_text().splitlines()))
+    files = {re.sub(f"^{below}", "", name): path for name, path in lightning.kept(folder).items()}
+    assert files.keys() >= {"checkpoints/epoch=0-step=2.ckpt", "checkpoints/last.ckpt"}
+    files |= {name.removeprefix("node-0/"): path for name, path in lightning.kept("live/artifacts").items()}
+    assert "csv/version_0/hparams.yaml" in files
+    rows = list(csv.DictReader(files["csv/version_0/metrics.csv"].read_text().splitlines()))
     assert [row["step"] for row in rows if row["train_loss_step"]] == ["0", "1", "2", "3"]
     assert [row["epoch"] for row in rows if row["train_loss_epoch"]] == ["0", "1"]
 

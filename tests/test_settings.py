@@ -370,9 +370,9 @@ def test_config_says_each_value_and_where_it_was_found(
     (tmp_path / FILE).write_text(PROFILES.replace("s3://prod/x", "s3://me:secret@prod/x?sig=abc"))
     monkeypatch.setenv("CLOUDTRAIN_MAX_CODE_MB", "9")
     assert main(["config", "--profile", "prod", "--set", "folder=set", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["file"], said["profile"], said["profiles"]) == (str(tmp_path / FILE), "prod", ["prod", "empty"])
-    rows = {row["key"]: (row["value"], row["source"]) for row in said["settings"]}
+    output = json.loads(capsys.readouterr().out)
+    assert (output["file"], output["profile"], output["profiles"]) == (str(tmp_path / FILE), "prod", ["prod", "empty"])
+    rows = {row["key"]: (row["value"], row["source"]) for row in output["settings"]}
     assert rows["provider"] == (NAME, f"{FILE} [profiles.prod]")
     assert rows["store"] == ("s3://prod/x", f"{FILE} [profiles.prod]")
     assert rows["max_code_mb"] == (9, "CLOUDTRAIN_MAX_CODE_MB")
@@ -493,9 +493,9 @@ def test_every_verb_takes_such_a_store(
     assert capsys.readouterr().err == f"error: store: a plan asks nobody where {NAME}://team is\n"
     assert not Path(f"{cloud}-team").exists()
     assert main(["submit", *words, "--detach"]) == 0
-    said = capsys.readouterr()
-    assert said.out == f"file://{cloud}-team/runs/r\n"
-    assert f"cloudtrain logs -f r --store {NAME}://team" in said.err
+    output = capsys.readouterr()
+    assert output.out == f"file://{cloud}-team/runs/r\n"
+    assert f"cloudtrain logs -f r --store {NAME}://team" in output.err
     for verb in (["status", "r", *store], ["status", f"{NAME}://team/runs/r"], ["list", *store]):
         assert main(verb) == 0, capsys.readouterr().err
         assert "pending" in capsys.readouterr().out

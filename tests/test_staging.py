@@ -130,9 +130,9 @@ def test_each_name_of_a_bucket_s_scheme_is_copied(
 def test_a_remote_folder_is_read_once_and_has_the_address_of_its_content(
     s3: FaultyS3, store: Store, folder: Path
 ) -> None:
-    said: list[str] = []
-    found = staged(store, "s3://bucket/set", say=said.append)
-    assert (found.copied, content(found), said) == (SIZE, FILES, ["copying data from s3://bucket/set"])
+    messages: list[str] = []
+    found = staged(store, "s3://bucket/set", say=messages.append)
+    assert (found.copied, content(found), messages) == (SIZE, FILES, ["copying data from s3://bucket/set"])
     assert rest(store) == set()
     s3.requests.clear()
     assert staged(store, "s3://bucket/set").copied == 0

@@ -232,8 +232,8 @@ def test_what_is_to_come_is_told_before_it_does(full: Store, tmp_path: Path) -> 
     assert sum(watch.moved.values()) == watch.expected[1]
     first, again = Watch(), Watch()
     pull(full, RUN, tmp_path / "out", what=["checkpoints", "artifacts"], progress=first)
-    brought = {key for key in first.moved if "/checkpoints/" in key or "/artifacts/" in key or "/native/" in key}
-    assert 0 < first.expected[0] <= len(brought)
+    names = {key for key in first.moved if "/checkpoints/" in key or "/artifacts/" in key or "/native/" in key}
+    assert 0 < first.expected[0] <= len(names)
     pull(full, RUN, tmp_path / "out", what=["checkpoints", "artifacts"], progress=again)
     assert again.expected == [0, 0]
 
@@ -713,10 +713,10 @@ def test_runs_pulled_into_one_folder_do_not_mix(full: Store, tmp_path: Path) -> 
     full.create_run(layout(full, run_id="other"), {"name": "other"})
     full.files.write("runs/other/live/artifacts/node-0/mine.bin", b"of the other")
     pull(full, "other", tmp_path / "out")
-    left = below(tmp_path / "out")
-    assert "artifacts/mine.bin" in left
-    assert "artifacts/model.bin" in left
-    assert not [path for path in left if path.startswith("checkpoints/")]
+    files = below(tmp_path / "out")
+    assert "artifacts/mine.bin" in files
+    assert "artifacts/model.bin" in files
+    assert not [path for path in files if path.startswith("checkpoints/")]
 
 
 def test_another_run_in_the_same_folder_is_no_memory(full: Store, tmp_path: Path) -> None:

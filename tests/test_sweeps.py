@@ -248,13 +248,13 @@ def test_tpe_proposes_what_optuna_itself_would_propose() -> None:
         "optimizer": optuna.distributions.CategoricalDistribution(("adamw", "lion")),
     }
     for one in state.trials:
-        asked = study.ask(ranges)
-        assert asked.params == one.params
+        request = study.ask(ranges)
+        assert request.params == one.params
         outcome = state.outcomes.get(one.n)
         if outcome is not None and outcome.value is not None:
-            asked.report(outcome.value, one.n)
+            request.report(outcome.value, one.n)
             pruned = optuna.trial.TrialState.PRUNED if outcome.state == "stopped" else None
-            study.tell(asked, None if pruned else outcome.value, state=pruned)
+            study.tell(request, None if pruned else outcome.value, state=pruned)
     study.sampler = study_of(spec, state).sampler
     assert propose(spec, state) == study.ask(ranges).params
 

@@ -68,9 +68,9 @@ def on_a_terminal(folder: Path, *argv: str, **extra: str) -> bytes:
 def test_escape_sequences_are_for_a_terminal_that_wants_them(folder: Path, terminal: str) -> None:
     extra, wants = TERMINALS[terminal]
     for argv in (["pull", "r1", f"out-{terminal}"], ["list", "--help"]):
-        seen = on_a_terminal(folder, *argv, **extra)
-        assert (b"\x1b" in seen) == wants, seen
-        assert b"next:" in seen or b"--before" in seen
+        output = on_a_terminal(folder, *argv, **extra)
+        assert (b"\x1b" in output) == wants, output
+        assert b"next:" in output or b"--before" in output
 
 
 @pytest.mark.slow

@@ -138,8 +138,8 @@ def test_the_command_line_in_this_process_is_faked_too(
     fake_cloud.fail(ValueError("lr is nan"), rank=1)
     words = ["submit", "train.py", "--provider", "local", "--nproc-per-node", "2", "--run-id", "mine-1", "--json"]
     assert cli.main(words) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert (told["run"], told["reason"]) == (
+    output = json.loads(capsys.readouterr().out)
+    assert (output["run"], output["reason"]) == (
         "memory://cloudtrain/runs/mine-1",
         "rank 1 on node 0 raised ValueError: lr is nan",
     )

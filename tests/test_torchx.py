@@ -119,8 +119,8 @@ def test_torchx_cancels_a_run(torchx: Call) -> None:
 @pytest.mark.slow
 def test_a_dry_run_shows_the_plan_and_sends_nothing(torchx: Call) -> None:
     before = torchx("list", "-s", "cloudtrain").stdout
-    shown = torchx("run", "-s", "cloudtrain", "--dryrun", "dist.ddp", "-j", "2x2", "--script", "train.py").stdout
-    assert re.search(r"=== SCHEDULER REQUEST ===\nrun +\S+ on local\n", shown), shown
+    output = torchx("run", "-s", "cloudtrain", "--dryrun", "dist.ddp", "-j", "2x2", "--script", "train.py").stdout
+    assert re.search(r"=== SCHEDULER REQUEST ===\nrun +\S+ on local\n", output), output
     assert torchx("list", "-s", "cloudtrain").stdout == before
 
 
@@ -134,8 +134,8 @@ def test_torchx_keeps_its_own_schedulers(torchx: Call, home: tuple[Path, Mapping
     )
     done = subprocess.run([python, "-c", code], cwd=home[0], env=home[1], capture_output=True, text=True, check=True)
     assert done.stdout == "local_docker cloudtrain\n"
-    shown = torchx("run", "-s", "local_cwd", "--dryrun", "utils.echo", "--msg", "hello").stdout
-    assert "hello" in shown
+    output = torchx("run", "-s", "local_cwd", "--dryrun", "utils.echo", "--msg", "hello").stdout
+    assert "hello" in output
 
 
 @pytest.fixture(scope="module")

@@ -49,14 +49,14 @@ def world(tmp_path: Path) -> World:
 
 def watched(world: World, take: Callable[[Picture], None] = lambda picture: None) -> tuple[Picture, list[Picture]]:
     """Return the last picture, and all of them."""
-    seen: list[Picture] = []
+    pictures: list[Picture] = []
 
     def draw(picture: Picture) -> None:
-        seen.append(picture)
+        pictures.append(picture)
         take(picture)
 
     watch = Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=draw)
-    return watch.watch(), seen
+    return watch.watch(), pictures
 
 
 def drawn(
@@ -356,7 +356,7 @@ def test_where_an_attempt_goes_on_from_is_not_said_before_its_nodes_say_it(world
     world.attempt(0, replace(RUNNING, attempts=told))
     world.time.at.append((20, lambda: start.write_text(text)))
     world.time.at.append((40, lambda: world.platform.jobs.update({"job-0": replace(SUCCEEDED, attempts=told)})))
-    said: list[str] = []
+    messages: list[str] = []
     pictures: list[Picture] = []
 
     def watch(draw: Callable[[Picture], None]) -> Watch:
@@ -366,8 +366,8 @@ def test_where_an_attempt_goes_on_from_is_not_said_before_its_nodes_say_it(world
 
         return Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=both)
 
-    follow(watch, said.append)
-    assert [line for line in said if line.startswith("attempt 1.0")] == ["attempt 1.0: resumed from step-8"]
+    follow(watch, messages.append)
+    assert [line for line in messages if line.startswith("attempt 1.0")] == ["attempt 1.0: resumed from step-8"]
     texts = ["\n".join(drawn(picture, now=picture.when)) for picture in pictures]
     assert any("attempt 1.0  starting" in text for text in texts)
     assert not any("attempt 1.0  from the beginning" in text for text in texts)
@@ -396,24 +396,25 @@ def test_a_sparkline_takes_any_numbers(points: list[tuple[float, float]], width:
 
 
 def test_without_a_terminal_it_is_a_line_for_each_change(world: World) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     training(world)
-    follow(lambda draw: Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=draw), said.append)
-    assert said[:2] == ["pending", "running"]
-    assert said[-3:] == ["checkpoint step-30 is complete", said[-2], "succeeded"]
-    assert said[-2].startswith("step 60, loss 0.01667, ran ")
-    steps = [line for line in said if line.startswith("step")]
+    follow(lambda draw: Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=draw), messages.append)
+    assert messages[:2] == ["pending", "running"]
+    assert messages[-3:] == ["checkpoint step-30 is complete", messages[-2], "succeeded"]
+    assert messages[-2].startswith("step 60, loss 0.01667, ran ")
+    steps = [line for line in messages if line.startswith("step")]
     assert len(steps) == 2, "one a minute, and the last"
 
 
 def test_attempts_are_told_as_they_come(world: World) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     follow(
-        lambda draw: Watch(again(world).run(), clock=world.time, sleep=world.time.sleep, on_picture=draw), said.append
+        lambda draw: Watch(again(world).run(), clock=world.time, sleep=world.time.sleep, on_picture=draw),
+        messages.append,
     )
-    assert said[0] == "attempt 0.0: from the beginning, spot capacity, lost 4 steps"
-    assert said[1] == "attempt 1.0: resumed from step-8"
-    assert said[-1] == "succeeded"
+    assert messages[0] == "attempt 0.0: from the beginning, spot capacity, lost 4 steps"
+    assert messages[1] == "attempt 1.0: resumed from step-8"
+    assert messages[-1] == "succeeded"
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])

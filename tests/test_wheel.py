@@ -139,8 +139,8 @@ def test_the_readme_works_from_the_wheel_alone(built: tuple[Path, Path], tmp_pat
 
     program = tmp_path / "venv/bin/cloudtrain"
     where = [tmp_path / "venv/bin/python", "-c", "import cloudtrain; print(cloudtrain.__file__)"]
-    said = subprocess.run(where, cwd=home, env=environ, capture_output=True, text=True, check=True).stdout
-    assert said.startswith(str(tmp_path / "venv/lib"))
+    output = subprocess.run(where, cwd=home, env=environ, capture_output=True, text=True, check=True).stdout
+    assert output.startswith(str(tmp_path / "venv/lib"))
     rows = {row["path"]: row["status"] for row in run(str(program), "init", "--examples", "--json")["files"]}
     assert rows == dict.fromkeys(
         [*files_of("entrypoints", "examples"), "cloudtrain.toml", "job.toml", ".cloudtrainignore"], "wrote"

@@ -78,33 +78,40 @@ def test_one_plain_process_sees_the_same_losses(two: Launched, tmp_path: Path) -
 def test_a_preempted_run_resumes_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
     """Use three processes: with two, a sum has only one order, which would hide DDP's reordered buckets."""
     flags = (*DIGITS_FLAGS, "--global-batch", "63", "--epochs", "6")
-    whole = trainings.run(tmp_path / "whole", "ddp.py", *flags, processes=3)
+    uninterrupted = trainings.run(tmp_path / "whole", "ddp.py", *flags, processes=3)
     stopped = trainings.start(tmp_path / "stopped", "ddp.py", *flags, processes=3)
     stopped.until(30)
     stopped.preempt_file.touch()
     assert stopped.finish().code == 0
     last = max(stopped.losses())
-    assert 30 <= last < max(whole.losses())
-    assert stopped.out.splitlines()[-1] == f"preempted at step {last} of {max(whole.losses())}, saved"
+    assert 30 <= last < max(uninterrupted.losses())
+    assert stopped.out.splitlines()[-1] == f"preempted at step {last} of {max(uninterrupted.losses())}, saved"
     assert not (stopped.folder / "artifacts").exists()
 
     env = {"CLOUDTRAIN_RESUME_FROM": str(stopped.checkpoint(f"step-{last}"))}
     resumed = trainings.run(tmp_path / "resumed", "ddp.py", *flags, processes=3, env=env)
     assert min(resumed.losses()) == last + 1
-    assert stopped.losses() | resumed.losses() == whole.losses()
-    one, other = (torch.load(run.folder / "artifacts/model.pt", weights_only=True) for run in (whole, resumed))
+    assert stopped.losses() | resumed.losses() == uninterrupted.losses()
+    one, other = (torch.load(run.folder / "artifacts/model.pt", weights_only=True) for run in (uninterrupted, resumed))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_run_goes_on_over_what_a_killed_one_left(trainings: Trainings, tmp_path: Path) -> None:
     """An unfinished checkpoint is removed. A finished one is replaced when its step is repeated."""
     flags = (*ODD, "--epochs", "2", "--dropout", "0.3")
-    whole = trainings.run(tmp_path, "ddp.py", *flags, "--save-every", "4", processes=2)
-    (whole.folder / "checkpoints/.step-8.tmp").mkdir()
-    (whole.folder / "checkpoints/step-8/stale").touch()
-    before, names = whole.losses(), {path.name for path in (whole.folder / "checkpoints").iterdir()}
+    uninterrupted = trainings.run(tmp_path, "ddp.py", *flags, "--save-every", "4", processes=2)
+    (uninterrupted.folder / "checkpoints/.step-8.tmp").mkdir()
+    (uninterrupted.folder / "checkpoints/step-8/stale").touch()
+    before, names = uninterrupted.losses(), {path.name for path in (uninterrupted.folder / "checkpoints").iterdir()}
     again = trainings.run(
-        tmp_path, "ddp.py", *flags, "--save-every", "4", "--resume", str(whole.checkpoint("step-4")), processes=2
+        tmp_path,
+        "ddp.py",
+        *flags,
+        "--save-every",
+        "4",
+        "--resume",
+        str(uninterrupted.checkpoint("step-4")),
+        processes=2,
     )
     assert again.losses() == before
     assert {path.name for path in (again.folder / "checkpoints").iterdir()} == names - {".step-8.tmp"}
@@ -116,12 +123,15 @@ def test_a_run_goes_on_over_what_a_killed_one_left(trainings: Trainings, tmp_pat
 def test_frozen_parameters_resume_bit_for_bit(script: str, trainings: Trainings, tmp_path: Path) -> None:
     """Check also that parameters may be frozen after the checkpoint was written."""
     flags = (*ODD, "--frozen")
-    whole = trainings.run(tmp_path / "whole", script, *flags, processes=2)
-    for name, before in (("frozen", whole), ("not yet", trainings.run(tmp_path / "not", script, *ODD, processes=2))):
+    uninterrupted = trainings.run(tmp_path / "whole", script, *flags, processes=2)
+    for name, before in (
+        ("frozen", uninterrupted),
+        ("not yet", trainings.run(tmp_path / "not", script, *ODD, processes=2)),
+    ):
         resume = ("--resume", str(before.checkpoint("step-6")))
         resumed = trainings.run(tmp_path / name, script, *flags, *resume, processes=2)
         assert list(resumed.losses()) == list(range(7, 19))
-        assert (resumed.losses().items() <= whole.losses().items()) == (before is whole)
+        assert (resumed.losses().items() <= uninterrupted.losses().items()) == (before is uninterrupted)
 
 
 @pytest.mark.proof

@@ -47,16 +47,16 @@ def test_others_go_on_from_a_checkpoint_of_four(
 @pytest.mark.proof
 def test_fsdp_goes_on_from_a_checkpoint_of_ddp(trainings: Trainings, tmp_path: Path) -> None:
     flags = (*ODD, "--lr", "3e-3", "--clip", "1")
-    whole = trainings.run(tmp_path / "ddp", "ddp.py", *flags, processes=2)
-    flags = (*flags, "--resume", str(whole.checkpoint("step-6")))
+    uninterrupted = trainings.run(tmp_path / "ddp", "ddp.py", *flags, processes=2)
+    flags = (*flags, "--resume", str(uninterrupted.checkpoint("step-6")))
     resumed = trainings.run(tmp_path / "fsdp", "fsdp.py", *flags, processes=2)
-    assert resumed.losses() == pytest.approx({s: x for s, x in whole.losses().items() if s > 6}, abs=1e-5)
+    assert resumed.losses() == pytest.approx({s: x for s, x in uninterrupted.losses().items() if s > 6}, abs=1e-5)
 
 
 @pytest.mark.proof
 def test_a_preempted_run_resumes_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
     flags = (*ODD, "--epochs", "12", "--dropout", "0.2")
-    whole = trainings.run(tmp_path / "whole", "fsdp.py", *flags, processes=2)
+    uninterrupted = trainings.run(tmp_path / "whole", "fsdp.py", *flags, processes=2)
     stopped = trainings.start(tmp_path / "stopped", "fsdp.py", *flags, processes=2)
     stopped.until(15)
     stopped.preempt_file.touch()
@@ -65,8 +65,8 @@ def test_a_preempted_run_resumes_bit_for_bit(trainings: Trainings, tmp_path: Pat
     assert stopped.out.splitlines()[-1] == f"preempted at step {last} of 72, saved"
     resume = ("--resume", str(stopped.checkpoint(f"step-{last}")))
     resumed = trainings.run(tmp_path / "resumed", "fsdp.py", *flags, *resume, processes=2)
-    assert stopped.losses() | resumed.losses() == whole.losses()
-    assert resumed.notes("step-72")["best"] == whole.notes("step-72")["best"]
+    assert stopped.losses() | resumed.losses() == uninterrupted.losses()
+    assert resumed.notes("step-72")["best"] == uninterrupted.notes("step-72")["best"]
 
 
 def steps_of(run: Quick, name: str, parameter: str) -> float:
@@ -78,12 +78,12 @@ def steps_of(run: Quick, name: str, parameter: str) -> float:
 def test_a_parameter_without_a_gradient_so_far_resumes_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
     """The second head gets its first gradient at step 10, also in a run that resumes from step 6."""
     flags = (*ODD, "--late", "9")
-    whole = trainings.run(tmp_path / "whole", "fsdp.py", *flags, processes=2)
-    resume = ("--resume", str(whole.checkpoint("step-6")))
+    uninterrupted = trainings.run(tmp_path / "whole", "fsdp.py", *flags, processes=2)
+    resume = ("--resume", str(uninterrupted.checkpoint("step-6")))
     resumed = trainings.run(tmp_path / "resumed", "fsdp.py", *flags, *resume, processes=2)
-    assert resumed.losses() == {step: loss for step, loss in whole.losses().items() if step > 6} != {}
-    assert steps_of(whole, "step-6", "second.weight") == 0
-    for run in (whole, resumed):
+    assert resumed.losses() == {step: loss for step, loss in uninterrupted.losses().items() if step > 6} != {}
+    assert steps_of(uninterrupted, "step-6", "second.weight") == 0
+    for run in (uninterrupted, resumed):
         assert steps_of(run, "step-18", "second.weight") == 9
         assert steps_of(run, "step-18", "head.weight") == 18
 
@@ -207,8 +207,8 @@ def test_stops_early_and_points_at_the_best(trainings: Trainings, tmp_path: Path
 @pytest.mark.proof
 def test_patience_begins_where_a_checkpoint_of_ddp_ends(trainings: Trainings, tmp_path: Path) -> None:
     flags = (*ODD, "--lr", "3e-3")
-    whole = trainings.run(tmp_path / "ddp", "ddp.py", *flags, processes=2)
-    flags = (*flags, "--patience", "1", "--resume", str(whole.checkpoint("step-12")))
+    uninterrupted = trainings.run(tmp_path / "ddp", "ddp.py", *flags, processes=2)
+    flags = (*flags, "--patience", "1", "--resume", str(uninterrupted.checkpoint("step-12")))
     run = trainings.run(tmp_path / "fsdp", "fsdp.py", *flags, processes=2)
     assert list(run.losses()) == list(range(13, 19))
 
@@ -216,10 +216,10 @@ def test_patience_begins_where_a_checkpoint_of_ddp_ends(trainings: Trainings, tm
 @pytest.mark.proof
 def test_any_seed_and_another_precision_than_the_checkpoint(trainings: Trainings, tmp_path: Path) -> None:
     flags = (*ODD, "--seed", "1234567890")
-    whole = trainings.run(tmp_path / "whole", "fsdp.py", *flags, processes=2)
-    flags = (*flags, "--precision", "fp16", "--resume", str(whole.checkpoint("step-6")))
+    uninterrupted = trainings.run(tmp_path / "whole", "fsdp.py", *flags, processes=2)
+    flags = (*flags, "--precision", "fp16", "--resume", str(uninterrupted.checkpoint("step-6")))
     run = trainings.run(tmp_path / "fp16", "fsdp.py", *flags, processes=2)
-    assert run.losses() == pytest.approx({s: x for s, x in whole.losses().items() if s > 6}, rel=0.02)
+    assert run.losses() == pytest.approx({s: x for s, x in uninterrupted.losses().items() if s > 6}, rel=0.02)
 
 
 REFUSALS = {

@@ -229,11 +229,11 @@ def test_complete_ones_in_order_of_attempt_time_and_number(tmp_path: Path) -> No
 def test_what_is_not_whole_is_not_complete_and_said_so(tmp_path: Path, spoil: Any) -> None:
     good = committed(tmp_path, "step-0")
     spoil(committed(tmp_path))
-    said: list[str] = []
-    assert [c.folder for c in complete(tmp_path, say=said.append)] == [good.folder]
-    assert len(said) <= 1
+    messages: list[str] = []
+    assert [c.folder for c in complete(tmp_path, say=messages.append)] == [good.folder]
+    assert len(messages) <= 1
     if (tmp_path / "step-1/0.0-1" / COMMIT).exists():
-        assert said[0].startswith("checkpoint step-1/0.0-1 is not complete (")
+        assert messages[0].startswith("checkpoint step-1/0.0-1 is not complete (")
 
 
 def test_a_checkpoint_is_found_from_itself_its_name_and_all(tmp_path: Path) -> None:

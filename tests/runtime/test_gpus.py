@@ -139,12 +139,12 @@ def test_gpus_that_pytorch_cannot_use(machine: Path, error: str, cuda: str, cate
 
 def test_a_pytorch_for_cpus_may_be_there_for_the_data(machine: Path) -> None:
     """A JAX script with ``launcher = "python"`` may have one. A driver that is too old is an error all the same."""
-    said: list[str] = []
+    messages: list[str] = []
     environ = torch(machine, error="Torch not compiled with CUDA enabled", cuda="None")
-    assert trouble(machine, environ, say=said.append, needed=False) is None
-    assert "built without CUDA" in said[0]
+    assert trouble(machine, environ, say=messages.append, needed=False) is None
+    assert "built without CUDA" in messages[0]
     environ = torch(machine, error=TOO_OLD)
-    assert trouble(machine, environ, say=said.append, needed=False) is not None
+    assert trouble(machine, environ, say=messages.append, needed=False) is not None
 
 
 @pytest.mark.parametrize(
@@ -158,11 +158,11 @@ def test_a_pytorch_for_cpus_may_be_there_for_the_data(machine: Path) -> None:
 )
 def test_an_error_that_the_ranks_need_not_meet_is_only_said(machine: Path, error: str) -> None:
     """GPUs may be shared or in exclusive use for now, and the job would still run."""
-    said: list[str] = []
-    assert trouble(machine, torch(machine, error=error), say=said.append) is None
-    assert error.splitlines()[0] in said[0]
-    assert "the ranks start all the same" in said[0]
-    assert "\n" not in said[0]
+    messages: list[str] = []
+    assert trouble(machine, torch(machine, error=error), say=messages.append) is None
+    assert error.splitlines()[0] in messages[0]
+    assert "the ranks start all the same" in messages[0]
+    assert "\n" not in messages[0]
 
 
 @pytest.mark.slow
@@ -182,15 +182,15 @@ def test_a_check_that_no_signal_ends_is_left_behind(machine: Path, monkeypatch: 
     monkeypatch.setattr(gpus.os, "killpg", lambda pid, number: killed.append(pid))
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: killed.append(process.pid))
     monkeypatch.setattr(TIMINGS, "gpu_check", 0.5)
-    said: list[str] = []
+    messages: list[str] = []
     found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(trouble(machine, slow, say=said.append)), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(trouble(machine, slow, say=messages.append)), daemon=True)
     thread.start()
     thread.join(20)
     monkeypatch.undo()
     gpus.os.kill(killed[0], signal.SIGKILL)
     assert found == [None]
-    assert "within 0 s; the ranks start" in said[0]
+    assert "within 0 s; the ranks start" in messages[0]
 
 
 def test_a_node_hears_its_stop_signal_while_pytorch_begins(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,12 +231,12 @@ def test_what_ails_the_target_is_waited_for(one: One, monkeypatch: pytest.Monkey
 def test_a_file_that_has_become_none_is_not_waited_for(one: One, monkeypatch: pytest.MonkeyPatch) -> None:
     source = one.artifacts / "a"
     source.write_text("x")
-    whole = mirror_files.replace_file
+    original = mirror_files.replace_file
 
     def copy(file: Path, target: Path, moved: Callable[[Path, int], None], **more: Any) -> None:
         file.unlink()
         file.mkdir()
-        whole(file, target, moved)
+        original(file, target, moved)
 
     monkeypatch.setattr(mirror_files, "replace_file", copy)
     one.growing.finish()
@@ -280,12 +280,12 @@ def test_what_was_brought_back_is_not_copied_again(tmp_path: Path) -> None:
 def test_a_file_that_takes_long_to_copy_takes_a_tenth_of_the_time(one: One, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second file is copied as often as before."""
     copies: dict[str, int] = {"big": 0, "quick": 0}
-    whole = mirror_files.replace_file
+    original = mirror_files.replace_file
 
     def copy(source: Path, target: Path, moved: Callable[[Path, int], None], **more: Any) -> None:
         copies[source.name] += 1
         time.sleep(0.3 if source.name == "big" else 0)
-        whole(source, target, moved, **more)
+        original(source, target, moved, **more)
 
     monkeypatch.setattr(mirror_files, "replace_file", copy)
     one.growing.start()

@@ -110,10 +110,10 @@ def test_lines_without_metrics_cost_next_to_nothing(tmp_path: Path) -> None:
 
 
 def test_a_number_of_thousands_of_digits_ends_nothing(tmp_path: Path) -> None:
-    said: list[str] = []
-    metrics = PrintedMetrics({"loss": r"loss (\d+)"}, tmp_path / "m.jsonl", say=said.append)
+    messages: list[str] = []
+    metrics = PrintedMetrics({"loss": r"loss (\d+)"}, tmp_path / "m.jsonl", say=messages.append)
     for digits in (3, 320, 900):
         metrics.read("loss " + "9" * digits)
     rows = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows][:1] == [999]
-    assert said == []
+    assert messages == []

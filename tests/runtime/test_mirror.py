@@ -465,18 +465,18 @@ def test_half_a_checkpoint_does_not_become_whole_by_lying_still(cluster: Callabl
 
 def test_what_was_finished_before_the_kill_is_still_brought_home(cluster: Callable[..., Cluster]) -> None:
     run = cluster(2)
-    asked: list[str] = []
+    requests: list[str] = []
 
     def hold_the_copy(sender: int, node: int, message: dict[str, Any]) -> bool:
-        if message["t"] == "copy" and len(asked) < 2:
-            asked.append(message["name"])
+        if message["t"] == "copy" and len(requests) < 2:
+            requests.append(message["name"])
             return True
         return False
 
     run.write(0, "step-1/rank0.pt")
     run.write(1, "step-1/rank1.pt")
     run.hold = hold_the_copy
-    run.until(lambda: len(asked) == 2)
+    run.until(lambda: len(requests) == 2)
     for one in run.mirrors:
         one.freeze()
     (work,) = run.mirrors[0]._commits._rounds.values()  # type: ignore[union-attr]

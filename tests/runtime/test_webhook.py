@@ -74,11 +74,11 @@ def posted(url: str, headers: dict[str, str] | None = None, *, secret: str = "s3
         "run": "file:///s/runs/r", "run_id": "r", "provider": "local", "secrets": {"TOKEN": "env:TOKEN"},
         "webhook": {"url": url, "headers": headers or {}, "retries": 0},
     }  # fmt: skip
-    said: list[str] = []
-    thread = begin(context, RECORD, attempt=0, secrets={"env:TOKEN": secret}.__getitem__, say=said.append)
+    messages: list[str] = []
+    thread = begin(context, RECORD, attempt=0, secrets={"env:TOKEN": secret}.__getitem__, say=messages.append)
     thread.join(20)
     assert not thread.is_alive()
-    return said
+    return messages
 
 
 def test_the_record_is_posted_with_its_secret_header(hook: Hook) -> None:
@@ -100,9 +100,9 @@ def test_a_failure_of_the_service_is_tried_once_more_and_a_refusal_is_not(
 ) -> None:
     last, fails = codes[-1], len(codes) == 2 or codes[0] < 429
     hook.codes = codes
-    said = posted(hook.url, {"X-Token": "{secrets.TOKEN}"})
+    lines = posted(hook.url, {"X-Token": "{secrets.TOKEN}"})
     assert [path for path, *_ in hook.posts] == ["/"] * posts or posts == len(hook.posts)
-    assert said == ([f"the webhook was not reached, which changes nothing else: it answered {last}"] if fails else [])
+    assert lines == ([f"the webhook was not reached, which changes nothing else: it answered {last}"] if fails else [])
     assert not any(path == "/elsewhere" for path, *_ in hook.posts)
 
 

@@ -130,10 +130,10 @@ def known(tmp_path: Path, capfd: pytest.CaptureFixture[str], *, made: str = "") 
 
 def test_a_folder_that_scripts_know_leads_to_ours(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):  # a container's second start too
-        folder, space, said = known(tmp_path, capfd)
+        folder, space, lines = known(tmp_path, capfd)
         put(folder / "step-1.pt")
         assert (space.checkpoints / "step-1.pt").read_text() == "x"
-        assert said == ""
+        assert lines == ""
 
 
 def test_what_the_provider_notes_is_said_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -149,8 +149,8 @@ def test_what_the_provider_notes_is_said_first(tmp_path: Path, capfd: pytest.Cap
 
 
 def test_a_folder_that_cannot_be_led_is_told_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder, space, said = known(tmp_path, capfd, made="there/already")
-    assert f"{folder} cannot lead to {space.checkpoints}" in said
+    folder, space, lines = known(tmp_path, capfd, made="there/already")
+    assert f"{folder} cannot lead to {space.checkpoints}" in lines
     assert (folder / "there" / "already").exists()
 
 
