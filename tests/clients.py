@@ -146,10 +146,8 @@ def whole(once: Once, tmp_path_factory: pytest.TempPathFactory) -> dict[int, flo
 
 
 def check_death(client: Client, call: str, moment: str, script: str, natives: Callable[[], list[str]]) -> None:
-    """Check that a client that dies ``moment`` a step of `CALLS` leaves no job without a record.
-
-    The same command then resumes with exactly one job. ``natives`` returns the ids of all jobs.
-    """
+    """Check that a client that dies ``moment`` a step of `CALLS` leaves no job without a record. The same command then
+    resumes with exactly one job. ``natives`` returns the ids of all jobs."""
     name = client.world.provider.name
     words = client.words(script, "the-one", "--detach")
     first = client.jobs.start(*words, python=dying(CALLS[call].format(provider=name), moment))

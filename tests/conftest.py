@@ -137,11 +137,9 @@ def _group(item: pytest.Item, scope: str) -> None:
 
 
 def _scope(item: pytest.Item) -> str | None:
-    """Return the name of the group of tests that one worker runs with this one; None if any worker may run it.
-
-    Grouped tests share a fixture of their class or module, or are short. A test of minutes is a group alone. Quick
-    trainings are forked from one process, which imports torch once for all of them.
-    """
+    """Return the name of the group of tests that one worker runs with this one; None if any worker may run it. Grouped
+    tests share a fixture of their class or module, or are short. A test of minutes is a group alone. Quick trainings
+    are forked from one process, which imports torch once for all of them."""
     if "trainings" in getattr(item, "fixturenames", ()):
         return "trainings"
     known = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()

@@ -102,9 +102,7 @@ def _parts(image: str) -> tuple[bytes, list[bytes]]:
 @contextmanager
 def registry(image: str, *, user: str, password: str, stalls: bool = False) -> Iterator[str]:
     """Yield the address of a loopback registry that gives ``image``, under any name and tag, to that user alone.
-
-    Without ``user``, it serves anonymous clients. One that ``stalls`` never finishes its manifest.
-    """
+    Without ``user``, it serves anonymous clients. One that ``stalls`` never finishes its manifest."""
     config, layers = _parts(image)
     blobs = {f"sha256:{hashlib.sha256(data).hexdigest()}": data for data in (config, *layers)}
 

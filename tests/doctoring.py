@@ -18,10 +18,8 @@ __all__ = ["Examined", "Examiner", "examiner"]
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of one doctor command.
-
-    ``code`` is the exit code. ``rows`` has the checks by name; of several with one name, the last.
-    """
+    """The result of one doctor command. ``code`` is the exit code. ``rows`` has the checks by name; of several with one
+    name, the last."""
 
     code: int
     rows: dict[str, dict[str, Any]]

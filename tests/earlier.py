@@ -31,11 +31,9 @@ def recorded_with_lists(folder: Path) -> None:
 
 
 def recorded_with_shared_copies(folder: Path) -> None:
-    """Write the store and the job of the run ``r`` of the last version that shared copies between runs.
-
-    It waits at ``folder``/cloud-0. Its remote input and another store's checkpoint lie below ``data/`` of
-    memory://bucket/store-0. Both sources are gone. Its fallback is memory://bucket/store-1.
-    """
+    """Write the store and the job of the run ``r`` of the last version that shared copies between runs. It waits at
+    ``folder``/cloud-0. Its remote input and another store's checkpoint lie below ``data/`` of memory://bucket/store-0.
+    Both sources are gone. Its fallback is memory://bucket/store-1."""
     bucket = files("memory://bucket")
     for path, data in _recorded("earlier_copies.json", folder).items():
         if path.startswith("store-0/"):

@@ -149,11 +149,9 @@ class Ranks:
 
 @dataclass
 class Fleet:
-    """``nodes`` nodes whose ranks run ``train``; ``live`` is the folder that the platform syncs.
-
-    Their clocks differ by up to two seconds, and they start up to half a second apart. ``late`` gives extra seconds by
-    node. ``stop_grace`` and ``flush_seconds`` are those of each NodeEnvironment.
-    """
+    """``nodes`` nodes whose ranks run ``train``; ``live`` is the folder that the platform syncs. Their clocks differ by
+    up to two seconds, and they start up to half a second apart. ``late`` gives extra seconds by node. ``stop_grace``
+    and ``flush_seconds`` are those of each NodeEnvironment."""
 
     nodes: int
     folder: Path

@@ -1,7 +1,5 @@
-"""A Hugging Face hub on loopback, with the requests that the real client makes for data sets.
-
-Commits are numbered trees; a branch names one. Errors are in ``X-Error-Code``, as on the real hub.
-"""
+"""A Hugging Face hub on loopback, with the requests that the real client makes for data sets. Commits are numbered
+trees; a branch names one. Errors are in ``X-Error-Code``, as on the real hub."""
 
 from __future__ import annotations
 

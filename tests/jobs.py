@@ -82,11 +82,9 @@ class Jobs:
         return process
 
     def cli(self, *argv: str, timeout: float = 120, **environ: str) -> Done:
-        """Run the command to its end.
-
-        It runs in this process. In a proof, or with variables of its own, it runs the console script. `start` and
-        tests/test_cli.py always run the script. So do tests of the pages and of clients that die.
-        """
+        """Run the command to its end. It runs in this process. In a proof, or with variables of its own, it runs the
+        console script. `start` and tests/test_cli.py always run the script. So do tests of the pages and of clients
+        that die."""
         if PROFILE != "proof" and not environ and "client." not in self.environ[TEST_TIMINGS]:
             return self.here(*argv)
         process = self.start(*argv, **environ)

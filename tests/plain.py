@@ -96,9 +96,7 @@ def install_plain(site: Path, text: str) -> None:
 @pytest.fixture
 def plain(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Return a function that registers the file system of a source and gives the URL of an empty folder in it.
-
-    ``PLAIN_ROOT`` names its folder. Processes need ``PLAIN_SITE`` in their ``PYTHONPATH``.
-    """
+    ``PLAIN_ROOT`` names its folder. Processes need ``PLAIN_SITE`` in their ``PYTHONPATH``."""
 
     def made(text: str) -> str:
         from fsspec.registry import _registry

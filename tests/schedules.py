@@ -199,10 +199,8 @@ class Sim:
             client.pause(seconds)
 
     def call(self, what: str, carry_out: Callable[[], T], faults: Sequence[str] = ()) -> tuple[T | None, str]:
-        """Make one call of the client with the baton. Return its result and its fault.
-
-        The fault is ``before`` or ``after`` the call's effect, or one of ``faults``, which the caller applies.
-        """
+        """Make one call of the client with the baton. Return its result and its fault. The fault is ``before`` or
+        ``after`` the call's effect, or one of ``faults``, which the caller applies."""
         client: Client | None = getattr(self.local, "client", None)
         if client is None:
             return carry_out(), ""
@@ -227,11 +225,8 @@ class Sim:
 
 
 class View(Files):
-    """The store as a client sees it.
-
-    ``data`` is key to (content, Unix seconds of its last change). Without ``swaps``, it can only create exclusively,
-    like OBS.
-    """
+    """The store as a client sees it. ``data`` is key to (content, Unix seconds of its last change). Without ``swaps``,
+    it can only create exclusively, like OBS."""
 
     url, copies, swaps = STORE, True, True
 

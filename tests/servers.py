@@ -71,10 +71,8 @@ def served(command: list[str], port: int, log: Path) -> Iterator[None]:
 
 
 def race(code: str, *args: str, count: int) -> list[Any]:
-    """Run ``code`` in ``count`` processes at once. Return the JSON that each prints.
-
-    ``sys.argv`` holds ``args`` and the process's number. Each process calls ``ready()`` when it is about to begin.
-    """
+    """Run ``code`` in ``count`` processes at once. Return the JSON that each prints. ``sys.argv`` holds ``args`` and
+    the process's number. Each process calls ``ready()`` when it is about to begin."""
     start = "import json, sys\ndef ready(): print('ready', flush=True); sys.stdin.readline()\n"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     racers = [subprocess.Popen([sys.executable, "-c", start + code, *args, str(i)], **pipes) for i in range(count)]
@@ -159,10 +157,8 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def point_aws_at(url: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **more: str) -> None:
-    """Point this test's AWS variables at the server ``url``, and at no account of this machine.
-
-    ``folder`` has no AWS configuration. ``more`` are further variables, without ``AWS_``.
-    """
+    """Point this test's AWS variables at the server ``url``, and at no account of this machine. ``folder`` has no AWS
+    configuration. ``more`` are further variables, without ``AWS_``."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     values = {

@@ -1,7 +1,5 @@
-"""Fallback for lack of machines: in order, never two jobs alive, with any number of clients that die anywhere.
-
-These tests run on foldercloud, so that a trial takes milliseconds. `providers/test_fallback_wire.py` has the clouds.
-"""
+"""Fallback for lack of machines: in order, never two jobs alive, with any number of clients that die anywhere. These
+tests run on foldercloud, so that a trial takes milliseconds. `providers/test_fallback_wire.py` has the clouds."""
 
 from __future__ import annotations
 
@@ -611,10 +609,8 @@ def test_without_the_code_whoever_attaches_brings_it_over(places: Places, monkey
 
 
 def resumed(places: Places) -> dict[str, bytes]:
-    """Return the files of a checkpoint, by their path in its copy.
-
-    The job waits too long at the first provider. It resumes from the checkpoint of a run that has been deleted since.
-    """
+    """Return the files of a checkpoint, by their path in its copy. The job waits too long at the first provider. It
+    resumes from the checkpoint of a run that has been deleted since."""
     ran = Ran(f"file://{places.folder}/theirs")
     saved = ran.save(6)
     places.submit(max_wait=3600, resume_from=ran.url)
@@ -883,11 +879,8 @@ def move(places: Places, kind: str) -> None:
 
 
 def begun(folder: Path, kind: str) -> Places:
-    """Return profiles whose first provider has no machines.
-
-    It refuses the job, or lets it wait too long. A resumed job has a checkpoint that only the first provider's copy
-    still holds.
-    """
+    """Return profiles whose first provider has no machines. It refuses the job, or lets it wait too long. A resumed job
+    has a checkpoint that only the first provider's copy still holds."""
     places = Places(folder)
     if kind == "refused":
         places.clouds[0].refuse("quota", "no more")
@@ -1024,10 +1017,8 @@ def test_a_client_that_dies_anywhere_on_the_way_leaves_what_the_next_goes_on_fro
 
 
 def meetings(boundaries: Boundaries, folder: Path, kind: str, most: int, *, stalls: bool) -> None:
-    """Let another client do the same at that moment. It runs as far as it can, and then the first one continues.
-
-    With ``stalls``, the first one pauses so long that the other takes it for dead.
-    """
+    """Let another client do the same at that moment. It runs as far as it can, and then the first one continues. With
+    ``stalls``, the first one pauses so long that the other takes it for dead."""
     for when, after, how, place in cases(boundaries, folder, kind, most):
         boundaries.begin()
         places = begun(place, kind)

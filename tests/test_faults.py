@@ -1,7 +1,5 @@
-"""Transfers over broken networks, on Azure Blob and Cloud Storage; `test_objects` covers S3.
-
-Azurite and our own Cloud Storage run behind a `proxy`. The checks bypass the proxy.
-"""
+"""Transfers over broken networks, on Azure Blob and Cloud Storage; `test_objects` covers S3. Azurite and our own Cloud
+Storage run behind a `proxy`. The checks bypass the proxy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""A node's work in the seconds after the platform's stop signal, and its number of writes to ``live/``.
-
-The runtime code is real and the machines are simulated (`fleet`), so the seconds are exact.
-"""
+"""A node's work in the seconds after the platform's stop signal, and its number of writes to ``live/``. The runtime
+code is real and the machines are simulated (`fleet`), so the seconds are exact."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ def test_a_spot_node_mirrors_its_checkpoints_and_says_how_it_ended(
     place: Place, grace: str | None, seconds: float
 ) -> None:
     """One checkpoint is complete at the notice. The script saves another ``seconds`` later and runs until it is killed.
-
-    If the node assumed a grace of 30 s where the platform gives 15, record and checkpoint would be missing.
-    """
+    If the node assumed a grace of 30 s where the platform gives 15, record and checkpoint would be missing."""
 
     def train(ranks: Ranks) -> None:
         ranks.start()

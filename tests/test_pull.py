@@ -1,7 +1,5 @@
-"""pull.py: the selection of checkpoints, following a run, and a pull that was killed.
-
-test_store.py tests what a pull brings.
-"""
+"""pull.py: the selection of checkpoints, following a run, and a pull that was killed. test_store.py tests what a pull
+brings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """`reconcile`: the steps of a waiting client, done once by real clients: alone, many at once, and killed at each step.
-
-The platform is foldercloud, so that a trial is a few processes and no training.
-"""
+The platform is foldercloud, so that a trial is a few processes and no training."""
 
 from __future__ import annotations
 

@@ -578,10 +578,8 @@ def hook() -> Iterator[Hook]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rehearsals", ["py313", pytest.param("torch", marks=pytest.mark.proof)], indirect=True)
 def test_sagemaker_loses_a_machine(rehearsals: Rehearsals, hook: Hook) -> None:
-    """Each node has its own copy of the checkpoints, which the service's restart downloads again.
-
-    Node 0 posts the end of each start to the webhook.
-    """
+    """Each node has its own copy of the checkpoints, which the service's restart downloads again. Node 0 posts the end
+    of each start to the webhook."""
     flags = ["--webhook", hook.url, "--kill", "node=1,after=checkpoint", "--", "--held"]
     if not rehearsals.image.endswith(":torch"):  # importing torch takes both cores for seconds, in each of four starts
         flags = ["--launcher", "python", *flags, "--alone"]

@@ -1,7 +1,5 @@
-"""A run of hundreds of nodes: the cost of each node, and that all are reported. docs/scale.md has the figures.
-
-Real runtime code runs on simulated machines (`fleet`). The client is real too, on foldercloud.
-"""
+"""A run of hundreds of nodes: the cost of each node, and that all are reported. docs/scale.md has the figures. Real
+runtime code runs on simulated machines (`fleet`). The client is real too, on foldercloud."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Stores and inputs on other schemes than the clouds' three: SFTP, FTP, a hub, a third party's file system.
-
-Clients and servers are real, but for the hub.
-"""
+"""Stores and inputs on other schemes than the clouds' three: SFTP, FTP, a hub, a third party's file system. Clients and
+servers are real, but for the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transfer.py: atomic files, exclusive creation, safe paths, retries and the error table."""
+"""Transfers of a store: atomic files, exclusive creation, safe paths, retries and the error table."""
 
 from __future__ import annotations
 

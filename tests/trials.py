@@ -21,11 +21,8 @@ SEED = os.environ.get("CLOUDTRAIN_SEED") or "0"
 LONGEST = 300
 """Steps of the uninterrupted runs, and so the most of any other."""
 SETTLE_SECONDS = 5.0
-"""Seconds before a kill by which a finished checkpoint surely counts.
-
-They cover 2 s of quiet, 1 s until the last node has looked, 0.5 s until node 0 asks again, and the copy. The rest is
-for a busy machine.
-"""
+"""Seconds before a kill by which a finished checkpoint surely counts. They cover 2 s of quiet, 1 s until the last node
+has looked, 0.5 s until node 0 asks again, and the copy. The rest is for a busy machine."""
 FIRST_SECONDS = 10.0
 """Extra seconds for the first checkpoint of a start, if only one of several nodes writes it."""
 LINE = re.compile(r"\[a([\d.]+) n(\d+) r(\S+) #\d+\] (.*)")
@@ -171,11 +168,8 @@ def _parent(pid: int) -> int:
 
 def settled(start: Start, ranks: set[str], killed: float) -> int:
     """Return the newest step whose checkpoint must survive a kill at Unix second ``killed``; without one, the first
-    step.
-
-    Every rank of ``ranks`` writes it, and must have finished its part `SETTLE_SECONDS` before the kill. If these ranks
-    are not on every node, the start's first checkpoint must be that much older too.
-    """
+    step. Every rank of ``ranks`` writes it, and must have finished its part `SETTLE_SECONDS` before the kill. If these
+    ranks are not on every node, the start's first checkpoint must be that much older too."""
     sure = [max(when.values()) for _, when in sorted(start.saved.items()) if set(when) >= ranks]
     alone = FIRST_SECONDS if len(ranks) == 1 else 0.0
     if not sure or killed - sure[0] < SETTLE_SECONDS + alone:

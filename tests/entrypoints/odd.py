@@ -1,7 +1,5 @@
-"""A small, quick task for the tests, with uneven counts and the failures of large tasks.
-
-A sample is a sequence whose end is padding, which does not count. A fixed random teacher sets the classes.
-"""
+"""A small, quick task for the tests, with uneven counts and the failures of large tasks. A sample is a sequence whose
+end is padding, which does not count. A fixed random teacher sets the classes."""
 
 import argparse
 import json

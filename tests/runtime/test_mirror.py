@@ -280,9 +280,7 @@ def test_a_race_with_the_copy_commits_only_what_stayed_the_same(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file is rewritten between node 0's question and the copy. That round commits nothing, and the next one counts.
-
-    Node 0's part may be of the previous version, so the wait for it is limited.
-    """
+    Node 0's part may be of the previous version, so the wait for it is limited."""
     monkeypatch.setattr(TIMINGS, "holder", 2.0)
     run = cluster(2)
     changed = threading.Event()
