@@ -28,7 +28,7 @@ from cloudtrain.job.job import Job
 from cloudtrain.settings.settings import Settings
 
 MOST_SECONDS = 1.0
-"""Of this process's own time: a busy machine takes longer by the clock."""
+"""Seconds of this process's own time: a busy machine takes longer by the clock."""
 LONGEST = 200_000
 """Bytes: of megabytes the standard library's own parser makes more than a second."""
 FEW, ALL = 60, 4 * (TRIALS or 1000)

@@ -557,7 +557,7 @@ def test_the_verb_writes_one_file(
 
 
 def test_no_more_is_read_than_needed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a long log it reads the end, and each file once. It asks the platform only for the run's page."""
+    """The page reads the end of a long log, and each file once. It asks the platform only for the run's page."""
     finished(world)
     for first in range(1, 2001, 20):
         world.segment(range(first, first + 20), attempt="1.0")

@@ -1,4 +1,4 @@
-"""How busy a node is: counters of a cgroup or of /proc, GPUs by a fake nvidia-smi, and rows that reach the report."""
+"""The load of a node: counters of a cgroup or of /proc, GPUs by a fake nvidia-smi, and rows that reach the report."""
 
 from __future__ import annotations
 
