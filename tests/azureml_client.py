@@ -8,7 +8,7 @@ from worlds.azureml.world import AzureMLWorld
 
 
 class AzureClient(Client):
-    """With the workspace in cloudtrain.toml, where whoever has a cloud of their own puts it."""
+    """A client whose cloudtrain.toml holds the workspace, as a user's own does."""
 
     world: AzureMLWorld
 

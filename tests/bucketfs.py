@@ -20,7 +20,7 @@ from slowfs import Slow, serve
 
 
 class Bucket(Slow):
-    """Objects of the folder ``root``. Files that are written lie aside meanwhile."""
+    """The objects of the folder ``root``. A file that is being written lies in another folder until it is closed."""
 
     def __init__(self, root: str) -> None:
         super().__init__(root, seconds=0)

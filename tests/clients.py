@@ -1,4 +1,4 @@
-"""The command line against a World's platform, with a store in its cloud; and what its runs must come to."""
+"""The command line against a fake platform, with a store in its cloud, and the checks of its runs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ STEPS = EPOCHS * ((1797 - 360) // 64)
 TRAIN = ("--input", f"train={DIGITS}", "--hp", f"epochs={EPOCHS}")
 SHAPE = ("--nodes", "2", "--nproc-per-node", "2")
 PLAIN = ("--nodes", "2", "--launcher", "python")
-"""For a script that needs no torch: each torchrun imports it, for seconds."""
+"""For a script without torch: each torchrun imports torch, which takes seconds."""
 PATIENCE = 240
-"""Seconds for whatever a run does next, on a machine that is at work on something else."""
+"""Seconds to wait for a run's next step while other tests load the machine."""
 SHARD = """
     import os, sys, time
     from pathlib import Path
@@ -56,11 +56,11 @@ DEATHS = [
     for step in CALLS
     for moment in ("before", "after")
 ]
-"""A client's deaths for `check_death`."""
+"""The deaths of a client for `check_death`."""
 
 
 class Client:
-    """The command line, with a store in the cloud of a World; ``flags`` say what leads there."""
+    """The command line, with a store in the fake platform's cloud; ``flags`` lead to the platform."""
 
     def __init__(self, world: FakePlatform, jobs: Jobs, *flags: str) -> None:
         self.world, self.jobs, self.store = world, jobs, world.store
@@ -78,7 +78,7 @@ class Client:
         return open_run(run_id, store_url=self.store)
 
     def job(self, run_id: str, attempt: int = 0) -> Any:
-        """The World's job of an attempt, once it is submitted."""
+        """Return the platform's job of an attempt, once it is submitted."""
         name = f"runs/{run_id}/attempts/{attempt}/submitted.json"
         Jobs.wait_for(lambda: files(self.store).size(name), PATIENCE)
         return self.world.job(self.run(run_id), attempt)  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ class Client:
 
 @contextmanager
 def at_work(folder: Path, engine: Any, make: Callable[[], W]) -> Iterator[W]:
-    """A World, with the environment that leads to it; of its containers and networks none is left."""
+    """Yield a platform with its environment set. Check that it leaves no container and no network."""
     before = left(engine, folder)
     with pytest.MonkeyPatch.context() as patch:
         world = make()
@@ -110,7 +110,8 @@ def at_work(folder: Path, engine: Any, make: Callable[[], W]) -> Iterator[W]:
 def kubernetes(
     tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]
 ) -> Callable[..., AbstractContextManager[Any]]:
-    """``with kubernetes("pip") as world``: a cluster at work, whose pods have that image of tests/images."""
+    """Return a function for ``with kubernetes("pip") as world``: a running cluster whose pods have that image of
+    tests/images."""
     from worlds.kubernetes.world import BucketWorld, KubernetesWorld
 
     def cluster(tag: str, *, bucket: bool = False, **settings: Any) -> AbstractContextManager[Any]:
@@ -122,14 +123,14 @@ def kubernetes(
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """The loss of every step of a run that was pulled."""
+    """Return the loss of every step of a pulled run."""
     rows = (folder / "metrics.jsonl").read_text().splitlines()
     return {row["step"]: row["loss"] for row in map(json.loads, rows)}
 
 
 @pytest.fixture(scope="session")
 def whole(once: Once, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The loss of every step of the digits on provider local: 2 nodes x 2 processes."""
+    """Return the loss of every step of the digits on provider local: 2 nodes x 2 processes."""
 
     def train() -> list[tuple[int, float]]:
         jobs = Jobs(tmp_path_factory.mktemp("local"))
@@ -145,8 +146,8 @@ def whole(once: Once, tmp_path_factory: pytest.TempPathFactory) -> dict[int, flo
 
 
 def check_death(client: Client, call: str, moment: str, script: str, natives: Callable[[], list[str]]) -> None:
-    """A client that dies ``moment`` a step of `CALLS` leaves no job without a record; the same command goes on from
-    there, with one job, whatever came before. ``natives`` are the ids of all jobs there are."""
+    """Check that a client that dies ``moment`` a step of `CALLS` leaves no job without a record. The same command then
+    resumes with exactly one job. ``natives`` returns the ids of all jobs."""
     name = client.world.provider.name
     words = client.words(script, "the-one", "--detach")
     first = client.jobs.start(*words, python=dying(CALLS[call].format(provider=name), moment))
@@ -167,7 +168,7 @@ def check_death(client: Client, call: str, moment: str, script: str, natives: Ca
 
 
 def check_cancelled(client: Any) -> None:
-    """A run that is cancelled leaves the checkpoints that all ranks write then."""
+    """Check that a cancelled run keeps the checkpoints that all ranks write on the stop signal."""
     script = client.jobs.write("hold/shard.py", SHARD)
     process = client.jobs.start(*client.words(str(script), "stopped"))
     client.until("stopped", "holding 3")

@@ -1,4 +1,4 @@
-"""What every test run has in common: loopback servers, hypothesis profiles, and no skip where none is allowed."""
+"""Setup of every test run: loopback servers, hypothesis profiles, and failures for skips that are not allowed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["jobs", "servers", "plain", "containers", "trainings", "trials", "clients", "doctoring"]
 
-# Every test has a store of its own, and needs the same zip in it.
+# Every test has its own store and needs the same zip in it.
 runtime_zip.build = functools.cache(runtime_zip.build)
 runtime_zip.digest = functools.cache(runtime_zip.digest)
 
-# No test takes the power away, so what this process writes need not reach the disk: that takes milliseconds each time.
+# No test cuts the power, so nothing has to reach the disk. A real fsync takes milliseconds.
 os.fsync = lambda descriptor: None
 
 # botocore reads a service's model, megabytes of JSON, for each session. The sessions of a worker share it.
@@ -37,7 +37,7 @@ _load_file = botocore.loaders.JSONFileLoader.load_file
 _model = functools.cache(lambda path: _load_file(botocore.loaders.JSONFileLoader(), path))
 botocore.loaders.JSONFileLoader.load_file = lambda self, file_path: _model(file_path)
 
-# cyclopts makes some hundred objects for the flags of a verb, for each command line. They are made once a process: a
+# cyclopts makes some hundred objects for the flags of a verb at each command line. Make them once a process. Each
 # command line gets copies, which hold its own words.
 _assemble = cyclopts.App.assemble_argument_collection
 _flags: dict[Any, cyclopts.ArgumentCollection] = {}
@@ -75,7 +75,7 @@ _MARKED = re.compile(r"^pytestmark = (\[.*?^\]|.*?$)", re.MULTILINE | re.DOTALL)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Do not import a module of which ``-m`` leaves no test: the SDKs of the clouds and torch take seconds a worker."""
+    """Do not import a module in which ``-m`` selects no test: the SDKs and torch cost each worker seconds."""
     words = str(config.option.markexpr).split(" and ")
     left_out = {word.removeprefix("not ") for word in words if word.startswith("not ")}
     if collection_path.suffix != ".py" or not collection_path.stem.startswith("test_"):
@@ -95,7 +95,7 @@ LIKE_LOCAL = (
     "test_kubernetes",
     "test_modelarts",
 )
-"""Modules with a provider's contract that leave to `make proof` what our own runtime decides, as local shows it."""
+"""Modules whose contract jobs run in `make proof` only. Provider local shows the same behaviour in every suite."""
 
 
 RACED = {
@@ -104,15 +104,18 @@ RACED = {
     "test_slurm": "tests/providers/test_slurm_fire.py::test_clients_at_once_with_strikes_leave_one_job",
     "test_kubernetes": "tests/providers/test_kubernetes_fire.py::test_clients_at_once_under_fire_leave_one_job",
 }
-"""Modules that leave the race of two whole processes to `make proof`, and the test that has more clients at once."""
+"""Modules whose race of two processes runs only in `make proof`. The named test races more clients at once."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as proof what is too long for a change: beyond local, jobs of which our own runtime decides the end.
+    """Mark tests as proof or worlds.
 
-    Under the proof profile every property-based test is a proof, whether it says so or not. Tests of the faked clouds
-    themselves are marked as worlds. First of all hooks, as xdist's own reads the groups.
+    - Proof: jobs of other providers than local whose end our runtime decides.
+    - Proof: under the proof profile, every property-based test.
+    - Worlds: tests of the fake clouds themselves.
+
+    This hook runs first, because xdist's own hook reads the groups.
     """
     for item in items:
         if item.path.stem.endswith("_world"):
@@ -134,11 +137,9 @@ def _group(item: pytest.Item, scope: str) -> None:
 
 
 def _scope(item: pytest.Item) -> str | None:
-    """Return the name of the tests that one worker runs with this one; None if any may run it.
-
-    They share a fixture of their class or module, or are short. A run of minutes does not wait for its module's others.
-    Quick trainings are forked from one process, which imports torch once for all of them.
-    """
+    """Return the name of the group of tests that one worker runs with this one; None if any worker may run it. Grouped
+    tests share a fixture of their class or module, or are short. A test of minutes is a group alone. Quick trainings
+    are forked from one process, which imports torch once for all of them."""
     if "trainings" in getattr(item, "fixturenames", ()):
         return "trainings"
     known = item._fixtureinfo.name2fixturedefs.values() if isinstance(item, pytest.Function) else ()
@@ -152,14 +153,15 @@ def _scope(item: pytest.Item) -> str | None:
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """``once(name, make)``: what ``make()`` gave to the first of all workers that asked, as JSON brings it back."""
+    """Return a function ``once(name, make)``: the first worker calls ``make()``, and all get its result through
+    JSON."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder
 
     def of(name: str, make: Callable[[], Any]) -> Any:
         kept = folder / f"once-{name}.json"
         with open(kept.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # those who ask meanwhile wait, and find it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the other workers wait here and then find the file
             if not kept.exists():
                 data = json.dumps(make())
                 kept.write_text(data)
@@ -175,7 +177,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if required() and (report.skipped or hasattr(report, "wasxfail")):
-        report.longrepr = _REFUSED + _why(report)
+        report.longrepr = _REFUSED + _skip_reason(report)
         report.outcome = "failed"
         report.__dict__.pop("wasxfail", None)
     return report
@@ -185,7 +187,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
     if required() and report.skipped:
-        report.longrepr = _REFUSED + _why(report)
+        report.longrepr = _REFUSED + _skip_reason(report)
         report.outcome = "failed"
     return report
 
@@ -200,11 +202,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def required() -> bool:
-    """Whether a skip, an xfail and an xpass are failures."""
+    """Return True if a skip, an xfail and an xpass are failures."""
     return os.environ.get("CLOUDTRAIN_REQUIRE_ALL") == "1"
 
 
-def _why(report: pytest.TestReport | pytest.CollectReport) -> str:
+def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     if hasattr(report, "wasxfail"):
         return f"xfail: {report.wasxfail}"
     return str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)

@@ -1,4 +1,4 @@
-"""The engine of containers for tests, and the images they run on. A pytest plugin, like `servers`."""
+"""The container engine of the tests, and the images that they run. A pytest plugin, like `servers`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IMAGE = "cloudtrain-test"
 
 @pytest.fixture(scope="session")
 def engine() -> Any:
-    """A client of the engine; a test that asks for it is skipped where none answers."""
+    """Return a client of the engine; skip the test if no engine answers."""
     pytest.importorskip("docker")
     try:
         return connect()
@@ -43,7 +43,7 @@ def engine() -> Any:
 
 @pytest.fixture(scope="session")
 def images(engine: Any) -> Callable[[str], str]:
-    """``images("torch")``: the name of an image of tests/images, built if it is not here or out of date."""
+    """Return a function that gives the name of an image of tests/images. It builds a missing or outdated image."""
     built: dict[str, str] = {}
 
     def image(tag: str) -> str:
@@ -58,12 +58,12 @@ def images(engine: Any) -> Callable[[str], str]:
 
 
 def left(engine: Any, folder: Path) -> list[str]:
-    """Ids of the containers and networks of runs below ``folder``, and of all volumes that have no name."""
+    """Return the ids of the containers and networks of runs below ``folder``, and of all anonymous volumes."""
     chosen = {"label": "cloudtrain.id"}
     items = engine.containers(all=True, filters=chosen) + engine.networks(filters=chosen)
 
     def is_ours(labels: dict[str, str]) -> bool:
-        """By the run's own folder or, with a store elsewhere, by its supervisor's (``host:folder``)."""
+        """Check for the run's own folder or, with a remote store, for its supervisor's (``host:folder``)."""
         supervisor = labels["cloudtrain.supervisor"].partition(":")[2]
         return f"{labels['cloudtrain.run']}/".startswith(f"{folder.as_uri()}/") or f"{supervisor}/".startswith(
             f"{folder}/"
@@ -75,7 +75,7 @@ def left(engine: Any, folder: Path) -> list[str]:
 
 @pytest.fixture
 def nothing_left(engine: Any, tmp_path: Path) -> Iterator[None]:
-    """Fails a test that leaves a container, a network or a volume behind."""
+    """Fail a test that leaves a container, a network or a volume."""
     volumes = left(engine, tmp_path)
     yield
     assert left(engine, tmp_path) == volumes
@@ -101,10 +101,8 @@ def _parts(image: str) -> tuple[bytes, list[bytes]]:
 
 @contextmanager
 def registry(image: str, *, user: str, password: str, stalls: bool = False) -> Iterator[str]:
-    """Address of a registry on loopback that gives ``image``, under any name and tag, to that user alone.
-
-    No user: to anybody. One that ``stalls`` never gets to the end of its manifest.
-    """
+    """Yield the address of a loopback registry that gives ``image``, under any name and tag, to that user alone.
+    Without ``user``, it serves anonymous clients. One that ``stalls`` never finishes its manifest."""
     config, layers = _parts(image)
     blobs = {f"sha256:{hashlib.sha256(data).hexdigest()}": data for data in (config, *layers)}
 
@@ -152,7 +150,7 @@ def registry(image: str, *, user: str, password: str, stalls: bool = False) -> I
                     over.wait()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: the tests say what matters."""
+            """Print nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -168,8 +166,8 @@ def registry(image: str, *, user: str, password: str, stalls: bool = False) -> I
 
 
 class Daemon:
-    """An engine of the test's own, which may be stopped and started, in a network of its own: it would take away the
-    bridge of another one."""
+    """An engine that a test may stop and start. It has its own network, so that it leaves another engine's bridge
+    alone."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.socket = folder, folder / "sock"
@@ -202,7 +200,7 @@ class Daemon:
         return docker.DockerClient(base_url=self.host).api
 
     def remove(self) -> None:
-        """Its folder, and what it has left mounted there: its data root at least, on itself."""
+        """Remove the folder and unmount everything in it. The engine mounts at least its data root, on itself."""
         if self._process is not None:
             self.stop(signal.SIGTERM)
         mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
@@ -216,7 +214,7 @@ class Daemon:
 def daemon(images: Callable[[str], str]) -> Iterator[Daemon]:
     if shutil.which("dockerd") is None or os.geteuid() != 0:
         pytest.skip("needs dockerd, and root, to run an engine of its own")
-    made = Daemon(Path(tempfile.mkdtemp(prefix="ct-dockerd-")))  # short: a socket's path has few characters
+    made = Daemon(Path(tempfile.mkdtemp(prefix="ct-dockerd-")))  # short: the path of a socket is limited
     try:
         made.start()
         with subprocess.Popen(["docker", "save", images("py313")], stdout=subprocess.PIPE) as saved:

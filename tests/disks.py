@@ -1,4 +1,4 @@
-"""Disks that fill up."""
+"""Small disks, for tests that fill one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """``folder``, made as a disk of its own that holds no more than ``size``."""
+    """Yield ``folder`` as a disk of its own that holds at most ``size``."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to mount a small disk")
     folder.mkdir(parents=True)

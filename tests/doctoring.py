@@ -1,4 +1,4 @@
-"""``cloudtrain doctor --json`` in this process, and what it found."""
+"""``cloudtrain doctor --json`` in this process, and its checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ __all__ = ["Examined", "Examiner", "examiner"]
 
 @dataclass(frozen=True)
 class Examined:
-    """``code`` is the exit code, ``rows`` the checks by name; of several of one name the last."""
+    """The result of one doctor command. ``code`` is the exit code. ``rows`` has the checks by name; of several with one
+    name, the last."""
 
     code: int
     rows: dict[str, dict[str, Any]]
@@ -28,7 +29,7 @@ class Examined:
         return str(self.rows[name]["status"])
 
     def failed(self, name: str, *words: str, fix: str, code: int) -> None:
-        """That check failed; its line has these words, its fix has that."""
+        """Check that this check failed, with these words in its line and ``fix`` in its fix."""
         row = self.rows[name]
         assert (row["status"], row["exit_code"]) == ("failed", code), row
         missing = [word for word in words if word not in row["detail"]]
@@ -37,7 +38,7 @@ class Examined:
         assert "\n" not in row["detail"]
 
     def failure(self, name: str, *words: str, fix: str, code: int) -> None:
-        """The same, and it is the only one."""
+        """Check the same, and that no other check failed."""
         assert [key for key, row in self.rows.items() if row["status"] == "failed"] == [name], self.rows
         self.failed(name, *words, fix=fix, code=code)
         assert self.code == code
@@ -58,9 +59,9 @@ class Examiner:
         self.capsys.readouterr()
         code = cli.main(["doctor", *argv, "--json"])
         out, _ = self.capsys.readouterr()
-        told = json.loads(out)
-        assert told["exit_code"] == code
-        rows = told.get("checks") or []
+        output = json.loads(out)
+        assert output["exit_code"] == code
+        rows = output.get("checks") or []
         for row in rows:
             assert row["status"] in STATUSES
             assert bool(row["fix"]) == (row["status"] == "failed"), row

@@ -1,4 +1,4 @@
-"""Runs that began before a test: with checkpoints for another run, and as earlier versions recorded them."""
+"""Runs from before a test: with checkpoints for another run, or with the records of earlier versions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ __all__ = ["Ran", "recorded_with_lists", "recorded_with_shared_copies"]
 
 
 def recorded_with_lists(folder: Path) -> None:
-    """Write the stores and jobs of four runs whose settings listed two places, as the last such version left them.
+    """Write the stores and jobs of four runs of the last version whose settings listed two fallback providers.
 
-    ``waits`` has no machines yet in the first place. ``moved`` waits in the second one, ``ended`` has succeeded there.
-    ``refused`` waits in the first place with the second GPU of its list. Their jobs were submitted just now.
+    - ``waits`` waits for machines at the first one.
+    - ``moved`` waits at the second one.
+    - ``ended`` has succeeded at the second one.
+    - ``refused`` waits at the first one with the second GPU of its list.
+
+    Their jobs were submitted just now.
     """
     for path, data in _recorded("earlier_fallbacks.json", folder).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -27,11 +31,9 @@ def recorded_with_lists(folder: Path) -> None:
 
 
 def recorded_with_shared_copies(folder: Path) -> None:
-    """Write the store and the job of the run ``r`` as the last version left them that shared copies between runs.
-
-    It waits at ``folder``/cloud-0. Its remote input and the checkpoint of a run of another store lie below ``data/`` of
-    memory://bucket/store-0; both sources are gone. It may go on to memory://bucket/store-1.
-    """
+    """Write the store and the job of the run ``r`` of the last version that shared copies between runs. It waits at
+    ``folder``/cloud-0. Its remote input and another store's checkpoint lie below ``data/`` of memory://bucket/store-0.
+    Both sources are gone. Its fallback is memory://bucket/store-1."""
     bucket = files("memory://bucket")
     for path, data in _recorded("earlier_copies.json", folder).items():
         if path.startswith("store-0/"):
@@ -54,14 +56,14 @@ def _recorded(name: str, folder: Path) -> dict[str, bytes]:
 
 
 class Ran:
-    """A run in the store at ``url``, made unless it is there, with checkpoints as node 0 commits them."""
+    """A run in the store at ``url``, created if missing, with checkpoints as node 0 commits them."""
 
     def __init__(self, url: str, run_id: str = "first") -> None:
         self.files, self.url, self.key = files(url), f"{url}/runs/{run_id}", f"runs/{run_id}"
         self.files.create(f"{self.key}/run.json", b'{"protocol": 1}')
 
     def save(self, step: int, attempt: str = "0.0", size: int = 5) -> dict[str, bytes]:
-        """A checkpoint of two nodes; what a node that goes on from it has."""
+        """Write a checkpoint of two nodes. Return the files of a node that resumes from it."""
         name, key = f"step-{step}", f"{self.key}/live/checkpoints/step-{step}/{attempt}-{step}"
         data = {f"node-{n}/{name}/shard-{n}.pt": os.urandom(size * (n + 1)) for n in (0, 1)}
         data[f"node-0/{name}/a b%+.json"] = b""
@@ -74,7 +76,7 @@ class Ran:
         return {path.partition("/")[2].partition("/")[2]: content for path, content in data.items()}
 
     def spoil(self, step: int, attempt: str = "0.0") -> None:
-        """A byte of a shard is another one; its size is the same."""
+        """Change one byte of a shard, but not its size."""
         key = f"{self.key}/live/checkpoints/step-{step}/{attempt}-{step}/node-1/step-{step}/shard-1.pt"
         data = self.files.read(key)
         self.files.write(key, data[:-1] + bytes([data[-1] ^ 1]))

@@ -1,4 +1,4 @@
-"""A shell on the nodes of a real platform: the way in is executed as the command line would do it."""
+"""A shell on the nodes of a real platform, entered by the command that the CLI would execute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOOK = 'echo "$RANK of $CLOUDTRAIN_RUN_ID by $WHO"; test -e train.py; cat; exit 
 
 
 def check_shell(world: FakePlatform) -> None:
-    """Enter both nodes of a running job: the environment and the folder of the rank, standard input, exit code."""
+    """Enter both nodes of a running job. Check the rank's environment, its folder, standard input and the exit code."""
     case = CASES["cancelled"]
     more = {"instance_count": 2, "launcher": "python", "env": {"PROBE": case.probe, "WHO": "a b"}}
     run = world.send(world.plan(case.job, more, run_id="shell"))
@@ -25,7 +25,7 @@ def check_shell(world: FakePlatform) -> None:
         for node in (0, 1):
             done = enter(run, node, ["sh", "-c", LOOK], b"typed")
             assert (done.returncode, done.stdout.decode()) == (3, f"{node} of shell by a b\ntyped"), done.stderr
-        # Without a command it is a shell, which reads its commands.
+        # Without a command it is a shell that reads commands from standard input.
         assert enter(run, 1, [], b'echo "rank $RANK"; exit 4\n').stdout == b"rank 1\n"
         with pytest.raises(SpecError, match="no node 2; nodes are 0 to 1"):
             run.shell(2)

@@ -1,4 +1,4 @@
-"""A small S3 on loopback that breaks what it answers, by a list: what a network and a busy service do to a client."""
+"""A small S3 on loopback with planned faults: the errors of a network and a busy service."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
-#: What becomes of a request: refused (503); cut before, or after, it was carried out; half an answer; another range
-#: than was asked for; a pause in the answer; a byte that differs; another object that comes to the key just before, as
-#: large, smaller, or larger.
+#: The fault of a request: refused (503); connection cut before or after the request has its effect; half an answer;
+#: another range than requested; a pause in the answer; a wrong byte; the object replaced just before, by one of the
+#: same size, a smaller or a larger one.
 FAULTS = ("refuse", "reset", "lost", "truncate", "shift", "slow", "corrupt", "replace", "shrink", "grow")
 
 
@@ -32,11 +32,14 @@ class Stored:
 
 
 class FaultyS3(http.server.ThreadingHTTPServer):
-    """``faults`` are taken one a request, None for none; ``requests`` are (method, path, headers); ``objects`` by key.
+    """An S3 server with one bucket, ``bucket``, in ``region`` if that is set.
 
-    One bucket, ``bucket``, in ``region`` if that is set. ``ignores`` names the conditions of a write that it does not
-    know. ``versions`` has every content that was ever whole at a key. Lists may not go up from ``only_below``; a policy
-    denies what ``denies`` (method, path, headers) has a word against.
+    - ``faults``: one is taken a request; None is no fault.
+    - ``requests``: (method, path, headers) of each; ``objects``: by key.
+    - ``ignores``: the conditions of a write that this server does not know.
+    - ``versions``: every content that was ever complete at a key.
+    - ``only_below``: lists above it are refused.
+    - ``denies(method, path, headers)``: returns the reason if a policy denies the request.
     """
 
     daemon_threads = True
@@ -66,19 +69,19 @@ class FaultyS3(http.server.ThreadingHTTPServer):
             self.versions.setdefault(key, []).append(data)
 
     def clear(self) -> None:
-        """As new, once what nobody waits for any more has been carried out: a test must not write into the next one."""
+        """Reset the server after all pending requests: a test must not write into the next one."""
         with self.still:
             assert self.still.wait_for(lambda: not self.under_way, timeout=30)
             self.faults, self.requests, self.ignores = [], [], ""
             self.objects, self.versions, self.parts, self.region = {}, {}, {}, ""
 
     def fault(self) -> str | None:
-        """The next."""
+        """Take the next fault."""
         with self.lock:
             return self.faults.pop(0) if self.faults else None
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away, or was sent away, is what this is about."""
+        """Ignore clients that disconnected: the tests break connections on purpose."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -86,7 +89,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: FaultyS3
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nobody reads it."""
+        """Print nothing."""
 
     def handle_one(self) -> None:
         with self.server.lock:
@@ -150,7 +153,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.fault in ("replace", "shrink", "grow") and self.key in self.server.objects:
             old = self.server.objects[self.key].data
             new = bytes([old[-1] ^ 1]) + old[-2::-1] if len(old) > 1 else b"!"
-            larger = new * 9 if len(new) < 1 << 18 else new + b"!"  # it may grow more than once
+            larger = new * 9 if len(new) < 1 << 18 else new + b"!"  # a client may grow it more than once
             self.server.put(self.key, {"replace": new, "shrink": new[: len(new) // 9], "grow": larger}[self.fault])
         found = self.server.objects.get(self.key)
         if found is None:
@@ -175,7 +178,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _put(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         if not self.key:
-            return self._refusal(403, "AccessDenied")  # nobody may create buckets
+            return self._refusal(403, "AccessDenied")  # no client may create buckets
         if "partNumber" in self.query:
             self.server.parts[self.query["uploadId"]][int(self.query["partNumber"])] = body
             return 200, {"ETag": Stored(body).tag}, b""
@@ -286,7 +289,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data[half:])
 
     def _cut(self) -> None:
-        """A reset, not an orderly end."""
+        """Reset the connection instead of closing it in order."""
         self.close_connection = True
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()

@@ -1,4 +1,4 @@
-"""An SFTP server of paramiko's and an FTP server of pyftpdlib's, on loopback."""
+"""Loopback servers for SFTP (paramiko) and FTP (pyftpdlib)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USER, PASSWORD = "trainer", "w0rd-of-sftp"
 
 
 class Folder(paramiko.SFTPServerInterface):
-    """What clients may do with the files."""
+    """The operations that clients may do with the files."""
 
     def __init__(self, server: Any, *args: Any, root: Path, **kwargs: Any) -> None:
         super().__init__(server, *args, **kwargs)
@@ -88,7 +88,7 @@ class _Login(paramiko.ServerInterface):
 
 
 class Server:
-    """It listens on ``port``. `hang_up` breaks every connection that there is."""
+    """An SFTP server on ``port``. `hang_up` breaks every open connection."""
 
     def __init__(self, root: Path, kind: type[Folder] = Folder) -> None:
         self.root, self._kind = root, kind
@@ -121,7 +121,7 @@ class Server:
 
     @property
     def connections(self) -> int:
-        """How many there are now."""
+        """Return the number of open connections."""
         return sum(transport.is_active() for transport in self._transports)
 
     def hang_up(self) -> None:
@@ -136,7 +136,7 @@ class Server:
 
 @contextmanager
 def served_sftp(root: Path, kind: type[Folder] = Folder) -> Iterator[Server]:
-    """An SFTP server on the folder ``root``, and the environment that lets clients in."""
+    """Yield an SFTP server on the folder ``root``, with the login in the environment."""
     logging.getLogger("paramiko").addHandler(logging.NullHandler())
     with pytest.MonkeyPatch.context() as patch:
         login(patch, USER, PASSWORD)
@@ -146,7 +146,7 @@ def served_sftp(root: Path, kind: type[Folder] = Folder) -> Iterator[Server]:
 
 
 def login(patch: pytest.MonkeyPatch, user: str, password: str) -> None:
-    """Let fsspec, here and in what is started from here, log in so: it reads its environment once, when imported."""
+    """Set fsspec's login here and for child processes. fsspec reads its environment once, at import."""
     patch.setenv("FSSPEC_SFTP_USERNAME", user)
     patch.setenv("FSSPEC_SFTP_PASSWORD", password)
     patch.setitem(conf, "sftp", {"username": user, "password": password})
@@ -154,7 +154,7 @@ def login(patch: pytest.MonkeyPatch, user: str, password: str) -> None:
 
 @contextmanager
 def served_ftp(root: Path) -> Iterator[str]:
-    """The URL of an FTP server on the folder ``root``, for anybody to read and for nobody to write without a login."""
+    """Yield the URL of an FTP server on the folder ``root``. Without a login, clients may read but not write."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # it stands on asyncore, which left Python with 3.12
         from pyftpdlib.authorizers import DummyAuthorizer

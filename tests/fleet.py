@@ -1,8 +1,9 @@
-"""Hundreds of nodes of one run in one process: the real `Node` of each, on machines that are simulated (`simulated`).
+"""Hundreds of nodes of one run in one process: the real `Node` of each, on simulated machines (`simulated`).
 
-Real are the node link, node 0's decisions, workspaces, unpacking, mirrors, commits, log lines and records, all on real
-files. Simulated is where the machine ends: time, the wire between nodes, torchrun and its ranks (`Ranks`), whose part a
-function of the test plays, and what the platform hears of a node's output.
+- Real: node link, node 0's decisions, workspaces, unpacking, mirrors, commits, log lines and records, on real files.
+- Simulated: time, the wire between nodes, torchrun and its ranks (`Ranks`), and the platform's copy of the output.
+
+A function of the test plays the ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ PORT = 29500
 
 
 class Ranks:
-    """What `cloudtrain.runtime.launch.Ranks` is to a node; ``fleet.train(self)`` plays torchrun and its ranks."""
+    """A node's `cloudtrain.runtime.launch.Ranks`; ``fleet.train(self)`` plays torchrun and its ranks."""
 
     def __init__(self, fleet: Fleet, **given: Any) -> None:
         self.log, self.emit, self.env, self.code_folder = given["log"], given["emit"], given["env"], given["cwd"]
@@ -58,7 +59,7 @@ class Ranks:
         self.pid, self.pids = 0, dict.fromkeys(range(self.processes), 0)
         self.codes: dict[int, int] = {}
         self.closing_ns, self.last_line, self.unshown = 0, "", [""]
-        self.told: int | None = None
+        self.stop_told_ns: int | None = None
         self.notice, self.ended = fleet.world.threading.Event(), False
         self.fleet, self.world = fleet, fleet.world
         self.stop = fleet.world.threading.Event()
@@ -71,17 +72,17 @@ class Ranks:
     # ------------------------------------------------------------------------------------------- for the node's runtime
 
     def notify(self) -> bool:
-        new = self.told is None and self.fleet.handles_notice
+        new = self.stop_told_ns is None and self.fleet.handles_notice
         if new:
-            self.told = self.world.time.time_ns()
+            self.stop_told_ns = self.world.time.time_ns()
             self.notice.set()
         return new
 
     def notified(self, rank: int, time_ns: int) -> bool:
-        return self.told is not None and self.told <= time_ns
+        return self.stop_told_ns is not None and self.stop_told_ns <= time_ns
 
     def signal(self, number: int) -> None:
-        if number != signal.SIGTERM or self.told is None:
+        if number != signal.SIGTERM or self.stop_told_ns is None:
             self.by = self.by or number
             self.stop.set()
 
@@ -97,7 +98,7 @@ class Ranks:
     def dump_stacks(self) -> dict[int, list[str]]:
         return {}
 
-    # ----------------------------------------------------------------------------------------- for who plays the ranks
+    # -- for a test that plays the ranks
 
     def says(self, text: str, local: int = 0) -> None:
         self.log.write(str(self.first_rank + local), text)
@@ -110,7 +111,7 @@ class Ranks:
             self.tells("start", local, pid=0)
 
     def raises(self, exception: str, local: int = 0) -> None:
-        """A rank fails, and torchrun stops the others of its node."""
+        """Fail a rank; torchrun then stops the others of its node."""
         self.tells("error", local, exception=exception, file="train.py", line=7, traceback="", code=1)
         self.codes[local] = 1
         for other in range(self.processes):
@@ -118,7 +119,7 @@ class Ranks:
         self.over(1)
 
     def over(self, code: int) -> None:
-        """All ranks have ended, and torchrun with ``code``."""
+        """End all ranks, and torchrun with ``code``."""
         for local in range(self.processes):
             if code == 0:
                 self.tells("end", local)
@@ -126,12 +127,12 @@ class Ranks:
         self.emit({"t": "ended", "code": code})
 
     def stopped(self) -> None:
-        """They were killed by the signal that `stop` stands for."""
+        """End all ranks by the signal that `stop` stands for."""
         self.codes = dict.fromkeys(range(self.processes), -self.by)
         self.over(1)
 
     def saves(self, name: str, data: bytes) -> None:
-        """This node's part of a checkpoint, written now by the simulated clock."""
+        """Write this node's part of a checkpoint, dated now by the simulated clock."""
         path = Path(self.env["CLOUDTRAIN_CHECKPOINT_DIR"], name, f"__{self.node}_0.distcp")
         path.parent.mkdir(exist_ok=True)
         files = {path: data, **({path.with_name(".metadata"): b"m"} if self.node == 0 else {})}
@@ -141,18 +142,16 @@ class Ranks:
             os.utime(file, (now, now))
 
     def measures(self, step: int) -> None:
-        """A row of metrics, by rank 0."""
+        """Write a row of metrics as rank 0."""
         with open(self.env["CLOUDTRAIN_METRICS_FILE"], "a", encoding="ascii") as stream:
             stream.write(json.dumps({"step": step, "loss": 1 / (1 + step)}) + "\n")
 
 
 @dataclass
 class Fleet:
-    """``nodes`` nodes whose ranks do what ``train`` says; ``live`` is the folder that the platform keeps in step.
-
-    Their clocks are up to two seconds apart, and they come at moments up to half a second apart; ``late`` says of some
-    how many seconds later. ``stop_grace`` and ``flush_seconds`` are those of each node's Site.
-    """
+    """``nodes`` nodes whose ranks run ``train``; ``live`` is the folder that the platform syncs. Their clocks differ by
+    up to two seconds, and they start up to half a second apart. ``late`` gives extra seconds by node. ``stop_grace``
+    and ``flush_seconds`` are those of each NodeEnvironment."""
 
     nodes: int
     folder: Path
@@ -211,14 +210,14 @@ class Fleet:
             self.world.at(moment, partial(self.world.spawn, number, partial(self._node, number), f"node-{number}"))
 
     def until(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Let time go on until then; an error when it does not come within ``seconds``."""
+        """Let time pass until ``condition()`` is true; fail after ``seconds``."""
         end = self.world.now + seconds
         while not condition():
             assert self.world.now < end, f"not within {seconds} s: {sorted(self.codes)}"
             self.world.sleep(0.25)
 
     def run(self, seconds: float = 300.0) -> None:
-        """All nodes, to the end of those that are there."""
+        """Run all nodes until those that are alive have ended."""
         self.start()
         self.until(self.over, seconds)
 
@@ -226,27 +225,27 @@ class Fleet:
         return len(self.codes.keys() | self.world.dead) == self.nodes
 
     def tell_to_stop(self, number: int) -> None:
-        """The platform's stop signal."""
+        """Send the platform's stop signal."""
         self.inboxes[number].put((-1, {"t": "signal", "number": signal.SIGTERM, "at": self.world.now}))
 
     def exits(self) -> dict[int, dict[str, Any]]:
-        """Exit records by node."""
+        """Return the exit records by node."""
         found = [json.loads(path.read_bytes()) for path in (self.live / "exit").glob("*.json")]
         return {item["node"]: item for item in found}
 
     def rss(self) -> float:
-        """Bytes of this process's memory at its highest since the start, by node."""
+        """Return the rise of this process's peak memory since the start, in bytes a node."""
         return max(0.0, _rss() - self.began_rss) / self.nodes
 
 
 class _Output:
-    """`os`, whose ``write`` to descriptor n is heard by the platform as node n's output."""
+    """`os`, whose ``write`` to descriptor n becomes node n's output on the platform."""
 
-    def __init__(self, said: dict[int, list[str]]) -> None:
-        self._said = said
+    def __init__(self, lines: dict[int, list[str]]) -> None:
+        self._lines = lines
 
     def write(self, number: int, data: bytes) -> int:
-        self._said[number] += data.decode().splitlines()
+        self._lines[number] += data.decode().splitlines()
         return len(data)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,7 @@
-"""A platform that is a folder, for trials with many real clients and no engine: a native job is a file, made once.
+"""A platform in a folder, for trials with many real clients and no engine: a native job is a file, created once.
 
-It starts nothing by itself: a test says how a job stands. As platforms without a limit of their own, it lets a job wait
-for ever. Installed as a third party's provider would be (`install`).
+It starts nothing: a test sets the state of a job. A job may wait for ever. `install` registers it as a third party's
+provider.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ NAME = "foldercloud"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """``folder`` is where the jobs are."""
+    """``folder`` holds the jobs."""
 
     folder: str = field(default="", metadata={"place": True})
 
 
 class Provider(ProviderExtras):
-    """Jobs as files; see `cloudtrain.provider_api.protocol.Provider`."""
+    """A provider whose jobs are files; see `cloudtrain.provider_api.protocol.Provider`."""
 
     name: ClassVar[str] = NAME
     Settings: ClassVar[type[Any]] = Settings
@@ -58,7 +58,7 @@ class Provider(ProviderExtras):
         )
 
     def store_url(self, url: str, *, ask: bool) -> str:
-        """``foldercloud://NAME`` is a folder beside the jobs; as if one had to ask the platform where."""
+        """Return the folder of ``foldercloud://NAME``, next to the jobs. It acts as if the platform must be asked."""
         if not ask:
             raise SpecError(f"a plan asks nobody where {url} is", field="store")
         return f"file://{self.settings.folder}-{url.partition('://')[2]}"
@@ -76,7 +76,7 @@ class Provider(ProviderExtras):
             with open(path, "x") as stream:
                 json.dump({"state": "pending"}, stream)
         except FileExistsError:
-            pass  # it is this very attempt
+            pass  # the file is of this same attempt
         while self._job(".slow").exists():  # the answer takes its time
             time.sleep(0.02)
         return path.name
@@ -90,7 +90,7 @@ class Provider(ProviderExtras):
             data = json.loads(self._job(native_id).read_text())
             while self._job(".asked-slowly").exists():
                 time.sleep(0.02)
-        except (OSError, ValueError):  # a name that no file can have, too
+        except (OSError, ValueError):  # also for a name that no file can have
             raise NotFoundError(f"no job {native_id[:80]}") from None
         if "refused" in data:
             raise AuthError(data["refused"])
@@ -108,27 +108,27 @@ class Provider(ProviderExtras):
         return {}
 
     def stand(self, native_id: str, **status: Any) -> None:
-        """From now on the job stands so."""
+        """Set the state of the job."""
         temp = self._job(f".{native_id}.{os.getpid()}")
         temp.write_text(json.dumps(status))
         temp.replace(self._job(native_id))
 
     def refuse(self, category: str = "", reason: str = "there is none", *, gpu_index: int = 0) -> None:
-        """From now on refuse, by creating no job, requests for that GPU of the list; without a category no more."""
+        """Refuse requests for that GPU of the list, without creating a job. Without a category, accept them again."""
         path = self._job(f".refuses-{gpu_index}")
         path.write_text(f"{category}: {reason}") if category else path.unlink()
 
     def alive(self) -> list[str]:
-        """The native ids of all jobs that are not over."""
+        """Return the native ids of all jobs that are not final."""
         return [name for name in self.jobs() if not self.status(name).final]
 
     def jobs(self) -> list[str]:
-        """The native ids of all jobs there ever were."""
+        """Return the native ids of all jobs."""
         return sorted(path.name for path in Path(self.settings.folder).glob("[!.]*"))
 
     @staticmethod
     def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
-        """No node is ever started."""
+        """Return an environment without content: no node ever starts."""
         return NodeEnvironment(
             topology=Topology(nodes=1, node_rank=0, master_addr="", master_port=1), paths={}, scratch=()
         )
@@ -138,7 +138,7 @@ class Provider(ProviderExtras):
 
 
 def install(site: Path) -> None:
-    """Make it a provider of whoever has ``site`` on ``sys.path``."""
+    """Register the provider for processes with ``site`` on ``sys.path``."""
     info = site / "foldercloud-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foldercloud\nVersion: 1\n")

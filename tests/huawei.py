@@ -1,4 +1,4 @@
-"""Huawei's SDK as an oracle, from a folder of its own: it is no dependency, and its packages come last on the path."""
+"""Huawei's SDK as an oracle. It has its own folder, last on the path, because it is not a dependency."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BASIC: dict[str, Any] = {
 
 @functools.cache
 def package(name: str) -> Any:
-    """A module of the SDK, or None where the SDK is not installed."""
+    """Return a module of the SDK, or None without the SDK."""
     folder = os.environ.get("HUAWEI_FOLDER", "")
     if not folder:
         return None
@@ -30,7 +30,7 @@ def package(name: str) -> Any:
 
 
 def needed(name: str) -> Any:
-    """A module of the SDK; the test is skipped without it, or fails where everything is required."""
+    """Return a module of the SDK. Without it, skip the test, or fail where everything is required."""
     found = package(name)
     if found is None:
         fail = pytest.fail if os.environ.get("CLOUDTRAIN_REQUIRE_ALL") == "1" else pytest.skip
@@ -39,7 +39,7 @@ def needed(name: str) -> Any:
 
 
 def client(url: str, project: str, ak: str, sk: str, token: str | None = None) -> Any:
-    """Huawei's own client of ModelArts, at ``url``."""
+    """Return Huawei's own client of ModelArts, at ``url``."""
     sdk = needed("huaweicloudsdkmodelarts.v1")
     known = needed("huaweicloudsdkcore.auth.credentials").BasicCredentials(ak, sk, project)
     known = known.with_security_token(token) if token else known
@@ -47,12 +47,12 @@ def client(url: str, project: str, ak: str, sk: str, token: str | None = None) -
 
 
 def body_errors(body: Any) -> list[str]:
-    """Return where a body differs from the SDK's models: unknown keys, wrong types."""
+    """Return the differences between a body and the SDK's models: unknown keys, wrong types."""
     return _walk(body, "Job", "body")
 
 
 def answered(value: Any, model: str) -> Any:
-    """An answer, which the SDK's model must know whole where the SDK is there."""
+    """Return ``value``, an answer of the fake. Where the SDK is installed, its model must know every key."""
     if problems := _walk(value, model, "answer"):
         raise AssertionError("\n".join(problems))
     return value

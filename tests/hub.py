@@ -1,7 +1,5 @@
-"""A Hugging Face hub on loopback, as far as its own client asks for data sets: a repository, its tree, its files.
-
-Commits are numbered trees; branches name one. Errors are told as the hub does, by ``X-Error-Code``.
-"""
+"""A Hugging Face hub on loopback, with the requests that the real client makes for data sets. Commits are numbered
+trees; a branch names one. Errors are in ``X-Error-Code``, as on the real hub."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 PAGE = 3
-"""Entries of one answer that lists a tree; the hub's own are 1,000."""
+"""Entries of one page of a tree; the real hub's pages have 1,000."""
 LFS = 1000
-"""Bytes from which on a file lies elsewhere."""
+"""Bytes from which a file lies in LFS."""
 _API = re.compile(r"/api/datasets/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+)(?:/(.*))?)?")
 _FILE = re.compile(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.*)")
 
@@ -32,14 +30,14 @@ class Hub:
         self.token = ""
         self.asked: list[tuple[str, str]] = []
         self.url = ""
-        #: Statuses that the next requests for files are answered by, before any is answered well.
+        #: Statuses of the next requests for files. After these, requests succeed.
         self.faults: list[int] = []
 
     def commit(self, name: str, files: dict[str, bytes], revision: str = "main") -> None:
         self.sets.setdefault(name, {})[revision] = dict(files)
 
     def files_asked(self) -> list[str]:
-        """The files whose content was asked for."""
+        """Return the files whose content was requested."""
         return [found[3] for path, _ in self.asked if (found := _FILE.fullmatch(path))]
 
 
@@ -48,7 +46,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     hub: Hub
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nobody reads it."""
+        """Print nothing."""
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -71,12 +69,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return next(data for tree in trees for data in tree.values() if _digest(data) == digest)
 
     def _tree(self, name: str, revision: str) -> dict[str, bytes] | None:
-        """The files of a revision; None after a refusal."""
+        """Return the files of a revision; None after a refusal."""
         given = self.headers.get("Authorization", "")
         if self.hub.token and given not in ("", f"Bearer {self.hub.token}"):
             self._refuse(401, "", "Invalid credentials in Authorization header")
         elif name not in self.hub.sets:
-            # To somebody unknown it does not tell whether there is one.
+            # The hub hides from an anonymous client whether the repository exists.
             self._refuse(404 if given else 401, "RepoNotFound", "Repository not found")
         elif name in self.hub.gated and not given:
             self._refuse(401, "GatedRepo", f"Access to dataset {name} is restricted. You must be authenticated.")
@@ -173,7 +171,7 @@ def _entries(tree: dict[str, bytes], below: str, *, recursive: bool) -> list[dic
 
 @contextmanager
 def served_hub() -> Iterator[Hub]:
-    """A hub that answers while inside."""
+    """Yield a hub that answers requests."""
     hub = Hub()
     handler = type("Handler", (_Handler,), {"hub": hub})
     with _Server(("127.0.0.1", 0), handler) as server:

@@ -1,4 +1,4 @@
-"""Whole runs through the real console script on provider local, and the processes they leave."""
+"""Whole runs of provider local by the real console script, and the processes that they leave."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ sys.exit(main())
 
 
 def dying(call: str, moment: str) -> list[str]:
-    """In place of `CLI`: ends without unwinding ``before`` or ``after`` it makes a call, ``module:Class.method``."""
+    """Return a replacement of `CLI` that exits at once ``before`` or ``after`` the call ``module:Class.method``."""
     return [sys.executable, "-c", DIES, f"{call}@{moment}"]
 
 
 class Jobs:
-    """A code folder, a store, and a mark in the environment by which every process of its runs is known."""
+    """A code folder, a store, and a variable in the environment that marks every process of its runs."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp, self.code, self.store = tmp_path, tmp_path / "code", tmp_path / "store"
@@ -73,7 +73,7 @@ class Jobs:
         return path
 
     def start(self, *argv: str, python: list[str] = CLI, **environ: str) -> subprocess.Popen[str]:
-        """``cloudtrain ARGV`` in the code folder, in a session of its own as a terminal would."""
+        """Start ``cloudtrain ARGV`` in the code folder, in its own session as a terminal would."""
         process = subprocess.Popen(
             [*python, *argv], cwd=self.code, env={**self.environ, **environ}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -82,10 +82,9 @@ class Jobs:
         return process
 
     def cli(self, *argv: str, timeout: float = 120, **environ: str) -> Done:
-        """Run the command to its end: here, or by the console script in a proof and with variables of its own.
-
-        `start` always has the script. tests/test_cli.py, the pages and clients that die have it too.
-        """
+        """Run the command to its end. It runs in this process. In a proof, or with variables of its own, it runs the
+        console script. `start` and tests/test_cli.py always run the script. So do tests of the pages and of clients
+        that die."""
         if PROFILE != "proof" and not environ and "client." not in self.environ[TEST_TIMINGS]:
             return self.here(*argv)
         process = self.start(*argv, **environ)
@@ -93,7 +92,7 @@ class Jobs:
         return Done(process.returncode, out, err, verb=argv[0])
 
     def here(self, *argv: str) -> Done:
-        """Run the command in this process: to start a client takes a quarter of a second, and with an SDK two."""
+        """Run the command in this process: starting a client takes a quarter of a second, and two with an SDK."""
         out, err = io.StringIO(), io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.chdir(self.code)
@@ -105,12 +104,13 @@ class Jobs:
         return Done(code, out.getvalue(), err.getvalue(), verb=argv[0])
 
     def submit(self, script: str, *flags: str, timeout: float = 120, **environ: str) -> Done:
-        """Submit and wait; script arguments after ``--`` among the flags."""
+        """Submit and wait; the script's arguments follow ``--`` in the flags."""
         self._bring_runtime()
         return self.cli("submit", script, "--store", str(self.store), "--json", *flags, timeout=timeout, **environ)
 
     def _bring_runtime(self) -> None:
-        """Put the runtime into the store: each submit into an empty one builds it, for a quarter of a second."""
+        """Put the runtime into the store. Otherwise each submit to an empty store builds it, for a quarter of a
+        second."""
         if isinstance(self.store, Path):
             zipped = self.store / "runtime" / runtime_zip.digest() / "cloudtrain.pyz"
             if not zipped.exists():
@@ -129,7 +129,7 @@ class Jobs:
         return sorted(p.parent.name for p in (self.store / "runs").glob("*/run.json"))
 
     def shorten(self, **seconds: float) -> None:
-        """Set other `Timings` and `ClientTimings` for all that is started from now on. A restart never waits."""
+        """Set `Timings` and `ClientTimings` of all later processes. A restart never waits."""
         seconds = {"restart": 0.1, **seconds}
         halves = dict.fromkeys(vars(Timings()), "node") | dict.fromkeys(vars(ClientTimings()), "client")
         self.environ[TEST_TIMINGS] = ",".join(f"{halves[name]}.{name}={value}" for name, value in seconds.items())
@@ -137,7 +137,7 @@ class Jobs:
     # ---------------------------------------------------------------------------------------------------- processes
 
     def processes(self) -> dict[int, str]:
-        """pid and command line of everything that carries the mark."""
+        """Return pid and command line of every process with the mark."""
         found = {}
         for folder in Path("/proc").iterdir():
             with suppress(OSError, ValueError):
@@ -167,11 +167,11 @@ class Jobs:
         return self.wait_for(lambda: self.pid_of(r"cloudtrain\.engine\.supervisor"))
 
     def node(self, number: int) -> int:
-        """The pid of a node's runtime, which leads its group."""
+        """Return the pid of a node's runtime, which leads its process group."""
         return self.wait_for(lambda: self.pid_of(r"cloudtrain\.pyz run ", number))
 
     def gone(self, seconds: float = 10) -> None:
-        """Nothing of any run is left."""
+        """Wait until no process of any run is left."""
         deadline = time.monotonic() + seconds
         while left := self.processes():
             assert time.monotonic() < deadline, left
@@ -202,12 +202,12 @@ class Jobs:
 
 @cache
 def schema_of(verb: str) -> jsonschema.Draft202012Validator | None:
-    """The published schema of what the verb prints."""
+    """Return the published schema of the verb's output."""
     return jsonschema.Draft202012Validator(schemas.load(verb)) if verb in schemas.names() else None
 
 
 class Done:
-    """A command that has ended. The object that a ``verb`` printed is checked by its schema, whatever is tested."""
+    """A command that has ended. `json` checks the output of ``verb`` by its schema in every test."""
 
     def __init__(self, code: int, out: str, err: str, verb: str = "") -> None:
         self.code, self.out, self.err, self.verb = code, out, err, verb

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-#: All that fsspec asks of a file system, and no more.
+#: Every method that fsspec requires of a file system, and no more.
 PLAIN = """
 import os
 from fsspec import AbstractFileSystem
@@ -37,7 +37,7 @@ class PlainFileSystem(AbstractFileSystem):
     def _rm(self, path):
         (os.rmdir if os.path.isdir(self._at(path)) else os.remove)(self._at(path))
 """
-#: What makes a better one of it.
+#: Methods that make a better file system of it.
 EXCLUSIVE = """
     def _place(self, path, value, put):
         os.makedirs(os.path.dirname(self._at(path)), exist_ok=True)
@@ -57,7 +57,8 @@ EXCLUSIVE = """
         with open(lpath, "rb") as file:
             self._place(rpath, file.read(), os.replace)
 """
-#: One that writes as fsspec's own file objects do: what was closed is whole. It can lose the server in the midst.
+#: A file system that writes like fsspec's own file objects: a closed file is complete. It can lose its server in
+#: between.
 BUFFERED = """
     cut = False
 
@@ -85,7 +86,7 @@ class Part(AbstractBufferedFile):
 
 
 def install_plain(site: Path, text: str) -> None:
-    """The package in the folder ``site``, registered as one that pip installs is."""
+    """Write the package into the folder ``site``, registered as pip registers one."""
     (site / "plainfs-1.dist-info").mkdir(parents=True)
     (site / "plainfs.py").write_text(text)
     (site / "plainfs-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: plainfs\nVersion: 1\n")
@@ -94,10 +95,8 @@ def install_plain(site: Path, text: str) -> None:
 
 @pytest.fixture
 def plain(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """``plain(text)`` registers the file system of that source, and gives the URL of an empty folder of it.
-
-    ``PLAIN_ROOT`` names its folder, ``PLAIN_SITE`` the one that processes need in their ``PYTHONPATH``.
-    """
+    """Return a function that registers the file system of a source and gives the URL of an empty folder in it.
+    ``PLAIN_ROOT`` names its folder. Processes need ``PLAIN_SITE`` in their ``PYTHONPATH``."""
 
     def made(text: str) -> str:
         from fsspec.registry import _registry
@@ -112,6 +111,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         monkeypatch.setitem(_registry, "plain", module.PlainFileSystem)
-        return f"plain://team-{uuid.uuid4().hex[:8]}/store"  # what a supervisor remembers, it does by the URL
+        return f"plain://team-{uuid.uuid4().hex[:8]}/store"  # a new URL each time: supervisors cache by URL
 
     return made

@@ -1,4 +1,4 @@
-"""Requests that a cloud's provider plans, of jobs that are nowhere: what its test_…_plan.py asks of it."""
+"""Requests that a cloud's provider plans for jobs that never run, for its test_…_plan.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Plans"]
 
 @dataclass(frozen=True)
 class Plans:
-    """By ``provider`` with ``settings``, in a store at ``store``; ``fields`` are what every job has."""
+    """Plans of ``provider`` with ``settings``, in a store at ``store``; every job has ``fields``."""
 
     provider: Callable[..., Any]
     settings: Mapping[str, Any]
@@ -32,7 +32,7 @@ class Plans:
     def planned(
         self, given: Mapping[str, Any] | None = None, /, *, attempt: int = 0, gpu_index: int = 0, **fields: Any
     ) -> Request:
-        """The request of a job, by a provider with ``given`` settings (and ``store``); inputs as a store would place
+        """Return the request of a job. ``given`` adds settings (and ``store``). Inputs are where a store would put
         them."""
         job = Job.make(**{"entry_point": "train.py", **self.fields, **fields})
         last = {name: item.url.rpartition("/")[2] for name, item in job.inputs.items()}
@@ -50,7 +50,7 @@ class Plans:
         return request
 
     def refused(self, given: Mapping[str, Any] | None = None, /, **fields: Any) -> SpecError:
-        """Why such a job is refused, in one line."""
+        """Return the error that refuses such a job."""
         with pytest.raises(SpecError) as caught:
             self.planned(given, **fields)
         assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""How many examples a property-based test gets: a few in ``make test-fast``, very many in ``make proof``."""
+"""The number of examples of a property-based test: a few in ``make test-fast``, very many in ``make proof``."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ FEW, EXAMPLES, MOST, PROOF_EXAMPLES = 5, 25, 40, 1000
 
 
 def examples(count: int) -> int:
-    """For a test that wants ``count`` of them. The proof gives it all; the suite gives `MOST` at most."""
+    """Return how many examples a test gets that asks for ``count``. Only the proof gives them all; the suite's limit is
+    `MOST`."""
     return count if PROFILE == "proof" else min(count, FEW if PROFILE == "fast" else MOST)

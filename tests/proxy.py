@@ -1,4 +1,4 @@
-"""What breaks between a client and a store: requests that are refused, cut, slow, answered by halves."""
+"""A proxy with faults between a client and a store: refused, cut, slow or half requests."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from typing import Any
 from worlds.vertex import wire as google_wire
 
 FAULTS = ("refused", "cut before", "answer lost", "slow", "half an answer", "half a write", "stale listing")
-"""What becomes of a request to a store."""
+"""The faults of a request to a store."""
 PLANNED = (*FAULTS[:6], "corrupt", "replaced")
-"""What may be planned: also an answer with a wrong byte, and an object that is replaced just before it is read."""
+"""The faults that a test may plan: also an answer with a wrong byte, and an object replaced just before a read."""
 STALE_SECONDS = 10.0
 
 
 class Proxy(http.server.ThreadingHTTPServer):
-    """What is sent here goes to ``target`` (http://…), but for one request in ``one_in``, to which a fault comes.
+    """A proxy to ``target`` (http://…) that gives one request in ``one_in`` a fault.
 
-    ``planned`` are taken first, one a request, None for none; one that cannot come to a request is none. ``replace`` is
-    called for those that are "replaced". ``slow`` is in seconds, from and to.
-    ``count`` says how many of which. A listing of what nodes leave may be one of `STALE_SECONDS` ago; of records none
-    is, as no store's are.
+    - ``planned``: faults that are taken first, one a request. None, or one that cannot apply to the request, is no
+      fault.
+    - ``replace``: called for a request that is "replaced".
+    - ``slow``: the shortest and the longest delay, in seconds.
+    - ``count``: the number of each fault.
+
+    A listing of node files may be `STALE_SECONDS` old. A listing of records is never old, as in real stores.
     """
 
     daemon_threads = True
@@ -56,7 +59,7 @@ class Proxy(http.server.ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def fault(self, possible: Sequence[str], planned: Sequence[str] = ()) -> str:
-        """What comes to a request of which so much is ``possible``, and more if it was ``planned``."""
+        """Return the fault of a request: one of ``possible``, or of ``planned`` where that is due."""
         with self.lock:
             if self.planned:
                 chosen = self.planned.pop(0) or ""
@@ -70,12 +73,12 @@ class Proxy(http.server.ThreadingHTTPServer):
             return chosen
 
     def settle(self) -> None:
-        """Wait until what nobody waits for any more has been carried out, too."""
+        """Wait until pending requests are done, also those whose client has left."""
         with self.still:
             assert self.still.wait_for(lambda: not self.under_way, timeout=60)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, or was sent away, is what this is about."""
+        """Ignore clients that disconnected: the proxy breaks connections on purpose."""
 
     def close(self) -> None:
         self.shutdown()
@@ -89,7 +92,7 @@ class _Passing(http.server.BaseHTTPRequestHandler):
     server: Proxy
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nobody reads it."""
+        """Print nothing."""
 
     def _counted(self) -> None:
         with self.server.still:
@@ -149,7 +152,7 @@ class _Passing(http.server.BaseHTTPRequestHandler):
         return google_wire.unchunked(self.rfile)
 
     def _sent(self) -> dict[str, str]:
-        """The headers that are passed on, but for the length, which whoever sends them tells."""
+        """Return the headers to pass on, without the length, which the sender sets."""
         ours = ("connection", "transfer-encoding", "expect", "content-length")
         return {name: value for name, value in self.headers.items() if name.lower() not in ours}
 
@@ -167,7 +170,7 @@ class _Passing(http.server.BaseHTTPRequestHandler):
             there.close()
 
     def _half(self, body: bytes) -> None:
-        """The service gets half of what was announced, and then nothing."""
+        """Send the service half of the announced body, and then nothing."""
         head = "".join(f"{k}: {v}\r\n" for k, v in self._sent().items())
         text = f"{self.command} {self.path} HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n"
         with contextlib.suppress(OSError), socket.create_connection((self.server.host, self.server.port), 10) as there:

@@ -28,7 +28,7 @@ def for_each(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Calla
                 given = dict(zip(fields, row, strict=True))
                 try:
                     check(*of_class, **given, **more)
-                except (Exception, pytest.fail.Exception) as exc:  # noqa: BLE001 - told of with its row
+                except (Exception, pytest.fail.Exception) as exc:  # noqa: BLE001 - reported with its row
                     shown = ", ".join(repr(value)[:100] for value in row)
                     failed.append((f"{shown}: {type(exc).__name__}: {str(exc).partition(chr(10))[0]}", exc))
             if failed:

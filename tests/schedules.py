@@ -1,13 +1,13 @@
-"""Clients of one run, its nodes, and what befalls them, on a simulated clock: an order of calls drawn from a seed.
+"""Clients of one run, its nodes and faults, on a simulated clock: an order of calls drawn from a seed.
 
-The clients are the real code (submit, wait with `FallbackPolicy`, reconcile, cancel, status), each in a thread that
-runs only while it has the baton. It gives the baton away before every call to the store and to the platform, and while
-it sleeps; who gets it next is the seed's to say, and so are the faults. So between any two calls of a client anything
-may happen that others do, and it may die there. Store and platform are in memory: nobody sleeps, nothing is started.
+The clients are the real code (submit, wait with `FallbackPolicy`, reconcile, cancel, status). Each is a thread that
+runs only while it has the baton. It passes the baton before every call to the store or the platform, and while it
+sleeps. The seed draws the next client and the faults. So others may act, and the client may die, between any two of its
+calls. Store and platform are in memory; no call really sleeps or starts anything.
 
-What the store keeps to is what the real ones do: a write is there for all once it was answered, records and listings
-alike; a client library may tell the one who created an object that it was there. What nodes leave comes late, as
-platforms bring it with a lag of their own.
+The store follows the rules of the real ones. All clients see a write once it is answered, in records and listings. A
+client library may report to the creator of an object that it existed. Files of nodes appear late, as platforms sync
+them with a lag.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ T = TypeVar("T")
 
 NAME, RUN_ID, STORE = "simulated", "the-one", "memory://schedules/store"
 BEGAN = 1.7e9
-"""Unix seconds at the beginning of every schedule."""
+"""Unix seconds at the start of every schedule."""
 HOURLY = {"H100:8": 36.0, "A100:4": 18.0, "none": 3.6}
-"""US dollars an hour of the platform's machines, by the GPUs that they have."""
+"""US dollars an hour of the platform's machines, by their GPUs."""
 GRACE = 30.0
-"""Seconds that a platform takes to stop a job that is over its limit, or told to stop."""
+"""Seconds that a platform takes to stop a job after its limit or a stop request."""
 LOOKED = 1
-"""Calls of its own that a client may make between having seen that a run is not cancelled and sending an attempt."""
+"""Calls that a client may make between its check for a cancel and sending an attempt."""
 CALLS = 40_000
-"""Of all clients of a schedule, before it counts as one that does not end."""
+"""Most calls of all clients of a schedule; a schedule with more does not end."""
 KEEPS_BATCH = {"args": ["PLANNED_WORLD_SIZE"]}
 JOBS: Sequence[Mapping[str, Any]] = (
     {"max_runtime": 900},
@@ -78,21 +78,21 @@ JOBS: Sequence[Mapping[str, Any]] = (
 
 
 class Dead(BaseException):
-    """The client was killed here: no line of it runs any more, and what unwinds reaches nobody."""
+    """Raised where a client is killed. No further line of it has an effect, nor does the unwinding."""
 
 
 # ------------------------------------------------------------------------------------------------- who runs, and when
 
 
 class Actor:
-    """Somebody who acts at ``due`` (Unix seconds) and says, by its end, that it is ``over``."""
+    """An actor that acts at ``due`` (Unix seconds) and is ``over`` at its end."""
 
     due = BEGAN
     over = False
 
 
 class Client(Actor):
-    """``script`` in a thread that has the baton from one `pause` to the next."""
+    """A ``script`` in a thread that has the baton from one `pause` to the next."""
 
     def __init__(self, sim: Sim, name: str, script: Callable[[Client], None], due: float) -> None:
         self.sim, self.name, self.due, self._script = sim, name, due, script
@@ -115,7 +115,7 @@ class Client(Actor):
         self.sim.next().release()
 
     def pause(self, seconds: float) -> None:
-        """Let others act; here again no sooner than in so many seconds."""
+        """Let others act for at least ``seconds``."""
         self.due = self.sim.now + seconds
         turn = self.sim.next()
         if turn is not self.turn:
@@ -130,7 +130,7 @@ class Client(Actor):
 
 
 class Events(Actor):
-    """A generator that gives how many seconds it waits, each time that it acts."""
+    """An actor that runs a generator. It yields the seconds until its next step."""
 
     def __init__(self, sim: Sim, work: Iterator[float], due: float) -> None:
         self.sim, self._work, self.due = sim, work, due
@@ -143,7 +143,7 @@ class Events(Actor):
 
 
 class Sim:
-    """One schedule: ``seed`` says all that is drawn. ``count`` is what befell whom, ``problems`` what should not be."""
+    """One schedule. ``seed`` fixes every draw, ``count`` counts the faults, and ``problems`` lists the errors."""
 
     def __init__(self, seed: str) -> None:
         self.draw, self.now = random.Random(seed), BEGAN
@@ -171,7 +171,7 @@ class Sim:
         return client
 
     def run(self) -> None:
-        """Until all have ended."""
+        """Run until all actors have ended."""
         self._all_over.acquire()
         self.next().release()
         self._all_over.acquire()
@@ -180,7 +180,7 @@ class Sim:
             client.join()
 
     def next(self) -> threading.Lock:  # type: ignore[valid-type]
-        """Who has the baton gives it away: the lock of whoever is next. What is no client acts here and now."""
+        """Return the lock of the client that gets the baton next. Actors that are not clients act here at once."""
         while waiting := [actor for actor in self.actors if not actor.over]:
             self.actors = waiting
             self.now = max(self.now, min(actor.due for actor in waiting))
@@ -199,8 +199,8 @@ class Sim:
             client.pause(seconds)
 
     def call(self, what: str, carry_out: Callable[[], T], faults: Sequence[str] = ()) -> tuple[T | None, str]:
-        """One call of whoever has the baton: its result, and the fault that befell it: ``before`` or ``after`` it was
-        carried out, or another of ``faults``, which the caller makes of it."""
+        """Make one call of the client with the baton. Return its result and its fault. The fault is ``before`` or
+        ``after`` the call's effect, or one of ``faults``, which the caller applies."""
         client: Client | None = getattr(self.local, "client", None)
         if client is None:
             return carry_out(), ""
@@ -225,8 +225,8 @@ class Sim:
 
 
 class View(Files):
-    """The store as a client sees it. ``data`` is key to (content, Unix seconds of its last change). Without ``swaps``
-    it only creates exclusively, as OBS does."""
+    """The store as a client sees it. ``data`` is key to (content, Unix seconds of its last change). Without ``swaps``,
+    it can only create exclusively, like OBS."""
 
     url, copies, swaps = STORE, True, True
 
@@ -247,7 +247,7 @@ class View(Files):
         self.data[key] = (data, self.sim.now)
 
     def _there(self, key: str) -> bool:
-        """Whether it is there for whoever asks; what nodes leave comes late."""
+        """Return True if readers already see the key; files of nodes come late."""
         return key in self.data and self.data[key][1] <= self.sim.now
 
     def read(self, key: str) -> bytes:
@@ -274,7 +274,8 @@ class View(Files):
         return Loaded(found[0], str(hash(found[0])), found[1]) if found is not None else None
 
     def swap(self, key: str, version: str | None, data: bytes) -> str:
-        """A lost answer is known by the content, as `RemoteFiles.swap` knows it; a client may die before it looks."""
+        """Swap a version. After a lost answer, compare the content, as `RemoteFiles.swap` does. The client may die
+        before that."""
         assert self.swaps or version is None, "it only creates"
 
         def replace() -> bool:
@@ -343,8 +344,13 @@ class Start:
 
 @dataclass
 class Native:
-    """A native job as it truly is. ``ends`` are the ends of its starts, as drawn; ``told`` what its nodes say it died
-    of, ``late`` what it ran beyond its limit; ``late_by`` is who sent it at the moment of a cancel."""
+    """A native job's true state.
+
+    - ``ends``: the ends of its starts, as drawn.
+    - ``told``: the cause that its nodes report.
+    - ``late``: the seconds beyond its limit.
+    - ``late_by``: the client that sent it at the moment of a cancel.
+    """
 
     id: str
     request: Request
@@ -367,8 +373,7 @@ class Native:
 
 
 class Cloud:
-    """All jobs of the platform, and what kind of a platform it is. ``created`` is how often each attempt was made a
-    job of."""
+    """All jobs of the platform, and the platform's kind. ``created`` counts the jobs of each attempt."""
 
     def __init__(self, sim: Sim, data: dict[str, tuple[bytes, float]]) -> None:
         self.sim, self.data, draw = sim, data, sim.draw
@@ -393,7 +398,7 @@ class Cloud:
         return self.jobs[key].id
 
     def _check(self, request: Request) -> Client | None:
-        """What must hold whenever a job begins; who begins it after a cancel, having looked just before that."""
+        """Check the rules for every job that begins. Return the client if it sent the job just after a cancel."""
         sim, client = self.sim, getattr(self.sim.local, "client", None)
         if alive := [job.id for job in self.jobs.values() if job.alive]:
             sim.wrong(f"attempt {request.attempt} is sent while {alive} is alive")
@@ -450,12 +455,12 @@ class Cloud:
 
     def _end(self, job: Native, state: str, category: str) -> None:
         job.state, job.category, job.finished = state, category, self.sim.now
-        if not self.late:  # as is documented: all that its nodes left is there by then
+        if not self.late:  # documented: all files of its nodes are there by then
             live = f"runs/{RUN_ID}/live/"
             there = {key: data for key, (data, _) in self.data.items() if key.startswith(live)}
             self.data.update({key: (data, min(self.data[key][1], self.sim.now)) for key, data in there.items()})
 
-    # What nodes leave in the store, where a platform brings it in its own time.
+    # Files of nodes in the store, which a platform syncs with a lag.
 
     def _leave(self, name: str, record: Mapping[str, Any]) -> None:
         when = self.sim.now + (0.0 if self.sim.calm else self.sim.draw.uniform(0, self.lag))
@@ -468,7 +473,7 @@ class Cloud:
         }  # fmt: skip
 
     def _exit(self, job: Native, start: Start, kind: str) -> None:
-        """Node 0 decides, and says so last."""
+        """Write node 0's exit record, last."""
         failure = None
         if kind in ("user_error", "oom", "infra"):
             what = {"user_error": "ValueError: no", "oom": "OutOfMemoryError", "infra": "RuntimeError: NCCL"}[kind]
@@ -492,7 +497,7 @@ class Cloud:
 
 @dataclass(frozen=True, kw_only=True)
 class NoSettings:
-    """It has none."""
+    """No settings."""
 
     prices: Mapping[str, float] = field(default_factory=lambda: dict(HOURLY))
 
@@ -535,7 +540,7 @@ class Provider(ProviderExtras):
         return found  # type: ignore[return-value]
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
-        """A request that is there already is never refused."""
+        """Create the job, or find it: a repeated request is never refused."""
         there = (request.attempt, request.gpu_index) in self.cloud.jobs
         faults = ("before", "after", "denied", *(() if there else ("refused",)))
         native = self._call(f"submit {request.attempt}", partial(self.cloud.create, request), faults)
@@ -588,7 +593,7 @@ class Provider(ProviderExtras):
 
     @staticmethod
     def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
-        """No node is ever started."""
+        """Return an environment without content: no node ever starts."""
         return NodeEnvironment(
             topology=Topology(nodes=1, node_rank=0, master_addr="", master_port=1), paths={}, scratch=()
         )
@@ -598,13 +603,13 @@ class Provider(ProviderExtras):
 
 
 class PlatformWaits(Provider):
-    """Ends what waits for machines for too long by itself."""
+    """A platform that itself ends jobs that wait for machines too long."""
 
     max_wait_by = "platform"
 
 
 class PlatformRetries(Provider):
-    """A client starts no further attempt."""
+    """A platform that itself restarts nodes: a client starts no further attempt."""
 
     retried_by = "platform"
 
@@ -621,7 +626,7 @@ class _Given(Settings):
 
 
 def plans(folder: Path) -> list[Plan]:
-    """The plans of `JOBS`, made once: what they read is the same for every schedule."""
+    """Return the plans of `JOBS`, made once: every schedule reads the same files."""
     (folder / "train.py").write_text("print('hello')\n")
     made = Provider()
     return [
@@ -634,7 +639,7 @@ def plans(folder: Path) -> list[Plan]:
 
 
 class Schedule:
-    """The seed's plan, clients and platform; `play` runs it and gives what was wrong."""
+    """The seed's plan, clients and platform; `play` runs it and returns its problems."""
 
     def __init__(self, seed: str, known: Sequence[Plan]) -> None:
         self.sim = sim = Sim(seed)
@@ -655,14 +660,14 @@ class Schedule:
         return store
 
     def run(self) -> Run:
-        """A handle as whoever comes from elsewhere has it."""
+        """Return a handle as another client opens it."""
         sim = self.sim
         return Run(store=self.store(), run_id=RUN_ID, provider=self.provider, clock=sim.time, sleep=sim.sleep)
 
     # ------------------------------------------------------------------------------------------- what the clients do
 
     def _client(self, what: Callable[[], None]) -> Callable[[Client], None]:
-        """Once, and again where it ended with an error that a user sees."""
+        """Return a script that calls ``what``, and repeats it after an error that a user sees."""
 
         def script(client: Client) -> None:
             for _ in range(3):
@@ -715,13 +720,13 @@ class Schedule:
         return sim.problems
 
     def _close(self) -> None:
-        """Nothing befalls anybody any more; somebody comes who wants to know, as the messages say."""
+        """Stop all faults. Let a last client finish the run with the commands that the messages name."""
         sim = self.sim
         sim.calm, sim.now = True, sim.now + 3600
         reconciles = sim.draw.random() < 0.5
 
         def script(client: Client) -> None:
-            with contextlib.suppress(AuthError, CapacityError, QuotaError):  # it was refused, and is over
+            with contextlib.suppress(AuthError, CapacityError, QuotaError):  # refused: the run is over
                 send_plan(dataclasses.replace(self.plan, store=self.store()), environ={})
             for _ in range(1000):
                 run = self.run()
@@ -760,12 +765,12 @@ class Schedule:
             if noted is None or json.loads(noted[0])["native_id"] != job.id:
                 sim.wrong(f"{job.id} is not noted")
         self._check_limits(jobs)
-        # A job that was sent as the run was cancelled may be the result's, if it was noted before that was written.
-        told = [job for job in jobs if job.late_by is None or job.id == result["native_id"]]
-        self._check_result(result, told)
+        # A job that was sent during the cancel may be the result's job, if it was recorded before the result.
+        settled = [job for job in jobs if job.late_by is None or job.id == result["native_id"]]
+        self._check_result(result, settled)
 
     def _check_limits(self, jobs: Sequence[Native]) -> None:
-        """Each job may take `GRACE` longer than it was given, and no more."""
+        """Check that each job runs at most `GRACE` seconds beyond its limit."""
         sim, job = self.sim, self.plan.job
         ran = sum(item.ran - item.late for item in jobs)
         if ran > job.max_runtime + 1:
@@ -809,7 +814,7 @@ class Schedule:
         if refused is not None and state == "failed" and not cancelled:
             categories |= {"quota", "capacity"}
         if self.cloud.late and last.starts[1:] and result["category"] == "preempted":
-            return  # nobody knew but of a start before the last one
+            return  # only a start before the last one left a record
         if (result["state"], result["category"] in categories) != (state, True):
             sim.wrong(f"it {state} of {categories}, the result says {result['state']} of {result['category']}")
         rows, truth = {row["number"] for row in result["attempts"]}, {s.number for job in jobs for s in job.starts}
@@ -822,7 +827,7 @@ class Schedule:
 
 
 def timed(sim: Any) -> type[FallbackPolicy]:
-    """`FallbackPolicy` by the schedule's clock."""
+    """Return `FallbackPolicy` with the schedule's clock."""
 
     class Timed(FallbackPolicy):
         def __init__(self, *args: Any, **given: Any) -> None:
@@ -835,8 +840,8 @@ def timed(sim: Any) -> type[FallbackPolicy]:
 
 @contextlib.contextmanager
 def simulated(schedule: Any) -> Iterator[None]:
-    """The modules that ask what time it is, or sleep, do so on the schedule's clock; what several threads read at once
-    is read by one, so that the order is the seed's."""
+    """Give all modules that read the time or sleep the schedule's clock. Replace parallel reads by serial ones, so that
+    the seed alone sets the order."""
     sim = schedule.sim
     patient = partial(patiently, clock=sim.time, sleep=sim.sleep)
 
@@ -858,7 +863,7 @@ def simulated(schedule: Any) -> Iterator[None]:
 
 
 def played(seed: str, known: Sequence[Plan]) -> Schedule:
-    """The schedule of ``seed``, played to its end."""
+    """Play the schedule of ``seed`` to its end and return it."""
     schedule = Schedule(seed, known)
     with simulated(schedule):
         schedule.play()

@@ -1,7 +1,7 @@
-"""Object stores on loopback, one a test session: S3 (moto), Azure Blob (Azurite), and a small GCS that keeps its word.
+"""Object stores on loopback, one a test session: S3 (moto), Azure Blob (Azurite) and a small GCS.
 
-A pytest plugin: register it with ``pytest_plugins = ["servers"]``. The environment names the server for the one test
-that asks for it, as it would for a user: credentials and endpoints are read from there and nowhere else.
+A pytest plugin: register it with ``pytest_plugins = ["servers"]``. A test that asks for a server finds its credentials
+and endpoint in the environment, as a user would set them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ AZURITE_ACCOUNT = "devstoreaccount1"
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on."""
+    """Return a free port of 127.0.0.1."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes], *, seconds: float = 30) -> None:
-    """Return once something listens; fail as soon as the process has ended."""
+    """Return once a server listens; fail as soon as the process has ended."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         assert process.poll() is None, f"the server ended with {process.returncode}: {process.args}"
@@ -55,7 +55,7 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes], *, seconds: float
 
 @contextmanager
 def served(command: list[str], port: int, log: Path) -> Iterator[None]:
-    """The server process ``command`` while inside, its output in ``log``."""
+    """Run the server process ``command``, with its output in ``log``."""
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         try:
@@ -71,10 +71,8 @@ def served(command: list[str], port: int, log: Path) -> Iterator[None]:
 
 
 def race(code: str, *args: str, count: int) -> list[Any]:
-    """Run ``code`` in ``count`` processes at once and return what each found, which it prints as JSON.
-
-    ``sys.argv`` holds ``args`` and the process's number. Each calls ``ready()`` when it is about to begin.
-    """
+    """Run ``code`` in ``count`` processes at once. Return the JSON that each prints. ``sys.argv`` holds ``args`` and
+    the process's number. Each process calls ``ready()`` when it is about to begin."""
     start = "import json, sys\ndef ready(): print('ready', flush=True); sys.stdin.readline()\n"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     racers = [subprocess.Popen([sys.executable, "-c", start + code, *args, str(i)], **pipes) for i in range(count)]
@@ -116,7 +114,7 @@ def check_swap(tree: Files, key: str, *, none: str) -> None:
     assert (loaded.data, loaded.version) == (b"2", second)
 
 
-#: For `race`: who creates which of the first ``argv[2]`` attempts of a run in the store ``argv[1]``.
+#: For `race`: create the first ``argv[2]`` attempts of a run in the store ``argv[1]``, and print which ones succeed.
 ATTEMPT_RACER = """
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.store.store import Store
@@ -131,8 +129,8 @@ print(json.dumps([k for k in range(int(sys.argv[2])) if store.create_attempt("ru
 # ------------------------------------------------------------------------------------------------------------------- S3
 
 
-#: moto's server. It looks at the conditions of a write and writes in two steps: one request to an object is served at a
-#: time, as S3 decides at once.
+#: moto's server. It checks the conditions of a write and writes in two steps. A lock serves one request an object at a
+#: time, because S3 decides atomically.
 _MOTO = """
 import threading
 from moto.s3.responses import S3Response
@@ -151,7 +149,7 @@ main()
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Endpoint of a moto server."""
+    """Yield the endpoint of a moto server."""
     port = free_port()
     command = [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", str(port)]
     with served(command, port, tmp_path_factory.mktemp("moto") / "log"):
@@ -159,10 +157,8 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def point_aws_at(url: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **more: str) -> None:
-    """Let this test's AWS variables lead to the server at ``url``, and to no account of this machine.
-
-    ``folder`` has no AWS configuration. ``more`` are further variables, without ``AWS_``.
-    """
+    """Point this test's AWS variables at the server ``url``, and at no account of this machine. ``folder`` has no AWS
+    configuration. ``more`` are further variables, without ``AWS_``."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     values = {
@@ -180,14 +176,14 @@ def point_aws_at(url: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **more
 
 @pytest.fixture
 def s3_environment(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """The endpoint, with this test's environment pointing at it."""
+    """Return the endpoint, with this test's environment pointing at it."""
     point_aws_at(s3_server, monkeypatch, tmp_path)
     return s3_server
 
 
 @pytest.fixture
 def s3_url(s3_environment: str) -> str:
-    """URL of a new, empty folder in a new bucket."""
+    """Return the URL of a new, empty folder in a new bucket."""
     bucket = f"b-{uuid.uuid4().hex[:12]}"
     request = urllib.request.Request(f"{s3_environment}/{bucket}", method="PUT", headers={"Authorization": _UNCHECKED})
     with urllib.request.urlopen(request):
@@ -196,7 +192,7 @@ def s3_url(s3_environment: str) -> str:
 
 @pytest.fixture(scope="session")
 def s3fs() -> str:
-    """Folder for ``PYTHONPATH``, with s3fs as a script's image may have it. Its botocore is too old for boto3."""
+    """Return a folder for ``PYTHONPATH`` with s3fs, as in a script's image. Its botocore is too old for boto3."""
     folder = os.environ.get("S3FS_FOLDER", "")
     if not os.path.isdir(os.path.join(folder, "s3fs")):
         pytest.skip("no folder with s3fs in S3FS_FOLDER; make test sets it")
@@ -211,18 +207,19 @@ _UNCHECKED = "AWS4-HMAC-SHA256 Credential=testing/20250101/us-east-1/s3/aws4_req
 
 
 def azurite() -> str | None:
-    """The Azurite program, if ``tests/azurite.sh`` or a package manager installed it."""
+    """Return the path of Azurite, if ``tests/azurite.sh`` or a package manager installed it."""
     return str(AZURITE) if AZURITE.exists() else shutil.which("azurite-blob")
 
 
 def required() -> bool:
-    """Whether a server that is not installed fails the tests instead of skipping them."""
+    """Return True if a server that is not installed fails the tests instead of skipping them."""
     return os.environ.get("CLOUDTRAIN_REQUIRE_ALL") == "1"
 
 
 @pytest.fixture(scope="session")
 def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Connection string of an Azurite server; skips without one, or fails when CLOUDTRAIN_REQUIRE_ALL=1."""
+    """Yield the connection string of an Azurite server. Without Azurite, skip, or fail when
+    CLOUDTRAIN_REQUIRE_ALL=1."""
     program = azurite()
     if program is None:
         (pytest.fail if required() else pytest.skip)("Azurite is not installed; run tests/azurite.sh")
@@ -238,7 +235,7 @@ def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def azure_environment(azure_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The connection string, also in this test's environment."""
+    """Return the connection string, also in this test's environment."""
     for name in [name for name in os.environ if name.startswith("AZURE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azure_server)
@@ -247,7 +244,7 @@ def azure_environment(azure_server: str, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def azure_url(azure_environment: str) -> str:
-    """URL of a new, empty folder in a new container."""
+    """Return the URL of a new, empty folder in a new container."""
     from azure.storage.blob import BlobServiceClient
 
     container = f"c-{uuid.uuid4().hex[:12]}"
@@ -261,7 +258,7 @@ def azure_url(azure_environment: str) -> str:
 
 @pytest.fixture
 def gcs_server(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gcs]:
-    """Cloud Storage, open to anybody, with a bucket called ``bucket``, and this test's environment pointing at it."""
+    """Yield a public Cloud Storage with the bucket ``bucket``, and this test's environment pointing at it."""
     wire = Wire()
     gcs = Gcs(tmp_path_factory.mktemp("gcs"), wire, open=True)
     gcs.make("bucket")
@@ -275,7 +272,7 @@ def gcs_server(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture
 def gcs_url(gcs_server: Gcs) -> str:
-    """URL of an empty folder."""
+    """Return the URL of an empty folder."""
     return "gs://bucket/some/store"
 
 
@@ -283,7 +280,7 @@ def gcs_url(gcs_server: Gcs) -> str:
 
 
 class Web:
-    """Files over HTTP, as Python's own server does it: no ranges, and the time of the last change."""
+    """A folder over HTTP by Python's own server: no ranges, but the time of the last change."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder, self.url = folder, url
@@ -296,12 +293,12 @@ class Web:
 
 @pytest.fixture
 def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
-    """A web server with a folder of its own."""
+    """Yield a web server with a folder of its own."""
     folder = tmp_path_factory.mktemp("web")
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:
-            """Nobody reads it."""
+            """Print nothing."""
 
     make: Callable[..., Any] = functools.partial(Handler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), make) as server:

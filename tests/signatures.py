@@ -21,7 +21,7 @@ WRONG = "the signature does not match"
 
 
 def _secret(keys: Keys, ak: str, token: str) -> str:
-    """The secret; "" for another key or security token."""
+    """Return the secret; "" for another key or security token."""
     secret, own = keys.get(ak, ("", ""))
     return secret if token == own else ""
 
@@ -33,7 +33,7 @@ def _parts(call: Call) -> tuple[str, dict[str, str], list[str]]:
 
 
 def _digest(call: Call, path: str, names: list[str], body: str) -> str:
-    """The digest of the canonical request, which both of the newer signatures share."""
+    """Return the digest of the canonical request, which both newer signatures share."""
     query = "&".join(f"{quote(k, safe='-_.~')}={quote(v, safe='-_.~')}" for k, v in sorted(call.query.items()))
     head = "".join(f"{name}:{' '.join(call.headers.get(name, '').split())}\n" for name in names)
     return hashlib.sha256(f"{call.method}\n{path}\n{query}\n{head}\n{';'.join(names)}\n{body}".encode()).hexdigest()
@@ -55,7 +55,7 @@ def check_sdk(call: Call, keys: Keys) -> str:
 
 
 def check_obs(call: Call, keys: Keys, bucket: str, key: str) -> str:
-    """Check OBS's own signature; ``key`` is as it came, quoted."""
+    """Check OBS's own signature; ``key`` is quoted, as in the request."""
     ak, _, signature = call.headers["authorization"].removeprefix("OBS ").partition(":")
     own = call.headers
     lines = [call.method, own.get("content-md5", ""), own.get("content-type", "")]

@@ -1,9 +1,8 @@
-"""Machines that are simulated: clocks, threads, queues and sockets under which real code runs, one thread at a time.
+"""Simulated machines: clocks, threads, queues and sockets for real code, one thread at a time.
 
-Modules that say ``time.monotonic()``, ``threading.Thread``, ``queue.SimpleQueue`` or ``socket.create_connection`` get
-these in their place (`World.inhabit`). A thread goes on until it waits; then time goes on to whatever is due next, so
-that an hour takes what its work takes, and the same seed gives the same run. The threads are real ones, so the code's
-own locks and the processor time of each (`World.cpu`) are real, too.
+`World.inhabit` replaces ``time``, ``threading``, ``queue`` and ``socket`` of a module. A thread runs until it waits.
+The clock then jumps to the next event, so a simulated hour costs only its work. The same seed gives the same run. The
+threads are real, and so are the code's own locks and the processor time (`World.cpu`).
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ LATENCY = 0.0005
 
 
 class Gone(BaseException):
-    """Raised in a thread whose machine is no more, once the world ends: nothing that it does matters any longer."""
+    """Raised in a thread of a dead machine when the world ends: its actions have no more effect."""
 
 
 class Task:
-    """One thread; ``node`` is the machine that it runs on, None: none of ours, the test's."""
+    """One thread; ``node`` is its machine, or None for the test itself."""
 
     def __init__(self, node: int | None, name: str) -> None:
         self.node, self.name = node, name
@@ -42,7 +41,7 @@ class Task:
 
 
 class World:
-    """``skew`` is how far each machine's clock is ahead of the true time, in seconds."""
+    """All simulated machines. ``skew`` gives the seconds that each machine's clock is ahead of the true time."""
 
     def __init__(self, *, skew: Callable[[int], float] = lambda node: 0.0) -> None:
         self.now, self.began = 1000.0, time.time()
@@ -81,7 +80,7 @@ class World:
         )
 
     def inhabit(self, patch: pytest.MonkeyPatch, modules: Iterable[ModuleType]) -> None:
-        """Let these modules live here."""
+        """Make these modules use the simulated time, threads and sockets."""
         for module in modules:
             for name in ("time", "threading", "queue", "socket"):
                 if hasattr(module, name):
@@ -92,7 +91,7 @@ class World:
     # ------------------------------------------------------------------------------------------------------ scheduling
 
     def clock(self) -> float:
-        """Unix seconds by the clock of the machine that asks."""
+        """Return Unix seconds by the clock of the calling machine."""
         node = self.current.node
         return self.began + self.now - 1000.0 + (0.0 if node is None else self.skew(node))
 
@@ -103,7 +102,7 @@ class World:
         self.block(seconds)
 
     def block(self, timeout: float | None) -> bool:
-        """Wait to be woken: True; False when it was not within ``timeout`` seconds."""
+        """Wait to be woken. Return False if ``timeout`` seconds pass first."""
         task = self.current
         if task.gone:
             raise Gone
@@ -127,7 +126,7 @@ class World:
             self._ready.append(task)
 
     def _pass_on(self, task: Task | None) -> None:
-        """Let the next one go on; ``task`` waits until it is that again, None: it has ended."""
+        """Run the next task. ``task`` waits for its next turn; None if it has ended."""
         following = self._next()
         if following is not task:
             self.current = following
@@ -162,7 +161,7 @@ class World:
                 for joiner in task.joiners:
                     self.wake(joiner)
                 if task.gone:
-                    self._test.turn.release()  # `close` lets one after the other go
+                    self._test.turn.release()  # `close` ends one thread after the other
                 else:
                     self._pass_on(None)
 
@@ -173,7 +172,8 @@ class World:
     # -------------------------------------------------------------------------------------------------------- machines
 
     def end(self, node: int, *, silent: bool = False) -> None:
-        """The machine's processes end, as by ``os._exit``; ``silent``: with the machine, whose peers hear nothing."""
+        """End the machine's processes, as ``os._exit`` does. With ``silent`` the machine dies too, and its peers get no
+        notice."""
         self.dead.add(node)
         for end in self.ends:
             if end.node == node:
@@ -181,11 +181,11 @@ class World:
                 end.close()
 
     def cpu(self, node: int) -> float:
-        """Seconds of processor time that the machine's threads have taken."""
+        """Return the processor seconds of the machine's threads."""
         return sum(task.cpu_ns for task in self.tasks if task.node == node) / 1e9
 
     def close(self) -> None:
-        """Every thread ends."""
+        """End every thread."""
         for task in self.tasks:
             if not task.over:
                 task.gone = True
@@ -256,7 +256,7 @@ class Event:
 
 
 class Thread:
-    """`threading.Thread`, on the machine of whoever makes it."""
+    """`threading.Thread`, on the machine of the thread that makes it."""
 
     def __init__(
         self, world: World, *, target: Callable[..., object], args: tuple[Any, ...] = (), name: str, daemon: bool
@@ -274,7 +274,7 @@ class Thread:
 
 
 class Pool:
-    """`ThreadPoolExecutor`, with as many threads as there is work."""
+    """`ThreadPoolExecutor` with a thread for each task."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -293,7 +293,7 @@ class Pool:
 
 
 class Future:
-    """What `Pool.submit` gives back."""
+    """The result of `Pool.submit`."""
 
     def __init__(self, world: World, call: Callable[[], Any]) -> None:
         self._value: Any = None
@@ -302,7 +302,7 @@ class Future:
         def work() -> None:
             try:
                 self._value = call()
-            except Exception as exc:  # noqa: BLE001 - for whoever asks
+            except Exception as exc:  # noqa: BLE001 - raised in result()
                 self._error = exc
 
         self._thread = Thread(world, target=work, name="pool", daemon=True)
@@ -319,7 +319,8 @@ class Future:
 
 
 class End:
-    """One end of a connection; what is sent arrives `LATENCY` later, in order, and counts for the machine it is of."""
+    """One end of a connection. Data arrives `LATENCY` later, in order. Both counters are those of the sending
+    machine."""
 
     def __init__(self, world: World, node: int | None) -> None:
         self.node, self.mute, self.closed = node, False, False
@@ -385,7 +386,7 @@ class End:
 
 
 class Listener:
-    """A socket that listens; ports are the same on all machines, as only one listens."""
+    """A listening socket. All machines share the ports, as only one machine listens."""
 
     def __init__(self, world: World) -> None:
         self._world, self._port = world, 0

@@ -1,4 +1,4 @@
-"""A folder behind FUSE in which everything takes its time: python slowfs.py FOLDER PLACE, until its stdin ends."""
+"""A folder behind FUSE with slow operations: python slowfs.py FOLDER PLACE, until its stdin ends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import mfusepy
 
 SECONDS = 0.05
-"""For what makes, opens, renames or removes a file; an object store on the other side of a country takes so long."""
+"""Seconds to make, open, rename or remove a file, as in a distant object store."""
 
 
 class Slow:
-    """The folder itself, with the owners and modes that it has."""
+    """The folder itself, with its real owners and modes."""
 
     use_ns = True
 
@@ -40,7 +40,7 @@ class Slow:
 
     def open(self, path: str, flags: int) -> int:
         time.sleep(self._seconds)
-        return os.open(self._real(path), flags & ~os.O_APPEND)  # the kernel knows where the end is
+        return os.open(self._real(path), flags & ~os.O_APPEND)  # the kernel tracks the end
 
     def create(self, path: str, mode: int) -> int:
         time.sleep(self._seconds)
@@ -101,7 +101,7 @@ class Slow:
 
 
 def serve(files: Slow, place: str) -> None:
-    """Show ``files`` at the folder ``place``."""
+    """Mount ``files`` at the folder ``place``."""
 
     def watch() -> None:
         sys.stdin.read()

@@ -29,7 +29,7 @@ GRACE = 30
 
 
 class Cluster:
-    """slurmctld, four slurmd and munged of one's own below ``folder``."""
+    """slurmctld, four slurmd and munged below ``folder``."""
 
     def __init__(self, folder: Path, **options: str) -> None:
         self.folder, self._options = folder, options
@@ -55,7 +55,7 @@ class Cluster:
         return int((self.folder / "pid" / name).read_text())
 
     def end(self, name: str, number: int = signal.SIGTERM) -> None:
-        """End one daemon, and wait for that."""
+        """End one daemon and wait until it has ended."""
         pid = self.pid(name)
         os.kill(pid, number)
         deadline = time.monotonic() + 20
@@ -71,8 +71,8 @@ class Cluster:
         return done.stdout
 
     def field(self, job: str, name: str) -> str:
-        shown = self.call("scontrol", "-o", "show", "job", job)
-        return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}="))
+        output = self.call("scontrol", "-o", "show", "job", job)
+        return next(word.partition("=")[2] for word in output.split() if word.startswith(f"{name}="))
 
     def nodes_of(self, job: str) -> list[str]:
         return self.call("scontrol", "show", "hostnames", self.field(job, "NodeList")).split()
@@ -140,7 +140,7 @@ class SlurmPlatform(FakePlatform):
             try:
                 self.cluster.call("sbatch", "--test-only", text=str(request.body["script"]))
                 return
-            except AssertionError as exc:  # a node that an earlier test lost is still coming back
+            except AssertionError as exc:  # a node that an earlier test lost is still returning
                 if "node configuration is not available" not in str(exc) or time.monotonic() > deadline:
                     raise
             time.sleep(1)
@@ -218,14 +218,14 @@ def await_text(run: Run, text: str, count: int = 1) -> None:
 
 
 def loss_of(run: Run) -> str:
-    """The loss of a run that has succeeded."""
+    """Return the loss of a run that has succeeded."""
     result = run.wait(timeout=150, poll=0.3)
     assert result["state"] == "succeeded", (result["reason"], texts(run))
     return next(text for text in texts(run) if text.startswith("loss "))
 
 
 def check_nothing_lost(run: Run) -> None:
-    """Each start goes on at the very step at which the one before stopped."""
+    """Check that each start resumes at the very step at which the previous one stopped."""
     words = texts(run)
     stopped = [text.split()[2] for text in words if text.startswith("stopped after")]
     began = [text.split()[2] for text in words if text.startswith("from step")]

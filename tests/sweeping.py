@@ -31,18 +31,18 @@ SPEC = SweepSpec.from_dict(
     }
 )
 STEPS = 4000
-"""Steps of all clients before a sweep counts as one that does not end."""
+"""Steps of all clients; a sweep with more does not end."""
 DEEPEST = 3
-"""Clients that may act within one another's calls."""
+"""Most clients that act within one another's calls."""
 
 
 class Dead(BaseException):
-    """The client was killed here."""
+    """Raised where a client is killed."""
 
 
 @dataclass
 class Job:
-    """A job of the platform, which costs 1 USD in each unit of time."""
+    """A job of the platform, which costs 1 USD per unit of time."""
 
     cap: float
     need: int
@@ -92,7 +92,7 @@ class World:
             self.busy.discard(at)
 
     def moment(self) -> None:
-        """Between two instructions of a client: anything may happen."""
+        """Let anything happen between two instructions of a client."""
         self.check()
         if self.random.random() < self.kill:
             raise Dead
@@ -183,7 +183,7 @@ class World:
         return self
 
     def problems(self) -> list[str]:
-        """Return what must not be: over budget, over parallelism, double or lost trials, not one end."""
+        """Return the errors: over budget, over parallelism, double or lost trials, more or fewer ends than one."""
         entries = [json.loads(self.objects[number]) for number in sorted(self.objects)]
         trials = [entry for entry in entries if entry["kind"] == "trial"]
         ends = [number for number, entry in enumerate(entries) if entry["kind"] == "end"]

@@ -1,4 +1,4 @@
-"""The attempt policy as a table: every category by limits, GPUs, further places and progress."""
+"""The attempt policy as a table: every category by limits, GPUs, fallback providers and progress."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOOM = Ending(exception="ValueError: boom (train.py:3)", checkpoint="step-1")
 REPEATED = "the same failure twice with no new checkpoint between"
 TIME = "the time limit is used up"
 
-# What a further attempt of the same request may cure, and what another GPU or place may.
+# Categories that another attempt of the same request may cure, and those that another GPU or provider may cure.
 RETRIED = {"user_error", "oom", "stalled", "capacity", "preempted", "storage", "infra"}
 UNSERVED = {"capacity", "quota"}
 
@@ -62,7 +62,7 @@ def test_every_category_by_retries() -> None:
 
 
 def test_every_category_by_gpus_and_places() -> None:
-    """The next GPU comes first, then the next place, and only then a retry here."""
+    """The next GPU comes first, then the next provider, and a retry only after these."""
     for category, retries, next_gpu, may_leave in product(CATEGORIES, (0, 1), (None, 2), (False, True)):
         policy = AttemptPolicy(max_runtime=HOUR, retries=retries)
         history = after(category, next_gpu=next_gpu, may_leave=may_leave)
@@ -116,7 +116,7 @@ def test_another_gpu_is_not_a_retry(choices: tuple[int, ...], newest: int, follo
 
 @for_each("retries", [0, 1, 2])
 def test_every_gpu_is_asked_for_with_each_number_of_nodes_before_a_retry(retries: int) -> None:
-    """The order is that of the list for the most nodes, then for the next smaller number; a retry begins again."""
+    """The list's order with the most nodes comes first, then with the next smaller number. A retry starts again."""
     policy, counts, gpus = AttemptPolicy(max_runtime=HOUR, retries=retries), (4, 2, 1), 3
     asked = [(4, 0)]
     while True:

@@ -151,7 +151,7 @@ class World:
             self.call(lambda: self.sending.pop(run_id, None))
 
     def close(self, run_id: str) -> None:
-        """Record the result of a run that has ended, or that was cancelled before it was sent."""
+        """Record the result of a run that has ended or was cancelled before it was sent."""
         job = self.jobs.get(run_id)
         if job is not None and job.state == "ended":
             self.call(lambda: self.results.setdefault(run_id, job.used))
@@ -159,7 +159,7 @@ class World:
             self.call(lambda: self.results.setdefault(run_id, 0.0) if run_id not in self.jobs else None)
 
     def play(self) -> list[str]:
-        """Let the clients act, then let everything end. Return what must not be."""
+        """Let the clients act until everything has ended. Return the errors."""
         for _ in range(STEPS):
             self.step()
         self.kill, self.depth = 0.0, DEEPEST

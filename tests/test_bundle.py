@@ -1,4 +1,4 @@
-"""The bundle: what ships of real trees, by real git and without it, and what is refused."""
+"""The bundle: the files that ship from real trees, with git and without it, and the refused ones."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_script_that_does_not_ship_is_refused_with_its_rule(tmp_path: Path) ->
     assert ENTRY in paths(bundle(tmp_path))
 
 
-# ------------------------------------------------------------------------------------------------------- what git says
+# ------------------------------------------------------------------------------------------------------------------ git
 
 
 def test_the_tree_is_the_one_git_sees(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_broken_or_absent_git_falls_back(tmp_path: Path, monkeypatch: pytest.Mon
     repository(tmp_path, {".gitignore": "a\n", "a": "", "b": ""})
     expected = bundle(tmp_path)
     others = []
-    if os.geteuid() == 0:  # git trusts no repository of somebody else
+    if os.geteuid() == 0:  # git trusts no repository of another user
         os.chown(tmp_path, 12345, 12345)
         others.append(bundle(tmp_path))
         os.chown(tmp_path, 0, 0)
@@ -513,7 +513,7 @@ def test_a_file_that_cannot_be_read() -> None:
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """Root reads everything: be somebody else for a while, in a folder made for that."""
+    """Run as another user for a while, in a folder made for that: root can read everything."""
     if os.geteuid() != 0:
         yield
         return
@@ -570,7 +570,7 @@ def test_manifest_and_archive_say_the_same(tmp_path: Path) -> None:
 
 
 def test_what_does_not_shrink_is_packed_as_it_is(tmp_path: Path) -> None:
-    """In blocks of their own; one that is cut off between two of them is no bundle."""
+    """Each is in blocks of its own. A bundle that is cut between two blocks is not valid."""
     files(tmp_path, {ENTRY: ""})
     (tmp_path / "random").write_bytes(random.Random(0).randbytes(3 << 20))
     (tmp_path / "zeros").write_bytes(bytes(8 << 20))

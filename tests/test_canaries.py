@@ -1,7 +1,7 @@
-"""Canaries: distinct words where secrets may stand, and then a look at everything that leaves.
+"""Canaries: distinct words in the fields of secrets, and a search for them in all output.
 
-Whole runs of all five platforms with a secret that the script prints are the contract suite's
-(`test_no_secret_is_left_anywhere`); here are plans, errors, and one whole run from the command line.
+The contract suite covers whole runs of all platforms whose script prints a secret (`test_no_secret_is_left_anywhere`).
+These tests cover plans, errors, and one whole run by the command line.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def canary(where: str) -> str:
 
 
 def places(value: Any, word: str, path: str = "") -> Iterator[str]:
-    """Where in plain data ``word`` stands, as dotted paths; in a key too."""
+    """Yield the dotted paths of ``word`` in plain data, also in keys."""
     if isinstance(value, dict):
         for key, item in value.items():
             if word in key:
@@ -60,7 +60,7 @@ def places(value: Any, word: str, path: str = "") -> Iterator[str]:
 # --------------------------------------------------------------------------------------------------------------- plans
 
 
-#: Where in a plan what a user says about the script may stand: in the job itself, and in what the nodes are told.
+#: Parts of a plan that may hold a user's text about the script: the job itself, and the nodes' context.
 ALLOWED = {
     "env": {"job.env.PLAIN", "request.context.env.PLAIN"},
     "arg": {"job.args", "request.context.args"},
@@ -178,9 +178,9 @@ def test_no_store_url_may_hold_one(
         ["stage", "."],
     ):
         assert main([*verb, "--store", text.format(word), "--json"]) == 2
-        told = capsys.readouterr()
-        assert word not in told.out + told.err
-        assert json.loads(told.out)["field"] == "store"
+        output = capsys.readouterr()
+        assert word not in output.out + output.err
+        assert json.loads(output.out)["field"] == "store"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
@@ -192,9 +192,9 @@ def test_a_credential_in_a_settings_file_is_not_shown(
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "train.py"]) == 2
-    told = capsys.readouterr()
-    assert word not in told.out + told.err
-    assert told.err.startswith("error: store: s3://***@bucket/x holds a password")
+    output = capsys.readouterr()
+    assert word not in output.out + output.err
+    assert output.err.startswith("error: store: s3://***@bucket/x holds a password")
 
 
 # -------------------------------------------------------------------------------------------------------- a whole run
@@ -256,7 +256,7 @@ def test_a_secret_leaves_in_nothing_but_the_ranks_environment(jobs: Jobs) -> Non
         for member in tar:
             content = tar.extractfile(member)
             assert content is None or token.encode() not in content.read()
-    # What a job says openly is in its record and in what its nodes are told, and in no other file.
+    # Open text of a job is in its record and in the nodes' context, and in no other file.
     holding = {path.relative_to(jobs.tmp).as_posix() for path in files if plain.encode() in path.read_bytes()}
     assert holding == {
         "store/runs/r/run.json", "store/runs/r/attempts/0/request.json", "store/runs/r/container/context.json",
@@ -264,7 +264,7 @@ def test_a_secret_leaves_in_nothing_but_the_ranks_environment(jobs: Jobs) -> Non
     }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------- somebody else's checkpoint
+# --------------------------------------------------------------------------------------------- another run's checkpoint
 
 
 def test_a_plan_says_whose_code_a_checkpoint_brings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""copies.py: a run goes on from the newest checkpoint of a run of another provider, in another store."""
+"""copies.py: a run resumes from the newest checkpoint of another provider's run, in another store."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from cloudtrain.store.store import Store
 MIB = 1 << 20
 NONE = Settings()
 PAIRS = [("local", "s3"), ("s3", "gcs"), ("gcs", "azure"), ("azure", "local")]
-#: What nodes read whose store is of each kind.
+#: The schemes that nodes read, by the kind of their store.
 SCHEMES = {"local": {"file"}, "s3": {"s3"}, "gcs": {"gs"}, "azure": {"abfs"}}
 
 
 class Target:
-    """The store of the runs that go on."""
+    """The store of the runs that resume."""
 
     def __init__(self, url: str, schemes: set[str]) -> None:
         self.store, self.schemes, self.said = Store(url), schemes, list[str]()
@@ -59,7 +59,8 @@ class Target:
         return copy_checkpoint(self.store, self.layout(source, run_id), settings=NONE, say=self.said.append, **given)
 
     def restored(self, source: str, tmp_path: Path, run_id: str = "second") -> dict[str, dict[str, bytes]]:
-        """What a node puts in place, by the checkpoint's name: by the runtime's own code, digests checked."""
+        """Return the files that a node restores, by the checkpoint's name. The runtime's own code checks their
+        digests."""
         folder = tmp_path / "mounted"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(tmp_path / "restored", ignore_errors=True)
@@ -76,7 +77,7 @@ class Target:
 
 @pytest.fixture
 def here(tmp_path: Path) -> tuple[Ran, Target]:
-    """Two folders, one of which stands for a store that nodes reach by another scheme."""
+    """Return two folders; one stands for a store that nodes reach by another scheme."""
     return Ran(f"file://{tmp_path}/theirs"), Target(f"file://{tmp_path}/ours", {"s3"})
 
 
@@ -136,7 +137,7 @@ def test_a_whole_copy_stays_and_a_later_run_has_a_newer_one(here: tuple[Ran, Tar
 
 @pytest.fixture
 def moving(here: tuple[Ran, Target], tmp_path: Path) -> tuple[Ran, Target, Target]:
-    """A run with step 6, a place whose store has a copy of that, and the place that a run goes on to from there."""
+    """Return a run with step 6, a store with a copy of it, and the store to which the run moves from there."""
     ran, before = here
     ran.save(6)
     before.carry(ran.url)
@@ -183,7 +184,7 @@ def test_a_copy_that_is_damaged_in_the_place_before_comes_from_the_run_itself(
 def test_a_file_of_another_checkpoint_of_that_name_is_not_taken_for_its_own(
     here: tuple[Ran, Target], tmp_path: Path
 ) -> None:
-    """The first client failed at a damaged file; then the run was made again, under its own name."""
+    """The first client failed at a damaged file. The run was then repeated under its own name."""
     ran, target = here
     ran.save(6)
     ran.spoil(6)
@@ -195,7 +196,7 @@ def test_a_file_of_another_checkpoint_of_that_name_is_not_taken_for_its_own(
 
 
 def test_an_id_that_began_with_another_run_s_checkpoint_is_not_used_for_this_one(here: tuple[Ran, Target]) -> None:
-    """The first client was broken off before run.json, and then the user named the right run."""
+    """The first client was stopped before run.json. The user then named the right run."""
     ran, target = here
     ran.save(6)
     Ran(ran.url.removesuffix("/runs/first"), "right").save(8)
@@ -210,7 +211,7 @@ def test_an_id_that_began_with_another_run_s_checkpoint_is_not_used_for_this_one
 
 
 def test_one_that_its_run_takes_away_meanwhile_gives_way_to_the_next(here: tuple[Ran, Target], tmp_path: Path) -> None:
-    """A run that goes on keeps only so many."""
+    """A running run keeps only its newest checkpoints."""
     ran, target = here
     ran.save(4)
     newer: list[dict[str, bytes]] = []
@@ -239,7 +240,7 @@ def test_refusals_are_one_line_and_leave_nothing(here: tuple[Ran, Target]) -> No
 
 
 def test_one_that_is_named_is_copied_whatever_else_the_run_holds(here: tuple[Ran, Target]) -> None:
-    """Among a run's checkpoints a step is one to go on from, and a best one is not; who names it wants it."""
+    """A run resumes from its steps and not from its best, unless the user names the best."""
     ran, target = here
     ran.save(4)
     key = "runs/first/live/checkpoints/best/0.0-9"
@@ -267,7 +268,7 @@ def test_gc_removes_a_copy_with_its_run(here: tuple[Ran, Target]) -> None:
     assert target.store.files.list("runs") == {}
 
 
-#: A client that says how many bytes it has moved, and takes its time.
+#: A slow client that prints how many bytes it has copied.
 CLIENT = """
 import sys, time
 from cloudtrain.storage import files as transfer
@@ -319,7 +320,7 @@ def test_a_client_that_is_killed_leaves_right_bytes_or_nothing_and_the_next_one_
 
 
 def left_for(folder: Path, following: str) -> str:
-    """The URL of a run in a store there that was left for the one at ``following``."""
+    """Return the URL of a run in that store that moved to the run at ``following``."""
     store = Store(f"file://{folder}")
     assert store.files.create("runs/old/next.json", json.dumps({"run": following, "result": {}}).encode())
     return f"{store.url}/runs/old"
@@ -344,7 +345,7 @@ def test_where_a_run_went_is_followed_to_its_end_and_nothing_else_is_taken_for_i
 
 @pytest.mark.parametrize("ask", [True, False])
 def test_a_store_that_fails_is_not_one_that_says_nothing(tmp_path: Path, ask: bool) -> None:
-    (tmp_path / "a/runs/old/next.json").mkdir(parents=True)  # what no read gives
+    (tmp_path / "a/runs/old/next.json").mkdir(parents=True)  # no read returns it
     with pytest.raises(StorageError, match=r"a/runs/old/next.json"):
         followed(f"file://{tmp_path}/a/runs/old", NONE, ask=ask)
     for nowhere in (f"file://{tmp_path}/b/runs/old", "nosuch://b/runs/old"):
@@ -429,7 +430,7 @@ def test_a_rehearsal_copies_into_the_folder_that_stands_for_the_store(tmp_path: 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
 
-#: Descent with momentum in plain Python: what is not restored to the bit shows in the loss, and nothing is imported.
+#: Descent with momentum in plain Python, without imports. A bit that is not restored changes the loss.
 TRAIN = """
 import os, pickle, random, sys
 from pathlib import Path
@@ -473,7 +474,7 @@ def jobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Jobs]:
 
 @pytest.fixture
 def expected(jobs: Jobs) -> str:
-    """The last loss of a run that nobody has cut in two; without cloudtrain."""
+    """Return the last loss of a run without an interruption and without cloudtrain."""
     script = jobs.code / "train.py"
     done = subprocess.run([sys.executable, str(script), ALL], capture_output=True, text=True, check=True)
     return final_loss(done.stdout)

@@ -1,4 +1,4 @@
-"""The catalogue: every row says where it comes from, and a wish finds the smallest machine or one clear line."""
+"""The catalogue: every row names its source. A request finds the smallest machine or one clear error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_row_says_where_it_comes_from() -> None:
 
 
 def test_counts_and_sizes_are_sane() -> None:
-    """What other catalogues got wrong: a GPU of no memory, nine of them, a machine without cores."""
+    """Check for errors of other catalogues: a GPU without memory, nine GPUs, a machine without cores."""
     for row in rows():
         if not row["gpu_count"].isdigit():
             continue
@@ -54,7 +54,7 @@ def test_a_machine_stands_once_for_each_number_of_gpus() -> None:
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_every_gpu_of_the_table_can_be_asked_for(provider: str) -> None:
-    """By the name that it has there, and by that alone."""
+    """Check that a GPU is requested by its name there, and by no other."""
     for machine in catalog.machines(provider):
         if machine.gpu and not machine.retired:
             gpu = Gpu.parse(machine.gpus)
@@ -127,7 +127,7 @@ def test_no_machine_without_a_gpu_is_that_large() -> None:
 
 
 def test_the_package_s_price_of_a2_is_vertex_s_own() -> None:
-    """$35.26 an hour, a fifth above Compute Engine's; it stays an estimate."""
+    """Vertex AI's price is $35.26 an hour, a fifth above Compute Engine's. It stays an estimate."""
     listed = catalog.price("vertex", "a2-highgpu-8g")
     assert listed is not None
     assert listed.usd_per_hour == pytest.approx(35.26, abs=0.01)
@@ -167,7 +167,7 @@ def test_the_price_is_that_of_the_region_if_the_table_has_it(monkeypatch: pytest
 
 
 def test_a_list_may_be_the_service_s_own_and_decides_nothing_yet() -> None:
-    """Column ``own`` of the table; a limit of money goes by ``Price.own``."""
+    """The table's column ``own`` marks the service's own price. A limit of money uses ``Price.own``."""
     with (TABLE.parent / "prices.csv").open(newline="", encoding="utf-8") as stream:
         for row in csv.DictReader(stream):
             listed = catalog.price(row["provider"], row["instance_type"], region=row["region"])

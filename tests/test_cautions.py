@@ -1,4 +1,4 @@
-"""What a plan warns of, and what it does not."""
+"""The warnings of a plan, and the cases without one."""
 
 from __future__ import annotations
 

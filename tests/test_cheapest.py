@@ -106,7 +106,7 @@ def test_auto_is_no_setting_and_no_provider(tmp_path: Path) -> None:
 
 
 def of_machines(folder: Path, one: float, two: float) -> None:
-    """Two places on this machine, with these prices."""
+    """Write two profiles on this machine with these prices."""
     places = {
         name: {"provider": "local", "store": str(folder / name), "local": {"prices": {"localhost": price}}}
         for name, price in (("one", one), ("two", two))
@@ -122,9 +122,9 @@ def test_a_run_starts_at_the_cheapest_and_stays_there(
     of_machines(tmp_path, 2.0, 1.0)
     command = ["submit", "train.py", "--provider", "auto", "--run-id", "r1", "--json"]
     assert cli.main(command) == 0
-    out, told = capsys.readouterr()
+    out, err = capsys.readouterr()
     assert json.loads(out)["run"] == f"file://{tmp_path}/two/runs/r1"
-    assert "choice 1: two local: about 1.00 USD an hour" in told
+    assert "choice 1: two local: about 1.00 USD an hour" in err
     of_machines(tmp_path, 1.0, 2.0)
     assert cli.main(command) == 0
     assert json.loads(capsys.readouterr().out)["run"] == f"file://{tmp_path}/two/runs/r1"

@@ -1,4 +1,4 @@
-"""The workflows among the examples, and our own: by their platforms' schemas, and by what they call of ours."""
+"""The example workflows and our own, checked by their platforms' schemas and by the cloudtrain commands in them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LATEST = re.compile(r"([\w./-]+)@([0-9a-f]{40})  # (v\d+\.\d+\.\d+)")
 
 
 def texts(value: Any, *names: str) -> Iterator[str]:
-    """Every shell text below the keys called so, at any depth."""
+    """Yield every shell text below the keys ``names``, at any depth."""
     if isinstance(value, dict):
         for key, item in value.items():
             if key in names:
@@ -110,7 +110,7 @@ def test_a_run_is_named_after_what_stays_when_a_step_is_run_again() -> None:
 
 
 def test_the_waiting_ends_before_the_job_does() -> None:
-    """Or GitHub takes the job for cancelled, and the run is cancelled, too."""
+    """Otherwise GitHub cancels the job, and with it the run."""
     job = yaml.safe_load(GITHUB[0].read_text())["jobs"]["wait"]
     (wait,) = [step["run"] for step in job["steps"] if "cloudtrain wait" in step.get("run", "")]
     assert "--timeout 5h" in wait

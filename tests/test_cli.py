@@ -1,4 +1,4 @@
-"""The command line: flags to Job, refusals, output discipline, and whole runs of the real console script."""
+"""The command line: flags of a Job, refusals, the output rules, and whole runs of the real console script."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLI = [sys.executable, "-m", "cloudtrain"]
 
 
 def job_of(*argv: str, cwd: Path = Path()) -> Job:
-    """The Job of ``cloudtrain submit ARGV``; nothing is sent."""
+    """Return the Job of ``cloudtrain submit ARGV``, without sending it."""
     tokens, args = cli.split(["submit", *argv])
     call = cli.parse(tokens, args, Screen(io.StringIO(), io.StringIO()))
     script = call.args[0] if call.args else None
@@ -446,7 +446,7 @@ def test_where_nobody_watches_there_is_one_line_at_the_end() -> None:
     moved = format.Moved("pulled", None, clock=lambda: now[0])
     assert moved.pace == ""
     moved("a", 10)
-    assert moved.pace == "", "too soon to tell"
+    assert moved.pace == "", "too early to know"
     now[0] += 2
     moved("a", 4 << 20)
     report = {"files": ["a"], "folder": "out", "transferred": 4 << 20}
@@ -494,7 +494,7 @@ def test_labels_and_states_have_colours_on_a_terminal_and_what_a_script_prints_h
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a few scripts, and two runs in its store: ``good-1`` and ``bad-1``."""
+    """Return a folder with a few scripts, and two runs in its store: ``good-1`` and ``bad-1``."""
     folder = tmp_path_factory.mktemp("demo")
     (folder / "good.py").write_text(
         "import json, os, sys\n"
@@ -697,7 +697,7 @@ def test_ctrl_c_detaches_and_the_run_goes_on(demo: Path) -> None:
     process = subprocess.Popen(
         [*CLI, "submit", "long.py", "--run-id", "long-1", "--json"],
         cwd=demo, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # A shell starts what it puts in the background with SIGINT ignored, and this suite may be among that.
+        # A shell starts background commands with SIGINT ignored, and this suite may be one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:

@@ -1,5 +1,5 @@
-"""The way over from SageMaker's SDK v2: every keyword of its PyTorch is carried over, refused, or without effect; what
-is carried over is seen in what would be sent."""
+"""The migration from SageMaker's SDK v2. Every keyword of its PyTorch is carried over, refused or without effect. The
+planned request shows the keywords that are carried over."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from cloudtrain.estimator import RunFailedError
 from cloudtrain.job.job import Input
 from cloudtrain.runtime.launch import script_arguments
 
-#: The keywords of PyTorch, Framework and EstimatorBase in sagemaker 2.257.7, the last of that line, as its files have
-#: them: each calls the next with what it does not know itself.
+#: The keywords of PyTorch, Framework and EstimatorBase in sagemaker 2.257.7, the last v2 release. Each class passes
+#: unknown keywords to the next.
 V2 = [
     "entry_point", "framework_version", "py_version", "source_dir", "hyperparameters", "image_uri", "distribution",
     "compiler_config", "training_recipe", "recipe_overrides", "container_log_level", "code_location", "dependencies",
@@ -51,7 +51,7 @@ VPC = {"subnets": ["subnet-1"], "security_group_ids": ["sg-1"]}
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: a script, a source folder and a library; no settings but a region."""
+    """Enter a folder with a script, a source folder and a library. Its only setting is a region."""
     for name in ("src", "lib"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.py").write_text("x = 1\n")
@@ -71,7 +71,7 @@ def pytorch(**given: Any) -> PyTorch:
 
 
 def document(estimator: PyTorch, inputs: Any = None) -> dict[str, Any]:
-    """The plan as JSON; its request's body also as ``body``, its channels by their names as ``channels``."""
+    """Return the plan as JSON, with its request's body as ``body`` and the channels by name as ``channels``."""
     plan = estimator.plan(inputs).document()
     body = plan["request"]["body"]
     channels = {channel["ChannelName"]: channel for channel in body["InputDataConfig"]}
@@ -95,7 +95,7 @@ def test_every_keyword_of_v2_has_one_fate() -> None:
 
 BOTO = SimpleNamespace(region_name="eu-central-1", profile_name="team", get_credentials=lambda: None)
 SESSION = Session(BOTO, default_bucket="ours", default_bucket_prefix="vision")
-#: Keyword: what is given, where in `document` it is seen, and as what.
+#: For each keyword: its value, the key in `document`, and the expected content.
 SEEN: dict[str, tuple[dict[str, Any], str, Any]] = {
     "entry_point": ({"entry_point": "src/src.py"}, "request/context/entry_point", "src.py"),
     "source_dir": ({"source_dir": "src"}, "names", ["src.py", "train.py"]),
@@ -175,7 +175,7 @@ def test_the_table_below_has_every_keyword_that_is_carried_over() -> None:
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
-    """What is planned without the keyword; made once."""
+    """Return the plan without the keyword, made once."""
     return {}
 
 
@@ -185,7 +185,7 @@ def test_what_is_carried_over_is_seen_in_the_plan(name: str, plain: dict[str, An
     words, path, value = SEEN[name]
     if not plain:
         plain.update(document(pytorch(), "s3://b/data"))
-    if name != "model_channel_name":  # this is nothing without another
+    if name != "model_channel_name":  # it has no effect without another keyword
         assert at(plain, path) != value
     assert at(document(pytorch(**words), "s3://b/data"), path) == value
 
@@ -279,7 +279,7 @@ def test_what_is_wrong_comes_with_a_way_out(words: dict[str, Any], line: str, hi
     assert caught.value.hint == hint
 
 
-# ----------------------------------------------------------------------------------------------------- what they become
+# -------------------------------------------------------------------------------------------------- the migrated values
 
 
 @for_each(
@@ -328,7 +328,7 @@ VALUES = st.one_of(
 
 @given(st.dictionaries(st.text("abcdefgh_", min_size=1, max_size=4), VALUES, max_size=4))
 def test_a_script_gets_the_flags_of_awss_toolkit(values: dict[str, Any]) -> None:
-    """Its rule: by name, one dash before a single letter, a table as k=v,…, all else as Python writes it."""
+    """The toolkit's rule: one dash before a single letter, a table as k=v,…, all else in Python's notation."""
     flags: list[str] = []
     for key in sorted(values):
         value = values[key]
@@ -500,7 +500,7 @@ with open(os.path.join(given.model_dir, "model.txt"), "w") as model:
 
 @pytest.fixture
 def local(here: Path) -> PyTorch:
-    """An estimator of v2's local mode, and a script that reads what SageMaker's scripts read."""
+    """Return an estimator of v2's local mode. Its script reads the usual variables of SageMaker scripts."""
     (here / "train.py").write_text(SCRIPT)
     for name in ("good", "bad"):
         (here / name).mkdir()

@@ -1,4 +1,4 @@
-"""digests.py: an unchanged file is not read again, a changed one always, whatever its times say."""
+"""digest_cache.py: an unchanged file is not read again. A changed one always is, whatever its times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def digest(data: bytes) -> str:
 
 @pytest.fixture(autouse=True)
 def on_a_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever the tests' folder lies on, as if its times told each change."""
+    """Treat the tests' file system as one whose times show each change."""
     monkeypatch.setattr(digest_cache, "_types", lambda: {os.stat(tmp_path).st_dev: "ext4"})
 
 
@@ -46,7 +46,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def later(tree: Path, cache: Path, seconds: float = 0.0) -> DigestCache:
-    """As another process would see it, ``seconds`` from now."""
+    """Return the cache as another process sees it, ``seconds`` from now."""
     return DigestCache(tree, folder=cache, clock=lambda: time.time() + seconds)
 
 
@@ -64,7 +64,7 @@ def test_a_file_that_was_read_long_after_its_change_is_known_at_once(tree: Path,
 
 
 def test_a_file_that_was_just_written_is_read_until_its_times_have_settled(tree: Path, tmp_path: Path) -> None:
-    """The clock of a file system stands still for a while: a second change may leave the same times."""
+    """A file system's clock has coarse ticks: a second change may leave the same times."""
     unchanged = CLIENT_TIMINGS.digest_unchanged
     for seconds, expected in ((0.0, None), (0.5, None), (unchanged + 1, None), (unchanged + 2, digest(b"aaaa"))):
         known = later(tree, tmp_path / "cache", seconds)
@@ -93,7 +93,7 @@ def test_a_changed_file_is_read(tree: Path, tmp_path: Path, how: str) -> None:
 
 
 def test_what_is_written_through_a_mapping_is_read(tree: Path, tmp_path: Path) -> None:
-    """Its first store changes the times, those after it none until the page is written back."""
+    """The first write through a mapping changes the times. Later ones do not until the page is written back."""
     with open(tree / "a", "r+b") as stream, mmap.mmap(stream.fileno(), 0) as mapped:
         for number, seconds in enumerate((0.0, 5.0, 10.0)):
             mapped[0] = 98 + number
@@ -183,7 +183,8 @@ def test_files_that_are_gone_and_old_trees_are_forgotten(tmp_path: Path) -> None
 
 
 def test_two_may_make_room_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another process has just removed is passed over, and the listing is closed, not left to be collected."""
+    """A file that another process has just removed is skipped. The listing is closed, not left to the garbage
+    collector."""
     cache, tree = tmp_path / "cache", tmp_path / "tree"
     cache.mkdir()
     tree.mkdir()
@@ -247,7 +248,7 @@ def test_where_it_lies(environ: dict[str, str], platform: str, tail: str) -> Non
 def test_an_unchanged_tree_is_staged_again_without_being_read(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only who does not read believes a digest that is wrong; it is seen before anything is uploaded by it."""
+    """Only a client that trusts the cache believes a wrong digest. It finds out before it uploads anything."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     old = time.time() - 10 * CLIENT_TIMINGS.digest_settled
     os.utime(tree / "a", (old, old))

@@ -65,7 +65,7 @@ SECONDS = 240
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A fenced block; ``where`` is page:line, ``words`` what follows the language."""
+    """A fenced block; ``where`` is page:line, ``words`` are the words after the language."""
 
     where: str
     language: str
@@ -107,19 +107,19 @@ def blocks(name: str) -> list[Block]:
 
 
 def prose(name: str) -> str:
-    """The page without its blocks."""
+    """Return the page without its blocks."""
     return re.sub(r"(?ms)^\s*(`{3,}|~{3,}).*?^\s*\1\s*$", "", page(name))
 
 
 def section(name: str, heading: str) -> str:
-    """What stands under ``## heading``."""
+    """Return the text under ``## heading``."""
     text = page(name)
     assert f"\n## {heading}\n" in text, f"{name} has no section {heading!r}"
     return re.split(r"\n## ", text.split(f"\n## {heading}\n", 1)[1], maxsplit=1)[0]
 
 
 def table(text: str) -> list[list[str]]:
-    """The cells of the first Markdown table, without its head."""
+    """Return the cells of the first Markdown table, without its head."""
     rows = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows[2:]]
 
@@ -150,7 +150,7 @@ IN_CI = {
     *(f"docs/{name}.md" for name in ("docker", "rehearse", "runtime", "serving", "survival", "sweeps")),
     *(f"docs/recipes/{name}.md" for name in ("mlflow", "streaming", "tensorboard", "wandb")),
 }
-"""Pages whose jobs import torch on several ranks, or start containers: CI runs them, in its slice of the proof."""
+"""Pages whose jobs import torch on several ranks, or start containers. CI runs them in its slice of the proof."""
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
@@ -221,7 +221,7 @@ def test_the_provider_of_the_page_passes_the_whole_suite(tmp_path: Path) -> None
 
 
 def printed_as(text: str) -> re.Pattern[str]:
-    """What a page says is printed: `…` alone on a line is any lines, within one any text of that line."""
+    """Return the pattern of a page's output. `…` alone on a line matches any lines; within a line, any text."""
     lines = [
         r"(?:.*\n)*?" if line.strip() == "…" else ".*?".join(map(re.escape, line.split("…"))) + r"\n"
         for line in text.splitlines()
@@ -235,7 +235,7 @@ uv, httpx, dstack and FastAPI lie below these bars."""
 
 
 def _sentences(text: str) -> Iterator[str]:
-    """The sentences of a page's prose: no code, tables, headings or lists of links."""
+    """Yield the sentences of a page's prose, without code, tables, headings and lists of links."""
     text = re.sub(r"\A---\n.*?\n---\n|```.*?```|<[^>]+>", " ", text, flags=re.DOTALL)
     text = re.sub(r"`[^`]*`", "CODE", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text))
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.)\s)", text):
@@ -268,7 +268,7 @@ def test_output_is_compared_line_by_line() -> None:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """A user's: this environment's tools first, nothing that configures us, and no way out to a network."""
+    """Return a user's environment: this environment's tools first, no configuration of ours, and no network."""
     ours = (
         r"CLOUDTRAIN_|AWS_|AZURE_|AZUREML_|ARM_|GOOGLE_|PET_|TORCHELASTIC_|XDG_|.*RANK$|.*WORLD_SIZE$|MASTER_|PYTEST_"
     )
@@ -282,7 +282,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def check(block: Block, folder: Path) -> None:
-    """Raise for a block that is wrong, as far as that can be told without running it."""
+    """Raise for a block that is wrong, as far as possible without running it."""
     if block.language == "python":
         compile(block.text, block.where, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     elif block.language == "sh":
@@ -302,7 +302,7 @@ def check(block: Block, folder: Path) -> None:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The simple commands of a shell text: words, without assignments, redirections and what joins them."""
+    """Yield the simple commands of a shell text: words, without assignments, redirections and operators."""
     line = ""
     for more in text.replace("\\\n", " ").splitlines():
         line = f"{line}\n{more}" if line else more
@@ -311,7 +311,7 @@ def commands(text: str) -> Iterator[list[str]]:
         try:
             tokens = list(lexer)
         except ValueError:
-            continue  # a quotation that goes on in the next line
+            continue  # a quotation that continues in the next line
         line = ""
         yield from _simple(tokens)
     if line:
@@ -335,7 +335,7 @@ def _simple(tokens: list[str]) -> Iterator[list[str]]:
 
 
 def check_command(words: list[str]) -> None:
-    """Raise `SpecError` or ValueError for a make target or a command line of ours that does not exist."""
+    """Raise `SpecError` or ValueError for a make target or a cloudtrain command that does not exist."""
     if words[0] == "make":
         targets = set(re.findall(r"(?m)^([a-z-]+):", page("Makefile")))
         for word in words[1:]:
@@ -348,7 +348,8 @@ def check_command(words: list[str]) -> None:
 
 @for_each("name", PAGES)
 def test_commands_named_in_the_text_exist(name: str) -> None:
-    """Spans such as `make demo`; of `cloudtrain VERB`, which a sentence may cut short, the verb and its flags."""
+    """Check spans such as `make demo`. Of `cloudtrain VERB`, which a sentence may shorten, check the verb and its
+    flags."""
     for span in re.findall(r"`((?:make|cloudtrain) [^`]+)`", prose(name)):
         words = span.split()
         if words[0] == "make":
@@ -422,7 +423,7 @@ def test_the_modules_that_the_design_refers_to_exist() -> None:
 
 
 def codes() -> set[int]:
-    """Every exit code there is."""
+    """Return every exit code."""
     base = errors.CloudtrainError
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, base)]
     return {0, cli.EXIT_DETACHED, *errors.EXIT_CODES.values(), *(kind.exit_code for kind in kinds)}
@@ -463,7 +464,7 @@ class Flag:
 
 
 def arguments(verb: str) -> list[Flag]:
-    """A verb's flags, in the order of its help."""
+    """Return a verb's flags, in the order of its help."""
     job = set(FLAT_FIELDS) - set(NOT_FLAGS)
     return [
         Flag(
@@ -493,7 +494,7 @@ def test_the_other_flags_are_told_as_they_are() -> None:
 
 
 def these(verbs: list[str]) -> str:
-    """Their names, or those of the few that are left out."""
+    """Return the names of these verbs; if most verbs are in the list, name the others."""
     others = [verb for verb in cli.VERBS if verb not in verbs]
     if len(others) < len(verbs) // 2:
         return f"all but {', '.join(others)}" if others else "all"
@@ -513,7 +514,7 @@ def test_the_settings_are_told_as_they_are() -> None:
 
 
 def is_the_table(heading: str, head: str, rows: list[str]) -> None:
-    """Fail unless the section of docs/cli.md holds exactly this table; the message is what to paste there."""
+    """Fail unless the section of docs/cli.md holds exactly this table. The message is the text to paste there."""
     wanted = "\n".join([head, re.sub(r"[^|]+", " --- ", head), *rows])
     if wanted not in section("docs/cli.md", heading):
         pytest.fail(f"docs/cli.md, {heading!r}, should hold:\n\n{wanted}\n", pytrace=False)
@@ -521,7 +522,7 @@ def is_the_table(heading: str, head: str, rows: list[str]) -> None:
 
 def test_the_variables_of_a_script_are_those_that_a_node_sets() -> None:
     pattern = r"\bCLOUDTRAIN_(?:[A-Z]+_?)+"
-    ours = variables() - {"CLOUDTRAIN_WORKER"}  # gone before the script's first line
+    ours = variables() - {"CLOUDTRAIN_WORKER"}  # removed before the script's first line
     assert set(re.findall(pattern, page("docs/script.md"))) == ours
     told = {re.sub(r"(?<=_INPUT_).+", "", name) for name in re.findall(pattern, page("README.md"))}  # of any channel
     assert told, "a script of the README uses some"
@@ -529,7 +530,7 @@ def test_the_variables_of_a_script_are_those_that_a_node_sets() -> None:
 
 
 def variables() -> set[str]:
-    """Every CLOUDTRAIN_* variable that the runtime puts into a table of its own."""
+    """Return every CLOUDTRAIN_* variable that the runtime writes into a table of its own."""
     keys: list[ast.expr | None] = []
     for path in (ROOT / "cloudtrain" / "runtime").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -554,7 +555,7 @@ def test_the_example_of_a_result_has_the_shape_of_one(tmp_path: Path) -> None:
 
 
 def shape(value: Any) -> Any:
-    """Names at every depth; of a list, those of its first element."""
+    """Return the names at every depth; of a list, those of its first element."""
     if isinstance(value, dict):
         return {key: shape(item) for key, item in value.items()}
     return [shape(value[0])] if isinstance(value, list) and value else None

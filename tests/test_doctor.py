@@ -176,7 +176,7 @@ SSE, NO = "x-amz-server-side-encryption", "no identity-based policy allows it"
 
 @pytest.mark.parametrize("sse", ["", "aws:kms"])
 def test_a_store_whose_prefix_alone_is_listed(s3: FaultyS3, sse: str) -> None:
-    """And one that refuses what is not encrypted as it demands."""
+    """Check also a store that refuses objects without its required encryption."""
 
     s3.denies = lambda method, path, headers: NO if method == "PUT" and headers.get(SSE, "") != sse else ""
     check = round_trip(tree(sse=sse, sse_kms_key_id="key" if sse else ""))
@@ -289,7 +289,7 @@ def test_a_long_wait_says_why_once() -> None:
     assert said[4:] == ["pending", "still pending after 1m: no state of its own: the platform gives no reason"]
 
 
-# ------------------------------------------------------------------------------------------- what is found on the nodes
+# -------------------------------------------------------------------------------------------------- checks on the nodes
 
 
 def report(*nodes: dict[str, Any], links: Any = None, **more: Any) -> dict[str, Any]:
@@ -390,7 +390,7 @@ def test_doors_between_nodes() -> None:
 
 
 def test_ports_by_name_and_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name may lead to a service that forwards some ports only; here it leads nowhere."""
+    """A name may lead to a service that forwards only some ports. Here it leads nowhere."""
     monkeypatch.setattr(node_check, "CONNECT", 2.0)
     with socket.create_server(("", 0)) as server, socket.create_server(("", 0)) as closed:
         taken, shut = server.getsockname()[1], closed.getsockname()[1]
@@ -401,9 +401,9 @@ def test_ports_by_name_and_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
             tried = node_check.knock_at_all(doors)
     assert [tried["address"][port] for port in found] == ["", "", "Connection refused"]
     assert all(tried["name"].values())
-    told = node_check.table(report({}, {}, ports={**doors, "from": {"1": tried}}))
-    assert f"{taken}" in told
-    [row] = [line for line in told.splitlines() if line.startswith("1  ") and "chosen" in line]
+    output = node_check.table(report({}, {}, ports={**doors, "from": {"1": tried}}))
+    assert f"{taken}" in output
+    [row] = [line for line in output.splitlines() if line.startswith("1  ") and "chosen" in line]
     assert row.endswith("0 of 1 (Connection refused)")
 
 
@@ -428,7 +428,7 @@ def test_folders_and_what_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class Cancelled:
-    """A run that is stopped when it is asked to be, of which node 0 alone has recorded its end."""
+    """A run that stops when it is asked to. Only node 0 has recorded its end."""
 
     run_id = "r"
 
@@ -461,8 +461,8 @@ def test_the_grace_is_the_last_that_a_node_says() -> None:
     assert [found["nodes"][str(node)]["seconds"] for node in range(3)] == [22.5, 15.0, None]
     assert [line[:6] for line in wrong] == ["node 1", "node 2"]
     assert "killed 15.0 s after SIGTERM, of 30 s reckoned" in wrong[0]
-    told = node_check.table(report({}, {}, grace=found))
-    assert "1     at least 15.0 s  killed" in told
+    output = node_check.table(report({}, {}, grace=found))
+    assert "1     at least 15.0 s  killed" in output
 
 
 def test_only_a_job_has_a_grace(examiner: Examiner, capsys: pytest.CaptureFixture[str]) -> None:
@@ -472,9 +472,9 @@ def test_only_a_job_has_a_grace(examiner: Examiner, capsys: pytest.CaptureFixtur
 
 def check_report(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["state"], told["problems"], told["exit_code"]) == ("succeeded", [], 0)
-    found = told["report"]
+    output = json.loads(done.stdout)
+    assert (output["state"], output["problems"], output["exit_code"]) == ("succeeded", [], 0)
+    found = output["report"]
     assert set(found["nodes"]) == {"0", "1"}
     assert {row["ranks"] for row in found["nodes"].values()} == {2}
     assert found["links"]["0"]["1"]["error"] == found["links"]["1"]["0"]["error"] == ""
@@ -503,12 +503,12 @@ def test_the_grace_of_this_machine_is_measured(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cloudtrain", "doctor", "local", "--job", "--measure-grace", *SHAPE, "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["state"], told["problems"]) == ("cancelled", [])
-    grace = told["report"]["grace"]
+    output = json.loads(done.stdout)
+    assert (output["state"], output["problems"]) == ("cancelled", [])
+    grace = output["report"]["grace"]
     assert {row["recorded"] for row in grace["nodes"].values()} == {True}
     assert all(0.5 * grace["reckoned"] < row["seconds"] < grace["reckoned"] for row in grace["nodes"].values())
-    assert told["report"]["allreduce"]["right"]
+    assert output["report"]["allreduce"]["right"]
 
 
 @pytest.mark.proof

@@ -1,4 +1,4 @@
-"""A run whose copies an earlier version shared between runs: it is read, retried, moved and collected."""
+"""A run of an earlier version that shared copies between runs: it is read, retried, moved and collected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 
 def copies(store: Store) -> dict[str, bytes]:
-    """What the nodes are given, by the path in its copy."""
+    """Return the files that the nodes get, by the path in their copy."""
     layout = Layout.from_dict(store.run("r")["layout"])
     assert layout.resume is not None
     tree = {f"resume{key[len(layout.resume) :]}": data for key, data in below(store, layout.resume).items()}

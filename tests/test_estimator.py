@@ -95,7 +95,7 @@ def test_a_failed_run_is_an_error_with_its_result() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with train.py in ``src`` and two inputs; the store is beside it."""
+    """Enter a folder with train.py in ``src`` and two inputs; the store is next to it."""
     (tmp_path / "src").mkdir()
     (tmp_path / "src/train.py").write_text(SCRIPT)
     (tmp_path / "good").write_text("digits")
@@ -146,7 +146,7 @@ def test_plan_sends_nothing(folder: Path) -> None:
 
 
 def test_an_empty_run_id_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from an unset variable of a pipeline: a new id each time would send the job again each time."""
+    """It may come from an unset variable of a pipeline. A new id each time would send the job each time."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.py").write_text("")
     for call in (Estimator(entry_point="t.py").plan, Estimator(entry_point="t.py").fit):
@@ -176,7 +176,7 @@ def test_a_job_is_planned_sent_and_found_again_by_functions(folder: Path) -> Non
 
 @pytest.mark.slow
 def test_waiting_starts_the_attempts_that_the_job_allows(folder: Path) -> None:
-    """As `cloudtrain wait` does. `local` retries by itself, so the policy is looked at here, not its effect."""
+    """Waiting works like `cloudtrain wait`. Since `local` itself retries, check the policy, not its effect."""
     run = cloudtrain.submit(Job.make(entry_point="train.py", source_dir="src", inputs={"train": "good"}), run_id="f-2")
     calls: list[str] = []
 
@@ -239,8 +239,8 @@ def test_an_error_shows_your_own_lines_alone(tmp_path: Path, call: str, message:
     env = {**os.environ, "PYTHONPATH": str(Path(cloudtrain.__file__).parents[1]), "CLOUDTRAIN_DEBUG": ""}
     command = [sys.executable, str(script)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    shown = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
-    assert [line.split(", in ")[1] for line in shown] == ["<module>", "train"], done.stderr
+    frames = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
+    assert [line.split(", in ")[1] for line in frames] == ["<module>", "train"], done.stderr
     assert call in done.stderr
     assert done.stderr.count("Traceback") == 1
     tail = done.stderr.partition(call)[2]
@@ -280,7 +280,7 @@ def test_another_error_and_another_hook_are_left_alone(monkeypatch: pytest.Monke
 
 
 def test_another_hook_gets_the_whole_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may report errors to a service, which needs every frame and the cause."""
+    """Another hook may report errors to a service, which needs every frame and the cause."""
     seen: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
     errors.shorten_tracebacks()
@@ -295,7 +295,7 @@ def test_another_hook_gets_the_whole_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_error_that_your_own_code_was_handling_is_shown_too(tmp_path: Path) -> None:
-    """An error inside cloudtrain before that is hidden, as its frames are."""
+    """An earlier error inside cloudtrain is hidden, like its frames."""
     call = "try:\n        raise KeyError('MINE')\n    except KeyError:\n        cloudtrain.attach('none')"
     script = tmp_path / "script.py"
     script.write_text(FRAMES.format(call=call))

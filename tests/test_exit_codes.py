@@ -17,18 +17,19 @@ PAGE = Path(__file__).parents[1] / "docs/exit-codes.md"
 
 
 def subclasses(kind: type[CloudtrainError]) -> Iterator[type[CloudtrainError]]:
-    """``kind`` and all that come from it."""
+    """Yield ``kind`` and all its subclasses."""
     yield kind
     for each in kind.__subclasses__():
         yield from subclasses(each)
 
 
-#: What commands end by. Elsewhere there are two more: of nodes, and of the Estimator, whose code is that of its result.
+#: The classes that end a command. Two more are elsewhere: the nodes' class, and the Estimator's, whose code is its
+#: result's.
 CLASSES = [kind for kind in dict.fromkeys(subclasses(CloudtrainError)) if kind.__module__ == errors.__name__]
 
 
 def rows() -> dict[int, tuple[list[str], list[str]]]:
-    """By exit code, the categories and the classes that the page names."""
+    """Return the categories and the classes that the page names, by exit code."""
     lines = [line for line in PAGE.read_text().splitlines() if re.match(r"\| \d", line)]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     return {int(row[0]): (re.findall(r"`(\w+)`", row[1]), re.findall(r"`(\w+)`", row[2])) for row in cells}
@@ -44,16 +45,16 @@ def test_every_class_and_every_category_stands_in_its_row_and_in_no_other() -> N
 
 
 def test_every_error_is_exported() -> None:
-    """Who catches one must be able to name it."""
+    """A user who catches one must be able to name it."""
     assert {kind.__name__ for kind in CLASSES} <= set(errors.__all__)
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with one run, ``r1``, on a platform that is a folder."""
+    """Yield a folder with one run, ``r1``, on foldercloud."""
     folder = tmp_path_factory.mktemp("exits")
     foldercloud.install(folder / "site")
-    (folder / "site/foldercloud.py").unlink()  # the module is that of this process
+    (folder / "site/foldercloud.py").unlink()  # the module comes from this process
     (folder / "jobs").mkdir()
     (folder / "train.py").write_text("print('hello')\n")
     (folder / "cloudtrain.toml").write_text(f'provider = "foldercloud"\n[foldercloud]\nfolder = "{folder}/jobs"\n')
@@ -78,10 +79,10 @@ def test_an_error_of_each_class_ends_the_command_with_its_code(
     plain = capsys.readouterr()
     assert (plain.out, plain.err.count("\n"), plain.err[:7]) == ("", 1, "error: ")
     assert cli.main(["status", "r1", "--json"]) == kind.exit_code
-    told = json.loads(capsys.readouterr().out)
-    assert told["exit_code"] == kind.exit_code
-    assert told["field"] == ("resources.gpu" if issubclass(kind, errors.UnsupportedError) else "")
-    assert f"error: {told['error']}\n" == plain.err
+    output = json.loads(capsys.readouterr().out)
+    assert output["exit_code"] == kind.exit_code
+    assert output["field"] == ("resources.gpu" if issubclass(kind, errors.UnsupportedError) else "")
+    assert f"error: {output['error']}\n" == plain.err
 
 
 @pytest.mark.parametrize("category", EXIT_CODES)
@@ -93,8 +94,8 @@ def test_a_run_of_each_category_ends_a_wait_with_its_code(
     jobs.stand("r1.0", state=state, category=category, reason="why")
     try:
         assert cli.main(["wait", "r1", "--json"]) == EXIT_CODES[category]
-        told = json.loads(capsys.readouterr().out)
-        assert (told["category"], told["exit_code"]) == (category, EXIT_CODES[category])
+        output = json.loads(capsys.readouterr().out)
+        assert (output["category"], output["exit_code"]) == (category, EXIT_CODES[category])
         assert cli.main(["status", "r1"]) == 0
     finally:
         (store / ".cloudtrain/runs/r1/result.json").unlink()

@@ -1,8 +1,5 @@
-"""From place to place for want of machines: in order, never two jobs alive, by any number of clients that die anywhere.
-
-On a platform that is a folder (`foldercloud`), so that a trial takes milliseconds; `providers/test_fallback_wire.py`
-has the clouds.
-"""
+"""Fallback for lack of machines: in order, never two jobs alive, with any number of clients that die anywhere. These
+tests run on foldercloud, so that a trial takes milliseconds. `providers/test_fallback_wire.py` has the clouds."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ from cloudtrain.store import runtime_zip
 from cloudtrain.store.store import Store
 
 built = cache(runtime_zip.build)
-"""What it takes is no part of these trials."""
+"""Built once: its duration is no part of these trials."""
 TRIALS = int(os.environ.get("CLOUDTRAIN_TRIALS") or 0)
 SEED = os.environ.get("CLOUDTRAIN_SEED") or "0"
 NONE = {"state": "failed", "category": "capacity", "reason": "no machines came"}
@@ -61,7 +58,7 @@ LATER = "runs/r/attempts/0/submitted.json"
 
 
 class Places:
-    """Several places of the platform, each with a store, and clients of them."""
+    """Several profiles of the platform, each with a store, and their clients."""
 
     def __init__(self, folder: Path, count: int = 2) -> None:
         self.folder = folder
@@ -75,7 +72,7 @@ class Places:
         self.write()
 
     def write(self, **first: Any) -> None:
-        """Write the settings of this folder: the first place, and a profile for each other one."""
+        """Write the settings of this folder: the first provider, and a profile for each other one."""
         profiles = {f"p{n}": {"store": self.stores[n].url, NAME: {"folder": self.clouds[n].settings.folder}}
                     for n in range(len(self.stores))}  # fmt: skip
         data = {"provider": NAME, "fallback": list(profiles)[1:], **profiles.pop("p0"), "profiles": profiles, **first}
@@ -101,16 +98,16 @@ class Places:
         return [place for place, cloud in enumerate(self.clouds) for _ in cloud.alive()]
 
     def long_ago(self, place: int = 0) -> None:
-        """As if the job there had been submitted two days before."""
+        """Date the submission of its job two days back."""
         files = self.stores[place].files
-        noted = json.loads(files.read(LATER))
-        files.write(LATER, json.dumps({**noted, "time": noted["time"] - 2 * 86400}).encode())
+        record = json.loads(files.read(LATER))
+        files.write(LATER, json.dumps({**record, "time": record["time"] - 2 * 86400}).encode())
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     foldercloud.install(tmp_path / "site")
-    (tmp_path / "site/foldercloud.py").unlink()  # the module is that of this process
+    (tmp_path / "site/foldercloud.py").unlink()  # the module comes from this process
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setattr(runtime_zip, "build", built)
     monkeypatch.setattr(ProviderExtras, "arrival_s", 0.05)  # for a job of this platform, which is a file
@@ -134,7 +131,7 @@ def test_the_first_that_has_machines_gets_the_job_and_the_others_get_nothing(pla
 
 
 def test_who_watches_goes_along(places: Places) -> None:
-    """Until the run has ended in the place that it has come to, whose files are shown."""
+    """The watcher follows the run to its next provider until it ends, and shows its files."""
     run, pictures = places.submit(), list[Any]()
 
     def seen(picture: Any) -> None:
@@ -211,13 +208,13 @@ def test_what_waits_for_machines_too_long_is_cancelled_for_certain_and_goes_on(p
     run = places.submit(max_wait=3600)
     assert FallbackPolicy(run)(run.result()) is False
     places.long_ago()
-    said: list[str] = []
+    messages: list[str] = []
     run = places.attach()
-    result = run.reconcile(retry=FallbackPolicy(run, said.append))
+    result = run.reconcile(retry=FallbackPolicy(run, messages.append))
     assert (result["state"], result["run"]) == ("pending", f"{places.stores[1].url}/runs/r")
     assert [cloud.status("r.0").state for cloud in places.clouds] == ["cancelled", "pending"]
     assert [item["reason"] for item in result["refusals"]] == ["no machines within max_wait (1h)"]
-    assert any("no machines within max_wait (1h); continuing on" in text for text in said)
+    assert any("no machines within max_wait (1h); continuing on" in text for text in messages)
 
 
 def test_a_job_that_never_got_machines_goes_on_while_somebody_waits(places: Places) -> None:
@@ -284,7 +281,7 @@ def test_retries_are_not_spent_where_there_are_no_machines(places: Places) -> No
 
 
 def accepted_but(monkeypatch: pytest.MonkeyPatch, error: CloudtrainError) -> None:
-    """From now on a job is created, and then ``error`` comes in place of the answer."""
+    """Let each submit create the job and then raise ``error``."""
     call = Provider.submit
 
     def submit(self: Provider, request: Any, secrets: Any = None) -> str:
@@ -304,7 +301,7 @@ def test_a_create_that_may_have_come_leads_nowhere(places: Places) -> None:
 
 
 def test_a_refusal_of_what_lives_all_the_same_leads_nowhere(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first answer was lost on its way, and to the second call that very job is what uses the quota up."""
+    """The first answer was lost. On the second call, that same job uses up the quota."""
     accepted_but(monkeypatch, QuotaError("the quota is used up"))
     run = places.submit()
     assert run.status().state == "pending"
@@ -323,7 +320,7 @@ def test_where_nobody_has_machines_all_reasons_are_told(places: Places, capsys: 
         result = places.stores[place].result("r")
         assert result is not None
         assert (result["state"], result["native_id"], state in result["reason"]) == ("failed", None, True)
-    places.clouds[1].refuse()  # there is room by now, but the run was said to be over
+    places.clouds[1].refuse()  # there is room by now, but the run was reported as final
     with pytest.raises(QuotaError, match="nothing in 1") as caught:
         places.submit()
     assert caught.value.hint == "run r is over; to send the job again, choose another --run-id"
@@ -380,7 +377,7 @@ def test_the_id_of_a_run_to_resume_from_means_one_of_the_first_place_s_store(pla
 
 
 def ran_elsewhere(places: Places) -> tuple[str, dict[str, bytes]]:
-    """A run ``old`` of the first place that has run in the second; its URL there, and the checkpoint that it saved."""
+    """Return the URL of a run ``old`` that moved to the second provider, and its checkpoint there."""
     places.clouds[0].refuse("quota", "no more")
     url = places.estimator().fit(wait=False, run_id="old").url
     assert url == f"{places.stores[1].url}/runs/old"
@@ -440,13 +437,13 @@ def test_a_gpu_that_the_provider_cannot_plan_follows_no_other(
 
     monkeypatch.setattr(Provider, "plan", planned)
     places.clouds[0].refuse("quota", "no H100")
-    for _ in range(2):  # the same command says the same
+    for _ in range(2):  # the same command reports the same
         with pytest.raises(QuotaError, match="no H100"):
             places.submit(gpu=["H100:8", "A100:8"])
 
 
 def silent_to(monkeypatch: pytest.MonkeyPatch, native: str) -> None:
-    """From now on the platform does not answer who would create that job."""
+    """Let the platform answer no request to create that job."""
     call = Provider.submit
 
     def submit(self: Provider, request: Any, secrets: Any = None) -> str:
@@ -537,16 +534,16 @@ def test_the_doctor_checks_every_profile_and_prints_the_same_check_once(
     assert heads == [f"{NAME} {first}:", f"p1 {NAME} {second}:"]
     assert names == [["settings:", "plan:", "sdk:", "role:", "store:"], ["settings:", "role:", "store:"]]
     assert cli.main(["doctor", "--json"]) == AuthError.exit_code
-    told = json.loads(capsys.readouterr().out)
-    assert (told["provider"], told["place"], told["exit_code"]) == (NAME, first, AuthError.exit_code)
-    (item,) = told["fallbacks"]
+    output = json.loads(capsys.readouterr().out)
+    assert (output["provider"], output["place"], output["exit_code"]) == (NAME, first, AuthError.exit_code)
+    (item,) = output["fallbacks"]
     assert (item["profile"], item["place"], item["exit_code"]) == ("p1", second, AuthError.exit_code)
-    for found in (told, item):
+    for found in (output, item):
         assert [row["name"] for row in found["checks"]] == ["settings", "plan", "sdk", "role", "store"], "each is whole"
     assert cli.main(["doctor", "--fallback", "p2", "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in told["checks"]] == ["settings"]
-    assert "fallbacks" not in told
+    output = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in output["checks"]] == ["settings"]
+    assert "fallbacks" not in output
 
 
 def test_any_handle_and_id_leads_to_the_newest(places: Places) -> None:
@@ -570,7 +567,7 @@ def test_a_cancel_forbids_the_next_place(places: Places) -> None:
 
 
 def died_on_the_way(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run is left for the second place, and whoever did that has gone before anything began there."""
+    """Move the run to the second provider, and let the client die before it starts anything there."""
 
     def dies(*args: Any) -> None:
         raise Died
@@ -591,9 +588,9 @@ def test_a_cancel_that_whoever_moved_it_did_not_pass_on_counts(places: Places, m
     places.stores[0].cancel("r")
     assert places.reconcile()[0]["state"] == "cancelled"
     assert places.jobs() == [["r.0"], []]
-    left = places.stores[0].result("r")
-    assert left is not None, "the store that was left is looked at for ever"
-    assert left["state"] == "failed"
+    result = places.stores[0].result("r")
+    assert result is not None, "every check still reads the previous store"
+    assert result["state"] == "failed"
 
 
 def test_who_may_only_read_is_told_how_a_run_stands_that_was_moved(
@@ -633,7 +630,7 @@ def test_without_the_code_whoever_attaches_brings_it_over(places: Places, monkey
         assert places.reconcile()[0]["error"] is None
     finally:
         foldercloud.Provider.schemes = frozenset({"file"})  # type: ignore[misc]
-    assert announced, "who deletes does not know that the data is needed"
+    assert announced, "gc does not know that the data is needed"
     assert places.stores[1].files.names("staging") == []
     assert places.jobs() == [["r.0"], ["r.0"]]
     trees = [{key: store.files.read(key) for key in store.files.list(part)} for part in ("code", "data", "runtime")
@@ -646,8 +643,8 @@ def test_without_the_code_whoever_attaches_brings_it_over(places: Places, monkey
 
 
 def resumed(places: Places) -> dict[str, bytes]:
-    """The job waits for too long in the first place, having been given a checkpoint of a run that is gone by now; the
-    checkpoint's files, by their path in its copy."""
+    """Return the files of a checkpoint, by their path in its copy. The job waits too long at the first provider. It
+    resumes from the checkpoint of a run that has been deleted since."""
     ran = Ran(f"file://{places.folder}/theirs")
     saved = ran.save(6)
     places.submit(max_wait=3600, resume_from=ran.url)
@@ -657,7 +654,7 @@ def resumed(places: Places) -> dict[str, bytes]:
 
 
 def copied(places: Places, place: int = 1, run_id: str = "r") -> dict[str, bytes]:
-    """What the nodes there are given to go on from: files that commit.json proves, by their path below the step."""
+    """Return the files that nodes there resume from. commit.json proves them; the keys are paths below the step."""
     store = places.stores[place]
     key = str(store.run(run_id)["layout"]["resume"]).removeprefix(f"{store.url}/")
     (commit,) = [name for name in store.files.list(key) if name.endswith("/commit.json")]
@@ -670,7 +667,7 @@ def copied(places: Places, place: int = 1, run_id: str = "r") -> dict[str, bytes
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes read no file of this machine: what a run is given has to be copied for them."""
+    """Let nodes read no file of this machine, so that inputs must be copied for them."""
     monkeypatch.setattr(Provider, "schemes", frozenset({"gs"}))
 
 
@@ -770,7 +767,7 @@ def test_who_waits_too_goes_along_when_another_client_moves_the_run(places: Plac
 
 
 def test_each_place_has_a_max_wait_of_its_own(places: Places) -> None:
-    """As one client sees it that waits all along."""
+    """Check it as one client sees it that waits all the time."""
     places.submit(max_wait=3600)
     places.long_ago()
     now = [time.time()]
@@ -789,7 +786,7 @@ def test_each_place_has_a_max_wait_of_its_own(places: Places) -> None:
 
 @pytest.fixture
 def earlier(places: Places) -> Places:
-    """The runs of `recorded_with_lists`; no setting names a place."""
+    """Write the runs of `recorded_with_lists`; no setting names a provider."""
     recorded_with_lists(places.folder)
     return places
 
@@ -843,10 +840,10 @@ def test_the_store_of_runs_sent_with_lists_is_collected(earlier: Places, capsys:
 
 
 class Died(BaseException):
-    """A client's end: nothing that it would still do is done."""
+    """Raised where a client dies: it does nothing more."""
 
 
-#: What changes anything, in a store or on the platform.
+#: The calls that change a store or the platform.
 EFFECTS: tuple[tuple[Any, str], ...] = (
     *((LocalFiles, name) for name in ("write", "create", "upload", "remove", "discard")),
     *((Provider, name) for name in ("submit", "find", "cancel")),
@@ -895,7 +892,7 @@ class Boundaries:
 
 
 def again(places: Places, how: str) -> None:
-    """What the next client does; a run whose first attempt was never recorded only the same command starts."""
+    """Act as the next client. Only the same command starts a run whose first attempt was never recorded."""
     if how == "submit" or not places.stores[0].attempts("r"):
         run = places.submit()
         run.reconcile(retry=FallbackPolicy(run))
@@ -907,7 +904,7 @@ def again(places: Places, how: str) -> None:
 
 
 def move(places: Places, kind: str) -> None:
-    """A move from the first place to the second one, as a client makes it."""
+    """Move from the first provider to the second, as a client does."""
     if kind == "refused":
         places.submit()
     else:
@@ -916,8 +913,8 @@ def move(places: Places, kind: str) -> None:
 
 
 def begun(folder: Path, kind: str) -> Places:
-    """The first place has no machines: it refuses, or has taken a job and lets it wait for too long; one that was given
-    a checkpoint which only the copy there still holds, if it is resumed."""
+    """Return profiles whose first provider has no machines. It refuses the job, or lets it wait too long. A resumed job
+    has a checkpoint that only the first provider's copy still holds."""
     places = Places(folder)
     if kind == "refused":
         places.clouds[0].refuse("quota", "no more")
@@ -930,7 +927,7 @@ def begun(folder: Path, kind: str) -> Places:
 
 
 def one_job(places: Places) -> None:
-    """Exactly one job alive, in the second place; then one result, whoever asks."""
+    """Check for exactly one live job, at the second provider, and then for one result for all clients."""
     assert places.alive() == [1]
     assert places.clouds[1].jobs() == ["r.0"]
     places.clouds[1].stand("r.0", state="succeeded")
@@ -951,7 +948,7 @@ def one_job(places: Places) -> None:
 def test_one_client_sends_and_the_others_see_what_came_of_it(
     tmp_path: Path, installed: None, monkeypatch: pytest.MonkeyPatch, refused: bool
 ) -> None:
-    """On a platform that takes no name for a job, two calls at once would be two jobs."""
+    """If a platform does not take a job's name, two calls at once would create two jobs."""
     monkeypatch.setattr(CLIENT_TIMINGS, "lease_pauses", (0.005, 0.02))
     places, sent, inside, send = Places(tmp_path / "places", 1), list[int](), set[int](), Provider.submit
     if refused:
@@ -989,7 +986,8 @@ def boundaries(installed: None, monkeypatch: pytest.MonkeyPatch) -> Boundaries:
 
 
 def cases(boundaries: Boundaries, folder: Path, kind: str, most: int) -> Iterator[tuple[int, bool, str, Path]]:
-    """(number of the effect, after it, what the next client does, an empty folder): all, or some by the seed."""
+    """Yield (number of the effect, after it, the next client's action, an empty folder): all, or a sample by
+    the seed."""
     places = begun(folder / "counted", kind)
     boundaries.begin()
     move(places, kind)
@@ -1053,10 +1051,8 @@ def test_a_client_that_dies_anywhere_on_the_way_leaves_what_the_next_goes_on_fro
 
 
 def meetings(boundaries: Boundaries, folder: Path, kind: str, most: int, *, stalls: bool) -> None:
-    """Another client does the same meanwhile: as far as it gets without the first one, which then goes on.
-
-    ``stalls``: the first one stands still for so long that the other takes it for dead.
-    """
+    """Let another client do the same at that moment. It runs as far as it can, and then the first one continues. With
+    ``stalls``, the first one pauses so long that the other takes it for dead."""
     for when, after, how, place in cases(boundaries, folder, kind, most):
         boundaries.begin()
         places = begun(place, kind)
@@ -1091,6 +1087,6 @@ def test_two_clients_at_once_start_one_job(
     boundaries: Boundaries, tmp_path: Path, kind: str, stalls: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CLIENT_TIMINGS, "sending", 3.0 if stalls else 60.0)
-    if stalls:  # as a whole, its renewals too
+    if stalls:  # the whole client, with its renewals
         monkeypatch.setattr(lease.Lease, "_renew", lambda lease: lease._ended.wait())
     meetings(boundaries, tmp_path / "meetings", kind, count, stalls=stalls)

@@ -1,7 +1,5 @@
-"""Bytes over broken networks, on Azure Blob and Cloud Storage; `test_objects` has the same of S3.
-
-Azurite, and Cloud Storage of our own, each behind a `proxy`. What must hold is asked past it.
-"""
+"""Transfers over broken networks, on Azure Blob and Cloud Storage; `test_objects` covers S3. Azurite and our own Cloud
+Storage run behind a `proxy`. The checks bypass the proxy."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ pytestmark = [
 ]
 
 PIECE, SMALL = 1 << 18, 1 << 12
-"""Bytes of a part that obstore sends or asks for, and of what is one answer."""
+"""Bytes of one part of obstore's requests, and of a single answer."""
 
 plans = st.lists(st.sampled_from([*PLANNED, None, None]), max_size=8)
 sizes = st.sampled_from([0, 1, 1000, SMALL, SMALL + 1, PIECE, PIECE + 1, 3 * PIECE + 7])
@@ -78,7 +76,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     ):
         monkeypatch.setattr(module, what, value)
     there = reach(url)
-    assert there.list() == {}  # it is opened now, by what the environment says until here
+    assert there.list() == {}  # opened now, by the environment as set so far
     proxy = Proxy(server, random.Random(SEED), 0, slow=(0.0, 0.05))
     monkeypatch.setenv(name, word.replace(server, proxy.url))
     sleep = asyncio.sleep
@@ -123,7 +121,7 @@ def test_a_target_holds_the_right_bytes_or_what_it_held(
     one_at_a_time = threading.Lock()
 
     def replace() -> None:
-        with one_at_a_time:  # gcsfs asks two questions at once
+        with one_at_a_time:  # gcsfs sends two requests at once
             versions.append(draw.randbytes(size))
             place.there.write("key", versions[-1])
 
@@ -182,7 +180,7 @@ def test_a_creation_has_one_winner_at_most(place: Broken, faults: list[str | Non
 def test_clients_that_push_and_pull_the_same_object_at_once(
     place: Broken, tmp_path: Path, size: int, seed: int
 ) -> None:
-    """Two push the same file, as whoever names it by its digest does, and two pull it; one request in five breaks."""
+    """Two clients push the same file, as they do for one digest, and two pull it. One request in five fails."""
     data = random.Random(seed).randbytes(size)
     place.there.write("key", data)
     (tmp_path / "source").write_bytes(data)

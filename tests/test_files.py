@@ -20,7 +20,7 @@ from cloudtrain.storage.files import Files, files, parallel
 from cloudtrain.storage.local_disk import walk
 from cloudtrain.storage.remote import RemoteFiles
 
-# aiohttp, of a body of bytes above 1 MiB; gcsfs chooses what it hands over.
+# aiohttp warns of a body above 1 MiB, and gcsfs sends such bodies.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
 
 HERE = ("folder", "memory")
@@ -30,7 +30,7 @@ LARGE = (9 << 20) + 3
 
 
 def url_of(kind: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """URL of an empty folder of that kind."""
+    """Return the URL of an empty folder of that kind."""
     if kind == "folder":
         return f"file://{tmp_path_factory.mktemp('folder')}/store"
     if kind == "memory":
@@ -42,13 +42,13 @@ def url_of(kind: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 
 @pytest.fixture(params=[*HERE, *SERVED, pytest.param("plain", marks=pytest.mark.remote)])
 def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """An empty tree of each kind in turn."""
+    """Return an empty tree of each kind in turn."""
     return files(url_of(request.param, request, tmp_path_factory))
 
 
 @pytest.fixture(params=[*HERE, *SERVED])
 def swapping(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """The same, of those that replace a file only while it is unchanged."""
+    """Return an empty tree of each kind that can replace a file only while it is unchanged."""
     return files(url_of(request.param, request, tmp_path_factory))
 
 
@@ -130,7 +130,7 @@ def test_a_rewrite_has_another_version(swapping: Files) -> None:
 
 
 def test_another_writer_is_seen_at_once(tree: Files) -> None:
-    """Nothing is remembered between calls: the nodes write to the same store."""
+    """A tree caches nothing between calls: the nodes write to the same store."""
     theirs = files(tree.url)
     assert tree.names("live") == []
     assert not tree.exists("live/x")
@@ -222,7 +222,7 @@ def test_a_tree_there_and_back(tree: Files, tmp_path: Path) -> None:
 
     written = {f"in/here/{name}" for name, data in contents.items() if data}
     assert pull(digests=digests) == written
-    assert pull(digests=digests) == set(), "what is there already is not fetched again"
+    assert pull(digests=digests) == set(), "existing files are not fetched again"
     (target / "d1/f1").write_bytes(b"CONTENT 1")
     assert pull(digests=digests) == {"in/here/d1/f1"}
     (target / "d1/f1").write_bytes(b"CONTENT 1")
@@ -235,7 +235,7 @@ def test_a_tree_there_and_back(tree: Files, tmp_path: Path) -> None:
 
 
 def at_once(trees: list[Files], call: Callable[[Files, int], Any]) -> list[Any]:
-    """What ``call(tree, number)`` gave to each of many threads that began together."""
+    """Return the results of ``call(tree, number)`` in many threads that start together."""
     barrier = threading.Barrier(len(trees))
 
     def work(number: int) -> Any:
@@ -253,7 +253,7 @@ def test_create_is_exclusive(tree: Files) -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_one_of_many_threads_creates(tree: Files, shared: bool) -> None:
-    """Each with a tree of its own, or all with one."""
+    """Test threads with a tree each, and threads that share one."""
     trees = [tree if shared else files(tree.url) for _ in range(8)]
     parallel(lambda one: one.names(), trees)
     for attempt in range(5):
@@ -270,7 +270,7 @@ def test_swap_replaces_one_version_once(swapping: Files) -> None:
 
 
 def test_a_swap_of_many_threads_is_one_s(swapping: Files) -> None:
-    """No two contents are equal, as `Files.swap` asks."""
+    """All contents differ, as `Files.swap` requires."""
     trees = [files(swapping.url) for _ in range(4)]
     version = swapping.swap("key", None, b"0")
     for attempt in range(12):
@@ -287,7 +287,7 @@ def test_a_swap_of_many_threads_is_one_s(swapping: Files) -> None:
 
 
 def test_a_copy_of_a_file_without_a_known_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the store cannot copy by itself, the client moves the bytes, and must know how many there are."""
+    """If the store itself cannot copy, the client moves the bytes, and must know their number."""
     tree = files("memory://copies")
     tree.write("a", b"content")
     monkeypatch.setattr(RemoteFiles, "copies", False)

@@ -1,4 +1,4 @@
-"""A stranger who has the README alone gets to pulled checkpoints, and understands a failure, as the page says."""
+"""A new user with only the README: from nothing to pulled checkpoints, and to the cause of a failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BROKEN = "ValueError: could not convert string to float: 'n/a'"
 
 
 def same(wanted: str, made: str) -> None:
-    """Fail with the difference, as what the terminal shows now is what the page should say."""
+    """Fail with the difference between the page's output and the terminal's."""
     one, other = stranger.normal(wanted).splitlines(), stranger.normal(made).splitlines()
     if one != other:
         lines = "\n".join(difflib.unified_diff(one, other, stranger.PAGE, "now", lineterm=""))
@@ -49,7 +49,8 @@ def test_from_a_script_to_pulled_checkpoints(said: tuple[str, str], home: Path) 
 
 @pytest.mark.proof
 def test_a_failure_is_understood_from_the_output_alone(said: tuple[str, str], home: Path) -> None:
-    """Rank, cause, place in one's own code, and where to look next; nothing of the ranks that merely waited."""
+    """The output has the rank, the cause, the line in the user's code and the next step, without the ranks that only
+    waited."""
     same(stranger.on_page()["failure"], said[1])
     end = said[1].partition("\nfailed ")[2]
     script = next(block.text for block in stranger.steps(stranger.FIRST) if block.value("file") == "train.py")
@@ -65,7 +66,7 @@ def test_a_failure_is_understood_from_the_output_alone(said: tuple[str, str], ho
 
 @pytest.mark.proof
 def test_a_stranger_goes_from_nothing_to_pulled_checkpoints(tmp_path: Path) -> None:
-    """A clean clone, a fresh venv, and the README; minutes, most of them for the downloads."""
+    """Use a clean clone, a new venv and the README. It takes minutes, mostly for downloads."""
     demo, good, bad = stranger.whole(tmp_path / "clone")
     page = stranger.on_page()
     same(page["demo"], demo)
@@ -79,7 +80,7 @@ def test_what_the_readme_shows_of_a_failure_is_what_it_prints() -> None:
 
 
 def test_what_is_the_same_every_time_is_compared() -> None:
-    """Of what a page says no cause, no rank, no place and no command is passed over."""
+    """No cause, rank, position or command in the page's output is ignored."""
     failure = stranger.on_page()["failure"]
     for other in (
         failure.replace("rank 3 on node 1", "rank 2 on node 1"),
@@ -105,7 +106,7 @@ def lines() -> list[list[str]]:
 def test_the_same_job_is_planned_for_five(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each line as it stands, `plan` in place of `submit`: all that differs is where it runs."""
+    """Run each line with `plan` in place of `submit`: only the platform differs."""
     monkeypatch.chdir(tmp_path)
     for block in blocks("README.md"):
         if name := block.value("file"):
@@ -136,7 +137,7 @@ def test_what_is_said_to_be_verified_has_its_suite(name: str) -> None:
 
 
 def test_no_real_cloud_is_claimed() -> None:
-    """The table, and what each cloud's own page says of it."""
+    """Check the table, and each cloud's own page."""
     row = next(line for line in section("README.md", "What was verified, and how").splitlines() if "real cloud" in line)
     assert [cell.strip() for cell in row.split("|")[2:-1]] == ["", "", *["**not yet**"] * 3]
     for name in ("sagemaker", "azureml", "vertex"):

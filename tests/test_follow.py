@@ -1,4 +1,4 @@
-"""The follower: each line exactly once and in order for each node, whatever came late, twice or never."""
+"""The log follower: each node's lines exactly once and in order, even if they come late, twice or never."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def read(segments: Segments, want: MissingRange) -> Iterator[str]:
 def play(
     follower: LogOrderer, clock: Clock, pages: list[list[LogLine]], step: float, segments: Segments
 ) -> Iterator[Line]:
-    """The loop of a reader: pages at ``step`` seconds, and what is wanted looked up in ``segments``."""
+    """Run a reader's loop: a page every ``step`` seconds, and missing lines from ``segments``."""
     for page in pages:
         yield from follower.page(page)
         clock.now += step
@@ -265,7 +265,7 @@ def by_stream(lines: Iterable[Line]) -> dict[Stream, list[Line]]:
 
 @st.composite
 def deliveries(draw: Callable[..., object]) -> tuple[dict[Stream, int], list[list[LogLine]]]:
-    """How many lines each stream has, and pages in which each comes 0 to 3 times, in any order."""
+    """Draw the number of lines of each stream, and pages in which each line comes 0 to 3 times, in any order."""
     totals = draw(st.dictionaries(st.sampled_from(STREAMS), st.integers(0, 25), max_size=6))
     assert isinstance(totals, dict)
     rng = random.Random(draw(st.integers(0, 2**32)))
@@ -299,7 +299,7 @@ def test_every_line_once_and_in_order(
     totals, pages = delivery
     segments = {stream: list(range(1, total + 1)) for stream, total in totals.items()}
     clock = Clock()
-    # A page of up to 25 x 3 lines with max_held 3 could overflow before anybody looks, so pages are cut for that case.
+    # A page of up to 25 x 3 lines with max_held 3 could overflow before the first check, so pages are cut.
     cut = [[line] for page in pages for line in page] if max_held == 3 else pages
     follower = make(clock, max_held=max_held)
     out = list(play(follower, clock, cut, step, segments))

@@ -1,7 +1,7 @@
-"""job.toml, cloudtrain.toml and run.json, changed at random: a valid value or one clean line, and never more than 1 s.
+"""job.toml, cloudtrain.toml and run.json with random changes: a valid value or one clean line, within 1 s.
 
-A change knows what it changes (types swapped, keys renamed, tables nested, numbers that are no numbers), or knows
-nothing and works on the bytes. A trial is its number: ``CLOUDTRAIN_SEED`` and the number say all of it again.
+Some changes know the structure: other types, renamed keys, nested tables, odd numbers. Others change bytes.
+``CLOUDTRAIN_SEED`` and a trial's number reproduce it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cloudtrain.job.job import Job
 from cloudtrain.settings.settings import Settings
 
 MOST_SECONDS = 1.0
-"""Of this process's own time: a busy machine takes longer by the clock."""
+"""Seconds of this process's own time: a busy machine takes longer by the clock."""
 LONGEST = 200_000
 """Bytes: of megabytes the standard library's own parser makes more than a second."""
 FEW, ALL = 60, 4 * (TRIALS or 1000)
@@ -82,7 +82,7 @@ ODD = [*WORDS, *NUMBERS, True, False, None, [], {}, [[]], [{}], {"": ""}, {"a": 
 
 
 def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of everything in plain data, the whole of it first."""
+    """Yield the path of every node in plain data, the root first."""
     yield path
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in pairs:
@@ -90,7 +90,7 @@ def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(rng: random.Random, data: Any) -> Any:
-    """A copy of ``data`` with one part of it changed."""
+    """Return a copy of ``data`` with one part changed."""
     data = json.loads(json.dumps(data))
     path = rng.choice(list(nodes(data)))
     if not path:
@@ -131,7 +131,7 @@ def changed(rng: random.Random, data: Any) -> Any:
 
 
 def bytes_of(rng: random.Random, text: bytes) -> bytes:
-    """``text`` with its bytes changed by who cannot read it."""
+    """Return ``text`` with random bytes changed."""
     at = rng.randrange(len(text) + 1)
     end = min(len(text), at + rng.randrange(1, 40))
     return rng.choice(
@@ -145,7 +145,7 @@ def bytes_of(rng: random.Random, text: bytes) -> bytes:
 
 
 def mutation(kind: str, number: int, data: dict[str, Any], write: Callable[[Any], bytes]) -> bytes:
-    """Trial ``number``: the file of ``data``, changed once or a few times."""
+    """Return the file of trial ``number``: ``data`` with one or a few changes."""
     rng = random.Random(f"{SEED}-{kind}-{number}")
     out: Any = data
     text = write(data)
@@ -154,7 +154,7 @@ def mutation(kind: str, number: int, data: dict[str, Any], write: Callable[[Any]
             out = changed(rng, out if isinstance(out, dict) else data)
         text = write(out)
     except (TypeError, ValueError, AttributeError, RecursionError):
-        pass  # what the format cannot say, or nobody can write down
+        pass  # the format cannot write it
     text = text[:LONGEST]
     return bytes_of(rng, text) if rng.random() < 0.3 else text
 
@@ -171,13 +171,13 @@ def plain_json(value: Any) -> bytes:
 
 
 def clean(exc: CloudtrainError) -> None:
-    """It is one line."""
+    """Check that the message is one line."""
     assert "\n" not in str(exc)
     assert str(exc)
 
 
 def told(argv: list[str], capsys: pytest.CaptureFixture[str]) -> int:
-    """The command's exit code, once its words were seen to be a document, or one clean line."""
+    """Return the command's exit code. Check that its output is a document or one clean line."""
     began = time.process_time()
     code = main(argv)
     seconds = time.process_time() - began
@@ -219,7 +219,7 @@ def test_a_job_file(folder: Path, capsys: pytest.CaptureFixture[str], count: int
                 job = Job.from_toml(text.decode(), folder=folder)
                 assert Job.from_toml(job.to_toml()) == job
             except UnicodeDecodeError:
-                pass  # nobody reads it as text: the command below says so
+                pass  # not UTF-8: the command below reports it
             except CloudtrainError as exc:
                 clean(exc)
             assert time.process_time() - began <= MOST_SECONDS
@@ -255,7 +255,7 @@ def test_a_settings_file(folder: Path, capsys: pytest.CaptureFixture[str], count
 
 @pytest.fixture
 def store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A store with one run, on a platform that is a folder; its run.json is to be changed."""
+    """Yield a store with one run on foldercloud, whose run.json the test changes."""
     install(folder / "site")
     monkeypatch.syspath_prepend(str(folder / "site"))
     (folder / "cloud").mkdir()
@@ -268,7 +268,7 @@ def store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def command(number: int, store: Path) -> list[str]:
-    """What trial ``number`` asks of a store with one run."""
+    """Return the command line of trial ``number``, for a store with one run."""
     run, place = ["r", "--store", str(store), "--json"], [str(store), "--json"]
     verbs = (
         ["status", *run], ["logs", *run], ["list", *run[1:]], ["pull", "r", "out", *run[1:]], ["gc", *place],

@@ -1,7 +1,5 @@
-"""What a node still does in the seconds after the platform's stop signal, and how often it writes into ``live/``.
-
-Real runtime code on machines that are simulated (`fleet`), so the seconds are exact.
-"""
+"""A node's work in the seconds after the platform's stop signal, and its number of writes to ``live/``. The runtime
+code is real and the machines are simulated (`fleet`), so the seconds are exact."""
 
 from __future__ import annotations
 
@@ -39,8 +37,8 @@ def site_of_vertex(grace: str | None) -> Any:
 def test_a_spot_node_mirrors_its_checkpoints_and_says_how_it_ended(
     place: Place, grace: str | None, seconds: float
 ) -> None:
-    """One checkpoint is complete at the notice, and one is saved ``seconds`` after it, by a script that then goes on
-    until it is killed. With a grace of 30 s where the platform gives 15, neither record nor checkpoint is there."""
+    """One checkpoint is complete at the notice. The script saves another ``seconds`` later and runs until it is killed.
+    If the node assumed a grace of 30 s where the platform gives 15, record and checkpoint would be missing."""
 
     def train(ranks: Ranks) -> None:
         ranks.start()
@@ -73,13 +71,13 @@ def test_a_spot_node_mirrors_its_checkpoints_and_says_how_it_ended(
 def test_how_often_a_node_writes_below_the_mounted_store(
     place: Place, monkeypatch: pytest.MonkeyPatch, provider: str | None, most: float
 ) -> None:
-    """Each of these writes is a new object there. The script logs, and rank 0 writes metrics, every second."""
+    """Each of these writes creates a new object there. The script logs, and rank 0 writes metrics, every second."""
     written: Counter[str] = Counter()
-    whole = mirror_files.replace_file
+    original = mirror_files.replace_file
 
     def replace(source: Path, target: Path, *more: Any, **named: Any) -> None:
         written["metrics"] += target.parent.name == "metrics"
-        whole(source, target, *more, **named)
+        original(source, target, *more, **named)
 
     def segment(path: Path, data: bytes) -> int:
         written["segments"] += path.parent.name == "node-0" and path.match("*.log*")
@@ -105,5 +103,5 @@ def test_how_often_a_node_writes_below_the_mounted_store(
     place.figure("writes of node 0 a minute", f"{a_minute:.1f}")
     assert a_minute == pytest.approx(most, rel=0.1)
     lines = sum(path.read_text().count("\n") for path in (fleet.live / "logs").glob("*/node-0/*.log"))
-    assert lines >= 60 * MINUTES, "none is lost"
+    assert lines >= 60 * MINUTES, "a line is lost"
     assert (fleet.live / "metrics/0.0-node-0.jsonl").read_text().count("\n") == 60 * MINUTES

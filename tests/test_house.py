@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: imports, what the package may need, sizes, words, docstrings."""
+"""The house rules that a machine can check: imports, dependencies, sizes, words and docstrings."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ ORDER: tuple[frozenset[str], ...] = tuple(
         "__main__",
     )
 )
-#: Narrower than the order: the rooms that these may import, whatever stands above them.
+#: Stricter than the order: the only packages that these may import.
 ONLY: dict[str, frozenset[str]] = {
     "runtime": frozenset({"errors", "validate", "provider_api"}),
     "providers": frozenset({"errors", "validate", "storage", "job", "provider_api", "runtime"}),
 }
-#: Providers whose nodes this machine itself starts. A name with an underscore has no extra: users cannot choose it.
+#: Providers whose nodes run on this machine. A name with an underscore has no extra: users cannot choose it.
 WITH_ENGINE = frozenset({"local", "docker", "_rehearsal"})
 #: Imported as something else than the distribution is called.
 DISTRIBUTIONS = {"tomli_w": "tomli-w"}
-#: What moves bytes, the credentials of clouds, a sampler: what an extra brings.
+#: Packages that an extra installs: transfers, the clouds' credentials, a sampler.
 BROUGHT = {name: name for name in ("obstore", "optuna", "torchx")} | {"botocore": "boto3", "azure": "azure-identity"}
 PROVIDERS = {path.stem for path in (PACKAGE / "providers").iterdir() if not path.stem.startswith("_")}
 
@@ -106,7 +106,7 @@ def home(path: Path) -> str:
 
 @cache
 def imports(path: Path) -> tuple[Import, ...]:
-    """Every import statement of a file, those in functions and under TYPE_CHECKING too."""
+    """Return every import statement of a file, also those in functions and under TYPE_CHECKING."""
     package = ("cloudtrain", *path.relative_to(PACKAGE).parent.parts)
     found: list[Import] = []
 
@@ -140,7 +140,7 @@ def third_party(item: Import) -> bool:
 
 
 def level(name: str) -> int:
-    """Its row; a module that has none yet fails its own test, and stands on top until then."""
+    """Return the module's row in ORDER. A module without one fails its own test and counts as the top."""
     return next((number for number, row in enumerate(ORDER) if name in row), len(ORDER))
 
 
@@ -184,7 +184,7 @@ def test_the_node_side_and_providers_need_little_of_ours() -> None:
 
 
 def test_no_provider_imports_another() -> None:
-    """All may import `_cloud`, which names none."""
+    """All may import `_cloud`, which names no provider."""
     wrong = [
         f"{item.where}: imports {item.module}"
         for path in sources(PACKAGE / "providers")
@@ -222,7 +222,7 @@ def test_what_runs_on_a_node_never_imports_anything_else() -> None:
 
 
 def test_the_worker_is_one_file_of_the_standard_library() -> None:
-    """It is copied into scratch and started alone."""
+    """The node copies it into scratch and starts it alone."""
     found = {item.package for item in imports(PACKAGE / "runtime" / "worker.py")}
     assert found <= {*sys.stdlib_module_names, "_signal"}, found
 
@@ -249,7 +249,7 @@ def test_a_remote_store_loads_no_client_before_it_is_used() -> None:
 
 @pytest.mark.slow
 def test_all_of_it_can_be_imported_where_nothing_is_installed() -> None:
-    """-S leaves site-packages out: what an image has that knows nothing of us."""
+    """With -S Python ignores site-packages, as in an image without cloudtrain's packages."""
     names = [
         ".".join(("cloudtrain", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
         for path in sources()
@@ -263,7 +263,7 @@ def test_all_of_it_can_be_imported_where_nothing_is_installed() -> None:
 
 
 def literals(path: Path) -> Iterator[tuple[int, str]]:
-    """Every text constant and identifier of the code with its line, but docstrings."""
+    """Yield every text constant and identifier of the code with its line, but no docstring."""
     docs = set()
     for node in nodes(path):
         for statement in getattr(node, "body", []) if isinstance(getattr(node, "body", []), list) else []:
@@ -305,7 +305,7 @@ CLOUD_FILES: dict[str, str] = {
     "node": "GRACE node_environment secret",
     "doctor": "checks",
 }
-#: Files that one cloud has in addition, for something of its own.
+#: Files for a feature that only one cloud has.
 CLOUD_EXTRAS = {
     "modelarts": {"signing"},
     "sagemaker": {"images", "s3"},
@@ -318,7 +318,7 @@ CLOUD_EXTRAS = {
 
 @for_each("cloud", sorted(CLOUD_EXTRAS))
 def test_the_clouds_have_the_same_files_and_names(cloud: str) -> None:
-    """A reader of one cloud finds the same function in the same file of the others."""
+    """A function has the same name in the same file of each cloud."""
     folder = PACKAGE / "providers" / cloud
     assert {path.stem for path in sources(folder)} == CLOUD_FILES.keys() | CLOUD_EXTRAS[cloud]
     for file, names in CLOUD_FILES.items():
@@ -365,7 +365,7 @@ def test_nothing_is_left_for_later() -> None:
 
 
 def test_no_function_is_a_stub() -> None:
-    """One that does nothing on purpose says so in its docstring."""
+    """A function without an effect must state the reason in its docstring."""
     found = []
     for path in shipped():
         protocols = {
@@ -418,7 +418,7 @@ def functions(path: Path) -> list[Function]:
 
 
 def test_functions_are_short() -> None:
-    """Those of entry points may be long: a training script is read from top to bottom."""
+    """Functions of entry points may be long, so that a training script reads from top to bottom."""
     long = [
         f"{name_of(path)}:{node.lineno}: {node.name}, {length} lines"
         for path in shipped("cloudtrain", "benchmarks")
@@ -458,7 +458,7 @@ def test_a_public_name_stands_in_one_module() -> None:
 
 
 def _public(tree: ast.Module) -> set[str]:
-    """``__all__``, or without one every name that does not begin with an underscore."""
+    """Return ``__all__``, or without it every name that does not begin with an underscore."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
@@ -469,14 +469,14 @@ def _public(tree: ast.Module) -> set[str]:
 # ---------------------------------------------------------------------------------------------------------- plain words
 
 
-#: Words that no message, hint or help text has (STYLE: say who acts; a region or provider is not a place).
+#: Words that no message, hint or help text may have (STYLE: name the actor; a region or provider is not a place).
 BANNED = re.compile(
     r"\b(told|tells?|said|nobody|somebody|whoever|anew|beside|goes on|going on|went on|places?)\b", re.I
 )
 
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield every text of three words or more with its line, `…` for what is filled in, but no docstring or program."""
+    """Yield every text of three words or more with its line, with `…` for placeholders, but no docstring or program."""
     docs, inner = set[int](), set[int]()
     for node in nodes(path):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

@@ -1,4 +1,4 @@
-"""Job: what is refused and how it is said, canonical forms that round-trip, identity, and the small grammars."""
+"""Job: refusals and their messages, canonical forms that round-trip, identity, and the small grammars."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""lease.py: one client at a time, whoever dies or stands still; who stages and who deletes see each other."""
+"""lease.py: one client at a time, even if clients die or stall. Clients that stage and clients that delete see each
+other."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ EARLIER = [
     b"[]",
     b'{"holder": null}',
 ]
-"""Marks of earlier versions: a token of gc, a claim of Vertex AI, and what a killed writer may leave."""
+"""Marks of earlier versions: a token of gc, a claim of Vertex AI, and a partial file of a killed writer."""
 
 
 class OnlyCreates(LocalFiles):
@@ -62,7 +63,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Files]:
 
 @pytest.fixture
 def obs_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A store in OBS, which only creates exclusively."""
+    """Yield a store in OBS, which can only create exclusively."""
     with Plane(tmp_path / "huawei") as plane:
         for name, value in plane.environ().items():
             monkeypatch.setenv(name, value)
@@ -75,13 +76,13 @@ REMOTE = [pytest.param(name, marks=pytest.mark.remote) for name in ("s3", "azure
 
 @pytest.fixture(params=["local", *REMOTE])
 def url(request: pytest.FixtureRequest, tmp_path: object) -> str:
-    """A store that several processes reach."""
+    """Return the URL of a store that several processes reach."""
     return f"file://{tmp_path}/store" if request.param == "local" else request.getfixturevalue(f"{request.param}_url")
 
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Holders are of other machines: nothing tells whether they have ended."""
+    """Put holders on other machines: their processes cannot be checked."""
     monkeypatch.setattr(leases, "_machine", lambda: "")
 
 
@@ -91,12 +92,12 @@ def held(store: Files) -> bool:
 
 
 def below(store: Files, name: str) -> Files:
-    """Another store of the same kind."""
+    """Return another store of the same kind."""
     return OnlyCreates(root=store.root / name) if isinstance(store, OnlyCreates) else files(f"{store.url}/{name}")
 
 
 def content(store: Files) -> bytes:
-    """The lease's file."""
+    """Return the content of the lease's file."""
     found = leases.load_lease(store, MARK)
     assert found is not None
     return found.data
@@ -123,9 +124,9 @@ def test_what_is_announced_is_there_until_it_is_taken_back(store: Files) -> None
 
 
 def test_who_stages_waits_for_who_deletes(store: Files) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     with Lease(store, MARK, seconds=60) as deleting:
-        waiting = threading.Thread(target=announce, args=(store, "run-1", ["a"]), kwargs={"say": said.append})
+        waiting = threading.Thread(target=announce, args=(store, "run-1", ["a"]), kwargs={"say": messages.append})
         waiting.start()
         time.sleep(0.3)
         assert waiting.is_alive()
@@ -133,7 +134,7 @@ def test_who_stages_waits_for_who_deletes(store: Files) -> None:
         deleting.check()
     waiting.join(timeout=10)
     assert not waiting.is_alive()
-    assert said == ["waiting: another client deletes from this store"]
+    assert messages == ["waiting: another client deletes from this store"]
     assert not held(store)
 
 
@@ -213,7 +214,8 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyS3]:
 @pytest.mark.remote
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.proof) for seed in (1, 2))])
 def test_lost_answers_make_no_second_holder(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """What a swap did before its answer was lost, its client finds out; one that gives up is not waited for long."""
+    """After a lost answer, the client finds out the swap's effect. A client that gives up delays the others only
+    briefly."""
     monkeypatch.setattr(CLIENT_TIMINGS, "lease_pauses", (0.01, 0.05))
     draw = random.Random(seed)
     s3.faults = [draw.choice(["lost", "lost", "reset", "refuse", None, None, None]) for _ in range(600)]
@@ -315,14 +317,14 @@ def test_a_kept_lease_is_left_to_its_expiry(store: Files, elsewhere: None, monke
     monkeypatch.setattr(CLIENT_TIMINGS, "lease_given_up", 0.5)
     began = time.monotonic()
     with Lease(store, MARK, seconds=60, after=60):
-        assert 0.5 <= time.monotonic() - began < 30, "and a process knows that its own call has ended"
+        assert 0.5 <= time.monotonic() - began < 30, "the process does not know that its own call has ended"
 
 
 # ------------------------------------------------------------------------------------- a store that only creates files
 
 
 class Dated(OnlyCreates):
-    """Its clock is set: each file is as old as its number says in ``ages``."""
+    """A store with a set clock: each file has the age that ``ages`` gives for its number."""
 
     ages: Mapping[str, float] = {}
 
@@ -358,7 +360,7 @@ def test_the_newest_version_stays_whatever_its_age(tmp_path: Path) -> None:
 def test_a_client_that_makes_a_removed_version_again_has_no_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stood still between its look and its creation. No other client takes its file for the newest."""
+    """It paused between its check and its creation. No other client takes its file for the newest."""
     store = Dated(root=tmp_path)
     with Lease(store, MARK, seconds=300):
         pass
@@ -381,9 +383,9 @@ def test_a_client_that_makes_a_removed_version_again_has_no_lease(
     assert not held(store)
 
 
-# --------------------------------------------------------------------------------------------- who dies or stands still
+# --------------------------------------------------------------------------------------------- dead and stalled holders
 
-#: Holds the lease of the store ``argv[1]`` for ``argv[2]`` seconds; says whether it could go on after each line.
+#: Holds the lease of the store ``argv[1]`` for ``argv[2]`` seconds, and prints whether it may continue after each line.
 LONG_HOLDER = """
 import sys
 from cloudtrain.errors import StorageError
@@ -449,7 +451,7 @@ def test_the_lease_of_a_killed_process_of_this_machine_is_free(url: str, holder:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_a_process_that_the_system_hides_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """/proc with hidepid, as on machines of many users, has no folder of another user's process."""
+    """With hidepid, as on shared machines, /proc has no folder of another user's process."""
 
     def is_ended(kill: Exception | None) -> bool:
         monkeypatch.setattr(os, "kill", Mock(side_effect=kill))
@@ -484,7 +486,7 @@ def test_who_was_stopped_for_too_long_does_not_go_on(url: str, holder: Any) -> N
             process.stdin.write("\n")
             process.stdin.flush()
             assert process.stdout.readline() == "stops\n"
-            time.sleep(0.5)  # it renews and releases nothing now
+            time.sleep(0.5)  # it neither renews nor releases now
             process.communicate(timeout=30)
             lease.check()
             assert held(files(url))
@@ -494,7 +496,7 @@ def test_who_was_stopped_for_too_long_does_not_go_on(url: str, holder: Any) -> N
 
 
 def test_a_mark_of_an_earlier_version_counts_until_it_expires(store: Files) -> None:
-    """Each in a store of its own, all at once: nearly all of the time is waiting."""
+    """Each has its own store, and all run at once, because nearly all of the time is waiting."""
 
     def check(number: int) -> None:
         own, mark = below(store, str(number)), EARLIER[number]
@@ -512,7 +514,7 @@ def test_a_mark_of_an_earlier_version_counts_until_it_expires(store: Files) -> N
 
 
 class NoTimes(LocalFiles):
-    """A store whose listing tells neither versions nor times."""
+    """A store whose listing has neither versions nor times."""
 
     def load(self, key: str) -> Loaded | None:
         found = super().load(key)

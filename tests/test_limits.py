@@ -1,4 +1,4 @@
-"""Limits of money and GPU hours: what of them reaches a native request, and what the next attempt has left of them."""
+"""Limits of money and GPU hours: their part in a native request, and the rest for the next attempt."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CLOUDS = {
 
 
 def made(name: str, **settings: Any) -> Provider:
-    """The provider, as its sample says, with the prices of `CLOUDS`."""
+    """Return the provider with its sample settings and the prices of `CLOUDS`."""
     sample = Sample.of(find_provider(name))
     return find_provider(name)(**{**sample.settings, "prices": dict(CLOUDS[name].prices), **settings})
 
@@ -77,7 +77,7 @@ def layout_for(name: str) -> Layout:
 
 @pytest.mark.parametrize("name", CLOUDS)
 def test_both_become_the_platform_s_own_limit(name: str) -> None:
-    """By the dearest of the list, and the one with the most GPUs, also when the first of it is asked for."""
+    """The dearest machine of the list counts, and the one with the most GPUs, also if the first is requested."""
     cloud, provider, layout = CLOUDS[name], made(name), layout_for(name)
 
     def seconds(gpu_index: int = 0, **fields: Any) -> int:
@@ -143,7 +143,8 @@ def test_what_is_no_price(prices: Any) -> None:
 
 
 def begun(tmp_path: Path, name: str, job: Job, ends: list[Status]) -> tuple[Run, list[Request]]:
-    """A run whose first attempt was sent to the provider, which plans as ever; its jobs are in memory and end so."""
+    """Return a run whose first attempt was sent, with a provider that plans as usual. Its jobs are in memory and have
+    ``ends``."""
     kind, sent = find_provider(name), list[Request]()
 
     class InMemory(kind):  # type: ignore[misc, valid-type]
@@ -190,7 +191,7 @@ def failed(machine: str, *, started: float | None = T0, finished: float | None =
 
 @pytest.mark.parametrize("name", CLOUDS)
 def test_a_second_attempt_has_what_the_first_left(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of an hour on two nodes, of which the platform tells no bill."""
+    """The first attempt took a quarter of an hour on two nodes. The platform reports no bill."""
     monkeypatch.setattr("cloudtrain.runs.retry.write_context", lambda *_: None)  # the store of the plan is in no cloud
     cloud = CLOUDS[name]
     machine = next(iter(cloud.prices))
@@ -213,7 +214,7 @@ def test_a_second_attempt_has_what_the_first_left(name: str, tmp_path: Path, mon
 
 @pytest.mark.slow
 def test_on_this_machine_the_supervisor_counts_all_attempts(tmp_path: Path) -> None:
-    """A dollar a second: what the first attempt took is not there for the second."""
+    """The run costs a dollar a second. The second attempt has only what the first left."""
     script = """
         import os, signal, sys, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -250,7 +251,7 @@ def used(status: Status, *infos: AttemptInfo, now: float = T0 + HOUR, **fields: 
 
 
 def test_each_attempt_counts_the_nodes_that_it_asked_for() -> None:
-    """Three nodes of four GPUs at 2 USD an hour, and later one."""
+    """Test three nodes of four GPUs at 2 USD an hour, and later one node."""
     infos = [AttemptInfo(number="0.0", started=T0, ended=T0 + 1800, nodes=3)]
     infos += [AttemptInfo(number="0.1", started=T0 + 1800, ended=T0 + 5400, nodes=1)]
     assert used(failed("m", finished=T0 + 5400), *infos) == ((1.5 + 1) * 2, (1.5 + 1) * 4)
@@ -274,7 +275,7 @@ def test_what_a_platform_does_not_tell_is_counted_from_starts_and_ends() -> None
 
 
 def test_a_dated_price_of_the_service_is_one_and_another_s_is_none() -> None:
-    """The shipped list has Azure ML's own prices of 2024, and for SageMaker those of EC2 alone."""
+    """The shipped list has Azure ML's own prices of 2024, and for SageMaker only those of EC2."""
     info = AttemptInfo(number="0.0", native_id="n", started=T0, ended=T0 + HOUR)
     for provider, machine, told in (
         ("azureml", "Standard_NC4as_T4_v3", (0.526, "2024-09-19", 1.0)),

@@ -1,4 +1,4 @@
-"""The runs of a store, a page at a time: their order, what a page reads, and its memory at ten thousand runs."""
+"""The runs of a store, a page at a time: their order, the reads of a page, and the memory for ten thousand runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def result_of(run_id: str, created: float, state: str = "succeeded") -> dict[str
 
 
 def over(store: Store, run_id: str, created: float, state: str = "succeeded") -> None:
-    """A run that has ended, recorded at ``created``."""
+    """Record a run created at ``created`` that has ended."""
     record = {"run_id": run_id, "created": created, "provider": "local", "settings": {}, "job": JOB}
     texts = {"run.json": json.dumps(record), "result.json": json.dumps(result_of(run_id, created, state))}
     if not store.url.startswith("file:"):
@@ -56,7 +56,7 @@ def ids(page: listing.Listed) -> list[str]:
 
 
 def pages(store: Store | str, **words: Any) -> list[str]:
-    """Every run, by as many pages as it takes."""
+    """Return every run, page by page."""
     found: list[str] = []
     before = None
     while True:
@@ -74,7 +74,7 @@ def folder(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def bucket() -> Store:
-    """No folder of this machine: as of an object store, its listing tells no times of run folders."""
+    """Return a store whose listing has no times of run folders, like an object store."""
     return Store(f"memory://{uuid.uuid4().hex}")
 
 
@@ -207,7 +207,7 @@ def test_the_command_line_goes_from_page_to_page(
 @pytest.mark.remote
 @pytest.mark.proof
 def test_a_bucket_that_lists_in_more_than_one_answer(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3 gives 1,000 folders at a time; of all these runs the page's own are read, and no other."""
+    """S3 lists 1,000 folders at a time. A page reads its own runs and no other."""
     store = Store(s3_url)
     names = [stamped(T0 + number) for number in range(1100)]
     texts = [json.dumps(result_of(name, T0 + number)).encode() for number, name in enumerate(names)]
@@ -235,14 +235,14 @@ print(json.dumps({"code": code, "peak": int(peak.split()[1]) << 10, "out": json.
 @pytest.mark.proof
 @pytest.mark.parametrize("ours", [True, False])
 def test_the_first_page_of_ten_thousand_runs_takes_little_memory(folder: Store, tmp_path: Path, ours: bool) -> None:
-    """Of ids that tell their time, and of others. How long it takes is for `benchmarks/list.py` to tell."""
+    """Test ids with a time and ids without. `benchmarks/list.py` measures the time."""
     for number in range(RUNS):
         over(folder, stamped(T0 + number) if ours else f"ci-{number}", T0 + number)
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, str(tmp_path / "store")], capture_output=True, text=True, check=True
     )
-    told = json.loads(done.stdout)
-    assert told["code"] == 0, (told, done.stderr)
+    output = json.loads(done.stdout)
+    assert output["code"] == 0, (output, done.stderr)
     newest = stamped(T0 + RUNS - 1) if ours else f"ci-{RUNS - 1}"
-    assert (told["out"]["runs"][0]["run_id"], len(told["out"]["runs"])) == (newest, listing.PAGE)
-    assert told["peak"] <= 150 << 20, told["peak"]
+    assert (output["out"]["runs"][0]["run_id"], len(output["out"]["runs"])) == (newest, listing.PAGE)
+    assert output["peak"] <= 150 << 20, output["peak"]

@@ -1,4 +1,4 @@
-"""Machines on which attempts fail again and again: which they are, and what a client does about them."""
+"""Machines on which attempts fail repeatedly: their names, and the client's reaction."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_platform_leaves_a_machine_out_or_status_says_that_it_cannot() -> None
     text = status_text({**result, "bad_machines": found})
     assert "bad machine  n2: 2 attempts failed on it; local cannot leave out a machine" in text
     result["bad_machines"] = bad_machine_rows(slurm, twice)
-    assert "n2: 2 attempts failed on it\n" in status_text(result)  # a run that has ended promises nothing
+    assert "n2: 2 attempts failed on it\n" in status_text(result)  # a run that has ended announces no change
     text = status_text({**result, "state": "running"})
     assert "n2: 2 attempts failed on it; retries leave it out, the platform's own restarts do not\n" in text
     assert without_bad_machines(slurm, twice[:1]) is None
@@ -63,7 +63,7 @@ def test_an_attempt_has_the_machine_of_its_root_cause() -> None:
     assert (info.machine, info.node, info.category) == ("b", 1, "infra")
     assert attempt_info(attempt_row(info)) == info
     other = with_exits(AttemptInfo(number="0.0", machine="c"), [record], before={}, after={})
-    assert other == info, "a node's record says more than the platform"
+    assert other == info, "a node's record has more than the platform"
     gone = with_exits(AttemptInfo(number="0.0", machine="c"), [], before={}, after={})
     assert (gone.machine, gone.category) == ("c", "infra")
     assert bad_machines([attempt_row(gone)] * 2) == {"c": 2}

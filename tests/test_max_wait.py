@@ -1,4 +1,4 @@
-"""How long an attempt has waited for machines: since it was submitted, or since it lost those that it had."""
+"""The time that an attempt has waited for machines: since it was submitted, or since it lost its machines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Clock:
 
 
 def begun(tmp_path: Path, limit: int | None = LIMIT) -> tuple[MaxWait, Store, Clock]:
-    """Attempt 0, submitted at `T0`."""
+    """Return attempt 0, submitted at `T0`."""
     store, clock = Store(str(tmp_path)), Clock()
     store.create_attempt("r", 0, Request(provider="p", operation="o", body={}, context={}, run="r"))
     store.files.write("runs/r/attempts/0/submitted.json", json.dumps({"native_id": "0", "time": T0}).encode())
@@ -67,7 +67,7 @@ def test_what_does_not_end_is_cancelled_again_after_a_while_and_by_any_other_cli
 
 
 def test_one_that_has_started_by_the_platform_s_word_alone_waits_since_it_was_seen_to(tmp_path: Path) -> None:
-    """It lost its machines before its nodes had left a word."""
+    """It lost its machines before its nodes had written a record."""
     wait, store, clock = begun(tmp_path)
     again = Status(state="pending", started=T0 + 1)
     clock.now = T0 + 10 * LIMIT
@@ -119,7 +119,7 @@ def test_a_restart_waits_since_the_platform_says_it_lost_its_machines(tmp_path: 
 
 @pytest.mark.parametrize("told_by", ["platform", "nodes"])
 def test_a_restart_waits_since_somebody_saw_it_wait_where_nobody_knows(tmp_path: Path, told_by: str) -> None:
-    """Whoever looks next, from wherever, counts from the same moment."""
+    """Any later client, from any machine, counts from the same moment."""
     wait, store, clock = begun(tmp_path)
     status = PENDING
     if told_by == "platform":

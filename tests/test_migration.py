@@ -1,4 +1,4 @@
-"""docs/migration.md keeps its word: each sample and its counterpart say the same, ours is planned, v2's is sent."""
+"""docs/migration.md: each sample and its counterpart mean the same. Our half is planned, v2's is sent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DATA = {"train": "s3://my-data/digits/"}
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that the page makes, and its settings alone."""
+    """Enter the folder that the page makes, with only its settings."""
     for block in blocks(PAGE):
         if file := block.value("file"):
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -46,14 +46,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sample(name: str) -> list[Block]:
-    """The blocks of a pair, the old one first."""
+    """Return the blocks of a pair, the old one first."""
     found = [block for block in blocks(PAGE) if block.value("example") == name]
     assert len(found) == 2, f"{PAGE}: {name} is no pair"
     return found
 
 
 def planned(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What the command line ``cloudtrain plan …`` prints as JSON."""
+    """Return the JSON that the command line ``cloudtrain plan …`` prints."""
     assert list(words[:2]) == ["cloudtrain", "plan"]
     assert cli.main(["plan", "--json", *words[2:]]) == 0, capsys.readouterr().err
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -62,7 +62,7 @@ def planned(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> dict[st
 
 @pytest.fixture
 def ours(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The plan of the new half of the pair that the test names."""
+    """Return the plan of the new half of the pair that the test names."""
     new = sample(request.param)[1]
     if new.language == "toml":
         return planned(["cloudtrain", "plan", str(new.value("file")), "--profile", "aws"], capsys)
@@ -71,7 +71,7 @@ def ours(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def old(name: str) -> Any:
-    """The old half, read: YAML as data, a command as its words, Python as the constants of its calls' keywords."""
+    """Parse the old half: YAML as data, a command as its words, Python as the constants of its calls' keywords."""
     block = sample(name)[0]
     if block.language == "text":
         return yaml.safe_load(block.text)
@@ -154,7 +154,7 @@ def test_skypilot(ours: dict[str, Any], here: Path) -> None:
 @pytest.mark.slow
 @by("gcloud")
 def test_gcloud(ours: dict[str, Any]) -> None:
-    """The old spec is one for Google's own client; ours asks for the same machines, image and time."""
+    """The old spec is one for Google's client. Ours requests the same machines, image and time."""
     from google.cloud.aiplatform_v1.types import CustomJobSpec
     from google.protobuf import json_format
 
@@ -178,7 +178,7 @@ def test_gcloud(ours: dict[str, Any]) -> None:
 @pytest.mark.slow
 @by("az")
 def test_az_ml(ours: dict[str, Any], here: Path) -> None:
-    """The old job is one for Azure's own client; ours asks for the same."""
+    """The old job is one for Azure's client. Ours requests the same."""
     from azure.ai.ml import load_job
 
     (here / "job.yml").write_text(sample("az")[0].text)
@@ -215,7 +215,7 @@ def test_only_the_import_changes() -> None:
 
 
 def test_v2_and_the_native_form_plan_the_same() -> None:
-    """Machines, limits, image and data, in the same store; v2 packs the model, and lets a silent script run on."""
+    """Compare machines, limits, image and data in the same store. v2 also packs the model, and has no stall timeout."""
     role = "arn:aws:iam::123456789012:role/training"
     shared: dict[str, Any] = {"entry_point": "train.py", "source_dir": "src", "hyperparameters": {"lr": 0.1}}
     kind: dict[str, Any] = {"instance_count": 2, "instance_type": "ml.p4d.24xlarge"}
@@ -251,7 +251,8 @@ def test_the_page_has_every_keyword_of_v2_as_the_code_has_it() -> None:
 
 @pytest.fixture
 def plane(tmp_path: Path, s3_environment: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
-    """An account of AWS's at the wire, with what v2 leaves in one; its machines never come, so nothing is started."""
+    """Yield an AWS account at the wire, with objects that v2 leaves in one. Its machines never come, so no node
+    starts."""
     plane = Plane(tmp_path / "aws", moto=s3_environment, runs=False)
     for name, value in plane.environ().items():
         monkeypatch.setenv(name, value)
@@ -266,7 +267,7 @@ def plane(tmp_path: Path, s3_environment: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.remote
 def test_the_sample_is_sent_when_its_import_has_changed(plane: Plane, capsys: pytest.CaptureFixture[str]) -> None:
-    """Through botocore to a service that reads AWS's model strictly; then found again by its name alone."""
+    """Send it by botocore to a service that checks AWS's model strictly, then find it by its name alone."""
     names: dict[str, Any] = {}
     exec(compile(halves()[1], PAGE, "exec"), names)
     estimator = names["estimator"]
@@ -290,7 +291,8 @@ def test_the_sample_is_sent_when_its_import_has_changed(plane: Plane, capsys: py
 
 
 def sent(name: str, world: FakePlatform, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Any:
-    """The job that a world, which has no machines, has of a sample after ``cloudtrain submit``, by its own settings."""
+    """Return the platform's job after ``cloudtrain submit`` of a sample with its settings. The platform has no
+    machines."""
     [words] = commands(sample(name)[1].text)
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
     own = [flag for key, text in texts.items() for flag in ("--set", f"{key}={text}")]
@@ -331,7 +333,7 @@ def test_the_sample_of_az_is_sent(
     world.close()
 
 
-#: As scripts of SageMaker's own examples read what they are given.
+#: SageMaker's own examples read their inputs like this.
 THEIRS = """
 import argparse, json, os
 flags = argparse.ArgumentParser()
@@ -357,7 +359,7 @@ print("trained", flush=True)
 def test_a_script_written_for_sagemaker_runs_there_unchanged(
     here: Path, s3_server: str, engine: Any, images: Callable[[str], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a container with SageMaker's paths; the model is a model.tar.gz where ``model_data`` says."""
+    """Run it in a container with SageMaker's paths. The model is a model.tar.gz at ``model_data``."""
     (here / "src/train.py").write_text(THEIRS)
     folder = here / "world"
     folder.mkdir()

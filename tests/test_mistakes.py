@@ -1,8 +1,8 @@
-"""What a new user does wrong: each mistake ends with its exit code and one line that helps.
+"""Mistakes of new users: each ends with its exit code and one helpful line.
 
-One row is one command line in the folder that `Folder` makes. ``error`` and ``hint`` are patterns for the two lines on
-stderr; ``shows`` is one for stdout and stderr together, for commands that succeed and warn. Nothing may be sent, no
-traceback may be seen, and the message is one line.
+One row is one command line in the folder of `Folder`. ``error`` and ``hint`` are patterns for the two lines on stderr.
+``shows`` is one for stdout and stderr together, for commands that succeed and warn. A mistake sends nothing and shows
+no traceback, and its message is one line.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class Mistake:
-    """``argv`` as a shell would split it, and what must come of it."""
+    """``argv`` as a shell would split it, and the expected result."""
 
     argv: str
     code: int
@@ -262,7 +262,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with scripts, job files, and a store with two runs that ended well and one that is damaged."""
+    """Return a user's folder with scripts, job files, and a store with two successful runs and a damaged one."""
     home = tmp_path_factory.mktemp("mistakes")
     for name, text in FILES.items():
         (home / name).parent.mkdir(exist_ok=True)

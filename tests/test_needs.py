@@ -1,4 +1,4 @@
-"""What is missing before a job can be sent: named in one error, with the lines to paste; a plan goes on without it."""
+"""Missing settings before a submit: one error names them, with the lines to paste. A plan works without them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with a script, and no settings anywhere."""
+    """Enter a folder with a script, and with no settings anywhere."""
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
@@ -43,21 +43,21 @@ def nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pasted(hint: str) -> str:
-    """The lines of the hint that are TOML."""
+    """Return the TOML lines of the hint."""
     return "\n".join(line for line in hint.splitlines() if re.match(r"\[|[a-z_]+ = ", line))
 
 
 @pytest.mark.parametrize("provider", WANTED)
 def test_one_error_names_all_that_is_missing(provider: str, capsys: Capture) -> None:
     assert cli.main(["submit", "train.py", "--provider", provider, "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
+    output = json.loads(capsys.readouterr().out)
     short = ", ".join(name.rpartition(".")[2] for name in WANTED[provider])
     many = {1: "1 setting is"}.get(len(WANTED[provider]), f"{len(WANTED[provider])} settings are")
-    assert told["error"] == f"provider {provider}: {many} missing: {short}"
-    table = toml_loads(pasted(told["hint"]), where="hint")
+    assert output["error"] == f"provider {provider}: {many} missing: {short}"
+    table = toml_loads(pasted(output["hint"]), where="hint")
     found = {"store": table.pop("store"), **table.pop(provider, {})}
     assert {*found, *table} == set(short.split(", "))
-    assert told["hint"].endswith(f"cloudtrain init --provider {provider}")
+    assert output["hint"].endswith(f"cloudtrain init --provider {provider}")
     assert not Path(".cloudtrain").exists()
 
 
@@ -78,10 +78,10 @@ def test_a_plan_has_placeholders_and_is_never_sent(provider: str, capsys: Captur
     out, err = capsys.readouterr()
     assert re.search(r"^warning: .* settings? (is|are) missing: .*; this plan cannot be sent$", err, re.MULTILINE)
     assert "to send exactly this" not in err
-    told = json.loads(out)
-    assert told["missing"] == WANTED[provider]
-    assert "missing-" not in json.dumps(told["request"])
-    assert told["run"].partition("://")[2].removeprefix("/").startswith("<")
+    output = json.loads(out)
+    assert output["missing"] == WANTED[provider]
+    assert "missing-" not in json.dumps(output["request"])
+    assert output["run"].partition("://")[2].removeprefix("/").startswith("<")
     Path("plan.json").write_text(out)
     assert cli.main(["submit", "--plan", "plan.json"]) == 2
     assert " missing: store" in capsys.readouterr().err
@@ -109,9 +109,9 @@ def test_only_what_is_missing_is_named(capsys: Capture) -> None:
     assert cli.main(["plan", "train.py", "--provider", "sagemaker", "--json"]) == 0
     out, err = capsys.readouterr()
     assert "1 setting is missing: role" in err
-    told = json.loads(out)
-    assert told["run"] == "s3://b/p/runs/train-plan"
-    assert "ecr.eu-west-1." in told["request"]["body"]["AlgorithmSpecification"]["TrainingImage"]
+    output = json.loads(out)
+    assert output["run"] == "s3://b/p/runs/train-plan"
+    assert "ecr.eu-west-1." in output["request"]["body"]["AlgorithmSpecification"]["TrainingImage"]
 
 
 @pytest.mark.parametrize("provider", WANTED)
@@ -151,7 +151,7 @@ def test_lines_for_a_pyproject_are_in_its_table() -> None:
 
 @pytest.mark.parametrize("provider", WANTED)
 def test_stand_ins_are_not_examples(provider: str) -> None:
-    """A value that somebody pasted must not be shown as a placeholder."""
+    """A value that the user pasted must not be shown as a placeholder."""
     needs = needs_of(find_provider(provider))
     settings, made, job = stand_ins(Settings(), provider, Job.make(entry_point="t.py"), list(needs))
     for name, need in needs.items():
@@ -165,9 +165,9 @@ def test_stand_ins_are_not_examples(provider: str) -> None:
 def test_init_writes_what_a_plan_needs(capsys: Capture) -> None:
     flags = ["--set", "region=eu-west-1", "--set", "role=arn:aws:iam::123456789012:role/T"]
     assert cli.main(["init", "--provider", "sagemaker", "--store", "s3://b/p", *flags, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [row["status"] for row in told["files"]] == ["wrote"] * 3
-    assert told["missing"] == []
+    output = json.loads(capsys.readouterr().out)
+    assert [row["status"] for row in output["files"]] == ["wrote"] * 3
+    assert output["missing"] == []
     assert cli.main(["plan", "job.toml", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["provider"], plan["missing"], plan["run"]) == ("sagemaker", [], "s3://b/p/runs/train-plan")
@@ -230,7 +230,7 @@ def test_doctor_looks_at_this_job(capsys: Capture) -> None:
     assert "nope.py" in failed[0]["detail"]
 
 
-@pytest.mark.parametrize("provider", [name for name in WANTED if name != "slurm"])  # it asks this machine's Slurm, too
+@pytest.mark.parametrize("provider", [name for name in WANTED if name != "slurm"])  # slurm asks this machine's too
 def test_doctor_has_one_finding_for_all_that_is_missing(provider: str, capsys: Capture) -> None:
     assert cli.main(["doctor", "train.py", "--provider", provider, "--json"]) == 2
     failed = [row for row in json.loads(capsys.readouterr().out)["checks"] if row["status"] == "failed"]

@@ -52,7 +52,7 @@ def wire() -> Iterator[FaultyS3]:
 
 @pytest.fixture
 def s3(wire: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FaultyS3:
-    """An empty bucket, and this test's environment pointing at it. Parts are small."""
+    """Return an empty bucket, with this test's environment pointing at it. Its parts are small."""
     keys = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
     point_aws_at(wire.url, monkeypatch, tmp_path, MAX_ATTEMPTS="1", **keys)
     monkeypatch.setattr(obstore_backend, "PIECE", 1 << 15)
@@ -82,7 +82,7 @@ trial = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 @pytest.fixture
 def tree(s3: FaultyS3) -> RemoteFiles:
-    """One tree for all trials of a test: a client takes long to make."""
+    """Return one tree for all trials of a test: making a client is slow."""
     return reach()
 
 
@@ -205,9 +205,9 @@ def test_a_range_that_fails_after_its_last_byte_is_whole(
 def test_ranges_are_asked_for_by_the_tag_of_the_first(s3: FaultyS3, tmp_path: Path) -> None:
     s3.put("store/key", os.urandom(100_000))
     reach().download("key", tmp_path / "x", size=100_000)
-    asked = [headers for _, _, headers in s3.requests]  # the first range tells the tag: nothing is asked before it
-    assert [headers.get("if-match") for headers in asked] == [None, *[s3.objects["store/key"].tag] * 3]
-    assert {headers["range"] for headers in asked} == {
+    requests = [headers for _, _, headers in s3.requests]  # no request precedes the first range, which returns the tag
+    assert [headers.get("if-match") for headers in requests] == [None, *[s3.objects["store/key"].tag] * 3]
+    assert {headers["range"] for headers in requests} == {
         "bytes=0-32767",
         "bytes=32768-65535",
         "bytes=65536-98303",
@@ -291,7 +291,7 @@ def run(code: str, *args: str, seconds: float = 60) -> str:
 
 
 def test_a_forked_child_is_refused(s3: FaultyS3) -> None:
-    """obstore's threads are not forked: used by the parent, it would hang in the child."""
+    """A fork does not copy obstore's threads. The parent's client would hang in the child."""
     s3.put("store/key", b"data")
     code = (
         "tree = files('s3://bucket/store')\n"
@@ -337,7 +337,7 @@ def test_ctrl_c_is_heard_while_a_server_is_silent(s3: FaultyS3) -> None:
         "silent = socket.socket(); silent.bind(('127.0.0.1', 0)); silent.listen()\n"
         "os.environ['AWS_ENDPOINT_URL'] = f'http://127.0.0.1:{silent.getsockname()[1]}'\n"
         "tree = files('s3://bucket/store')\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what runs in the background may ignore it
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background process may ignore it
         "threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
         "began = time.monotonic()\n"
         "try: tree.read('key')\n"
@@ -349,7 +349,7 @@ def test_ctrl_c_is_heard_while_a_server_is_silent(s3: FaultyS3) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """What a shell has started in the background ignores SIGINT, and this suite may be among that."""
+    """Handle SIGINT here: a shell starts background commands with SIGINT ignored, and this suite may be one."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -374,19 +374,19 @@ def test_after_ctrl_c_an_upload_does_not_go_on(s3: FaultyS3, tmp_path: Path) -> 
 
 
 def test_first_users_share_one_mover(s3: FaultyS3) -> None:
-    asked: list[str] = []
+    requests: list[str] = []
 
     def storage(url: str) -> dict[str, Any]:
-        asked.append(url)
+        requests.append(url)
         time.sleep(0.1)
         return {}
 
     tree = RemoteFiles(url="s3://bucket/store", storage=storage)
     parallel(lambda _: tree.names(), list(range(8)), jobs=8)
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
-# ----------------------------------------------------------------------------------------------- what a server is asked
+# ------------------------------------------------------------------------------------------------- requests to a server
 
 
 def test_every_put_says_how_to_encrypt(s3: FaultyS3, tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_lists_stay_below_the_store_and_no_bucket_is_made(s3: FaultyS3, tmp_path
 
 
 def test_no_header_has_an_underscore(s3: FaultyS3) -> None:
-    """nginx drops such, and what was signed is no more."""
+    """nginx drops such headers, and the signature then fails."""
     assert reach().create("run.json", b"1")
     assert not [name for _, _, headers in s3.requests for name in headers if "_" in name]
 
@@ -433,7 +433,7 @@ def test_markers_of_folders_are_no_files_and_empty_files_are(s3: FaultyS3) -> No
     assert reach().names("a") == ["b", "empty"]
 
 
-# ----------------------------------------------------------------------------------------------------- what cannot be
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 def access(url: str, environ: dict[str, str], options: dict[str, Any] | None = None) -> Any:
@@ -513,7 +513,7 @@ def test_encryption_is_asked_of_s3_alone() -> None:
 
 
 def test_a_bucket_of_another_region_is_opened_there(s3: FaultyS3) -> None:
-    """As botocore does it: the bucket's server names the region."""
+    """The bucket's server names the region, and the client retries there, as botocore does."""
     s3.put("store/key", b"data")
     tree = reach()
     assert tree.read("key") == b"data"
@@ -580,7 +580,7 @@ def test_an_object_that_is_too_large_for_a_copy_passes_through_here(s3: FaultyS3
 
 
 def secured(server: FaultyS3, folder: Path) -> str:
-    """The URL of a server that speaks TLS from now on; its authority is in ``authority.pem``."""
+    """Switch the server to TLS and return its URL. The authority's certificate is in ``authority.pem``."""
     authority, leaf = certificates()
     (folder / "authority.pem").write_bytes(authority)
     (folder / "server.pem").write_bytes(leaf)
@@ -621,11 +621,11 @@ def test_where_it_is_not_installed_the_extra_is_named(s3: FaultyS3, url: str, ex
     assert second.endswith(f"[{extra}]'")
 
 
-# -------------------------------------------------------------------------------------- where S3 is, and as whom it is
+# ----------------------------------------------------------------------------------------- S3's address and credentials
 
 
 def configured(folder: Path, text: str, keys: str = "") -> dict[str, str]:
-    """The environment of a machine with this AWS configuration, and with keys in its environment."""
+    """Return the environment of a machine with this AWS configuration and these keys."""
     (folder / "config").write_text(text)
     (folder / "keys").write_text(keys)
     own = {"AWS_CONFIG_FILE": str(folder / "config"), "AWS_SHARED_CREDENTIALS_FILE": str(folder / "keys")}
@@ -724,7 +724,7 @@ def test_a_configured_profile_gives_keys_region_and_endpoint(
 def test_a_process_that_gives_keys_is_asked_again_when_they_expire(
     s3: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What SSO, roles, web identity and machines are to botocore: credentials that it renews itself."""
+    """For botocore, SSO, roles, web identity and machines are all credentials that it renews itself."""
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
         monkeypatch.delenv(f"AWS_{name}")
     script = tmp_path / "keys.py"
@@ -747,7 +747,7 @@ def test_a_process_that_gives_keys_is_asked_again_when_they_expire(
 
 
 class Issuer(http.server.BaseHTTPRequestHandler):
-    """What gives credentials to machines and containers, by their addresses; and STS and SSO."""
+    """Servers that give credentials to machines and containers, at their addresses, and STS and SSO."""
 
     keys: ClassVar[dict[str, str]] = {
         "AccessKeyId": "issued", "SecretAccessKey": "s", "Token": "t", "SessionToken": "t",
@@ -842,7 +842,7 @@ def test_each_source_of_botocore_s_signs(
 
 
 def test_words_of_fsspec_s_configuration_count(s3: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with a configuration of AWS's: the keys of one, and the region of the other."""
+    """Test it with AWS's own configuration too: the keys of one, and the region of the other."""
     keys = "aws_access_key_id = c\naws_secret_access_key = d\n"
     (tmp_path / "config").write_text(f"[default]\nregion = eu-north-1\n{keys}")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
@@ -934,7 +934,7 @@ def signature(container: str) -> str:
 def test_a_signature_is_all_that_a_store_needs(
     azure_url: str, azure_environment: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str
 ) -> None:
-    """Of the container. Azurite does not know the permission of an account's signature to delete in batches."""
+    """Test the container's signature. Azurite does not know an account signature's permission to delete in batches."""
     container = azure_url.split("/")[2]
     endpoint = azure_environment.partition("BlobEndpoint=")[2].rstrip(";")
     string = f"BlobEndpoint={endpoint};SharedAccessSignature={signature(container)}"
@@ -987,7 +987,7 @@ def test_a_key_of_the_environment_is_the_one_that_adlfs_takes() -> None:
 
 
 def certificates() -> tuple[bytes, bytes]:
-    """An authority's certificate, and what it vouches for: a key and certificate of 127.0.0.1; PEM."""
+    """Return the certificate of an authority, and a key and certificate of 127.0.0.1 that it signed, as PEM."""
     import datetime
     import ipaddress
 
@@ -1012,7 +1012,7 @@ def certificates() -> tuple[bytes, bytes]:
 
 
 class SignedIn:
-    """Azurite over TLS that takes tokens, and the managed identity that gives them: ``issued``, how many."""
+    """Azurite over TLS that accepts tokens, and the managed identity that issues them; ``issued`` counts them."""
 
     def __init__(self, folder: Path) -> None:
         self.wire = Wire(folder / "wire")
@@ -1059,7 +1059,7 @@ def signed_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def test_who_is_signed_in_to_azure_is_let_in(signed_in: SignedIn, tmp_path: Path) -> None:
-    """In a process of its own: aiohttp reads once, as it is imported, whom to trust. The public may read."""
+    """Use a separate process: aiohttp reads the trusted authorities once, at import. The public may read."""
     host = f"127.0.0.1:{signed_in.port}/{AZURITE_ACCOUNT}"
     (tmp_path / "large").write_bytes(os.urandom(9 << 20))
     code = (
@@ -1092,7 +1092,7 @@ def test_who_is_signed_in_to_azure_is_let_in(signed_in: SignedIn, tmp_path: Path
 
 @pytest.mark.proof
 def test_memory_is_bounded_whatever_the_size(s3: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 GiB up and down, against the benchmarks' server, which keeps nothing and proves each part."""
+    """Move 1 GiB up and down. The benchmarks' server keeps nothing and checks each part."""
     size = 1 << 30
     with open(tmp_path / "sparse", "wb") as out:
         out.truncate(size)

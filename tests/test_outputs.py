@@ -1,4 +1,4 @@
-"""outputs.py: what cloudtrain left among a user's files does not ship; what only looks like it does."""
+"""outputs.py: files that cloudtrain left among a user's files do not ship; files that only look alike do."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_changes_names_what_is_new_gone_and_different(tmp_path: Path) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
-    """The error and the hint of a submission under the id of another job."""
+    """Return the error and the hint of a submit under another job's id."""
     assert cli.main(["submit", *words, "--run-id", "r"]) == 2
     error, hint = capsys.readouterr().err.splitlines()[-2:]
     return error, hint

@@ -1,4 +1,4 @@
-"""A bare installation of a clone: each provider's first command names one command that installs what it needs."""
+"""A bare installation of a clone: each provider's first command names one command that installs its packages."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ def test_a_package_comes_with_the_smallest_extra() -> None:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that has a clone without extras; a script is in the folder ``code``."""
+    """Return the Python of an environment with a clone without extras. A script is in the folder ``code``."""
     folder = tmp_path_factory.mktemp("bare")
     clone = folder / "my clone"
     shutil.copytree(ROOT / "cloudtrain", clone / "cloudtrain", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
-    (folder / "code").mkdir()  # apart from the environment, whose files a plan would digest
+    (folder / "code").mkdir()  # not in the environment, whose files a plan would digest
     (folder / "code/train.py").write_text("print('hello')\n")
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
@@ -120,7 +120,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cloudtrain(python: Path, line: str) -> str:
-    """What the command says; nothing of ours but what is installed there."""
+    """Return the command's output, with no cloudtrain but the installed one."""
     folder = python.parents[2]
     environ = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "AWS_EC2_METADATA_DISABLED": "true"}
     done = subprocess.run(
@@ -138,20 +138,20 @@ def cloudtrain(python: Path, line: str) -> str:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("provider", FIRST)
 def test_the_first_command_names_all_that_is_missing(provider: str, bare: Path) -> None:
-    said = cloudtrain(bare, FIRST[provider])
+    output = cloudtrain(bare, FIRST[provider])
     listed = " and ".join(filter(None, [", ".join(EXTRAS[provider][:-1]), EXTRAS[provider][-1]]))
-    assert f"needs {listed}, which" in said, said
-    assert said.count("pip install") == 1, said
-    assert f"pip install '{bare.parents[2]}/my clone[{provider}]'" in said
+    assert f"needs {listed}, which" in output, output
+    assert output.count("pip install") == 1, output
+    assert f"pip install '{bare.parents[2]}/my clone[{provider}]'" in output
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("provider", ["local", "sagemaker"])
 def test_that_command_is_all_it_takes(provider: str, bare: Path) -> None:
-    said = cloudtrain(bare, FIRST[provider])
-    found = re.search(r"^(?:hint|\s+fix): (.*pip install.*)$", said, re.MULTILINE)
-    assert found is not None, said
+    output = cloudtrain(bare, FIRST[provider])
+    found = re.search(r"^(?:hint|\s+fix): (.*pip install.*)$", output, re.MULTILINE)
+    assert found is not None, output
     subprocess.run(["sh", "-c", f"{found[1]} -q"], check=True, cwd=bare.parents[2])
     again = cloudtrain(bare, FIRST[provider] if provider == "local" else f"doctor {FIRST[provider][7:]}")
     assert "not installed" not in again

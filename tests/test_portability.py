@@ -103,8 +103,8 @@ def test_a_cell_has_the_bits_of_a_plain_run(name: str, images: Any, trainings: T
         cells.ROOT / "examples/data" / training["data"],
     )
     flags = [*training["args"][4:], "--task", str(task), "--train", str(data)]
-    whole = trainings.run(tmp_path / "whole", training["entry_point"], *flags, processes=4).losses()
+    uninterrupted = trainings.run(tmp_path / "whole", training["entry_point"], *flags, processes=4).losses()
     found = cells.run(CELLS[name], tmp_path / "cell")
     assert found["wrong"] == ""
-    assert json.loads(json.dumps(found))["bits"] == whole[max(whole)].hex()
-    assert found["curve"] == cells.digest_of(whole)
+    assert json.loads(json.dumps(found))["bits"] == uninterrupted[max(uninterrupted)].hex()
+    assert found["curve"] == cells.digest_of(uninterrupted)

@@ -1,4 +1,5 @@
-"""Where a run comes from: read off git and CI, said in every cloud's own alphabet, and no reason for a second job."""
+"""The origin of a run: read from git and CI, written in every cloud's alphabet, and never the reason for a
+second job."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ STORES = {"sagemaker": "s3://b/s", "azureml": "abfs://c@acct.dfs.core.windows.ne
 FULL = {"revision": f"{SHA}-dirty", "branch": "main", "ci": "github", "ci_run": "123-2", "ci_url": PAGE}
 
 
-# --------------------------------------------------------------------------------------------------- what is read here
+# -------------------------------------------------------------------------------------------------------------- reading
 
 
 @for_each(
@@ -77,7 +78,7 @@ def test_what_is_not_known_is_not_there() -> None:
     assert origin_of({"commit": SHA, "branch": None, "dirty": False}, {}) == {"revision": SHA}
     assert origin_of({"commit": SHA, "branch": None, "dirty": True}, {}) == {"revision": f"{SHA}-dirty"}
     assert origin_of(None, {"GITHUB_ACTIONS": "true", "GITHUB_RUN_ID": "1"}) == {"ci": "github"}
-    assert origin_of(None, {"BUILD_URL": PAGE}) == {}, "without the mark of a service it is anybody's variable"
+    assert origin_of(None, {"BUILD_URL": PAGE}) == {}, "without a service's mark, any program may have set it"
 
 
 @given(st.dictionaries(st.sampled_from(sorted({*GITHUB, "JENKINS_URL", "BUILD_URL", "BUILD_NUMBER"})), st.text()))
@@ -128,7 +129,7 @@ def test_who_a_token_is_for(claims: Any, who: str | None) -> None:
 
 
 def test_who_calls_aws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real boto3, asked at the wire; who may not ask is nobody's reason not to send."""
+    """Use real boto3 at the wire. A caller without permission to ask can still submit."""
     wire = Wire()
     Questions(SimpleNamespace(wire=wire))  # type: ignore[arg-type]
     wire.keys["key-1"] = "secret"
@@ -182,7 +183,7 @@ def test_native_tags_say_where_it_comes_from(name: str) -> None:
     assert not [key for key in bare if "revision" in key or key.endswith("ci")]
 
 
-#: What a tag's value may be: AWS's pattern of a Tag, Google's rules of labels, Azure's and Docker's (any text).
+#: The legal values of a tag: AWS's pattern of a Tag, Google's rules of labels, Azure's and Docker's (any text).
 LEGAL = {"sagemaker": r"[\w .:/=+@-]{1,256}", "vertex": r"[a-z0-9_-]{1,63}", "azureml": r".{1,256}"}
 
 
@@ -248,7 +249,7 @@ def test_tags_have_room_beside_ours(name: str, most: int) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A script in a git repository, and a platform that is a folder."""
+    """Yield a script in a git repository, on foldercloud."""
     install(tmp_path / "site")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     for name in [*os.environ]:
@@ -302,7 +303,7 @@ def test_a_step_of_ci_that_is_run_again_finds_its_run(place: Path, monkeypatch: 
 def test_a_client_that_was_overtaken_goes_on_with_what_is_recorded(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another one records the run, with another origin, between our look and our record."""
+    """Another client records the run, with another origin, between this client's check and its record."""
     create = Store.create_run
 
     def overtaken(self: Store, layout: Layout, record: Mapping[str, Any]) -> bool:

@@ -167,9 +167,9 @@ def test_lists_of_objects_merge_by_index_and_star_means_all() -> None:
     assert merged({"pools": {"*": {"disk": 5}}})["pools"] == [
         {"n": 1, "t": "a", "disk": 5}, {"n": 2, "t": "b", "disk": 5},
     ]  # fmt: skip
-    # An index is nearer than the star, whatever comes first.
+    # An index takes precedence over the star, in any order.
     assert [p["t"] for p in merged({"pools": {"0": {"t": "z"}, "*": {"t": "s"}}})["pools"]] == ["z", "s"]
-    # A new element at the end, where nothing of ours would be missing in it.
+    # A new element at the end is allowed if it needs no field of ours.
     assert merged({"tags": {"0": "new"}})["tags"] == ["new"]
     assert merged({"tags": {"1": "b", "0": "a"}})["tags"] == ["a", "b"]
     with pytest.raises(SpecError, match="'2' is no index of that list of 0"):

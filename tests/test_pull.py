@@ -1,5 +1,5 @@
-"""pull.py: which checkpoints are meant, a run that is followed, and a pull that was killed. What a pull brings is
-tested in test_store.py."""
+"""pull.py: the selection of checkpoints, following a run, and a pull that was killed. test_store.py tests what a pull
+brings."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_the_result_of_a_run_that_was_followed_comes_too(world: World, tmp_path:
 
 
 def test_following_is_no_waiting_client(tmp_path: Path) -> None:
-    """It starts no further attempt, and does not end a run that may still have one."""
+    """Following starts no further attempt. It does not end a run that may still get one."""
     world = World(root=tmp_path / "store", platform=ClientRetried()).recorded(retries=1).attempt(0, failed())
     world.run().pull(tmp_path / "out", follow=True)
     assert world.result() is None
@@ -247,9 +247,9 @@ def test_an_artifact_that_grows_while_it_is_fetched_comes_whole(world: World, tm
                 out.write("and more")
 
     pull(world.store, "r1", tmp_path / "out", progress=grow)
-    brought = (tmp_path / "out" / "artifacts" / "events").read_text()
+    text = (tmp_path / "out" / "artifacts" / "events").read_text()
     assert done
-    assert brought in ("0123456789", "0123456789and more")
+    assert text in ("0123456789", "0123456789and more")
     pull(world.store, "r1", tmp_path / "out")
     assert (tmp_path / "out" / "artifacts" / "events").read_text() == "0123456789and more"
     assert pull(world.store, "r1", tmp_path / "out").transferred == 0
@@ -319,8 +319,8 @@ def test_only_the_marks_of_the_runs_own_platform_stay_in_the_store(tmp_path: Pat
     for name in users | marks:
         world.write(f"live/artifacts/node-0/{name}", "x")
     pull(world.store, "r1", tmp_path / "out", what="artifacts")
-    brought = {path.name for path in (tmp_path / "out" / "artifacts").iterdir()}
-    assert brought == (users if provider == "sagemaker" else users | marks)
+    names = {path.name for path in (tmp_path / "out" / "artifacts").iterdir()}
+    assert names == (users if provider == "sagemaker" else users | marks)
 
 
 # --------------------------------------------------------------------------------------------------------------- killed
@@ -357,7 +357,7 @@ def test_a_pull_that_was_killed_goes_on_where_it_was(world: World, tmp_path: Pat
             (out / "checkpoints" / name / "model.pt").read_text() == "abc" for name in pulled(out) if name[0] != "."
         )
     last = pull(world.store, "r1", out).transferred
-    assert last < whole - 30_000, "what had come is not fetched again, but for the 8 that were on their way"
+    assert last < whole - 30_000, "fetched more again than the 8 unfinished files"
     assert {p.relative_to(out) for p in out.rglob("*") if p.is_file() and p.name[0] != "."} == {
         p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole").rglob("*") if p.is_file() and p.name[0] != "."
     }
@@ -369,7 +369,7 @@ class Killed(BaseException):
 
 
 def killed(after: int) -> Callable[[str, int], None]:
-    """Progress that ends a pull when so many files of checkpoints have come."""
+    """Return a progress callback that ends a pull after ``after`` files of checkpoints."""
     left = [after]
 
     def progress(key: str, more: int) -> None:
@@ -382,7 +382,7 @@ def killed(after: int) -> Callable[[str, int], None]:
 
 
 def direct(world: World, files: dict[str, str], when: float) -> None:
-    """A checkpoint that the script wrote to the store by itself."""
+    """Write a checkpoint as a script writes it to the store itself."""
     shutil.rmtree(world.folder / "checkpoints", ignore_errors=True)
     for number, (name, text) in enumerate({**files, ".metadata": "m"}.items()):
         world.write(f"checkpoints/last/{name}", text)
@@ -390,7 +390,7 @@ def direct(world: World, files: dict[str, str], when: float) -> None:
 
 
 def mirrored(world: World, files: dict[str, str], when: float) -> None:
-    """One that the run copied there: as `World.checkpoint`, of several files."""
+    """Write a checkpoint of several files as the run mirrors it, like `World.checkpoint`."""
     key = f"live/checkpoints/last/0.0-{int(when) + 1}"
     listed = {}
     for name, text in files.items():
@@ -451,7 +451,7 @@ def test_a_kill_at_the_swap_is_repaired(world: World, tmp_path: Path, monkeypatc
     assert content(last) == ({} if at else {**OLD, "theirs": "somebody's own"})
     monkeypatch.setattr(os, "replace", replace)
     before = pull(world.store, "r1", out, what="checkpoints")
-    assert before.transferred < 100, "of the checkpoint nothing came twice"
+    assert before.transferred < 100, "a part of the checkpoint came twice"
     assert content(last) == {**NEW, "theirs": "somebody's own"}
     assert pulled(out) == {"last"}
 
@@ -507,7 +507,7 @@ def test_a_file_that_is_taken_away_meanwhile_is_one_line(world: World, tmp_path:
 def test_one_that_is_asked_for_and_written_over_all_the_time_is_an_error(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not a pull that has brought nothing; who follows the run takes the next one."""
+    """The pull must not end without any. A pull that follows the run takes the next one."""
     monkeypatch.setattr(pull_module, "parallel", lambda work, items, **_: [work(item) for item in items])
     wrote = [0]
 

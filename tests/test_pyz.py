@@ -1,4 +1,4 @@
-"""cloudtrain.pyz: one digest for one version, and a node side that needs nothing but the standard library."""
+"""cloudtrain.pyz: one digest for one version, and a node side that needs only the standard library."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_context_of_another_version_is_refused_in_one_line(built: Path, tmp_pa
 
 
 def test_the_node_side_imports_nothing_but_the_standard_library(built: Path) -> None:
-    """Also with a site-packages full of everything: -I keeps it on sys.path, and still nothing of it is imported."""
+    """Test also with a full site-packages: -I keeps it on sys.path, and still no module of it is imported."""
     code = """
 import importlib, json, pkgutil, sys
 sys.path.insert(0, sys.argv[1])
@@ -112,7 +112,7 @@ print(json.dumps([sorted(tops), files]))
         done = python(*flags, "-c", code, str(built))
         assert done.returncode == 0, done.stderr
         tops, files = json.loads(done.stdout)
-        # What .pth files of this environment's own site-packages import before any code runs is not ours.
+        # Ignore modules that .pth files of this environment's site-packages import before any code runs.
         bare = python(*flags, "-c", "import sys; print(*{n.partition('.')[0] for n in sys.modules})").stdout.split()
         assert set(tops) - set(bare) <= {"cloudtrain"}
         assert files
@@ -122,7 +122,7 @@ print(json.dumps([sorted(tops), files]))
 def test_the_zip_imports_where_only_it_is(built: Path) -> None:
     with zipfile.ZipFile(io.BytesIO(built.read_bytes())) as archive:
         source = archive.read("cloudtrain/runtime/worker.py")
-    # The shim is read out of the zip as a file of its own.
+    # The shim is read out of the zip as a separate file.
     assert source == (PACKAGE / "runtime" / "worker.py").read_bytes()
     code = "import sys; sys.path.append(sys.argv[1]); from cloudtrain.runtime.workspace import _source_of; sys.stdout.buffer.write(_source_of('worker.py'))"  # noqa: E501
     assert python("-I", "-S", "-c", code, str(built)).stdout.encode() == source
@@ -175,7 +175,7 @@ def test_a_thread_that_never_ends_does_not_keep_the_node(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", provider_names())
 def test_nothing_that_a_node_imports_is_compiled_there(built: Path, name: str) -> None:
-    """Whatever its provider: compiling costs a node more than all else that it does before its ranks."""
+    """Compiling would cost a node more than all other work before its ranks."""
     code = (
         "import sys, zipfile; sys.path.insert(0, sys.argv[1])\n"
         "import cloudtrain.runtime.__main__\n"

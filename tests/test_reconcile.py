@@ -1,7 +1,5 @@
-"""What a waiting client would do, done once by real clients: alone, many at once, and killed at each step.
-
-On a platform that is a folder (`foldercloud`), so that a trial is a few processes and no training.
-"""
+"""`reconcile`: the steps of a waiting client, done once by real clients: alone, many at once, and killed at each step.
+The platform is foldercloud, so that a trial is a few processes and no training."""
 
 from __future__ import annotations
 
@@ -71,10 +69,10 @@ class Place:
         assert client.returncode == 99, f"the call was never made: {out}{err}"
 
     def long_ago(self, run: Run, attempt: int = 0) -> None:
-        """As if the attempt had been submitted two days before."""
+        """Date the attempt's submission two days back."""
         key = f"runs/{run.run_id}/attempts/{attempt}/submitted.json"
-        noted = json.loads(self.store.files.read(key))
-        self.store.files.write(key, json.dumps({**noted, "time": noted["time"] - 2 * 86400}).encode())
+        record = json.loads(self.store.files.read(key))
+        self.store.files.write(key, json.dumps({**record, "time": record["time"] - 2 * 86400}).encode())
 
 
 @pytest.fixture
@@ -85,7 +83,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     made.jobs.close()
 
 
-# --------------------------------------------------------------------------------------------------------- what it does
+# ----------------------------------------------------------------------------------------------------------- one client
 
 
 def test_a_run_that_goes_on_is_left_alone(place: Place) -> None:
@@ -151,7 +149,7 @@ def test_what_was_recorded_and_never_sent_is_sent(place: Place) -> None:
 
 @pytest.mark.slow
 def test_what_was_refused_while_somebody_looked_is_not_sent_later(place: Place) -> None:
-    """They were told that nothing runs, and may have submitted another."""
+    """Its user read that no job runs, and may have submitted another run."""
     done = place.jobs.cli(*place.words("r"), "--set", f"folder={place.cloud / 'gone'}")
     assert done.code != 0
     place.store.write_refused("r", 0, category="quota", reason="the quota is 0")
@@ -172,7 +170,7 @@ def test_what_was_cancelled_is_cancelled_again_if_nobody_asked_the_platform(plac
 
 
 def test_another_clients_context_is_never_told_to_the_nodes_of_a_newer_attempt(place: Place) -> None:
-    """A client that was overtaken between its record and its word on it."""
+    """A newer client came between this client's record and its context."""
     run = place.submit(gpu=["H100:8", "A100:4"])
     slow = Retry(run)
     place.platform.stand("r.0", state="failed", category="capacity", reason="none")
@@ -185,7 +183,7 @@ def test_another_clients_context_is_never_told_to_the_nodes_of_a_newer_attempt(p
     slow._send(late, {})
     context = json.loads(place.store.files.read("runs/r/container/context.json"))
     assert context["processes"] == 8
-    assert "r.2" not in place.platform.jobs(), "it is for whoever recorded that one, or comes next"
+    assert "r.2" not in place.platform.jobs(), "only the client that recorded it, or the next one, may send it"
 
 
 # ------------------------------------------------------------------------------------------------------------- max_wait
@@ -237,7 +235,7 @@ def test_somebody_who_only_looks_ends_nothing(place: Place) -> None:
 
 
 def test_machines_that_came_are_not_stopped(place: Place) -> None:
-    """Decided, and not yet cancelled when they came: the run has what it waited for."""
+    """They came between the decision and the cancel: the run has the machines that it waited for."""
     run = place.submit(max_wait=3600)
     place.long_ago(run)
     place.dies("foldercloud:Provider.cancel", "before")
@@ -279,7 +277,7 @@ FEW_DEATHS = (("retry Provider.submit", "after"), ("wait Store.expire", "after")
     ],
 )
 def test_a_client_that_dies_leaves_what_the_next_goes_on_from(place: Place, step: str, moment: str) -> None:
-    """Once more, and one job for each attempt, each with its record, and the end that would have been."""
+    """Repeat the command: each attempt has one job and one record, and the run ends as it would have."""
     owner = "foldercloud" if STEPS[step].startswith("Provider") else "cloudtrain.store.store"
     kind = step.partition(" ")[0]
     if kind == "send":
@@ -390,9 +388,9 @@ def test_one_run_that_cannot_be_read_does_not_stop_the_others(place: Place, caps
     record = json.loads((place.jobs.store / "runs/c/run.json").read_text())
     (place.jobs.store / "runs/c/run.json").write_text(json.dumps({**record, "provider": "nosuch"}))
     assert main(["reconcile", str(place.jobs.store), "--json"]) == 8
-    said = json.loads(capsys.readouterr().out)
-    rows = {row["run_id"]: row for row in said["runs"]}
-    assert said["exit_code"] == 8
+    output = json.loads(capsys.readouterr().out)
+    rows = {row["run_id"]: row for row in output["runs"]}
+    assert output["exit_code"] == 8
     assert {name: row["exit_code"] for name, row in rows.items()} == {"a": 8, "b": 2, "c": 2, "d": 0}
     assert "not a JSON object" in rows["a"]["error"]
     assert "no job b.0" in rows["b"]["error"]
@@ -448,9 +446,9 @@ def test_the_command_line_says_what_it_did(place: Place, capsys: pytest.CaptureF
     run = place.submit(retries=1)
     place.platform.stand("r.0", **FAILED)
     assert main(["reconcile", run.url]) == 0
-    said = capsys.readouterr()
-    assert "r: starting attempt 1" in said.err
-    assert said.out.split()[5:8] == ["r", "pending", "-"]
+    output = capsys.readouterr()
+    assert "r: starting attempt 1" in output.err
+    assert output.out.split()[5:8] == ["r", "pending", "-"]
     place.platform.stand("r.1", state="succeeded")
     assert main(["reconcile", place.store.url]) == 0
     assert main(["reconcile", place.store.url]) == 0

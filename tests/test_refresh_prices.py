@@ -31,7 +31,7 @@ tool = _tool()
 
 
 class Clouds:
-    """Three price APIs on one server. ``wire.faults`` come first; ``pages`` is what each answers, page by page."""
+    """Three price APIs on one server. ``wire.faults`` come first; ``pages`` has each API's answers, page by page."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wire = Wire(lambda token: self.identity.account(token))
@@ -56,11 +56,11 @@ class Clouds:
 
     def _aws(self, call: Call) -> Answer:
         assert call.headers["x-amz-target"] == "AWSPriceListService.GetProducts"
-        asked = call.json()
-        assert asked["ServiceCode"] == "AmazonSageMaker"
-        (wish,) = asked["Filters"]
+        request = call.json()
+        assert request["ServiceCode"] == "AmazonSageMaker"
+        (wish,) = request["Filters"]
         assert (wish["Type"], wish["Field"]) == ("TERM_MATCH", "regionCode")
-        page = int(asked.get("NextToken", "0"))
+        page = int(request.get("NextToken", "0"))
         products = [json.dumps(p) for p in self.pages["aws"][page] if _region(p) == wish["Value"]]
         more = {"NextToken": str(page + 1)} if page + 1 < len(self.pages["aws"]) else {}
         return Answer({"FormatVersion": "aws_v1", "PriceList": products, **more})

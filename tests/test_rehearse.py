@@ -1,4 +1,5 @@
-"""Rehearsals: the request is the cloud's own, what stands for what, what is told, drills; whole ones in containers."""
+"""Rehearsals: the cloud's own request, its local substitutes, the reported differences, drills, and whole runs in
+containers."""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ def _plain(value: Any) -> Any:
 
 
 def test_it_goes_on_from_what_is_recorded(site: Site) -> None:
-    """As its supervisor does for the next attempt: with settings and layout out of run.json."""
+    """Its supervisor starts the next attempt the same way, with settings and layout from run.json."""
     plan = site.rehearsed(site.job(retries=1), drills=[("kill", "node=1,after=3s")])
     settings = json.loads(json.dumps(plan.document()["settings"]))
     again = find_provider("rehearsal")(**settings)  # type: ignore[call-arg]
@@ -305,10 +306,10 @@ class Ended:
         return self.code
 
     def signal(self, name: str) -> None:
-        """It hears nothing any more."""
+        """Ignore it: the container has ended."""
 
     def kill(self) -> None:
-        """Nor is there anything left of it."""
+        """Ignore it: the container has ended."""
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,7 @@ def test_it_begins_again_as_often_as_the_platform_does(
     simulation = supervisor.provider.launch_spec(supervisor.request)
 
     class Taken:
-        """An engine whose nodes have all been taken back."""
+        """An engine whose platform has taken all nodes back."""
 
         def prepare(self, *args: Any) -> None:
             supervisor.drills = InjectionPlan([{"kind": "preempt", "node": 0, "after": 0.0}])
@@ -390,7 +391,7 @@ def test_it_begins_again_as_often_as_the_platform_does(
 
 @pytest.mark.parametrize("files", ["rank_0.pt", "model.pt"])
 def test_fewer_nodes_are_asked_for_only_if_they_can_restore_the_given_checkpoint(vertex: Site, files: str) -> None:
-    """A folder of the user's own stands for what ``resume_from`` names in the cloud, until the run has its own."""
+    """A user's folder stands for the cloud's ``resume_from``, until the run has its own checkpoint."""
     (vertex.folder / "given").mkdir()
     (vertex.folder / "given" / files).write_text("x")
     (vertex.folder / "train.py").write_text("# runtime.accumulation_steps()\n")
@@ -422,7 +423,7 @@ def test_an_output_that_the_script_removes_leaves_a_remote_store_too(tmp_path: P
 
 
 def supervised(site: Site, job: Job | None = None, **given: Any) -> tuple[Supervisor, LaunchRules]:
-    """The supervisor of a rehearsal that is recorded and has not begun, and its platform's rules."""
+    """Return the supervisor of a recorded rehearsal that has not begun, and its platform's rules."""
     plan = site.rehearsed(job, **given)
     plan.store.create_run(plan.layout, {**plan.document(), "runtime": plan.layout.runtime_digest})
     folder = site.folder / "supervisor"
@@ -437,7 +438,7 @@ def supervised(site: Site, job: Job | None = None, **given: Any) -> tuple[Superv
 
 @pytest.fixture
 def own(tmp_path: Path) -> tuple[NodeFolders, list[Path], list[Path], Path]:
-    """Two nodes' folders in step with ``live``, and what they leave."""
+    """Return two nodes' folders that are synced with ``live``, and their files."""
     live, left, shared = (tmp_path / name for name in ("live", "left", "shared"))
     for folder in (live, left, shared):
         folder.mkdir()
@@ -459,12 +460,12 @@ def test_each_node_has_its_own_copy_and_peers_do_not_show(
 ) -> None:
     folders, (zero, one), (left, _), live = own
     assert (zero / "old").read_text() == (one / "old").read_text() == "1"
-    assert not (left / "old").exists(), "what is not restored there is not restored here"
+    assert not (left / "old").exists(), "restored here, but not in the cloud"
     folders.start()
     (zero / "deep").mkdir()
     (zero / "deep" / "new").write_text("2")
     (left / "model").write_text("3")
-    os.mkfifo(zero / "a-pipe")  # of somebody's debugger: nothing that a store can hold
+    os.mkfifo(zero / "a-pipe")  # of a user's debugger: no store can hold it
     Jobs.wait_for(lambda: (live / "deep" / "new").exists(), 10)
     assert not (one / "deep").exists()
     (zero / "deep" / "new").unlink()
@@ -565,10 +566,10 @@ class Rehearsals:
 
     def seen(self, rank: int) -> dict[str, Any]:
         (path,) = (self.jobs.store / "runs" / "r" / "live" / "artifacts").rglob(f"seen-{rank}.json")
-        told: dict[str, Any] = json.loads(path.read_text())
-        assert (told["world"], told["data"]) == (2, "1 2 3")
-        assert not [name for name in told if name.startswith("CLOUDTRAIN_ENGINE")]
-        return told
+        context: dict[str, Any] = json.loads(path.read_text())
+        assert (context["world"], context["data"]) == (2, "1 2 3")
+        assert not [name for name in context if name.startswith("CLOUDTRAIN_ENGINE")]
+        return context
 
 
 @pytest.fixture
@@ -581,13 +582,13 @@ def rehearsals(
 
 
 def _attempts(result: Mapping[str, Any]) -> list[tuple[str, str | None, str, bool]]:
-    """Number, category, what it resumed from and whether something was lost, of each attempt."""
+    """Return each attempt's number, category, checkpoint, and True if it lost work."""
     return [(a["number"], a["category"], a["resumed_from"], a["lost"] is not None) for a in result["attempts"]]
 
 
 @pytest.fixture
 def hook() -> Iterator[Hook]:
-    """A webhook at an address of this machine that every container can reach."""
+    """Yield a webhook at an address of this machine that every container can reach."""
     (bridge,) = connect().inspect_network("bridge")["IPAM"]["Config"]
     with Hook(address_towards(str(ipaddress.ip_network(bridge["Subnet"])[-2]))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -599,10 +600,8 @@ def hook() -> Iterator[Hook]:
 @pytest.mark.slow
 @pytest.mark.parametrize("rehearsals", ["py313", pytest.param("torch", marks=pytest.mark.proof)], indirect=True)
 def test_sagemaker_loses_a_machine(rehearsals: Rehearsals, hook: Hook) -> None:
-    """Each node has its own copy of the checkpoints, which come down again with the service's restart.
-
-    Node 0 posts the end of each start to the webhook.
-    """
+    """Each node has its own copy of the checkpoints, which the service's restart downloads again. Node 0 posts the end
+    of each start to the webhook."""
     flags = ["--webhook", hook.url, "--kill", "node=1,after=checkpoint", "--", "--held"]
     if not rehearsals.image.endswith(":torch"):  # importing torch takes both cores for seconds, in each of four starts
         flags = ["--launcher", "python", *flags, "--alone"]
@@ -654,7 +653,7 @@ def test_vertex_takes_a_machine_back(rehearsals: Rehearsals) -> None:
 def test_azureml_takes_a_machine_back_and_a_waiting_client_goes_on(
     rehearsals: Rehearsals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From Python."""
+    """Test it from Python."""
     sample = importlib.import_module("cloudtrain.providers.azureml").SAMPLE
     monkeypatch.chdir(rehearsals.jobs.code)
     data = "abfs://data@contractstore.dfs.core.windows.net/rows"

@@ -1,4 +1,4 @@
-"""copies.py: inputs of one store copied into a run of another, streamed; what changed, what was broken off."""
+"""copies.py: inputs of one store copied into a run of another, as a stream, with changes and interruptions."""
 
 from __future__ import annotations
 
@@ -91,21 +91,21 @@ def fill(url: str) -> dict[str, bytes]:
 
 def test_a_tree_is_copied_into_its_run_and_no_other(place: Place) -> None:
     data, tree = fill(place.source), files(place.source)
-    said: list[str] = []
+    messages: list[str] = []
     moved: dict[str, int] = {}
 
     def progress(key: str, count: int) -> None:
         moved[key] = moved.get(key, 0) + count
 
-    assert place.bring(progress=progress, say=said.append) == sum(FILES.values())
-    assert said == [f"copying train from {place.source}"]
+    assert place.bring(progress=progress, say=messages.append) == sum(FILES.values())
+    assert messages == [f"copying train from {place.source}"]
     assert sorted(moved.values()) == sorted(size for size in FILES.values() if size)
     assert place.copied() == data
     assert place.layout().inputs["train"].url == f"{place.store.url}/runs/run-1/inputs/train/data"
     assert place.record("digests") == {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}
     assert {name: item["size"] for name, item in place.record("listing").items()} == FILES
-    assert place.bring(say=said.append) == 0, "again, after a crash"
-    assert len(said) == 1
+    assert place.bring(say=messages.append) == 0, "again, after a crash"
+    assert len(messages) == 1
     tree.write("sub/b.bin", b"other")
     tree.remove("empty")
     with pytest.raises(
@@ -119,7 +119,7 @@ def test_a_tree_is_copied_into_its_run_and_no_other(place: Place) -> None:
 
 
 def test_one_file_of_a_web_server(s3_url: str, web: Web) -> None:
-    """It knows nothing of ranges."""
+    """Python's server has no ranges."""
     for run_id, name, size in (("run-1", "x.csv.gz", 1000), ("run-2", "large.bin", 9 * MIB + 7)):
         web.write(f"data/{name}", data := os.urandom(size))
         place = Place(f"{web.url}/data/{name}?signature=s%2F//3cret", s3_url)
@@ -178,10 +178,10 @@ def test_a_copy_that_is_damaged_in_the_place_before_comes_from_its_source(
         place.store.files.remove(key)
     else:
         place.store.files.write(key, b"" if fault == "short" else b"tsrif")
-    said: list[str] = []
-    assert after.bring(left=left, say=said.append) > 0
+    messages: list[str] = []
+    assert after.bring(left=left, say=messages.append) > 0
     assert after.copied() == {"x": b"first", "y": b"other"}
-    assert [text for text in said if text.endswith("; its source is copied again")]
+    assert [text for text in messages if text.endswith("; its source is copied again")]
 
 
 def test_a_copy_in_the_place_before_needs_no_source(gcs_url: str, s3_url: str, azure_url: str) -> None:
@@ -200,7 +200,7 @@ def test_a_copy_in_the_place_before_needs_no_source(gcs_url: str, s3_url: str, a
 
 
 def test_clients_with_one_run_id_make_one_copy(gcs_url: str, s3_url: str) -> None:
-    place = Place(f"{s3_url}/set", gcs_url)  # whose creation is exclusive, as moto's is not quite
+    place = Place(f"{s3_url}/set", gcs_url)  # its creation is exclusive, unlike moto's
     data = fill(place.source)
     assert all(parallel(lambda _: Place(place.source, gcs_url).bring(), range(4), jobs=4))
     assert place.copied() == data
@@ -210,7 +210,7 @@ def test_clients_with_one_run_id_make_one_copy(gcs_url: str, s3_url: str) -> Non
 def test_a_client_that_comes_late_leaves_the_copy_of_a_recorded_run_alone(
     gcs_url: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was suspended: the other has copied everything and recorded the run, whose nodes read the copy."""
+    """It was suspended. The other client has copied everything and recorded the run, whose nodes read the copy."""
     place, late = Place(f"{gcs_url}/set", s3_url), Place(f"{gcs_url}/set", s3_url)
     data = fill(place.source)
     monkeypatch.setattr(CLIENT_TIMINGS, "copy_save", 0.01)
@@ -236,7 +236,7 @@ def test_a_client_that_comes_late_leaves_the_copy_of_a_recorded_run_alone(
     assert sum(before.get(key) != entry for key, entry in after.items()) <= 1, "the file that was on its way"
 
 
-# ------------------------------------------------------------------------------------------------ what comes in between
+# -------------------------------------------------------------------------------------------------------- interruptions
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def test_what_was_broken_off_goes_on(s3: FaultyS3, gcs_url: str) -> None:
 
 
 def test_when_it_is_over_nothing_goes_on(s3: FaultyS3, gcs_url: str) -> None:
-    """One of several fails: the others, which are slow, are at an end when that is told, and land no more."""
+    """One of several copies fails. The slow others stop before the error is raised, and write nothing later."""
     place = Place("s3://bucket/set", gcs_url)
     for name in "abc":
         s3.put(f"set/{name}", os.urandom(6 * MIB))
@@ -292,11 +292,11 @@ def test_when_it_is_over_nothing_goes_on(s3: FaultyS3, gcs_url: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         place.bring(progress=progress)
     for thread in set(threading.enumerate()) - before:
-        if thread.name == "obstore":  # it has done its work, and may not be quite gone
+        if thread.name == "obstore":  # finished, but its thread may still exist
             thread.join(10)
             assert not thread.is_alive()
     told = len(writes)
-    assert told <= 12  # of 18: each of the others has come to the end of its piece
+    assert told <= 12  # of 18: each of the others finishes its current part
     there = place.store.files.list("runs")
     time.sleep(1)
     assert len(writes) == told
@@ -354,17 +354,17 @@ def test_a_slow_client_keeps_the_digests_of_a_faster_one(
 def test_a_copy_with_a_damaged_listing_comes_from_its_source(s3: FaultyS3, listed: Any) -> None:
     place, after = Place("s3://bucket/set", "memory://bucket/left"), Place("s3://bucket/set", "memory://bucket/next")
     s3.put("set/x", b"first")
-    said: list[str] = []
+    messages: list[str] = []
     try:
         place.bring()
         key = "runs/run-1/inputs/train/listing.json"
         place.store.files.write(key, json.dumps({"protocol": 1, "files": listed}).encode())
-        assert after.bring(left=PreviousPlace(place.store, place.layout()), say=said.append) == 5
+        assert after.bring(left=PreviousPlace(place.store, place.layout()), say=messages.append) == 5
         assert after.copied() == {"x": b"first"}
     finally:
         MemoryFileSystem.store.clear()
     damaged = f"{place.store.url}/{key} is damaged; its source is copied again"
-    assert said == [damaged, "copying train from s3://bucket/set"]
+    assert messages == [damaged, "copying train from s3://bucket/set"]
 
 
 @pytest.mark.parametrize("target", ["gcs", "azure"])
@@ -399,7 +399,7 @@ def test_a_source_that_changes_meanwhile_is_told(s3: FaultyS3, gcs_url: str) -> 
     with pytest.raises(StorageError, match=r"x\.bin changed while it was copied") as no:
         place.bring()
     assert no.value.hint == "send the job again with another --run-id"
-    assert place.record("digests") == {}, "another client's digest of the changed file counts no more"
+    assert place.record("digests") == {}, "another client's digest of the changed file still counts"
     with pytest.raises(ConflictError, match=r"x\.bin has changed since its copy for run run-1 began"):
         place.bring()
     assert place.bring("run-2") == 3 * MIB
@@ -407,7 +407,7 @@ def test_a_source_that_changes_meanwhile_is_told(s3: FaultyS3, gcs_url: str) -> 
     assert copied == s3.objects["set/x.bin"].data == s3.versions["set/x.bin"][-1]
 
 
-#: A client that copies, says how many bytes have moved, and takes its time.
+#: A slow client that copies and prints how many bytes it has moved.
 CLIENT = """
 import json, sys, time
 from cloudtrain.runs.listing import list_page
@@ -432,7 +432,7 @@ copy_inputs(store, Layout.from_dict(given), progress=progress)
 def test_a_client_that_was_killed_leaves_right_bytes_or_nothing_and_the_next_one_goes_on(
     s3: FaultyS3, gcs_url: str, trials: int
 ) -> None:
-    """kill -9 at any moment: a part is never taken for a file, and what is whole is not copied again."""
+    """kill -9 at any moment: a part is never taken for a file, and complete files are not copied again."""
     place = Place("s3://bucket/set", gcs_url)
     whole = {
         f"{name}.bin": os.urandom(size) for name, size in (("a", 5 << 16), ("b", 65537), ("c", 10), ("d", 9 << 16))
@@ -449,7 +449,7 @@ def test_a_client_that_was_killed_leaves_right_bytes_or_nothing_and_the_next_one
             client.kill()
         assert all(lines), "it was at work"
         copied = place.copied()
-        assert copied.items() <= whole.items(), "right bytes, or nothing"
+        assert copied.items() <= whole.items(), "wrong bytes"
         there = place.store.files.exists("runs/run-1/inputs/train/digests.json")
         known = place.record("digests").keys() if there else set()
         assert place.bring() == sum(len(data) for name, data in whole.items() if name not in known)
@@ -489,13 +489,13 @@ def test_a_submit_that_was_broken_off_continues_under_its_run_id(
     assert list_page(store).rows == []
     assert store.files.names("staging") == []
     run = estimator.fit(wait=False, run_id="r")
-    assert len(copied) == 4, "the one that was on its way, again"
+    assert len(copied) == 4, "only the unfinished one is copied again"
     url = run.record["layout"]["inputs"]["train"]["url"]
     assert url == "memory://bucket/store/runs/r/inputs/train/data"
     assert {key: files(url).read(key) for key in files(url).list()} == {
         name: s3.objects[f"set/{name}"].data for name in "abc"
     }
     s3.put("set/a", b"changed")
-    assert estimator.fit(wait=False, run_id="r").url == run.url, "a recorded run keeps its copy"
+    assert estimator.fit(wait=False, run_id="r").url == run.url, "a recorded run lost its copy"
     assert len(copied) == 4
     MemoryFileSystem.store.clear()

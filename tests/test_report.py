@@ -1,4 +1,4 @@
-"""The page about a run: right numbers, nothing of it loaded from elsewhere, and nothing in it that could run."""
+"""The report page: correct numbers, no file from elsewhere, and no content that could run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LOADS = {"src", "srcset", "data", "poster", "background", "action", "formaction"
 
 
 class Page(HTMLParser):
-    """A page that was parsed: it must be well-formed, and load and run nothing."""
+    """A parsed page. It must be well-formed, and load and run nothing."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -69,7 +69,7 @@ class Page(HTMLParser):
 
     def _check(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
         table = {key: value or "" for key, value in attributes}
-        assert len(table) == len(attributes), f"<{name}> says something twice"
+        assert len(table) == len(attributes), f"<{name}> has an attribute twice"
         assert name not in ("script", "iframe", "object", "embed", "link", "img", "base", "form", "foreignobject")
         assert not {key for key in table if key.startswith("on") or key in LOADS | {"style"}}, table
         if "href" in table:
@@ -85,7 +85,7 @@ class Page(HTMLParser):
         return [table for found, table in self.found if found == name and kind in ("", table.get("class"))]
 
     def table(self, caption: str) -> list[list[str]]:
-        """The cells of the table whose caption begins so, its head first."""
+        """Return the cells of the table whose caption begins with ``caption``, its head first."""
         inner = next(
             part
             for part in self.source.split("<table>")[1:]
@@ -116,7 +116,7 @@ def page_of(world: World, now: float = T0 + 60) -> Page:
 
 
 def rows(first: int, last: int, **more: Any) -> str:
-    """Lines of metrics whose loss is 1 / step, written half a second apart."""
+    """Return lines of metrics whose loss is 1 / step, half a second apart."""
     return "".join(
         json.dumps({"step": step, "epoch": 0, "time": T0 + step / 2, "loss": 1 / step, **more}) + "\n"
         for step in range(first, last + 1)
@@ -168,7 +168,7 @@ def test_a_good_run(world: World) -> None:
     assert page.of("html") == [{"lang": "en"}]
     assert "default-src 'none'" in page.source
     assert all(table.get("role") == "img" for table in page.of("svg"))
-    assert page.source.count("<title>") == 1 + len(page.of("svg")), "each chart has its name for who cannot see it"
+    assert page.source.count("<title>") == 1 + len(page.of("svg")), "a chart has no name for screen readers"
 
 
 def test_a_failed_run_shows_the_rank_that_failed_first(world: World) -> None:
@@ -198,7 +198,7 @@ def test_a_failed_run_shows_the_rank_that_failed_first(world: World) -> None:
 
 
 def again(world: World) -> World:
-    """Preempted after step 12 and resumed from step 8."""
+    """Return a run that was preempted after step 12 and resumed from step 8."""
     lost = {"seconds": 2.5, "steps": 4}
     told = Status(
         state="succeeded",
@@ -218,7 +218,7 @@ def test_a_run_that_was_preempted_and_went_on(world: World) -> None:
     page = page_of(again(world))
     told = page.table("Attempts")
     assert [row[0] for row in told[1:]] == ["0.0", "1.0"]
-    assert told[0][4:] == ["how it ended", "lost, done again"], "no column in which nothing would stand"
+    assert told[0][4:] == ["how it ended", "lost, done again"], "an empty column"
     assert told[1][4:] == ["preempted: spot capacity", "4 steps, 2 s"]
     assert told[2][3:5] == ["step-8", "succeeded"]
     assert page.facts("Summary")["attempts"] == "2, 4 steps and 2s done again"
@@ -241,7 +241,7 @@ def test_a_run_that_was_preempted_and_went_on(world: World) -> None:
     assert [x for x, _ in dashed] == pytest.approx([x(s) for s in range(8, 13)], abs=0.06)
     assert "Steps 9 to 12 of attempt 0.0 were done again (dashed)." in page.text
     assert [row[3] for row in page.table("loss, 24 points")[1:]] == [""] * 8 + ["yes"] * 4 + [""] * 12
-    assert "<h3>steps per second" in page.source, "no row tells a throughput: the times do"
+    assert "<h3>steps per second" in page.source, "no throughput from the times"
     assert page.table("steps per second")[1] == ["2", "0.0", "2", ""]
 
 
@@ -307,7 +307,7 @@ def test_the_handle_has_the_metrics_and_writes_the_page(world: World, tmp_path: 
         world.run().metrics()
 
 
-# -------------------------------------------------------------------------------------------------- what metrics may be
+# ---------------------------------------------------------------------------------------------------------- odd metrics
 
 
 def test_numbers_that_are_none(world: World) -> None:
@@ -318,7 +318,7 @@ def test_numbers_that_are_none(world: World) -> None:
     page = page_of(world)
     figure = page.figure("loss")
     assert "4 values are no finite number, the first at step 1." in page.text
-    assert [len(line) for line in points(figure, "line")] == [2], "1e308 and -1e308; what stands alone is a dot"
+    assert [len(line) for line in points(figure, "line")] == [2], "1e308 and -1e308; a single point is a dot"
     assert len(re.findall('class="dot line"', figure)) == 2
     drawing = figure.partition("<svg")[2].partition("</svg>")[0]
     assert not re.search(r'="[^"]*(nan|inf)', drawing, re.IGNORECASE)
@@ -457,7 +457,7 @@ def test_a_restart_that_wrote_no_rows_loses_none() -> None:
 
 
 def hostile(world: World) -> World:
-    """Everything that anybody else may have written says what would be markup."""
+    """Return a run whose foreign texts are all markup."""
     cause = failure(node=0, rank=0, exception=f"E: {CANARY}", file=CANARY, line=1, traceback=CANARY)
     world.recorded(name="a", env={"NOTE": CANARY}, tags={"t": CANARY}, hyperparameters={CANARY: CANARY})
     world.attempt(0, failed()).start("0.0", resumed_from=CANARY)
@@ -557,7 +557,7 @@ def test_the_verb_writes_one_file(
 
 
 def test_no_more_is_read_than_needed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a long log its end, and each file once; and the platform is asked for its page alone."""
+    """The page reads the end of a long log, and each file once. It asks the platform only for the run's page."""
     finished(world)
     for first in range(1, 2001, 20):
         world.segment(range(first, first + 20), attempt="1.0")
@@ -591,7 +591,7 @@ def test_of_large_merged_segments_few_are_read_to_find_a_rank_that_was_silent(
 
     monkeypatch.setattr(type(world.store.files), "read", counted)
     assert LiveRunReader(world.store, world.run_id).lines("0.0", 40, keep=lambda line: line.rank == 77) == {}
-    assert len(reads) < 4, "ten segments are there, of 2,500 bytes or more"
+    assert len(reads) < 4, "there are ten segments of 2,500 bytes or more"
     assert sum(reads[:-1]) < 4000
     [lines] = LiveRunReader(world.store, world.run_id).lines("0.0", 40).values()
     assert [line.seq for line in lines] == list(range(961, 1001))

@@ -1,4 +1,4 @@
-"""resume.py: what --resume-from means, and what is said where there is nothing to resume from."""
+"""resume.py: the values of --resume-from, and the message if there is no checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cloudtrain.store.store import Store
 
 
 class Here:
-    """A folder with a store, in which the run ``first`` has saved step 4 and 12, and ``empty`` nothing."""
+    """A folder with a store. Its run ``first`` has saved steps 4 and 12; its run ``empty`` has saved nothing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.store = folder, Store(f"file://{folder}/store")

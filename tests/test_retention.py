@@ -1,4 +1,4 @@
-"""retention.py: what no run refers to is found and removed, what one names never, whoever stages meanwhile."""
+"""gc.py: data without a run is found and removed. Data of a run never is, even while other clients stage."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def local(tmp_path: Path) -> Store:
 
 
 def fill(store: Store) -> None:
-    """A run, what it names, and what nobody does."""
+    """Write a run, the data that it names, and data that no run names."""
     run(store, "kept", code=CODE, runtime=RUNTIME, data=DATA)
     for digest in (CODE, OLD_CODE):
         store.files.write(f"code/{digest}/code.tar.gz", b"code")
@@ -84,7 +84,7 @@ def told(found: Collected) -> set[tuple[str, str, int, int]]:
 
 
 def age(store: Store, key: str, days: float) -> None:
-    """As if all below ``key`` had been written so long ago."""
+    """Date all files below ``key`` back by ``days``."""
     root = Path(store.url.removeprefix("file://"))
     when = time.time() - days * DAY
     for path in [root / key, *(root / key).rglob("*")]:
@@ -93,7 +93,7 @@ def age(store: Store, key: str, days: float) -> None:
 
 
 def listed(store: Store, folder: str = "") -> set[str]:
-    """All files but the mark of `gc`, which stays there as released."""
+    """Return all files but the mark of `gc`, which stays there as released."""
     return set(store.files.list(folder)) - {MARK}
 
 
@@ -109,13 +109,13 @@ def test_a_dry_run_tells_what_no_run_names_and_writes_nothing(store: Store) -> N
 
 def test_what_is_removed_is_gone_and_the_rest_is_as_it_was(store: Store) -> None:
     before = listed(store)
-    said: list[str] = []
-    found = collect(store, older_than=0, delete=True, say=said.append)
+    messages: list[str] = []
+    found = collect(store, older_than=0, delete=True, say=messages.append)
     assert told(found) == LEFT
     assert found.deleted
     gone = {key for key in before if any(key.startswith(f"{folder}/") for _, folder, *_ in LEFT)}
     assert listed(store) == before - gone - {f"data/manifests/{OLD_DATA}.json"}
-    assert sorted(said) == sorted(f"removed {folder}" for _, folder, *_ in LEFT)
+    assert sorted(messages) == sorted(f"removed {folder}" for _, folder, *_ in LEFT)
     assert collect(store, older_than=0, delete=True).found == ()
 
 
@@ -143,7 +143,7 @@ def test_a_run_that_cannot_be_read_stops_all_deletion(store: Store, broken: byte
 
 
 def test_a_run_that_a_newer_version_names_counts_too(store: Store) -> None:
-    """A run.json under another spelling of the store's URL, and one in a folder that is no run id of ours."""
+    """Test a run.json with another spelling of the store's URL, and one in a folder that is not a run id."""
     record = {"protocol": 1, "layout": {"code_digest": OLD_CODE}, "job": {"inputs": f"s3a://B/s/data/{OLD_DATA}/a.csv"}}
     store.files.write("runs/Other_Name/run.json", json.dumps(record).encode())
     store.files.write("runs/resumed/run.json", json.dumps({**record, "resume": "x://y/runs/crashed/live"}).encode())
@@ -176,7 +176,7 @@ def test_half_written_files_of_a_local_store(local: Store) -> None:
     for folder in (f"code/{CODE}", "code/" + "f" * 64, "runs/empty", "runs/kept/attempts/0"):
         (root / folder).mkdir(parents=True, exist_ok=True)
         (root / folder / f"{TEMP}0").write_bytes(b"half")
-    assert told(collect(local, older_than=0)) == LEFT, "somebody may be writing them"
+    assert told(collect(local, older_than=0)) == LEFT, "another client may be writing them"
     for path in root.rglob(f"{TEMP}*"):
         os.utime(path, (time.time() - 2 * DAY,) * 2)
     found = told(collect(local, older_than=0, delete=True))
@@ -208,7 +208,7 @@ def test_empty_folders_of_runs_go_but_not_one_that_is_being_staged(local: Store)
 
 
 def test_what_only_the_request_of_a_run_names_stays(store: Store) -> None:
-    """Of a client that went on with another's run and took other data."""
+    """The client resumed another's run and used other data."""
     request = {"inputs": {"x": {"url": f"{store.url}/data/{OLD_DATA}"}}}
     store.files.write("runs/kept/attempts/0/request.json", json.dumps(request).encode())
     assert f"data/{OLD_DATA}" not in {item.key for item in collect(store, older_than=0, delete=True).found}
@@ -216,7 +216,7 @@ def test_what_only_the_request_of_a_run_names_stays(store: Store) -> None:
 
 
 def test_a_run_that_is_recorded_with_other_data_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that died between run.json and its request: nobody goes on with what run.json does not name."""
+    """A client died between run.json and its request. No client continues with data that run.json does not name."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").write_text("print(1)")
@@ -262,7 +262,7 @@ def test_a_plain_file_among_the_runs_is_none(local: Store) -> None:
 
 
 def test_who_lost_its_right_meanwhile_removes_no_more(local: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is suspended between two files, and wakes up when others stage again."""
+    """The client is suspended between two files, and wakes up when others stage again."""
     discard, gone = local.files.discard, list[str]()
 
     def suspended(keys: Sequence[str]) -> None:
@@ -299,7 +299,7 @@ def test_an_object_store(place: str, request: pytest.FixtureRequest) -> None:
     before = listed(store)
     found = collect(store)
     assert (found.found, {item.key for item in found.younger}) == ((), {folder for _, folder, *_ in LEFT})
-    assert all(abs(found.now - item.modified) < 3600 for item in found.younger), "the store tells times"
+    assert all(abs(found.now - item.modified) < 3600 for item in found.younger), "the store lists other times"
     assert listed(store) == before
     layout = Layout(store=store.url, run_id="next", code_digest=OLD_CODE, runtime_digest=RUNTIME)
     store.stage(layout, archive=lambda: b"never", pyz=b"never")

@@ -79,7 +79,7 @@ class Platform(ProviderExtras):
         return LogPage(lines=(), cursor=None)
 
     def cancel(self, native_id: str) -> None:
-        """Nothing runs here."""
+        """Do nothing: no job runs."""
 
 
 def failed(category: str, reason: str = "x", *, seconds: float = 100.0, usd: float | None = None) -> Status:
@@ -88,7 +88,7 @@ def failed(category: str, reason: str = "x", *, seconds: float = 100.0, usd: flo
 
 
 def numbered(ends: list[Status]) -> list[Status]:
-    """Each attempt under its own number."""
+    """Return the statuses with an attempt number each."""
     return [
         Status(**{**vars(e), "attempts": tuple(AttemptInfo(**{**vars(a), "number": f"{k}.0"}) for a in e.attempts)})
         for k, e in enumerate(ends)
@@ -98,7 +98,8 @@ def numbered(ends: list[Status]) -> list[Status]:
 def begun(
     tmp_path: Path, *ends: Status, chooses: bool = False, layout: Mapping[str, Any] | None = None, **fields: Any
 ) -> tuple[Run, Platform]:
-    """A run whose first attempt was sent, on a platform where attempts end so; which ``chooses`` a GPU of the list."""
+    """Return a run whose first attempt was sent. Its attempts end with these statuses. ``chooses``: the platform picks
+    a GPU of the list."""
     store, job = Store(str(tmp_path)), Job.make(entry_point="train.py", **fields)
     placed = Layout(store=store.url, run_id="r", code_digest="c", runtime_digest="d", **(layout or {}))
     platform = Platform(numbered(list(ends)), chooses=chooses)
@@ -125,7 +126,7 @@ def test_another_attempt_is_recorded_then_sent(tmp_path: Path) -> None:
 
 
 def test_another_attempt_gets_the_secrets_too(tmp_path: Path) -> None:
-    """It is a job of its own; without the value it is neither recorded nor sent, and another client can go on."""
+    """It is a separate job. Without the value, this client neither records nor sends it; another client may."""
     run, platform = begun(tmp_path, failed("infra"), DONE, retries=1, secrets={"TOKEN": "env:TOK"})
     with pytest.raises(SpecError, match="TOK is not set here"):
         run.wait(retry=Retry(run, environ={}))
@@ -162,7 +163,7 @@ def test_without_capacity_anywhere_it_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("retries", [0, 2])
 def test_a_list_that_the_platform_went_through_is_not_gone_through_again(retries: int, tmp_path: Path) -> None:
-    """A retry asks for the whole of it once more, not for its tail."""
+    """A retry requests the whole list again, not only its rest."""
     ends = [failed("capacity")] * 4
     run, platform = begun(tmp_path, *ends, chooses=True, gpu=["H100:8", "A100:8"], retries=retries)
     assert waited(run)["category"] == "capacity"
@@ -202,7 +203,7 @@ def test_without_capacity_fewer_nodes_are_asked_for_and_all_again_after_them(tmp
 
 
 def of_ranks(store: Path, run_id: str, nodes: int | None) -> None:
-    """A run ``run_id`` with a checkpoint of a file for each of 4 ranks."""
+    """Write a run ``run_id`` with a checkpoint of a file for each of 4 ranks."""
     folder = store / f"runs/{run_id}/live/checkpoints/step-3/0.0-1"
     files = {f"node-{node}/step-3/rank_{node}.pt": {"size": 1, "sha256": "0"} for node in range(4)}
     for name in files:
@@ -216,17 +217,17 @@ def of_ranks(store: Path, run_id: str, nodes: int | None) -> None:
 def test_a_checkpoint_of_single_ranks_keeps_its_number_of_nodes(tmp_path: Path) -> None:
     run, platform = begun(tmp_path, failed("capacity"), failed("capacity"), instance_count="2:4")
     of_ranks(tmp_path, "r", 4)
-    said: list[str] = []
-    assert run.wait(retry=Retry(run, said.append))["category"] == "capacity"
+    messages: list[str] = []
+    assert run.wait(retry=Retry(run, messages.append))["category"] == "capacity"
     assert platform.sent == []
     why = "checkpoint step-3 has files of single ranks (step-3/rank_0.pt), so it needs 4 nodes again"
-    assert said == [f"no further attempt: {why}"]
+    assert messages == [f"no further attempt: {why}"]
 
 
 @pytest.mark.parametrize("there", ["runs/other/live/checkpoints", "runs/other/live/checkpoints/step-3", "own", "gone"])
 @pytest.mark.parametrize("store", ["the same store", "another store"])
 def test_a_given_checkpoint_of_single_ranks_keeps_its_number_of_nodes(store: str, there: str, tmp_path: Path) -> None:
-    """Until the run has one of its own, ``resume_from`` decides: another run, or a folder of the user's own."""
+    """Until the run has its own checkpoint, ``resume_from`` decides: another run, or a user's folder."""
     place = tmp_path / ("here" if store == "the same store" else "there")
     of_ranks(place, "other", 4)
     (place / "own").mkdir()
@@ -234,8 +235,8 @@ def test_a_given_checkpoint_of_single_ranks_keeps_its_number_of_nodes(store: str
     layout = {"resume": (place / there).as_uri()}
     ends = [failed("capacity"), failed("capacity")]
     run, platform = begun(tmp_path / "here", *ends, layout=layout, instance_count="2:4")
-    said: list[str] = []
-    assert run.wait(retry=Retry(run, said.append))["category"] == "capacity"
+    messages: list[str] = []
+    assert run.wait(retry=Retry(run, messages.append))["category"] == "capacity"
     assert platform.sent == []
     unknown = "and does not say how many nodes wrote it, so it needs 4 nodes"
     why = {
@@ -243,13 +244,13 @@ def test_a_given_checkpoint_of_single_ranks_keeps_its_number_of_nodes(store: str
         "gone": f"resume_from: nothing at {place.as_uri()}/gone, so it needs 4 nodes",
     }
     of_run = "checkpoint step-3 has files of single ranks (step-3/rank_0.pt), so it needs 4 nodes again"
-    assert said == [f"no further attempt: {why.get(there, of_run)}"]
+    assert messages == [f"no further attempt: {why.get(there, of_run)}"]
 
 
 def test_a_given_checkpoint_that_cannot_be_read_keeps_the_number_of_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only an attempt that failed reads it: a store that is away does not change how a run ends."""
+    """Only a failed attempt reads it: an unreachable store does not change how a run ends."""
     read: list[str] = []
 
     def away(_: Any, root: str) -> Any:
@@ -259,11 +260,11 @@ def test_a_given_checkpoint_that_cannot_be_read_keeps_the_number_of_nodes(
     monkeypatch.setattr(resume, "_newest_in", away)
     layout = {"resume": (tmp_path / "there/own").as_uri()}
     run, platform = begun(tmp_path / "a", failed("capacity"), layout=layout, instance_count="2:4")
-    said: list[str] = []
-    assert run.wait(retry=Retry(run, said.append))["category"] == "capacity"
+    messages: list[str] = []
+    assert run.wait(retry=Retry(run, messages.append))["category"] == "capacity"
     assert platform.sent == []
     why = "resume_from: there: the bucket or container does not exist, so it needs 4 nodes"
-    assert said == [f"no further attempt: {why}"]
+    assert messages == [f"no further attempt: {why}"]
     read.clear()
     run, _ = begun(tmp_path / "b", DONE, layout=layout, instance_count="2:4")
     assert waited(run)["state"] == "succeeded"
@@ -314,7 +315,8 @@ def test_nothing_is_sent_of_a_cancelled_run(tmp_path: Path) -> None:
 
 
 def rivalled(tmp_path: Path, rival: Callable[[Run, Platform, Request], None]) -> tuple[Run, Platform, Clock, Retry]:
-    """A client that waits while attempt 0 fails and ``rival`` has recorded attempt 1; its clock, and what it asks."""
+    """Return a client that waits while attempt 0 fails and ``rival`` has recorded attempt 1, with its platform and
+    clock."""
     begin, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
     clock = Clock()
     run = Run(store=begin.store, run_id="r", provider=platform, clock=clock, sleep=clock.sleep)  # type: ignore[arg-type]
@@ -377,7 +379,7 @@ def test_a_cancelled_run_gets_nothing_of_a_rival_sent(tmp_path: Path) -> None:
 
 
 class Clock:
-    """Sleeping is what makes time pass."""
+    """A clock that only sleep moves."""
 
     now = 0.0
 
@@ -414,11 +416,11 @@ def test_what_does_not_pass_is_not_waited_for() -> None:
     assert clock.now == 0
 
 
-# ------------------------------------------------------------------------------------------ others, and what is refused
+# ------------------------------------------------------------------------------------------ other clients, and refusals
 
 
 class Refusing(Platform):
-    """Will not have some attempts; the context tells the gpu_index."""
+    """A platform that refuses some attempts; the context holds the gpu_index."""
 
     refusals: ClassVar[dict[int, Exception]] = {}
 
@@ -474,7 +476,7 @@ def test_an_attempt_that_is_refused_is_the_end_and_is_told(tmp_path: Path, exc: 
 
 
 def goes_on_meanwhile(run: Run, platform: Any, then: Callable[[], object] = lambda: None) -> None:
-    """Another client sends attempt 1, and does ``then``, while the first answer about attempt 0 is on its way."""
+    """Let another client send attempt 1 and do ``then``, while the first answer about attempt 0 is on its way."""
     ask = platform.status
 
     def slow(native_id: str) -> Status:
@@ -490,7 +492,7 @@ def goes_on_meanwhile(run: Run, platform: Any, then: Callable[[], object] = lamb
 
 
 def test_whoever_looks_while_another_starts_an_attempt_ends_nothing(tmp_path: Path) -> None:
-    """Its answer was about attempt 0; attempt 1 runs by now."""
+    """Its answer was about attempt 0. Attempt 1 runs by now."""
     run, platform = begun(tmp_path, failed("infra", "a"), Status(state="running"), retries=1)
     goes_on_meanwhile(run, platform)
     run.result()
@@ -500,7 +502,7 @@ def test_whoever_looks_while_another_starts_an_attempt_ends_nothing(tmp_path: Pa
 
 
 def test_who_looked_before_another_attempt_was_sent_and_cancelled_closes_nothing(tmp_path: Path) -> None:
-    """The answer was about attempt 0; since then attempt 1 was sent, and the user has cancelled that."""
+    """The answer was about attempt 0. Attempt 1 was sent since then, and the user has cancelled it."""
     run, platform = begun(tmp_path, failed("infra", "a"), Status(state="cancelled"), retries=1)
     goes_on_meanwhile(run, platform, then=lambda: run.store.cancel("r"))
     result = waited(run)
@@ -509,7 +511,7 @@ def test_who_looked_before_another_attempt_was_sent_and_cancelled_closes_nothing
 
 
 def test_two_who_know_different_things_of_an_end_judge_alike(tmp_path: Path) -> None:
-    """One saw the nodes' word, which is that of the attempt before, and has noted it; to the other it comes late."""
+    """One client saw the nodes' report on the previous attempt and recorded it. The other gets it late."""
     run, platform = begun(tmp_path, failed("user_error", "boom"), failed("infra", "gone"), DONE, retries=5)
     ask = platform.status
 
@@ -559,7 +561,7 @@ def test_what_is_cancelled_while_the_platform_is_silent_is_not_sent_again(
 
 def test_what_is_not_known_of_the_cost_is_said(tmp_path: Path) -> None:
     run, platform = begun(tmp_path, failed("infra"), DONE, retries=1, max_cost=5)
-    said: list[str] = []
-    run.wait(retry=Retry(run, said.append))
-    assert said == ["no further attempt: the use so far is unknown, so the rest of max_cost cannot be computed"]
+    messages: list[str] = []
+    run.wait(retry=Retry(run, messages.append))
+    assert messages == ["no further attempt: the use so far is unknown, so the rest of max_cost cannot be computed"]
     assert platform.sent == []

@@ -52,7 +52,7 @@ PENDING, RUNNING, SUCCEEDED = Status(state="pending"), Status(state="running"), 
 
 
 class Time:
-    """A clock that only sleeping moves. ``at`` holds what happens at which second after T0."""
+    """A clock that only sleep moves. ``at`` holds the events by their second after T0."""
 
     def __init__(self) -> None:
         self.now = T0
@@ -79,7 +79,7 @@ class NoSettings:
 
 @dataclass
 class Platform(ProviderExtras):
-    """A provider whose platform is in memory: what it says is what the test has put here."""
+    """A provider with a platform in memory, whose answers the test sets."""
 
     name: ClassVar[str] = "memory"
     Settings: ClassVar[type[Any]] = NoSettings
@@ -582,7 +582,7 @@ def test_an_earlier_attempts_failure_is_not_the_runs(world: World) -> None:
 
 
 def test_a_container_that_was_started_again_does_not_hide_the_failure(world: World) -> None:
-    """Its nodes left without a decision and before their ranks began. An attempt that did begin speaks for itself."""
+    """Its nodes ended without a decision, before their ranks began. A later attempt that began has its own result."""
     world.recorded().attempt(0, failed()).start("0.0").exit(0, decided=True, failure=ROOT_CAUSE)
     world.exit(1, attempt="0.1", outcome="stopped")
     result = world.run()._compute(failed(), {0: "job-0"})
@@ -609,7 +609,7 @@ def test_a_failure_that_a_restart_had_recovered_from_is_not_why_a_run_failed(wor
 
 
 UNTOLD = {"native": "RUNNING", "limit_s": 600.0}
-"""Of a platform that tells neither when a job began to run nor that its time was up."""
+"""A status of a platform that reports neither the start of a job nor that its time was up."""
 
 
 def test_a_start_that_no_platform_tells_is_when_a_client_first_saw_it_running(world: World) -> None:
@@ -620,7 +620,7 @@ def test_a_start_that_no_platform_tells_is_when_a_client_first_saw_it_running(wo
     world.platform.jobs["job-0"] = Status(state="running", **UNTOLD)
     assert world.run().status().started == T0 + 7200
     world.time.now += 60
-    assert world.run().status().started == T0 + 7200, "another client sees what the first one noted"
+    assert world.run().status().started == T0 + 7200, "another client does not see the first one's record"
     world.platform.jobs["job-0"] = Status(state="cancelled", finished=T0 + 7300, category="cancelled", **UNTOLD)
     result = world.run().result()
     assert (result["state"], result["attempts"][0]["started"]) == ("cancelled", iso_time(T0 + 7200))
@@ -630,14 +630,14 @@ def test_the_nodes_know_it_better_than_a_client_that_came_late(world: World) -> 
     world.recorded().attempt(0, Status(state="running", **UNTOLD)).start("0.0", started=T0 + 30)
     world.time.now += 500
     assert world.run().status().started == T0 + 30
-    assert world.store.seen_running("r1", 0) is None, "nothing needs to be noted"
+    assert world.store.seen_running("r1", 0) is None, "no record is needed"
     world.platform.jobs["job-0"] = Status(state="cancelled", finished=T0 + 630, **UNTOLD)
     result = world.run().result()
     assert (result["state"], result["category"]) == ("failed", "timeout")
 
 
 def test_what_a_job_waited_for_machines_again_is_neither_time_nor_money(world: World) -> None:
-    """It ran for 10 s of its ten minutes, was preempted, and stood in the queue until it was over 20 minutes later."""
+    """It ran for 10 s of its ten minutes, was preempted, and waited in the queue until it ended 20 minutes later."""
     world.recorded().start("0.0").exit(0, outcome="preempted", decided=True)
     world.attempt(0, Status(state="failed", category="capacity", reason="none left", finished=T0 + 1200, **UNTOLD))
     result = world.run().result()
@@ -646,7 +646,7 @@ def test_what_a_job_waited_for_machines_again_is_neither_time_nor_money(world: W
 
 
 def test_an_expired_wait_for_machines_again_stays_one(world: World) -> None:
-    """A client cancelled it; that the attempt had run for long enough does not make it a timeout."""
+    """A client cancelled it. Although the attempt had run long enough, it is not a timeout."""
     world.recorded().start("0.0").exit(0, outcome="preempted", decided=True, ended=T0 + 590)
     world.attempt(0, Status(state="cancelled", finished=T0 + 4200, **UNTOLD))
     world.store.expire("r1", 0, "no machines within max_wait (1h)")
@@ -715,7 +715,7 @@ def test_attempts_come_from_platform_and_nodes_together(world: World) -> None:
 
 
 def test_a_restart_that_the_platform_does_not_tell_of_is_an_attempt_of_its_own(world: World) -> None:
-    """The native job's start is the first one's, its end and reason the last one's; no second counts twice."""
+    """The native job's start is the first attempt's; its end and reason are the last one's. No second counts twice."""
     world.recorded().attempt(0, failed("preempted", started=T0, finished=T0 + 100))
     world.start("0.0", started=T0 + 1).start("0.1", after="0.0", started=T0 + 50)
     rows = world.run().result()["attempts"]
@@ -840,7 +840,7 @@ def stamped(seq: int, moment: str, *, node: int = 0) -> str:
 
 
 def timed(world: World) -> World:
-    """A finished run of two nodes whose platform's log has no times."""
+    """Return a finished run of two nodes whose platform's log has no times."""
     world.recorded(instance_count=2).attempt(0, SUCCEEDED)
     world.says("pulling the image", *[numbered(i) for i in (1, 2, 3)], numbered(1, node=1))
     for node, moments in ((0, ["10:00:00.000", "10:05:00.000", "10:09:59.500"]), (1, ["10:06:00.250"])):
@@ -1047,7 +1047,7 @@ def test_following_bears_a_store_that_does_not_answer_between_two_attempts(
         return exits(store, run_id)
 
     monkeypatch.setattr(Store, "exits", silent)
-    monkeypatch.setattr("cloudtrain.runs.run.local_path", lambda url: None)  # a remote one, which may come back
+    monkeypatch.setattr("cloudtrain.runs.run.local_path", lambda url: None)  # a remote one, which may return
     world.time.at = [
         (5, lambda: world.platform.jobs.update({"job-0": failed()})),
         (60, lambda: (world.attempt(1, RUNNING), world.says(numbered(1, attempt="1.0"), attempt=1))),
@@ -1191,10 +1191,10 @@ def test_wait_tells_lines_and_changes_and_gives_the_result(world: World) -> None
 def test_who_wants_every_look_is_told_that_nothing_has_changed(world: World) -> None:
     world.recorded().attempt(0, PENDING)
     world.time.at = [(90, lambda: world.platform.jobs.update({"job-0": SUCCEEDED}))]
-    said: list[str] = []
-    world.run().wait(on_status=Changes(said.append, clock=lambda: world.time.now))
-    assert said[0] == "pending"
-    assert [line.partition(" after ")[0] for line in said[1:]] == ["still pending"], said
+    messages: list[str] = []
+    world.run().wait(on_status=Changes(messages.append, clock=lambda: world.time.now))
+    assert messages[0] == "pending"
+    assert [line.partition(" after ")[0] for line in messages[1:]] == ["still pending"], messages
 
 
 def test_wait_without_a_reader_reads_no_log(world: World) -> None:
@@ -1312,18 +1312,18 @@ def test_a_waiting_client_starts_the_next_attempt(world: World) -> None:
     world.recorded(retries=1).attempt(0, failed())
     world.says("first", attempt=0)
     assert world.run().result()["state"] == "failed"
-    assert world.result() is None  # somebody may go on with it
-    asked: list[str] = []
+    assert world.result() is None  # another client may continue it
+    requests: list[str] = []
 
     def retry(result: dict[str, Any]) -> bool:
-        asked.append(result["attempts"][-1]["number"])
+        requests.append(result["attempts"][-1]["number"])
         world.attempt(1, failed("oom"))
         world.says("second", attempt=1)
         return True
 
     lines: list[Line] = []
     result = world.run().wait(retry=retry, on_line=lines.append)
-    assert asked == ["0.0"]
+    assert requests == ["0.0"]
     assert texts(lines) == ["first", "second"]
     assert (result["category"], len(result["attempts"])) == ("oom", 2)
     assert world.result()["category"] == "oom"

@@ -1,7 +1,5 @@
-"""A run of hundreds of nodes: what each of them costs, and that none is lost sight of. docs/scale.md has the figures.
-
-Real runtime code on machines that are simulated (`fleet`); the client is real as well, on a platform that is a folder.
-"""
+"""A run of hundreds of nodes: the cost of each node, and that all are reported. docs/scale.md has the figures. Real
+runtime code runs on simulated machines (`fleet`). The client is real too, on foldercloud."""
 
 from __future__ import annotations
 
@@ -92,7 +90,7 @@ def test_256_nodes_each_know_which_they_are(
     assert len({t.master_port for t in found.values()}) == 1
 
 
-# ------------------------------------------------------------------------------------------------------------ the whole
+# ---------------------------------------------------------------------------------------------------------- a whole run
 
 
 class Place:
@@ -104,7 +102,7 @@ class Place:
         for name in ("jobs", "scratch"):
             (folder / name).mkdir()
         foldercloud.install(folder / "site")
-        (folder / "site/foldercloud.py").unlink()  # the module is that of this process
+        (folder / "site/foldercloud.py").unlink()  # the module comes from this process
         (folder / "train.py").write_text("print('hello')\n")
         patch.syspath_prepend(str(folder / "site"))
         patch.chdir(folder)
@@ -141,11 +139,11 @@ class Place:
         return made
 
     def figure(self, name: str, value: object) -> None:
-        """A line of the proof's report."""
+        """Write a line of the proof's report."""
         self._note.append((f"{name}, {self.nodes} nodes", value))
 
     def costs(self, fleet: Fleet) -> None:
-        """Processor time, memory and messages of each node; node 0 has the others to speak with."""
+        """Write processor time, memory and messages of each node; node 0 talks to all the others."""
         others = range(1, self.nodes)
         cpu = sum(map(fleet.world.cpu, others)) / len(others)
         self.figure("CPU of a node", f"{1000 * cpu:.1f} ms")
@@ -169,12 +167,12 @@ def place(
 
 
 def content(node: int) -> bytes:
-    """A node's part of a checkpoint."""
+    """Return a node's part of a checkpoint."""
     return f"part {node} ".encode() * (node + 1)
 
 
 def trains(ranks: Ranks) -> None:
-    """A script that does what it should: lines, metrics, one checkpoint of which each node writes a part."""
+    """Play a healthy script: lines, metrics, and one checkpoint of which each node writes a part."""
     ranks.start()
     for step in range(STEPS):
         if ranks.stop.wait(1.0):
@@ -190,7 +188,7 @@ def trains(ranks: Ranks) -> None:
 
 
 class Requests(Counter[str]):
-    """How often the store was asked, by method."""
+    """The number of requests to the store, by method."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -206,8 +204,8 @@ class Requests(Counter[str]):
 
 
 def pages_of(said: dict[int, list[str]], *, seed: int, lost: int = 0) -> list[tuple[LogLine, ...]]:
-    """The platform's log: nodes mixed, each line up to a few hundred places too late, some twice; the second line of
-    ``lost`` nodes in none."""
+    """Return the platform's log. Its nodes are mixed; lines come up to some hundred positions late, some twice.
+    ``lost`` nodes lack their second line."""
     chance = random.Random(seed)
     rows = [(i, LogLine(node=f"algo-{node}", text=text)) for node, of in said.items() for i, text in enumerate(of)]
     rows = [(i, line) for i, line in rows if not (i == 1 and int(line.node[5:]) < lost)]
@@ -217,20 +215,21 @@ def pages_of(said: dict[int, list[str]], *, seed: int, lost: int = 0) -> list[tu
 
 
 def test_a_run_of_many_nodes_from_its_start_to_the_client(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They meet though one is late, train, commit one checkpoint of all parts, leave; and the client has every line."""
+    """They meet although one is late, train, commit one checkpoint of all parts, and leave. The client gets
+    every line."""
     nodes = place.nodes
     fleet = place.fleet(trains, late={nodes // 3: 20.0})
     fleet.run()
     place.costs(fleet)
     place.figure("peak memory for each node", f"{fleet.rss() / 1024:.0f} KiB")
     assert fleet.codes == dict.fromkeys(range(nodes), 0)
-    # Each speaks a few times, however many there are.
+    # Each sends a few messages, whatever the number of nodes.
     assert max(fleet.world.sent[i] for i in range(1, nodes)) < 40
     assert fleet.world.sent[0] < 40 * nodes
     [commit] = place.live.glob("checkpoints/step-3/*/commit.json")
-    told = json.loads(commit.read_bytes())
-    assert told["nodes"] == nodes
-    assert len(told["files"]) == nodes + 1
+    output = json.loads(commit.read_bytes())
+    assert output["nodes"] == nodes
+    assert len(output["files"]) == nodes + 1
     assert all((commit.parent / f"node-{i}/step-3/__{i}_0.distcp").read_bytes() == content(i) for i in range(nodes))
     exits = fleet.exits()
     assert sorted(exits) == list(range(nodes))
@@ -241,7 +240,7 @@ def test_a_run_of_many_nodes_from_its_start_to_the_client(place: Place, monkeypa
     assert place.run.status().state == "succeeded"
     assert place.run.result()["state"] == "succeeded"
     place.figure("requests of a result for each node", f"{requests.total() / nodes:.2f}")
-    assert requests["entries"] + requests["names"] < 15  # what is listed is no matter of how many there are
+    assert requests["entries"] + requests["names"] < 15  # the number of listings does not grow with the nodes
     requests.clear()
     followed(place, fleet, requests)
     requests.clear()
@@ -254,7 +253,7 @@ def test_a_run_of_many_nodes_from_its_start_to_the_client(place: Place, monkeypa
 
 
 def followed(place: Place, fleet: Fleet, requests: Requests) -> None:
-    """A client reads a log in which lines come late and twice, and a quarter of the nodes lack one."""
+    """Read a log as a client does. Lines come late and twice, and a quarter of the nodes lack one."""
     pages = pages_of(fleet.said, seed=1, lost=place.nodes // 4)
 
     def logs(_: Any, native_id: str, cursor: Any = None) -> LogPage:
@@ -273,7 +272,7 @@ def followed(place: Place, fleet: Fleet, requests: Requests) -> None:
     for node, lines in fleet.said.items():
         assert [numbered(line) for line in got if line.node == node] == lines
     place.figure("requests of a follower for each node", f"{requests.total() / place.nodes:.2f}")
-    # A gap costs its segment, and no listing of its own.
+    # A gap costs its segment, and no extra listing.
     assert requests["entries"] + requests["names"] < 15
 
 
@@ -282,7 +281,7 @@ def numbered(line: Line) -> str:
     return f"[a{line.attempt} n{line.node} r{rank} #{line.seq}] {line.text}"
 
 
-# ------------------------------------------------------------------------------------------------------ what goes wrong
+# --------------------------------------------------------------------------------------------------------------- faults
 
 
 CONSEQUENCES = (
@@ -293,7 +292,7 @@ CONSEQUENCES = (
 
 
 def fails(ranks: Ranks, *, bad: int) -> None:
-    """A rank of one node raises; within milliseconds the others' collectives break, by clocks that are apart."""
+    """Let one node's rank raise. Within milliseconds, by differing clocks, the others' collectives fail."""
     ranks.start()
     for step in range(3):
         if ranks.stop.wait(1.0):
@@ -331,7 +330,7 @@ def test_the_node_that_failed_is_named_among_all_whose_collectives_broke(place: 
 
 
 def hangs(ranks: Ranks) -> None:
-    """A script whose collective never ends."""
+    """Play a script whose collective never ends."""
     ranks.start()
     ranks.says("step 0")
     ranks.stop.wait(3600.0)
@@ -339,7 +338,7 @@ def hangs(ranks: Ranks) -> None:
 
 
 def test_a_machine_that_vanishes_is_named_when_it_has_been_silent_for_long(place: Place) -> None:
-    """Nobody hears anything of it, and the others' collectives wait."""
+    """No node hears from it, and the others' collectives wait."""
     gone = place.nodes // 2
     fleet = place.fleet(hangs)
     fleet.start()
@@ -357,7 +356,7 @@ def test_a_machine_that_vanishes_is_named_when_it_has_been_silent_for_long(place
 
 
 def heeds(ranks: Ranks) -> None:
-    """A script that handles the notice: it saves, and exits with 0."""
+    """Play a script that handles the notice: it saves, and exits with 0."""
     ranks.start()
     ranks.says("step 0")
     ranks.notice.wait(3600.0)
@@ -387,7 +386,7 @@ def test_a_platform_that_tells_all_nodes_at_once_costs_each_but_a_few_messages(p
 
 
 def test_the_link_of_many_nodes_on_real_sockets(nodes: int, request: pytest.FixtureRequest) -> None:
-    """Node 0 has one socket for each peer, and all hear what it says."""
+    """Node 0 has one socket for each peer, and all receive its messages."""
     inboxes: list[queue.SimpleQueue[tuple[int, dict[str, Any]]]] = [queue.SimpleQueue() for _ in range(nodes)]
     port, threads = free_port_pair() + 1, threading.active_count()
     began = time.process_time()

@@ -1,8 +1,11 @@
-"""Thousands of orders in which clients, nodes and faults may come, on a simulated clock: what must hold in each.
+"""Thousands of orders of clients, nodes and faults on a simulated clock, with the rules for each.
 
-Never two jobs of a run at once, never two of one attempt; nothing is sent after a result, nor of a cancelled run by who
-could have known; the result is what happened and never another one; no limit is passed by more than the platform takes
-to stop a job. See `schedules`. A seed that fails is `SEED` and the number of its schedule.
+- A run never has two jobs at once, and an attempt never has two.
+- Nothing is sent after a result, or to a cancelled run by a client that could know.
+- The result is what happened, and never changes.
+- Limits are exceeded by at most the time that the platform takes to stop a job.
+
+See `schedules`. `SEED` and the number of a schedule reproduce a failure.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ WHAT = (
     "platform.submit after",
     "platform.submit before",
 )
-"""What must have befallen somebody in a good many schedules, else they say nothing."""
+"""Events that must occur in many schedules, so that they prove something."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Plan]:
 
 
 def check(known: Sequence[Plan], first: int, last: int) -> Counter[str]:
-    """All schedules with these numbers; how often what befell somebody."""
+    """Play all schedules with these numbers. Return the count of each event."""
     count: Counter[str] = Counter()
     for number in range(first, last):
         schedule = played(f"{SEED} {number}", known)
@@ -73,14 +76,14 @@ def test_a_seed_is_one_schedule(known: Sequence[Plan]) -> None:
 
 
 def leased(seed: str, *, swaps: bool) -> Sim:
-    """Clients that take one lease in turn, act while they have it, renew it, stand still for long, and die anywhere."""
+    """Let clients take one lease in turn. They act, renew, pause for long, and die anywhere."""
     sim, data, acting = Sim(seed), dict[str, tuple[bytes, float]](), list[str]()
 
     def act(client: Client, lease: Lease) -> None:
         lease.check()
         acting.append(client.name)
         try:
-            sim.sleep(sim.draw.choice([0.0, 10.0, 140.0]))  # less than the half of the lease that `check` leaves
+            sim.sleep(sim.draw.choice([0.0, 10.0, 140.0]))  # less than half of the lease that `check` leaves
             if acting != [client.name]:
                 sim.wrong(f"{acting} at once")
             sim.count["acted"] += 1

@@ -1,4 +1,4 @@
-"""The schemas of what people write: as published, and no other than what `Job` and `Settings` take."""
+"""The schemas of job files and settings: as published, and equal to what `Job` and `Settings` accept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cloudtrain.validate import toml_loads
 
 @pytest.mark.parametrize("name", ["job", "settings"])
 def test_the_published_one_is_the_one_that_is_made(name: str) -> None:
-    """To write it anew: cloudtrain schema NAME > cloudtrain/schemas/NAME.schema.json"""
+    """To update the file: cloudtrain schema NAME > cloudtrain/schemas/NAME.schema.json"""
     made = schema.schema(name)
     Draft202012Validator.check_schema(made)
     assert json.loads(schemas.path(name).read_text(encoding="utf-8")) == made

@@ -1,4 +1,4 @@
-"""What ``--json`` prints, checked by the published schemas: every verb, state and error; and that it prints no more."""
+"""The output of ``--json``, checked by the published schemas: every verb, state and error, and no further keys."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from cloudtrain.store import store
 ROOT = Path(__file__).parents[1]
 CHECKERS = {name: jsonschema.Draft202012Validator(schemas.load(name), format_checker=None) for name in schemas.names()}
 NOT_VERBS = {"error", "result"}
-"""Schemas of what no verb is called."""
+"""Schemas that are not named after a verb."""
 
 
 def valid(name: str, value: Any) -> Any:
-    """``value``, which the schema takes."""
+    """Return ``value`` if the schema accepts it."""
     CHECKERS[name].validate(value)
     return value
 
@@ -46,7 +46,7 @@ def refused(name: str, value: Any) -> bool:
 
 
 def out_of_order(value: Any, schema: dict[str, Any], defs: dict[str, Any]) -> list[Any]:
-    """The objects in ``value`` whose keys have another order than the schema's, at every depth."""
+    """Return the objects in ``value`` whose keys have another order than in the schema, at every depth."""
     if "$ref" in schema:
         more = {key: item for key, item in schema.items() if key == "properties"}
         target = defs[schema["$ref"].rpartition("/")[2]]
@@ -78,7 +78,7 @@ class Account:
         self.jobs = foldercloud.Provider(folder=str(folder / "jobs"))
 
     def of(self, verb: str, *words: str, code: int | None = 0) -> Any:
-        """The one object on stdout, which the verb's schema takes; it exits with ``code`` (None: whatever)."""
+        """Return the one object on stdout, checked by the verb's schema. It exits with ``code`` (None: any)."""
         ended = cli.main([verb, "--json", *words])
         out, err = self.capsys.readouterr()
         assert code in (None, ended), (ended, out, err)
@@ -93,7 +93,7 @@ class Account:
         return [valid("logs", json.loads(line)) for line in self.capsys.readouterr().out.splitlines()]
 
     def submit(self, run_id: str, *words: str, **status: Any) -> None:
-        """A run, detached, whose platform's job stands so."""
+        """Submit a detached run whose platform's job has this status."""
         self.of("submit", "train.py", "--run-id", run_id, "--detach", *words)
         if status:
             self.jobs.stand(f"{run_id}.0", **status)
@@ -102,7 +102,7 @@ class Account:
 @pytest.fixture
 def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Account:
     foldercloud.install(tmp_path / "site")
-    (tmp_path / "site/foldercloud.py").unlink()  # the module is that of this process
+    (tmp_path / "site/foldercloud.py").unlink()  # the module comes from this process
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     (tmp_path / "jobs").mkdir()
     code = tmp_path / "code"
@@ -155,7 +155,7 @@ def _strict(schema: dict[str, Any]) -> bool:
 
 
 def test_the_files_refer_to_each_other_as_files(tmp_path: Path) -> None:
-    """A tool that is given the path of one, and knows nothing of us, finds the others."""
+    """A tool that has the path of one, and knows nothing else, finds the others."""
     error = {"error": "x: no", "field": "x", "hint": "", "exit_code": 2}
     (tmp_path / "good.json").write_text(json.dumps(error))
     (tmp_path / "bad.json").write_text(json.dumps({**error, "more": 1}))
@@ -205,7 +205,7 @@ def test_a_made_page_is_not_stale(tool: str, page: str, capsys: pytest.CaptureFi
     assert "| ignored |" not in made.out, "a provider silently ignores a field"
 
 
-# ------------------------------------------------------------------------------------------------- what must be refused
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 TUNE = """
@@ -537,7 +537,7 @@ def test_what_was_uploaded(account: Account) -> None:
 
 @pytest.mark.slow
 def test_a_training_that_fails_on_this_machine(account: Account) -> None:
-    """The real thing once: ranks, traceback, lines, what is pulled."""
+    """Run one real training: ranks, traceback, lines and a pull."""
     (account.folder / "code/bad.py").write_text("print('before', flush=True)\nraise ValueError('THE CAUSE')\n")
     words = ["bad.py", "--provider", "local", "--run-id", "bad", "--max-runtime", "5m", "--pull", "out"]
     found = account.of("submit", *words, code=1)
@@ -594,7 +594,7 @@ def _raise(kind: type[BaseException]) -> Callable[..., Any]:
 
 @pytest.mark.slow
 def test_what_a_pipe_gets_is_the_object_and_nothing_else(account: Account) -> None:
-    """Through the real process: whatever libraries print, warn or log."""
+    """Use the real process: libraries may print, warn or log."""
     account.submit("r1", state="failed", category="oom", reason="é\x1b[31m")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(account.folder / "site"), str(ROOT / "tests")])}
     for words, name in ((["wait", "r1"], "wait"), (["status", "nosuch"], "status")):
@@ -614,7 +614,7 @@ def test_a_stream_is_an_object_a_line_up_to_the_error() -> None:
     assert json.loads(screen.out.getvalue()) == {"error": "x", "exit_code": 7, "field": "", "hint": ""}
 
 
-# ---------------------------------------------------------------------------------------------- what is no run's
+# ---------------------------------------------------------------------------------------- objects that are not of a run
 
 
 def test_settings_machines_and_checks(account: Account) -> None:

@@ -1,7 +1,5 @@
-"""Stores and inputs on other schemes than those of the three clouds: SFTP, FTP, a hub, somebody else's file system.
-
-Real clients and real servers; the hub alone is our own.
-"""
+"""Stores and inputs on other schemes than the clouds' three: SFTP, FTP, a hub, a third party's file system. Clients and
+servers are real, but for the hub."""
 
 from __future__ import annotations
 
@@ -58,13 +56,13 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "0")
     with served_hub() as found:
-        # Its client reads HF_ENDPOINT once, when it is imported; what is started from here does.
+        # Its client reads HF_ENDPOINT once, at import. Child processes read it too.
         monkeypatch.setitem(conf, "hf", {"endpoint": found.url})
         yield found
 
 
 def below(root: Path) -> list[str]:
-    """All files, finished or not."""
+    """Return all files, finished or not."""
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
 
 
@@ -73,12 +71,12 @@ def below(root: Path) -> list[str]:
 
 @pytest.fixture
 def tree(plain: Callable[[str], str]) -> Files:
-    """An empty store of a class that can be one."""
+    """Return an empty store of a class that can be one."""
     return files(plain(PLAIN + EXCLUSIVE))
 
 
 def _put(server: Server, data: dict[str, bytes]) -> Files:
-    """The files ``data`` on the server, as a user put them there."""
+    """Put the files ``data`` on the server, as a user does."""
     for key, content in data.items():
         path = server.root / "set" / key
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,11 +130,11 @@ def test_who_is_not_let_in_is_told_so(sftp: Server, tmp_path: Path, monkeypatch:
     assert "wr0ng" not in str(told.value)
 
 
-# ---------------------------------------------------------------------------------------------------- what is no store
+# ------------------------------------------------------------------------------------------ URLs that cannot be a store
 
 
 def refused(url: str) -> str:
-    """Why nothing can be written to ``url``."""
+    """Return the error of a write to ``url``."""
     tree, told = files(url), []
     for attempt in (lambda: tree.write("k", b"1"), lambda: tree.create("k", b"1"), lambda: tree.remove("k")):
         with pytest.raises(SpecError) as found:
@@ -192,7 +190,7 @@ def test_a_dead_clients_lease_of_such_a_class_expires(plain: Callable[[str], str
 
 
 def test_a_file_whose_upload_fails_is_not_there(plain: Callable[[str], str], tmp_path: Path) -> None:
-    """fsspec's default would close the part that it has written, for whole."""
+    """fsspec's default would close the partial file as complete."""
     (tmp_path / "large").write_bytes(data := os.urandom((20 << 20) + 1))
     tree = RemoteFiles(url=plain(PLAIN + BUFFERED), retries=Retries(tries=1))
     kind = tree._open().mover.clients.kind  # type: ignore[attr-defined]
@@ -268,7 +266,8 @@ SCRIPT = """
 
 
 def submit(jobs: Jobs, store: str, source: str, run_id: str, nodes: int) -> Done:
-    """A run on provider local with that store that has succeeded; ``source`` holds one file of 100,000 bytes."""
+    """Submit a run on provider local with that store, and check its success. ``source`` holds one file of 100,000
+    bytes."""
     jobs.write("train.py", SCRIPT)
     words = ["submit", "train.py", "--store", store, "--input", f"train={source}", "--run-id", run_id, "--json"]
     done = jobs.cli(*words, "--nodes", str(nodes), "--max-runtime", "10m", timeout=240)
@@ -281,7 +280,7 @@ def submit(jobs: Jobs, store: str, source: str, run_id: str, nodes: int) -> Done
 
 @pytest.fixture
 def source(ftp: tuple[Path, str]) -> str:
-    """What a run trains on, at another scheme than its store's."""
+    """Return the URL of the training data, at another scheme than the store's."""
     (ftp[0] / "set").mkdir()
     (ftp[0] / "set/x.bin").write_bytes(bytes(100_000))
     return f"{ftp[1]}/set/"
@@ -289,7 +288,7 @@ def source(ftp: tuple[Path, str]) -> str:
 
 @pytest.fixture
 def store(plain: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """A store of that class, which this machine's processes find too."""
+    """Return a store of that class, which this machine's processes find too."""
     url = plain(PLAIN + EXCLUSIVE)
     monkeypatch.setenv("PYTHONPATH", os.environ["PLAIN_SITE"])
     return url
@@ -327,7 +326,7 @@ def test_a_run_and_all_that_comes_after(
 
 
 def _check_killed_pull(jobs: Jobs, store: str) -> None:
-    """What a pull that was killed had fetched whole of a checkpoint is not fetched again."""
+    """Check that files of a checkpoint that a killed pull had completed are not fetched again."""
     out = jobs.tmp / "killed"
     process = jobs.start("pull", "two", str(out), "--store", store)
     Jobs.wait_for(lambda: len(list(out.rglob("part-*"))) > 2 or process.poll() is not None)
@@ -367,7 +366,7 @@ class Brought:
 
 
 def check_copied_once(brought: Brought, data: dict[str, bytes], change: Callable[[str, bytes], None]) -> None:
-    """All of ``data`` comes once into a run, and what has changed into the next one."""
+    """Check that ``data`` is copied once into a run, and only the changed files into the next one."""
     size = sum(map(len, data.values()))
     assert brought.bring() == size
     assert brought.copied() == data
@@ -443,10 +442,10 @@ def test_a_data_set_of_the_hub(hub: Hub, s3_url: str) -> None:
         hub.commit("org/name", content | {f"folder/{name}": data}, "v1")
 
     check_copied_once(Brought("hf://datasets/org/name@v1/folder", s3_url), SET, change)
-    asked = hub.files_asked()
-    assert asked.count("folder/sub/b.txt") == 3  # once for each run, and once for all
-    assert asked.count("folder/sub/c d+%.txt") == 3
-    assert "README.md" not in asked
+    requests = hub.files_asked()
+    assert requests.count("folder/sub/b.txt") == 3  # once for each run, and once for all
+    assert requests.count("folder/sub/c d+%.txt") == 3
+    assert "README.md" not in requests
     hub.commit("org/name", {"x.csv": b"main"})
     hub.commit("org/name", {"x.csv": b"of a pull request"}, "refs/pr/1")
     for revision, size in (("", 4), ("@refs/pr/1", 17)):
@@ -509,7 +508,7 @@ def test_what_the_hub_does_not_have_is_one_line(
 
 
 def test_a_run_here_reads_the_hub(hub: Hub, jobs: Jobs) -> None:
-    """With provider local its supervisor fetches it."""
+    """With provider local, its supervisor fetches the data."""
     hub.commit("org/name", {"set/a.bin": os.urandom(5 * MIB), "set/sub/b": b"22"}, "v1")
     jobs.write("train.py", "import os, pathlib; print(sorted(p.stat().st_size for p in "
                "pathlib.Path(os.environ['CLOUDTRAIN_INPUT_TRAIN']).rglob('*') if p.is_file()))")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Users' own scripts, which know nothing of cloudtrain, rehearsed unchanged on the clouds they were written for."""
+"""Users' own scripts, which know nothing of cloudtrain, rehearsed unchanged on their clouds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.slow]
 
 
 class Theirs:
-    """A folder with the script alone, and the rows that stand for what lies in the cloud."""
+    """A folder with only the script, and the rows that stand for the cloud's data."""
 
     def __init__(self, tmp_path: Path, image: str) -> None:
         self.jobs, self.image, self.run = Jobs(tmp_path), image, tmp_path / "store" / "runs" / "theirs"
@@ -46,7 +46,7 @@ class Theirs:
         return done
 
     def kept(self, folder: str) -> dict[str, Path]:
-        """What the cloud would have kept, by the path below ``folder`` of the run."""
+        """Return the files that the cloud would have kept, by the path below ``folder`` of the run."""
         root = self.run / folder
         return {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
 
@@ -80,39 +80,39 @@ def test_plain_torchrun(theirs: Theirs) -> None:
 
 @pytest.mark.proof
 def test_sagemaker_s_script_mode(theirs: Theirs) -> None:
-    """One process a host, as that estimator starts it; every path and flag is SageMaker's."""
+    """One process a host, as that estimator starts it. Every path and flag is SageMaker's."""
     words = ("--launcher", "python", "--hp", "epochs=3", "--hp", "lr=0.02", "--hp", "backend=gloo")
     done = theirs.rehearse("sagemaker", "sagemaker_script_mode.py", *words)
     assert set(re.findall(r"Train Epoch: 3 Loss: \d+\.\d+ on (\S+)", done.err)) == {"algo-1", "algo-2"}
-    kept = {name.partition("/")[2]: path for name, path in theirs.kept("native").items()}
-    assert kept.keys() >= {"output/model/model.pth", "output/data/algo-1.json", "output/data/algo-2.json"}
-    told = json.loads(kept["output/data/algo-2.json"].read_text())
-    assert (told["hosts"], told["lr"]) == (["algo-1", "algo-2"], "0.02")
-    assert told["hps"] == {"epochs": 3, "lr": 0.02, "backend": "gloo"}
-    assert told["training_env"]["channel_input_dirs"] == {"train": "/opt/ml/input/data/train"}
-    assert told["training_env"]["hyperparameters"] == told["hps"]
-    assert told["job"]
+    files = {name.partition("/")[2]: path for name, path in theirs.kept("native").items()}
+    assert files.keys() >= {"output/model/model.pth", "output/data/algo-1.json", "output/data/algo-2.json"}
+    output = json.loads(files["output/data/algo-2.json"].read_text())
+    assert (output["hosts"], output["lr"]) == (["algo-1", "algo-2"], "0.02")
+    assert output["hps"] == {"epochs": 3, "lr": 0.02, "backend": "gloo"}
+    assert output["training_env"]["channel_input_dirs"] == {"train": "/opt/ml/input/data/train"}
+    assert output["training_env"]["hyperparameters"] == output["hps"]
+    assert output["job"]
 
 
 @pytest.mark.proof
 def test_vertex_s_cluster_spec(theirs: Theirs) -> None:
-    """It finds its peers by itself, at the port that the service names; gs:// is /gcs to it."""
+    """It finds its peers itself, at the service's port. It reads gs:// below /gcs."""
     words = ("--launcher", "python", "--", "--data", "{inputs.train}", "--epochs", "1")
     done = theirs.rehearse("vertex", "vertex_cluster_spec.py", *words)
     assert set(re.findall(r"epoch 0 total 78.0 on (\d) of 2", done.err)) == {"0", "1"}
-    kept = theirs.kept("native")
-    assert kept.keys() >= {"model/model.pt", "checkpoints/last", "logs/events.0", "logs/events.1"}
+    files = theirs.kept("native")
+    assert files.keys() >= {"model/model.pt", "checkpoints/last", "logs/events.0", "logs/events.1"}
 
 
 @pytest.mark.proof
 def test_azureml_s_variables_and_outputs(theirs: Theirs) -> None:
-    """./outputs is where its users write; it is kept with the run."""
+    """Azure ML's users write to ./outputs, which is kept with the run."""
     words = ("--", "--data", "{inputs.train}", "--epochs", "1")
     done = theirs.rehearse("azureml", "azureml_outputs.py", *words)
     assert set(re.findall(r"epoch 0 total 78.0 on (\d) of 2", done.err)) == {"0", "1"}
-    kept = theirs.kept("live/artifacts")
-    assert kept.keys() >= {"node-0/told-0.json", "node-1/told-1.json", "node-0/model.pt"}
-    told = [json.loads(kept[f"node-{rank}/told-{rank}.json"].read_text()) for rank in (0, 1)]
+    files = theirs.kept("live/artifacts")
+    assert files.keys() >= {"node-0/told-0.json", "node-1/told-1.json", "node-0/model.pt"}
+    told = [json.loads(files[f"node-{rank}/told-{rank}.json"].read_text()) for rank in (0, 1)]
     assert [(item["master"], item["node_rank"], item["local_rank"]) for item in told] == [
         ("node-0", 0, 0),
         ("node-0", 1, 0),
@@ -122,7 +122,7 @@ def test_azureml_s_variables_and_outputs(theirs: Theirs) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- Lightning
 
-#: Where a user of that cloud finds what Lightning has left below the folder that the script chose there.
+#: The folder in which a user of that cloud finds Lightning's files.
 KEPT = {
     "sagemaker": ("native", r"[^/]+/output/data/"),
     "azureml": ("live/artifacts", r"node-0/"),
@@ -139,11 +139,11 @@ def test_lightning_under_torchrun(lightning: Theirs, target: str) -> None:
     done = lightning.rehearse(target, "lightning_ddp.py", *LIGHTNING, *logs)
     assert set(re.findall(r"epoch 1 loss \d+\.\d+ on (\d) of 2", done.err)) == {"0", "1"}
     folder, below = KEPT[target]
-    kept = {re.sub(f"^{below}", "", name): path for name, path in lightning.kept(folder).items()}
-    assert kept.keys() >= {"checkpoints/epoch=0-step=2.ckpt", "checkpoints/last.ckpt"}
-    kept |= {name.removeprefix("node-0/"): path for name, path in lightning.kept("live/artifacts").items()}
-    assert "csv/version_0/hparams.yaml" in kept
-    rows = list(csv.DictReader(kept["csv/version_0/metrics.csv"].read_text().splitlines()))
+    files = {re.sub(f"^{below}", "", name): path for name, path in lightning.kept(folder).items()}
+    assert files.keys() >= {"checkpoints/epoch=0-step=2.ckpt", "checkpoints/last.ckpt"}
+    files |= {name.removeprefix("node-0/"): path for name, path in lightning.kept("live/artifacts").items()}
+    assert "csv/version_0/hparams.yaml" in files
+    rows = list(csv.DictReader(files["csv/version_0/metrics.csv"].read_text().splitlines()))
     assert [row["step"] for row in rows if row["train_loss_step"]] == ["0", "1", "2", "3"]
     assert [row["epoch"] for row in rows if row["train_loss_epoch"]] == ["0", "1"]
 
@@ -151,7 +151,7 @@ def test_lightning_under_torchrun(lightning: Theirs, target: str) -> None:
 @pytest.mark.proof
 @pytest.mark.parametrize("target", DATA)
 def test_lightning_that_starts_its_own_processes(lightning: Theirs, target: str) -> None:
-    """One process a node, which is no rank that somebody has started; the Trainer starts the other one of each."""
+    """One process a node, without a rank set. The Trainer starts the other one of each node."""
     words = ("--launcher", "command", "--nproc-per-node", "2")
     command = ("--", "env", "-u", "LOCAL_RANK", "python3", "lightning_ddp.py")
     own = ("--devices", "2", "--logs", "{artifact_dir}")

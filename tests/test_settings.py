@@ -1,4 +1,4 @@
-"""Settings: where each comes from, which one wins, and how an unknown or ill-typed one is named."""
+"""Settings: the source of each, their precedence, and errors for unknown or ill-typed ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_each_source_wins_over_the_one_before(tmp_path: Path) -> None:
     assert load(tmp_path, toml, environ, overrides=overrides).store == "set"
     assert load(tmp_path, toml, environ, overrides=overrides, store="given").store == "given"
     assert load(tmp_path, toml, environ, overrides=overrides, store=None).store == "set"
-    assert overrides == {"store": "set"}  # the caller's own table is left alone
+    assert overrides == {"store": "set"}  # the caller's own table is unchanged
 
 
 def test_each_source_of_a_providers_settings_wins_over_the_one_before(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_wrong_profile_is_named(tmp_path: Path, toml: str | None, profile: str
 
 
 def test_settings_in_a_pyproject(tmp_path: Path) -> None:
-    """The nearest file that has some; a project's without any is none, nor is one that is not ours to judge."""
+    """The nearest file with settings counts. A pyproject without any does not, nor does another tool's table."""
     below = tmp_path / "below"
     below.mkdir()
     text = '[tool.cloudtrain]\nstore = "st"\n[tool.cloudtrain.local]\npython = "p"\n[tool.cloudtrain.profiles.x]\n'
@@ -350,7 +350,7 @@ def test_a_list_in_place_of_one_value_is_refused(tmp_path: Path, line: str) -> N
     "text", ["subnet-1,subnet-2", "subnet-1, subnet-2", '["subnet-1", "subnet-2"]', ' ["subnet-1","subnet-2"]']
 )
 def test_a_list_is_json_or_has_commas(tmp_path: Path, text: str) -> None:
-    """As text a list in JSON went into the request whole, and failed at a pattern of AWS's that named no setting."""
+    """Once, a list in JSON went into the request as text. AWS's pattern refused it without naming a setting."""
     for given in ({"overrides": {"sagemaker.subnets": text}}, {"environ": {"CLOUDTRAIN_SAGEMAKER_SUBNETS": text}}):
         found = load(tmp_path, provider="sagemaker", **given)  # type: ignore[arg-type]
         assert found.of_provider("sagemaker")["subnets"].value == ("subnet-1", "subnet-2")
@@ -370,9 +370,9 @@ def test_config_says_each_value_and_where_it_was_found(
     (tmp_path / FILE).write_text(PROFILES.replace("s3://prod/x", "s3://me:secret@prod/x?sig=abc"))
     monkeypatch.setenv("CLOUDTRAIN_MAX_CODE_MB", "9")
     assert main(["config", "--profile", "prod", "--set", "folder=set", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["file"], said["profile"], said["profiles"]) == (str(tmp_path / FILE), "prod", ["prod", "empty"])
-    rows = {row["key"]: (row["value"], row["source"]) for row in said["settings"]}
+    output = json.loads(capsys.readouterr().out)
+    assert (output["file"], output["profile"], output["profiles"]) == (str(tmp_path / FILE), "prod", ["prod", "empty"])
+    rows = {row["key"]: (row["value"], row["source"]) for row in output["settings"]}
     assert rows["provider"] == (NAME, f"{FILE} [profiles.prod]")
     assert rows["store"] == ("s3://prod/x", f"{FILE} [profiles.prod]")
     assert rows["max_code_mb"] == (9, "CLOUDTRAIN_MAX_CODE_MB")
@@ -461,7 +461,7 @@ def test_the_command_line_reads_all_four(tmp_path: Path) -> None:
 
 @pytest.fixture
 def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The folder of a provider that knows stores by a name of its own; this folder has a script."""
+    """Install a provider with its own scheme of stores, and return its folder. The current folder has a script."""
     install(tmp_path / "site")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     (tmp_path / "code").mkdir()
@@ -472,7 +472,7 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_url_of_a_provider_s_own_scheme_is_its_to_resolve(tmp_path: Path, cloud: str) -> None:
-    """Whichever provider is chosen, and whatever was set of that one."""
+    """This holds for any chosen provider and any of its settings."""
     for overrides in ({}, {"python": "python3"}):
         found = Settings(store=f"{NAME}://team", tables={NAME: {"folder": cloud}}, overrides=overrides)
         assert found.resolved() == f"file://{cloud}-team"
@@ -493,9 +493,9 @@ def test_every_verb_takes_such_a_store(
     assert capsys.readouterr().err == f"error: store: a plan asks nobody where {NAME}://team is\n"
     assert not Path(f"{cloud}-team").exists()
     assert main(["submit", *words, "--detach"]) == 0
-    said = capsys.readouterr()
-    assert said.out == f"file://{cloud}-team/runs/r\n"
-    assert f"cloudtrain logs -f r --store {NAME}://team" in said.err
+    output = capsys.readouterr()
+    assert output.out == f"file://{cloud}-team/runs/r\n"
+    assert f"cloudtrain logs -f r --store {NAME}://team" in output.err
     for verb in (["status", "r", *store], ["status", f"{NAME}://team/runs/r"], ["list", *store]):
         assert main(verb) == 0, capsys.readouterr().err
         assert "pending" in capsys.readouterr().out

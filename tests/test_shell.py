@@ -35,8 +35,8 @@ def test_a_terminal_reaches_the_node_and_its_end_the_caller(jobs: Jobs) -> None:
     done = subprocess.run(
         [*CLI, *words], cwd=jobs.code, env=jobs.environ, stdin=theirs, stdout=theirs, timeout=60, check=False
     )
-    said = os.read(ours, 4096).decode().split()
-    assert (done.returncode, said) == (7, [os.ttyname(theirs), "0"])
+    output = os.read(ours, 4096).decode().split()
+    assert (done.returncode, output) == (7, [os.ttyname(theirs), "0"])
     done_too = jobs.cli("shell", run.run_id, "--store", str(jobs.store), "--", "no-such-program")
     assert (done_too.code, done_too.err) == (127, "cloudtrain: cannot run no-such-program: No such file or directory\n")
     run.cancel()

@@ -1,4 +1,4 @@
-"""The site over docs/: its menu, what its hook makes of pages, and the notebook. `make docs` builds it, strictly."""
+"""The site of docs/: its menu, its hook's changes to pages, and the notebook. `make docs` builds it strictly."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def site() -> ModuleType:
 
 
 def menu(items: Any) -> list[str]:
-    """The pages of a part of the menu."""
+    """Return the pages of a part of the menu."""
     if isinstance(items, str):
         return [items]
     return [page for item in (items.values() if isinstance(items, dict) else items) for page in menu(item)]
@@ -122,7 +122,7 @@ def test_what_lies_outside_is_shown_as_it_is(site: ModuleType) -> None:
 @pytest.mark.slow
 @pytest.mark.proof
 def test_the_notebook_prints_what_it_holds(tmp_path: Path) -> None:
-    """Floats aside, which another machine may round otherwise. A kernel itself is `make notebook`'s."""
+    """Ignore floats, which other machines may round differently. `make notebook` tests a real kernel."""
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", CELLS],

@@ -1,4 +1,4 @@
-"""All platforms at once, under fire: see `soak`. Nothing that was accepted is lost, whatever breaks on the way."""
+"""All platforms at once, with faults: see `soak`. No accepted run is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.docker,
     pytest.mark.remote,
     pytest.mark.slow,
-    # aiohttp, of a body of bytes above 1 MiB; what gcsfs hands it is not ours to choose.
+    # aiohttp warns of a body above 1 MiB, and gcsfs sends such bodies.
     pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning"),
 ]
 
@@ -25,7 +25,7 @@ MINUTES = float(os.environ.get("CLOUDTRAIN_SOAK_MINUTES") or 30)
 
 @contextmanager
 def soaking(soak: Soak, made: Iterator[Callable[[], None]]) -> Iterator[Soak]:
-    """With every place that is made; of what it started nothing is left."""
+    """Yield the soak with every platform. Check that it leaves nothing behind."""
     shared, before = set(os.listdir("/dev/shm")), soak.left()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as worlds:
         for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_", "GCSFS_"))]:
@@ -33,7 +33,7 @@ def soaking(soak: Soak, made: Iterator[Callable[[], None]]) -> Iterator[Soak]:
         for end in made:
             worlds.callback(end)
         for place in soak.places:
-            if place.world is not None:  # this process asks them past the proxies
+            if place.world is not None:  # this process bypasses the proxies
                 for name, value in place.world.plane.environ().items():
                     patch.setenv(name, value)
         try:
@@ -76,7 +76,7 @@ def test_half_an_hour(
 
 
 def report(soak: Soak) -> str:
-    """What befell it, by kind, and what became of that."""
+    """Return the faults by kind, and their effects."""
     for proxy in soak.proxies:
         soak.count.update(proxy.count)
         proxy.count.clear()

@@ -1,4 +1,4 @@
-"""staging.py and ``cloudtrain stage``: data that many runs read is put into a store once, whatever happens."""
+"""staging.py and ``cloudtrain stage``: data that many runs read is stored once, in spite of faults."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def content(found: StagedInput) -> dict[str, bytes]:
 
 
 def rest(store: Store) -> set[str]:
-    """What is left besides the content, its manifest and the records of its sources."""
+    """Return the keys other than the content, its manifest and the records of its sources."""
     found = {key for key in store.files.list("data") if not key.startswith(f"{SOURCES}/")} | set(
         store.files.list("staging")
     )
@@ -77,7 +77,7 @@ def rest(store: Store) -> set[str]:
 
 
 def age(store: Store, days: float) -> None:
-    """As if all of its data had been written so long ago."""
+    """Date all data back by ``days``."""
     for path in Path(store.url.removeprefix("file://"), "data").rglob("*"):
         os.utime(path, (time.time() - days * 86400,) * 2)
 
@@ -130,9 +130,9 @@ def test_each_name_of_a_bucket_s_scheme_is_copied(
 def test_a_remote_folder_is_read_once_and_has_the_address_of_its_content(
     s3: FaultyS3, store: Store, folder: Path
 ) -> None:
-    said: list[str] = []
-    found = staged(store, "s3://bucket/set", say=said.append)
-    assert (found.copied, content(found), said) == (SIZE, FILES, ["copying data from s3://bucket/set"])
+    messages: list[str] = []
+    found = staged(store, "s3://bucket/set", say=messages.append)
+    assert (found.copied, content(found), messages) == (SIZE, FILES, ["copying data from s3://bucket/set"])
     assert rest(store) == set()
     s3.requests.clear()
     assert staged(store, "s3://bucket/set").copied == 0
@@ -177,7 +177,7 @@ def test_two_clients_at_once_make_one_input(s3: FaultyS3, tmp_path: Path) -> Non
 
 
 def test_a_slow_client_finds_what_a_faster_one_has_staged(s3: FaultyS3, store: Store) -> None:
-    """The faster one has removed the first copy under the slow one's hands."""
+    """The faster one has removed the first copy while the slow one used it."""
     faster: list[StagedInput] = []
 
     def progress(key: str, count: int) -> None:
@@ -192,7 +192,7 @@ def test_a_slow_client_finds_what_a_faster_one_has_staged(s3: FaultyS3, store: S
 
 
 def test_a_first_copy_that_goes_while_it_is_placed_is_made_again(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a store that does not copy by itself, as Azure's."""
+    """Test a store that cannot copy by itself, such as Azure's."""
     monkeypatch.setattr(RemoteFiles, "copies", False)
     place, calls = staging._place, list[str]()
 
@@ -208,7 +208,7 @@ def test_a_first_copy_that_goes_while_it_is_placed_is_made_again(s3: FaultyS3, m
     assert content(found) == FILES
 
 
-#: A client that stages, says how many bytes have moved, and takes its time.
+#: A slow client that stages and prints how many bytes it has moved.
 CLIENT = """
 import sys, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""store.py: the layout of a store, what is staged once, records that one client writes, checkpoints and pulls."""
+"""store.py: the layout of a store, staging once, records that one client writes, checkpoints and pulls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REQUEST = Request(provider="p", operation="create", body={"a": [1]}, context={"p
 
 @pytest.fixture(params=["local", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    """A store with one run in it."""
+    """Yield a store with one run."""
     made = Store(str(tmp_path / "store") if request.param == "local" else "memory://bucket/store")
     made.create_run(layout(made), {"name": "train"})
     yield made
@@ -69,7 +69,7 @@ def live(store: Store, path: str, data: bytes | str) -> None:
 
 
 def below(folder: Path) -> dict[str, bytes]:
-    """Every file of a pulled folder but the two that a pull keeps for itself."""
+    """Return every file of a pulled folder but the two that a pull keeps for itself."""
     found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     assert found.pop(".gitignore") == b"*\n"
     assert found.pop(".cloudtrain-pull.json")
@@ -206,7 +206,7 @@ def test_data_is_uploaded_once_and_copied_from_earlier_trees(store: Store, tmp_p
 
 
 class Watch:
-    """Who is told what is to come, and what has come."""
+    """A receiver of progress: the expected and the finished bytes."""
 
     def __init__(self) -> None:
         self.expected, self.moved = [0, 0], dict[str, int]()
@@ -232,8 +232,8 @@ def test_what_is_to_come_is_told_before_it_does(full: Store, tmp_path: Path) -> 
     assert sum(watch.moved.values()) == watch.expected[1]
     first, again = Watch(), Watch()
     pull(full, RUN, tmp_path / "out", what=["checkpoints", "artifacts"], progress=first)
-    brought = {key for key in first.moved if "/checkpoints/" in key or "/artifacts/" in key or "/native/" in key}
-    assert 0 < first.expected[0] <= len(brought)
+    names = {key for key in first.moved if "/checkpoints/" in key or "/artifacts/" in key or "/native/" in key}
+    assert 0 < first.expected[0] <= len(names)
     pull(full, RUN, tmp_path / "out", what=["checkpoints", "artifacts"], progress=again)
     assert again.expected == [0, 0]
 
@@ -314,7 +314,7 @@ def test_a_run_is_created_once(store: Store) -> None:
 
 
 def test_a_lost_reply_is_no_lost_creation(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The object was written, the answer was lost, and the client library's own retry found the object there."""
+    """The object was written and the answer was lost. The client library's own retry then found the object."""
     create = store.files.create
     monkeypatch.setattr(store.files, "create", lambda *args, **options: create(*args, **options) and False)
     assert store.create_run(layout(store, run_id="new"), {"a": 1})
@@ -341,7 +341,7 @@ def test_attempts(store: Store) -> None:
 
 @pytest.mark.slow
 def test_one_of_many_processes_starts_an_attempt(local: Store) -> None:
-    """Identical requests: what tells the creators apart is not what they write."""
+    """The requests are identical, so their content does not tell the creators apart."""
     won = race(ATTEMPT_RACER, local.url, "20", "auto", count=5)
     assert sorted(itertools.chain(*won)) == list(range(20))
 
@@ -548,7 +548,7 @@ def test_each_step_comes_from_the_last_attempt_that_took_it(spans: list[tuple[in
 
 @pytest.fixture
 def full(store: Store) -> Store:
-    """A store whose run left something of everything."""
+    """Return a store whose run has left files of every kind."""
     commit(store, "step-1", {"node-0/step-1/model.pt": b"old"}, seq=0)
     commit(
         store,
@@ -716,10 +716,10 @@ def test_runs_pulled_into_one_folder_do_not_mix(full: Store, tmp_path: Path) -> 
     full.create_run(layout(full, run_id="other"), {"name": "other"})
     full.files.write("runs/other/live/artifacts/node-0/mine.bin", b"of the other")
     pull(full, "other", tmp_path / "out")
-    left = below(tmp_path / "out")
-    assert "artifacts/mine.bin" in left
-    assert "artifacts/model.bin" in left
-    assert not [path for path in left if path.startswith("checkpoints/")]
+    files = below(tmp_path / "out")
+    assert "artifacts/mine.bin" in files
+    assert "artifacts/model.bin" in files
+    assert not [path for path in files if path.startswith("checkpoints/")]
 
 
 def test_another_run_in_the_same_folder_is_no_memory(full: Store, tmp_path: Path) -> None:

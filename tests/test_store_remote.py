@@ -22,7 +22,7 @@ from cloudtrain.store.store import Staged, Store
 
 pytestmark = [
     pytest.mark.remote,
-    # aiohttp, of a body of bytes above 1 MiB; what gcsfs hands it is not ours to choose.
+    # aiohttp warns of a body above 1 MiB, and gcsfs sends such bodies.
     pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning"),
 ]
 
@@ -32,13 +32,13 @@ REQUEST = Request(provider="p", operation="create", body={}, context={}, run="s3
 
 @pytest.fixture(params=["s3", "azure", "gcs"])
 def url(request: pytest.FixtureRequest) -> str:
-    """An empty folder of each object store in turn."""
+    """Return an empty folder of each object store in turn."""
     return str(request.getfixturevalue(f"{request.param}_url"))
 
 
 @pytest.fixture(params=["s3", "azure"])
 def faithful_url(request: pytest.FixtureRequest) -> str:
-    """The same, of servers that are not our own fake."""
+    """Return an empty folder of each server that is not our own fake."""
     return str(request.getfixturevalue(f"{request.param}_url"))
 
 
@@ -47,7 +47,7 @@ def layout(store: Store) -> Layout:
 
 
 def elsewhere(url: str) -> str:
-    """A bucket that does not exist on the same server."""
+    """Return the URL of a bucket that does not exist on the same server."""
     return f"{url.split('://')[0]}://no-such-bucket/store"
 
 
@@ -82,7 +82,8 @@ def test_more_than_a_thousand_files(faithful_url: str) -> None:
 
 
 def test_what_the_back_ends_raise(url: str) -> None:
-    """Their own exclusive mode, without our look before it: the server refuses, and the table knows it."""
+    """Test the back ends' own exclusive mode without our check before it: the server refuses, and the table has the
+    error."""
     tree = files(url)
     assert isinstance(tree, RemoteFiles)
     mover = tree._open().mover
@@ -99,7 +100,7 @@ def test_one_of_many_processes_starts_an_attempt(faithful_url: str) -> None:
 
 
 def test_gcs_sends_the_precondition_and_believes_the_answer(gcs_server: Gcs, gcs_url: str) -> None:
-    """The other creator comes between our look and our write: only the server's 412 can tell."""
+    """The other creator comes between our check and our write: only the server's 412 reveals it."""
     tree = files(gcs_url)
     gcs_server.before = lambda bucket, name: gcs_server.put(bucket, name, b"theirs")
     assert tree.create("run.json", b"mine") is False
@@ -143,7 +144,7 @@ def test_a_server_that_is_gone(s3_environment: str, monkeypatch: pytest.MonkeyPa
     assert len(waits) == 1
 
 
-# ------------------------------------------------------------------------------------------------------ the whole store
+# --------------------------------------------------------------------------------------------------------- whole stores
 
 
 def test_a_run_from_stage_to_pull(url: str, tmp_path: Path) -> None:
@@ -193,7 +194,7 @@ def test_a_run_from_stage_to_pull(url: str, tmp_path: Path) -> None:
     }
     assert (out / "checkpoints/step-3/model.pt").read_bytes() == b"abc"
     assert pull(store, RUN, out).transferred == 0
-    time.sleep(1.1)  # S3 tells the time in seconds, where the digests do not differ
+    time.sleep(1.1)  # S3's times are whole seconds; times decide where digests are equal
     store.files.write(f"{folder}/artifacts/node-0/a", b"WEIGHTS")
     pull(store, RUN, out)
     assert (out / "artifacts" / "a").read_bytes() == b"WEIGHTS"

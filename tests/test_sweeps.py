@@ -233,7 +233,7 @@ def test_first_points_come_first(sampler: str) -> None:
 
 
 def test_tpe_proposes_what_optuna_itself_would_propose() -> None:
-    """A study that has run all of it by ask and tell, and the one that we rebuild, give the same next parameters."""
+    """A study that ran entirely by ask and tell gives the same next parameters as our rebuilt one."""
     import optuna
 
     spec = spec_of(sampler="tpe", seed=5)
@@ -249,13 +249,13 @@ def test_tpe_proposes_what_optuna_itself_would_propose() -> None:
         "optimizer": optuna.distributions.CategoricalDistribution(("adamw", "lion")),
     }
     for one in state.trials:
-        asked = study.ask(ranges)
-        assert asked.params == one.params
+        request = study.ask(ranges)
+        assert request.params == one.params
         outcome = state.outcomes.get(one.n)
         if outcome is not None and outcome.value is not None:
-            asked.report(outcome.value, one.n)
+            request.report(outcome.value, one.n)
             pruned = optuna.trial.TrialState.PRUNED if outcome.state == "stopped" else None
-            study.tell(asked, None if pruned else outcome.value, state=pruned)
+            study.tell(request, None if pruned else outcome.value, state=pruned)
     study.sampler = study_of(spec, state).sampler
     assert propose(spec, state) == study.ask(ranges).params
 
@@ -485,7 +485,7 @@ def test_a_cancelled_sweep_starts_nothing_and_ends_when_its_trials_have() -> Non
 def test_the_cap_of_a_trial_is_the_platforms_own_limit(
     name: str, path: tuple[str, ...], limit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0.5 USD of the machine's own price, in the native request of every trial; parameters and run id differ."""
+    """Every trial's native request holds 0.5 USD of the machine's own price. Parameters and run id differ."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print('hello')\n")
     sample: Any = import_module(f"cloudtrain.providers.{name}").SAMPLE
@@ -685,9 +685,7 @@ def test_a_log_is_read_once_and_its_numbers_have_no_gap(tmp_path: Path) -> None:
     ]
     log = Log(store, "sweeps/s")
     assert [entry["n"] for entry in log.read()] == [0, 1, 2]
-    assert not Log(store, "sweeps/s").add(
-        {"kind": "end"}
-    )  # it has read nothing, so it may add nothing behind the others
+    assert not Log(store, "sweeps/s").add({"kind": "end"})  # it has read nothing, so it may not append after the others
     assert log.add({"kind": "trial", "n": 3})
     assert store.add_log_entry("sweeps/s", 5, {"kind": "trial", "n": 5})
     (tmp_path / "sweeps/s/log/000000.json").unlink()
@@ -697,7 +695,7 @@ def test_a_log_is_read_once_and_its_numbers_have_no_gap(tmp_path: Path) -> None:
 def test_a_store_wide_reconcile_makes_the_steps_of_a_local_sweep_in_a_remote_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only trial is known to another machine alone: it stays, and the sweep ends once it has a result."""
+    """Only another machine knows the trial. It stays, and the sweep ends once the trial has a result."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print('hello')\n")
     monkeypatch.setenv("CLOUDTRAIN_LOCAL_STATE_DIR", str(tmp_path / "state"))

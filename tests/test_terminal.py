@@ -1,4 +1,4 @@
-"""What a terminal gets of us: nothing but text where it wants no more, and completion."""
+"""Output on a terminal: only text if it supports no more; and completion."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TERMINALS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one run, ``r1``, that has ended, on a platform that is a folder."""
+    """Return a folder with one run, ``r1``, that has ended, on foldercloud."""
     folder = tmp_path_factory.mktemp("terminal")
     foldercloud.install(folder / "site")
     (folder / "jobs").mkdir()
@@ -45,7 +45,7 @@ def environ(folder: Path, extra: dict[str, str]) -> dict[str, str]:
 
 
 def on_a_terminal(folder: Path, *argv: str, **extra: str) -> bytes:
-    """All that the command writes to a terminal of its own."""
+    """Return everything that the command writes to its own terminal."""
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         [*CLI, *argv], cwd=folder, env=environ(folder, extra), stdin=theirs, stdout=theirs, stderr=theirs
@@ -55,7 +55,7 @@ def on_a_terminal(folder: Path, *argv: str, **extra: str) -> bytes:
         try:
             while chunk := os.read(ours, 65536):
                 seen += chunk
-        except OSError:  # EIO: nobody has it open any more
+        except OSError:  # EIO: the terminal is closed
             pass
         finally:
             os.close(ours)
@@ -68,9 +68,9 @@ def on_a_terminal(folder: Path, *argv: str, **extra: str) -> bytes:
 def test_escape_sequences_are_for_a_terminal_that_wants_them(folder: Path, terminal: str) -> None:
     extra, wants = TERMINALS[terminal]
     for argv in (["pull", "r1", f"out-{terminal}"], ["list", "--help"]):
-        seen = on_a_terminal(folder, *argv, **extra)
-        assert (b"\x1b" in seen) == wants, seen
-        assert b"next:" in seen or b"--before" in seen
+        output = on_a_terminal(folder, *argv, **extra)
+        assert (b"\x1b" in output) == wants, output
+        assert b"next:" in output or b"--before" in output
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_bash_completes_verbs_and_flags(script: Path, words: list[str], wanted: 
     *found, how = done.stdout.splitlines()
     assert set(found) - {"", "--help", "-h", "--version"} >= wanted
     assert wanted or set(found) == {""}
-    assert how == "complete -o default -F _cloudtrain cloudtrain"  # names of files, where nothing of ours fits
+    assert how == "complete -o default -F _cloudtrain cloudtrain"  # completes file names where no flag fits
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -130,7 +130,7 @@ def test_each_shells_script_names_every_verb(shell: str, capsys: pytest.CaptureF
     assert (err, [verb for verb in cli.VERBS if verb not in out]) == ("", [])
     assert "max-runtime" in out
     assert "parse=False" not in out
-    assert "screen" not in out, "what the verbs are given is no flag"
+    assert "screen" not in out, "a verb's internal argument is listed as a flag"
 
 
 def test_a_shell_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

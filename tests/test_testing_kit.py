@@ -35,7 +35,7 @@ fake_cloud, cloudtrain_snapshot = plugin.fake_cloud, plugin.cloudtrain_snapshot
 ROOT = Path(__file__).parents[1]
 AWS = {"region": "eu-west-1", "role": "arn:aws:iam::123456789012:role/training"}
 FOLDERS = {"slurm": "shared", "kubernetes": "shared"}
-"""Where a provider's store is a folder: the kit keeps buckets alone in memory."""
+"""Providers whose store is a folder: the kit keeps only buckets in memory."""
 SCRIPT = """
 import json, os, time
 start = os.environ["CLOUDTRAIN_RESUME_FROM"]
@@ -60,7 +60,7 @@ print("at", step, os.environ.get("TOKEN", "")[::-1], data, flush=True)
 
 @pytest.fixture(autouse=True)
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's folder, as the current one."""
+    """Enter the user's folder."""
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
@@ -69,7 +69,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def of(provider: str, **more: Any) -> Estimator:
-    """An estimator for ``provider`` as its author's own sample has it."""
+    """Return an estimator for ``provider`` as in its author's sample."""
     sample = sys.modules[find_provider(provider).__module__].SAMPLE  # type: ignore[attr-defined]
     job = {**sample.get("job", {}), **more}
     return Estimator(
@@ -93,7 +93,7 @@ def attempts(run: Run, *fields: str) -> list[tuple[Any, ...]]:
     return [tuple(row[field] for field in ("number", *fields)) for row in run.result()["attempts"]]
 
 
-# -------------------------------------------------------------------------------------------------------- what is sent
+# ------------------------------------------------------------------------------------------------------------- requests
 
 
 @pytest.mark.slow
@@ -138,8 +138,8 @@ def test_the_command_line_in_this_process_is_faked_too(
     fake_cloud.fail(ValueError("lr is nan"), rank=1)
     words = ["submit", "train.py", "--provider", "local", "--nproc-per-node", "2", "--run-id", "mine-1", "--json"]
     assert cli.main(words) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert (told["run"], told["reason"]) == (
+    output = json.loads(capsys.readouterr().out)
+    assert (output["run"], output["reason"]) == (
         "memory://cloudtrain/runs/mine-1",
         "rank 1 on node 0 raised ValueError: lr is nan",
     )
@@ -355,7 +355,7 @@ def test_a_request_that_is_not_as_expected(fake_cloud: FakeCloud, path: str, equ
 
 @pytest.fixture
 def snapshots(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """The fixture, as of a test in ``tmp_path``."""
+    """Return the fixture as a test in ``tmp_path`` gets it."""
     monkeypatch.setattr(request.node, "path", tmp_path / "test_mine.py")
     check: Callable[..., None] = request.getfixturevalue("cloudtrain_snapshot")
     return check
@@ -389,7 +389,7 @@ def test_a_golden_file_of_a_plan(
 def test_a_plan_is_stable_but_for_what_it_says(
     cloudtrain_store: Places, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another run of other code, from another folder; as an object and as what the command line prints."""
+    """Compare another run of other code, from another folder: as an object and as the command line's output."""
 
     def plan(folder: str, run_id: str) -> Plan:
         place = tmp_path / folder
@@ -471,7 +471,7 @@ def test_as_a_plugin_it_guards_the_network_and_leaves_others_alone(tmp_path: Pat
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "cloudtrain.testing.plugin", "-p", "no:cacheprovider", "-q", "-rfE"],
         cwd=tmp_path,
-        # Where CI is set, pytest says every message a second time, whole, in its summary.
+        # Where CI is set, pytest repeats every message in full in its summary.
         env={
             **{name: value for name, value in os.environ.items() if name not in ("CI", "BUILD_NUMBER")},
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -503,7 +503,7 @@ def test_the_package_brings_the_plugin() -> None:
 
 
 def test_a_job_that_fails_its_platform_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One broken platform would else cost each test of the contract the whole wait."""
+    """Otherwise one broken platform would cost each test of the contract the whole wait."""
     waited: list[str] = []
 
     def seen(run: str) -> None:

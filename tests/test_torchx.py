@@ -57,7 +57,7 @@ Call = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def home(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, str]]:
-    """A folder with a script, and an environment with torchx and the wheel, whose entry points torchx reads."""
+    """Return a folder with a script, and an environment with torchx and the wheel, whose entry points torchx reads."""
     folder = os.environ.get("TORCHX_FOLDER", "")
     if not folder:
         pytest.skip("no folder with torchx in TORCHX_FOLDER; make test sets it")
@@ -119,14 +119,14 @@ def test_torchx_cancels_a_run(torchx: Call) -> None:
 @pytest.mark.slow
 def test_a_dry_run_shows_the_plan_and_sends_nothing(torchx: Call) -> None:
     before = torchx("list", "-s", "cloudtrain").stdout
-    shown = torchx("run", "-s", "cloudtrain", "--dryrun", "dist.ddp", "-j", "2x2", "--script", "train.py").stdout
-    assert re.search(r"=== SCHEDULER REQUEST ===\nrun +\S+ on local\n", shown), shown
+    output = torchx("run", "-s", "cloudtrain", "--dryrun", "dist.ddp", "-j", "2x2", "--script", "train.py").stdout
+    assert re.search(r"=== SCHEDULER REQUEST ===\nrun +\S+ on local\n", output), output
     assert torchx("list", "-s", "cloudtrain").stdout == before
 
 
 @pytest.mark.slow
 def test_torchx_keeps_its_own_schedulers(torchx: Call, home: tuple[Path, Mapping[str, str]]) -> None:
-    """torchx 0.7 forgets them once any package names a scheduler, and takes the first one as its default."""
+    """torchx 0.7 forgets them once any package names a scheduler, and uses the first one as its default."""
     python = str(shutil.which("python", path=home[1]["PATH"]))
     code = (
         "import torchx.schedulers as them;print(them.get_default_scheduler_name(), "
@@ -134,8 +134,8 @@ def test_torchx_keeps_its_own_schedulers(torchx: Call, home: tuple[Path, Mapping
     )
     done = subprocess.run([python, "-c", code], cwd=home[0], env=home[1], capture_output=True, text=True, check=True)
     assert done.stdout == "local_docker cloudtrain\n"
-    shown = torchx("run", "-s", "local_cwd", "--dryrun", "utils.echo", "--msg", "hello").stdout
-    assert "hello" in shown
+    output = torchx("run", "-s", "local_cwd", "--dryrun", "utils.echo", "--msg", "hello").stdout
+    assert "hello" in output
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""transfer.py: whole files, exclusive creation, safe paths, retries and the error table."""
+"""Transfers of a store: atomic files, exclusive creation, safe paths, retries and the error table."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def local(tmp_path: Path) -> LocalFiles:
 
 @pytest.fixture
 def memory() -> Iterator[RemoteFiles]:
-    MemoryFileSystem.store.clear()  # one for the whole process, and other test modules use it too
+    MemoryFileSystem.store.clear()  # one for the whole process, which other test modules use too
     MemoryFileSystem.pseudo_dirs[:] = [""]
     yield RemoteFiles(url="memory://bucket/store", retries=Retries(sleep=lambda _: None))
     MemoryFileSystem.store.clear()
@@ -325,7 +325,7 @@ def test_one_of_many_processes_creates(tmp_path: Path, linkless: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["create", "write", "download"])
 def test_a_killed_writer_leaves_the_whole_or_nothing(tmp_path: Path, verb: str) -> None:
-    """SIGKILL at arbitrary moments of the write; what is there afterwards is one of the whole contents."""
+    """SIGKILL at arbitrary moments of the write leaves one of the complete contents."""
     code = (
         "import sys; from pathlib import Path; from cloudtrain.storage.files import LocalFiles\n"
         "root, verb = Path(sys.argv[1]), sys.argv[2]; tree = LocalFiles(root=root); data = b'x' * 8_000_000\n"
@@ -345,7 +345,7 @@ def test_a_killed_writer_leaves_the_whole_or_nothing(tmp_path: Path, verb: str) 
             child.wait()
         sizes = LocalFiles(root=root).list()
         assert set(sizes.values()) == {8_000_000}
-        # A dead creator's half-made file keeps nobody from the name.
+        # A dead creator's partial file does not block the name.
         free = f"key{len(sizes)}"
         assert LocalFiles(root=root).create(free, b"next")
 
@@ -424,12 +424,12 @@ def test_a_full_disk_is_a_storage_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def http(status: int, name: str = "Whatever") -> Exception:
-    """An exception that carries an HTTP status as the client libraries' do."""
+    """Return an exception with an HTTP status, like the client libraries'."""
     return type(name, (Exception,), {"status_code": status})(f"status {status}")
 
 
 def botocore(status: int, code: str) -> OSError:
-    """What s3fs raises for a code it does not know."""
+    """Return s3fs's exception for an unknown code."""
     cause = type("ClientError", (Exception,), {})(code)
     cause.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
     error = OSError(errno.EIO, code)
@@ -479,7 +479,8 @@ def test_the_error_table(exc: Exception, kind: str) -> None:
 
 
 class Flaky(MemoryFileSystem):
-    """Raises what it is told to, in turn, then works. ``also`` runs before each. Without ``reads``, reads work."""
+    """A file system that raises the given errors in turn, then works. ``also`` runs before each error. Without
+    ``reads``, reads work."""
 
     cachable = False
 
@@ -504,7 +505,7 @@ class Flaky(MemoryFileSystem):
         return super().pipe_file(path, value, mode=mode, **options)
 
     def get_file(self, rpath: str, lpath: Any, *args: Any, **options: Any) -> Any:
-        Path(lpath).write_bytes(b"as long as..")  # s3fs leaves a file of full size when a part fails
+        Path(lpath).write_bytes(b"as long as..")  # after a failed part, s3fs leaves a file of full size
         self._next()
         return super().get_file(rpath, lpath, *args, **options)
 
@@ -580,7 +581,7 @@ def test_a_failed_download_leaves_nothing(memory: RemoteFiles, flaky: Any, tmp_p
 
 
 def test_a_conflict_with_the_winner_is_false(memory: RemoteFiles, flaky: Any) -> None:
-    """409: another creator is under way. Once its object is there, it has won."""
+    """409: another creator is active. Once its object exists, it has won."""
     tree, _, _ = flaky(botocore(409, "ConditionalRequestConflict"), also=lambda: memory.write("key", b"theirs"))
     assert tree.create("key", b"mine") is False
     assert memory.read("key") == b"theirs"

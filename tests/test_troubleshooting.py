@@ -1,4 +1,4 @@
-"""The page on troubleshooting quotes what cloudtrain prints: each message is in the code, as one text of it."""
+"""The page on troubleshooting quotes cloudtrain's messages: the code contains each one."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ PARTS = {
         "the platform's log does not answer; lines come from the store: …"
     ],
 }
-#: What others print, and the page names beside a message of ours.
+#: Messages of other programs that the page quotes.
 OTHERS = {"ncclSystemError", "ncclRemoteError", "connection refused", "CUDA out of memory"}
 
 
 @cache
 def texts() -> frozenset[str]:
-    """Every text of the code, `…` for what is filled in; of docstrings and patterns too, which does no harm."""
+    """Return every text of the code, with `…` for placeholders. Docstrings and patterns are in it too, which does no
+    harm."""
     return frozenset(
         text for path in (ROOT / "cloudtrain").rglob("*.py") for text in _texts(ast.parse(path.read_text()))
     )
@@ -49,13 +50,13 @@ def _texts(tree: ast.Module) -> Iterator[str]:
 
 
 def messages() -> list[str]:
-    """Those that the headings quote."""
+    """Return the messages that the headings quote."""
     found = [quoted for heading in HEADING.findall(PAGE.read_text()) for quoted in re.findall(r"`([^`]+)`", heading)]
     return [text for text in found if text not in OTHERS]
 
 
 def is_said(message: str) -> bool:
-    """Whether one text of the code has its fixed words, in order and on one line."""
+    """Return True if one text of the code has the message's fixed words, in order and on one line."""
     fixed = [piece for piece in message.split("…") if piece.strip(" :;,()")]
     pattern = re.compile("[^\n]{0,60}?".join(map(re.escape, fixed)))
     return bool(fixed) and any(pattern.search(text) for text in texts())
@@ -64,7 +65,7 @@ def is_said(message: str) -> bool:
 @for_each("message", sorted(set(messages())))
 def test_each_message_is_one_of_the_code(message: str) -> None:
     for part in PARTS.get(message, [message]):
-        assert is_said(part), f"the code does not say {part!r}"
+        assert is_said(part), f"the code does not have {part!r}"
 
 
 def test_what_the_code_does_not_say_is_found_out() -> None:

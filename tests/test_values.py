@@ -1,4 +1,4 @@
-"""What the names of checkpoints and of their files tell: families, steps, and what a training can go on from."""
+"""Names of checkpoints and their files: families, steps, and which ones a training can resume from."""
 
 from __future__ import annotations
 

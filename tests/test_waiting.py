@@ -1,4 +1,4 @@
-"""A client that waits in a pipeline: signals, a length of its own, credentials that expire, the same step again."""
+"""A client that waits in a pipeline: signals, its own time limit, expiring credentials, and repeated steps."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Place:
 
     @contextmanager
     def client(self, *words: str, until: str = "pending") -> Iterator[subprocess.Popen[str]]:
-        """A client that has said ``until``; killed at the end, should it still be there."""
+        """Start a client and wait until it prints ``until``; kill it at the end."""
         process = subprocess.Popen(
             [sys.executable, "-m", "cloudtrain", *words, "--json"],
             cwd=self.code, env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            # A shell starts what it puts in the background with SIGINT ignored, and this suite may be among that.
+            # A shell starts background commands with SIGINT ignored, and this suite may be one.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         try:
@@ -58,7 +58,7 @@ class Place:
             process.communicate()
 
     def done(self, *words: str) -> tuple[int, dict[str, object], str]:
-        """The same command line in this process, for a client that no signal reaches."""
+        """Run the command in this process, for a client without signals."""
         out, err = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
             code = cli.main([*words, "--json"])
@@ -111,7 +111,7 @@ def test_a_signal_may_mean_that_the_run_is_to_stop(place: Place, number: signal.
 
 @pytest.mark.slow
 def test_a_runner_that_sends_one_signal_after_the_other_gets_its_cancel(place: Place) -> None:
-    """GitHub: SIGINT, then SIGTERM; a slow platform is asked all the same."""
+    """GitHub sends SIGINT, then SIGTERM. A slow platform is still asked to cancel."""
     with place.client(*SUBMIT, "--on-signal", "cancel") as process:
         place.asked_slowly.touch()
         process.send_signal(signal.SIGINT)
@@ -220,7 +220,7 @@ def test_a_refused_submission_is_over_for_every_verb(place: Place, kind: str, ca
         assert (said["state"], said["category"], said["exit_code"]) == ("failed", category, code)
         assert said["reason"] == "refused: it will not have it"
     assert place.logs("r") == ""
-    place.platform.refuse()  # there is room by now, but the run is over
+    place.platform.refuse()  # there is room by now, but the run has ended
     exit_code, said, _ = place.done(*SUBMIT)
     assert (exit_code, said["error"]) == (code, "run r has ended: refused: it will not have it")
     assert "choose another --run-id" in str(said["hint"])
@@ -244,7 +244,7 @@ def test_credentials_that_expire_while_it_waits_are_lost_contact(place: Place) -
     assert (code, said["exit_code"]) == (7, 7)
     assert "the token has expired; the run continues" in str(said["error"])
     assert "next: cloudtrain wait r" in err
-    code, said, _ = place.done("wait", "r")  # those were bad before: nothing was waited for
+    code, said, _ = place.done("wait", "r")  # they were invalid before: it did not wait
     assert (code, said["exit_code"]) == (3, 3)
 
 
@@ -256,7 +256,7 @@ def test_the_same_step_again_comes_back_to_its_run(place: Place) -> None:
     code, said, _ = place.done(*SUBMIT)
     assert (code, said["state"]) == (0, "succeeded")
     (native,) = place.platform.jobs()
-    (Path(place.platform.settings.folder) / native).unlink()  # the platform has forgotten it: nothing is sent again
+    (Path(place.platform.settings.folder) / native).unlink()  # the platform has forgotten it, and nothing is sent again
     code, said, _ = place.done(*SUBMIT, "--detach")
     assert (code, said["state"]) == (0, "succeeded")
     assert place.platform.jobs() == []

@@ -1,4 +1,4 @@
-"""The live view of a run: what it shows in which space, when it asks, and what becomes of the terminal."""
+"""The live view of a run: its content for each size, its requests, and the terminal afterwards."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def world(tmp_path: Path) -> World:
 
 
 def watched(world: World, take: Callable[[Picture], None] = lambda picture: None) -> tuple[Picture, list[Picture]]:
-    """The last picture, and all of them."""
-    seen: list[Picture] = []
+    """Return the last picture, and all of them."""
+    pictures: list[Picture] = []
 
     def draw(picture: Picture) -> None:
-        seen.append(picture)
+        pictures.append(picture)
         take(picture)
 
     watch = Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=draw)
-    return watch.watch(), seen
+    return watch.watch(), pictures
 
 
 def drawn(
@@ -92,7 +92,7 @@ def training(world: World) -> World:
     return world
 
 
-# -------------------------------------------------------------------------------------------------------- when it asks
+# ------------------------------------------------------------------------------------------------------------- requests
 
 
 def test_it_asks_the_platform_no_more_often_than_wait(world: World, tmp_path: Path) -> None:
@@ -165,11 +165,11 @@ def test_a_platform_that_is_silent_for_long_ends_the_watching(world: World) -> N
         watched(world)
 
 
-# -------------------------------------------------------------------------------------------------------- what it shows
+# -------------------------------------------------------------------------------------------------------------- content
 
 
 def full() -> Picture:
-    """A picture of a run with everything."""
+    """Return a picture of a run with everything."""
     told = [
         AttemptInfo(
             number="0.0", started=T0, ended=T0 + 100, reason="spot capacity", lost={"steps": 4, "seconds": 2.0}
@@ -315,7 +315,7 @@ def test_until_an_attempt_says_something_the_last_words_of_the_one_before_stay(w
 
 
 def test_the_example_in_the_docs_is_what_it_shows(world: World) -> None:
-    """Of the training on that page, 46 steps on."""
+    """It shows the training of that page, at step 46."""
     cause = failure(node=0, rank=0, process_exit_code=-9)
     world.recorded(max_runtime="5m").attempt(0, failed()).start("0.0", started=T0)
     world.start("1.0", after="0.0", started=T0 + 6, resumed_from="step-30", lost={"steps": 7, "seconds": 0.9})
@@ -336,7 +336,7 @@ def test_the_example_in_the_docs_is_what_it_shows(world: World) -> None:
 
 
 def test_a_loss_that_falls_by_decades_is_drawn_as_the_page_draws_it(world: World) -> None:
-    """Not as a corner with a flat line after it."""
+    """It is not a corner with a flat line after it."""
     world.recorded().attempt(0, SUCCEEDED).start("0.0")
     world.write("live/metrics/0.0-node-0.jsonl", "".join(f'{{"step": {i}, "loss": 1e-{i}}}\n' for i in range(8)))
     last, _ = watched(world)
@@ -345,7 +345,7 @@ def test_a_loss_that_falls_by_decades_is_drawn_as_the_page_draws_it(world: World
 
 
 def test_where_an_attempt_goes_on_from_is_not_said_before_its_nodes_say_it(world: World) -> None:
-    """The platform tells of the attempt before: it is no fresh start until then."""
+    """The platform still reports the previous attempt: until then the new one does not count as a fresh start."""
     again(world)
     start = next((world.folder / "live" / "attempts").glob("1.0*.json"))
     text = start.read_text()
@@ -356,7 +356,7 @@ def test_where_an_attempt_goes_on_from_is_not_said_before_its_nodes_say_it(world
     world.attempt(0, replace(RUNNING, attempts=told))
     world.time.at.append((20, lambda: start.write_text(text)))
     world.time.at.append((40, lambda: world.platform.jobs.update({"job-0": replace(SUCCEEDED, attempts=told)})))
-    said: list[str] = []
+    messages: list[str] = []
     pictures: list[Picture] = []
 
     def watch(draw: Callable[[Picture], None]) -> Watch:
@@ -366,8 +366,8 @@ def test_where_an_attempt_goes_on_from_is_not_said_before_its_nodes_say_it(world
 
         return Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=both)
 
-    follow(watch, said.append)
-    assert [line for line in said if line.startswith("attempt 1.0")] == ["attempt 1.0: resumed from step-8"]
+    follow(watch, messages.append)
+    assert [line for line in messages if line.startswith("attempt 1.0")] == ["attempt 1.0: resumed from step-8"]
     texts = ["\n".join(drawn(picture, now=picture.when)) for picture in pictures]
     assert any("attempt 1.0  starting" in text for text in texts)
     assert not any("attempt 1.0  from the beginning" in text for text in texts)
@@ -396,24 +396,25 @@ def test_a_sparkline_takes_any_numbers(points: list[tuple[float, float]], width:
 
 
 def test_without_a_terminal_it_is_a_line_for_each_change(world: World) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     training(world)
-    follow(lambda draw: Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=draw), said.append)
-    assert said[:2] == ["pending", "running"]
-    assert said[-3:] == ["checkpoint step-30 is complete", said[-2], "succeeded"]
-    assert said[-2].startswith("step 60, loss 0.01667, ran ")
-    steps = [line for line in said if line.startswith("step")]
+    follow(lambda draw: Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=draw), messages.append)
+    assert messages[:2] == ["pending", "running"]
+    assert messages[-3:] == ["checkpoint step-30 is complete", messages[-2], "succeeded"]
+    assert messages[-2].startswith("step 60, loss 0.01667, ran ")
+    steps = [line for line in messages if line.startswith("step")]
     assert len(steps) == 2, "one a minute, and the last"
 
 
 def test_attempts_are_told_as_they_come(world: World) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     follow(
-        lambda draw: Watch(again(world).run(), clock=world.time, sleep=world.time.sleep, on_picture=draw), said.append
+        lambda draw: Watch(again(world).run(), clock=world.time, sleep=world.time.sleep, on_picture=draw),
+        messages.append,
     )
-    assert said[0] == "attempt 0.0: from the beginning, spot capacity, lost 4 steps"
-    assert said[1] == "attempt 1.0: resumed from step-8"
-    assert said[-1] == "succeeded"
+    assert messages[0] == "attempt 0.0: from the beginning, spot capacity, lost 4 steps"
+    assert messages[1] == "attempt 1.0: resumed from step-8"
+    assert messages[-1] == "succeeded"
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])
@@ -438,7 +439,7 @@ def test_the_last_view_stays_on_the_terminal(world: World, monkeypatch: pytest.M
 
 
 class Terminal:
-    """``cloudtrain watch`` on a terminal of its own, and what it has written there."""
+    """``cloudtrain watch`` on its own terminal, and its output."""
 
     def __init__(self, *argv: str, cwd: Path, columns: int = 80, lines: int = 24, **environ: str) -> None:
         self.master, inner = pty.openpty()
@@ -447,7 +448,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [*CLI, *argv], cwd=cwd, stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
             env={**env, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environ},
-            # A shell starts what it puts in the background with SIGINT ignored, and this suite may be among that.
+            # A shell starts background commands with SIGINT ignored, and this suite may be one.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         os.close(inner)
@@ -470,7 +471,7 @@ class Terminal:
             return True
         try:
             data = os.read(self.master, 65536)
-        except OSError:  # nobody has the other end any more
+        except OSError:  # the other end is closed
             return False
         self.text += self.decoder.decode(data)
         return bool(data)
@@ -489,7 +490,7 @@ class Terminal:
 
 @pytest.fixture
 def cloud(tmp_path: Path) -> Iterator[tuple[World, Callable[..., Terminal]]]:
-    """A run of a platform that is a folder, and terminals to watch it on."""
+    """Yield a run on foldercloud, and a function that opens terminals to watch it."""
     world = World(root=tmp_path / "store").recorded(provider=NAME).attempt(0).start("0.0")
     record = json.loads((world.folder / "run.json").read_text())
     (tmp_path / "cloud").mkdir()

@@ -1,4 +1,4 @@
-"""The wheel and the source archive: their files and metadata, and a first run of a user who has the wheel alone."""
+"""The wheel and the source archive: their files and metadata, and a first run by a user with only the wheel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build(kind: str, source: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def built(once: Once, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The source archive of this tree, and the wheel that is built from the archive alone; once for all workers."""
+    """Return the source archive of this tree and the wheel built from that archive, once for all workers."""
     archive, wheel = once("wheel", lambda: [str(path) for path in build_both(tmp_path_factory.mktemp("wheel"))])
     return Path(archive), Path(wheel)
 
@@ -108,7 +108,7 @@ def test_the_metadata_says_what_the_project_says(built: tuple[Path, Path]) -> No
 
 
 def environment(folder: Path, wheel: Path) -> dict[str, str]:
-    """A new virtual environment with the wheel; it takes the dependencies from this one, so that it needs no index."""
+    """Make a new virtual environment with the wheel. It takes the dependencies from this one, and needs no index."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
     install = [python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", wheel]
@@ -128,7 +128,7 @@ def environment(folder: Path, wheel: Path) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.proof
 def test_the_readme_works_from_the_wheel_alone(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """`init --examples`, a plan of its job, and the README's first job, of entry point and data that init wrote."""
+    """Run `init --examples`, a plan of its job, and the README's first job, with the entry point and data from init."""
     environ, home = environment(tmp_path / "venv", built[1]), tmp_path / "home"
     home.mkdir()
 
@@ -139,8 +139,8 @@ def test_the_readme_works_from_the_wheel_alone(built: tuple[Path, Path], tmp_pat
 
     program = tmp_path / "venv/bin/cloudtrain"
     where = [tmp_path / "venv/bin/python", "-c", "import cloudtrain; print(cloudtrain.__file__)"]
-    said = subprocess.run(where, cwd=home, env=environ, capture_output=True, text=True, check=True).stdout
-    assert said.startswith(str(tmp_path / "venv/lib"))
+    output = subprocess.run(where, cwd=home, env=environ, capture_output=True, text=True, check=True).stdout
+    assert output.startswith(str(tmp_path / "venv/lib"))
     rows = {row["path"]: row["status"] for row in run(str(program), "init", "--examples", "--json")["files"]}
     assert rows == dict.fromkeys(
         [*files_of("entrypoints", "examples"), "cloudtrain.toml", "job.toml", ".cloudtrainignore"], "wrote"
@@ -164,7 +164,7 @@ def test_the_readme_works_from_the_wheel_alone(built: tuple[Path, Path], tmp_pat
 def test_init_writes_the_examples_of_a_clone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The files of an editable installation; a file of the user stays as it is."""
+    """An editable installation has the same files. A file of the user stays unchanged."""
     monkeypatch.chdir(tmp_path)
     Path("entrypoints").mkdir()
     Path("entrypoints/ddp.py").write_text("mine = 1\n")

@@ -1,7 +1,7 @@
 """Runs of the entry points without a platform: under bare torchrun, as bare python, or quickly.
 
-A quick run is the script's own main, in processes that are forked from one in which torch is imported already: what
-torchrun would set is set, warnings are errors, and there is no second between a test and its first step.
+A quick run is the script's own main, in processes forked from one that has imported torch. It sets torchrun's variables
+and turns warnings into errors. A test reaches its first step within a second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Late:
-    """A module that is imported at its first use: a worker that only collects its tests does not pay for torch."""
+    """A module that is imported at its first use, so that a worker that only collects tests does not pay for torch."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -97,7 +97,7 @@ for line in sys.stdin:
 
 
 class Training:
-    """One start of an entry point in ``folder``, and what it left there."""
+    """One start of an entry point in ``folder``, and its files."""
 
     def __init__(self, folder: Path, script: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ class Training:
         return found
 
     def adam(self, name: str) -> dict[str, Any]:
-        """What AdamW holds of each parameter in a checkpoint."""
+        """Return AdamW's state of each parameter in a checkpoint."""
         _dcp.dcp_to_torch_save(self.checkpoint(name), self.folder / "state.pt")
         state: dict[str, Any] = torch.load(self.folder / "state.pt", weights_only=True)["optimizer"]["state"]
         return state
@@ -143,7 +143,7 @@ class Training:
 
 
 class Launched(Training):
-    """By torchrun; ``processes=0`` is plain python."""
+    """A training by torchrun; ``processes=0`` is plain python."""
 
     def __init__(self, folder: Path, script: str, *flags: str, processes: int = 0, env: Mapping[str, str] = {}) -> None:
         super().__init__(folder, script)
@@ -168,7 +168,7 @@ class Launched(Training):
 
 
 class Quick(Training):
-    """Forked from a process that has torch."""
+    """A training forked from a process that has imported torch."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class Quick(Training):
 
 
 class Trainings:
-    """Starts quick runs."""
+    """A starter of quick runs."""
 
     def __init__(self, warm: subprocess.Popen[str]) -> None:
         self.warm = warm
@@ -221,12 +221,12 @@ class Trainings:
         env: Mapping[str, str] = {},
         hidden: tuple[str, ...] = (),
     ) -> Quick:
-        """Of as many processes; without the modules ``hidden``."""
+        """Start ``processes`` processes, without the modules ``hidden``."""
         assert self.warm.stdin is not None
         return Quick(self.warm.stdin, folder, script, flags, processes, env, hidden)
 
     def run(self, folder: Path, script: str, *flags: str, **more: Any) -> Quick:
-        """To its end, which is a good one."""
+        """Run to the end and check that the run succeeded."""
         done = self.start(folder, script, *flags, **more).finish()
         assert (done.code, done.err) == (0, ""), done.err
         return done

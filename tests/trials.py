@@ -1,4 +1,4 @@
-"""Runs of `e2e/survivor.py`, watched from outside: what it said, what of its work was lost, and that no bit differs."""
+"""Runs of `e2e/survivor.py` seen from outside: their output, their lost work, and that no bit differs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SCRIPT = Path(__file__).with_name("e2e") / "survivor.py"
 TRIALS = int(os.environ.get("CLOUDTRAIN_TRIALS") or 0)
 SEED = os.environ.get("CLOUDTRAIN_SEED") or "0"
 LONGEST = 300
-"""Steps of the uninterrupted runs, so at most of any other."""
+"""Steps of the uninterrupted runs, and so the most of any other."""
 SETTLE_SECONDS = 5.0
-"""How long before a kill a checkpoint must have been finished to be sure to count: 2 s of quiet, up to 1 s until the
-last node has looked, half a second until node 0 has asked again, the copy; and as much again for a busy machine."""
+"""Seconds before a kill by which a finished checkpoint surely counts. They cover 2 s of quiet, 1 s until the last node
+has looked, 0.5 s until node 0 asks again, and the copy. The rest is for a busy machine."""
 FIRST_SECONDS = 10.0
-"""How much longer the first one of a start takes that one node of several writes alone."""
+"""Extra seconds for the first checkpoint of a start, if only one of several nodes writes it."""
 LINE = re.compile(r"\[a([\d.]+) n(\d+) r(\S+) #\d+\] (.*)")
 
 
@@ -38,7 +38,7 @@ class Line:
 
 @dataclass
 class Start:
-    """What the ranks of one start of all nodes said; by step, and then by rank."""
+    """Output of the ranks of one start of all nodes, by step and then by rank."""
 
     first: dict[str, int] = field(default_factory=dict)
     resumed: set[str] = field(default_factory=set)
@@ -64,7 +64,7 @@ class Start:
 
 
 class Survivor:
-    """One run of the script with ``words``, 2 nodes of 2 ranks, which goes on in the background."""
+    """One run of the script with ``words``, on 2 nodes of 2 ranks, in the background."""
 
     def __init__(
         self, jobs: Jobs, *words: str, flags: tuple[str, ...] = (), nodes: int = 2, processes: int = 2
@@ -76,10 +76,10 @@ class Survivor:
         self.folder = jobs.store / "runs" / self.run.run_id
         self.live = self.folder / "live"
 
-    # -------------------------------------------------------------------------------------------------- what was said
+    # ----------------------------------------------------------------------------------------------------------- output
 
     def lines(self) -> list[Line]:
-        """What all nodes have printed so far, as their platform saw it."""
+        """Return all lines of the nodes so far, as the platform has them."""
         found = []
         for path in sorted(self.folder.glob("supervisor/out/*/node-*.log")):
             *whole, _ = path.read_text(errors="replace").split("\n")
@@ -88,14 +88,14 @@ class Survivor:
         return found
 
     def starts(self) -> dict[str, Start]:
-        """By attempt, in their order."""
+        """Return the starts by attempt, in order."""
         found: dict[str, Start] = defaultdict(Start)
         for line in self.lines():
             found[line.attempt].take(line)
         return dict(sorted(found.items(), key=lambda item: [int(part) for part in item[0].split(".")]))
 
     def attempt(self) -> str:
-        """The newest start that has said something; empty before the first."""
+        """Return the newest start with output; empty before the first."""
         return next(reversed(self.starts()), "")
 
     def until(self, attempt: str, text: str, seconds: float = 240) -> None:
@@ -107,10 +107,10 @@ class Survivor:
     def ended(self, timeout: float = 240) -> Done:
         return self.jobs.cli("wait", self.run.url, "--json", timeout=timeout)
 
-    # ------------------------------------------------------------------------------------------------- what is killed
+    # ------------------------------------------------------------------------------------------------------------ kills
 
     def rank(self, rank: int) -> int:
-        """The pid of a rank, on this machine."""
+        """Return the pid of a rank on this machine."""
         return self.jobs.wait_for(
             lambda: next(
                 (
@@ -123,7 +123,7 @@ class Survivor:
         )
 
     def runtime(self, attempt: str, node: int) -> int | None:
-        """The pid of a node's first process, on this machine, if ``attempt`` has one yet."""
+        """Return the pid of a node's first process on this machine, once ``attempt`` has one."""
         wanted = {"CLOUDTRAIN_ENGINE_ATTEMPT": attempt, "CLOUDTRAIN_ENGINE_NODE": str(node)}
         for pid, line in self.jobs.processes().items():
             if "cloudtrain.pyz run " in line and all(self.jobs.variable(pid, k) == v for k, v in wanted.items()):
@@ -131,7 +131,7 @@ class Survivor:
         return None
 
     def kill_node(self, node: int) -> None:
-        """The runtime of a node and all that it started, as if its power went."""
+        """Kill a node's runtime and all its children, as if the power failed."""
         family = [self.jobs.node(node)]
         parents = {pid: _parent(pid) for pid in self.jobs.processes()}
         for pid in family:
@@ -140,10 +140,11 @@ class Survivor:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    # ---------------------------------------------------------------------------------------------------- what must be
+    # ----------------------------------------------------------------------------------------------------------- checks
 
     def check(self, done: Done, uninterrupted: dict[int, str], steps: int) -> dict[str, Start]:
-        """It succeeded, from whole checkpoints only, and every step is that of the uninterrupted run, bit for bit."""
+        """Check that the run succeeded from complete checkpoints only. Each step must equal the uninterrupted run's,
+        bit for bit."""
         result, starts = done.json, self.starts()
         assert (done.code, result["state"]) == (0, "succeeded"), result
         assert not [line for line in self.lines() if "REFUSED" in line.text]
@@ -166,11 +167,9 @@ def _parent(pid: int) -> int:
 
 
 def settled(start: Start, ranks: set[str], killed: float) -> int:
-    """The newest step whose checkpoint must outlive a kill at Unix second ``killed``; what it began with, if none.
-
-    Of ``ranks``, who write it, each has to have finished its part `SETTLE_SECONDS` before. When they are not on every
-    node, then so much later that the first of the start was, too.
-    """
+    """Return the newest step whose checkpoint must survive a kill at Unix second ``killed``; without one, the first
+    step. Every rank of ``ranks`` writes it, and must have finished its part `SETTLE_SECONDS` before the kill. If these
+    ranks are not on every node, the start's first checkpoint must be that much older too."""
     sure = [max(when.values()) for _, when in sorted(start.saved.items()) if set(when) >= ranks]
     alone = FIRST_SECONDS if len(ranks) == 1 else 0.0
     if not sure or killed - sure[0] < SETTLE_SECONDS + alone:
@@ -182,7 +181,7 @@ def settled(start: Start, ranks: set[str], killed: float) -> int:
 
 @pytest.fixture(scope="session")
 def uninterrupted(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[int, str]]:
-    """Loss and state of every step of a run that nothing befell, by the shape of its world."""
+    """Return loss and state of every step of a run without faults, by the number of nodes and processes."""
 
     def of(nodes: int = 2, processes: int = 2) -> dict[int, str]:
         def train() -> list[tuple[int, str]]:

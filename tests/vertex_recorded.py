@@ -1,7 +1,7 @@
-"""Custom jobs as the real Vertex AI service told of them: the shape of recorded answers, as data.
+"""Custom jobs as the real Vertex AI service returned them: the shape of recorded answers, as data.
 
 Source: cloud-custodian, tools/c7n_gcp/tests/data/flights/vertexai_custom_job_*, recorded in July 2026. None of the
-three jobs ever had a machine, and each has a startTime 0.13 to 0.16 s after its creation.
+three jobs ever had a machine. Each has a startTime 0.13 to 0.16 s after its creation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def answer(state: str, created: str, started: str, ended: str = "", error: tuple
 
 
 def after_waiting(hours: float, state: str, error: tuple[int, str] = (0, "")) -> dict[str, Any]:
-    """Return a job of that shape that ended so many hours after it was taken in, without a machine."""
+    """Return a job of that shape that ended without a machine, ``hours`` after its creation."""
     _, created, started, _ = RECORDED[0]
     end = datetime.fromtimestamp(unix_seconds(created), timezone.utc) + timedelta(hours=hours)
     return answer(state, created, started, f"{end:%Y-%m-%dT%H:%M:%S.%fZ}", error)

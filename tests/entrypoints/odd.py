@@ -1,7 +1,5 @@
-"""A task for the tests: small and quick, of uneven counts, and it can fail as large ones do.
-
-A sample is a sequence whose end is padding, which does not count; the classes are those of a fixed random teacher.
-"""
+"""A small, quick task for the tests, with uneven counts and the failures of large tasks. A sample is a sequence whose
+end is padding, which does not count. A fixed random teacher sets the classes."""
 
 import argparse
 import json
@@ -19,7 +17,7 @@ CONTEXT, WIDTH, CLASSES, PADDING = 12, 16, 5, -100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is odd."""
+    """Add the flags for the unusual cases."""
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--held-out", type=int, default=21)
     parser.add_argument("--dropout", type=float, default=0.0)
@@ -46,7 +44,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Scores of each token, and one weight of its own that only the overflowing sample moves."""
+    """Scores of each token, and one weight that only the overflowing sample changes."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -83,7 +81,7 @@ class Model(nn.Module):
 
 
 def build_model(args: argparse.Namespace) -> nn.Module:
-    """The model of the flags. What a save copies late is what it would be at once, if nobody changes it meanwhile."""
+    """Return the model of the flags. With ``--copying``, a save copies late, so that steps may change its state."""
     copy = DefaultStager._stage
 
     def late(stager: DefaultStager, state: dict[str, Any]) -> dict[str, Any]:
@@ -115,13 +113,13 @@ class Samples(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Samples, Samples, Samples]:
-    """To train on, to validate by, to test by."""
+    """Return the samples for training, validation and test."""
     train = Samples(0, args.samples, overflow=args.overflow, pause=args.pause)
     return train, Samples(1000, args.held_out, noise=args.noise), Samples(2000, args.held_out)
 
 
 def compute_loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross-entropy of what is no padding. Each rank notes what its weights were before each pass of a step."""
+    """Return the cross-entropy without padding. Each rank records its weights before each pass of a step."""
     x, spike, classes = batch[0], batch[1], batch[2].flatten()
     if model.training:
         local = [weight.to_local() if hasattr(weight, "to_local") else weight for weight in model.parameters()]
@@ -133,5 +131,5 @@ def compute_loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[st
 
 
 def count(batch: list[Tensor]) -> int:
-    """Tokens that are no padding."""
+    """Return the number of tokens that are not padding."""
     return int((batch[2] != PADDING).sum())

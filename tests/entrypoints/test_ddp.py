@@ -20,7 +20,7 @@ SHORT = (*DIGITS_FLAGS, "--epochs", str(EPOCHS))
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    """A whole run on two processes, by torchrun."""
+    """Run on two processes to the end, by torchrun."""
     return Launched(tmp_path_factory.mktemp("two"), "ddp.py", *SHORT, processes=2).finish()
 
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_each_epoch_and_nothing_half_written(two: Launched) -> None
 
 @pytest.mark.proof
 def test_one_plain_process_sees_the_same_losses(two: Launched, tmp_path: Path) -> None:
-    """The global batch decides: only the order of float sums differs, and one epoch lets that grow little."""
+    """Only the order of float sums differs with the number of processes. One epoch keeps that difference small."""
     one = Launched(tmp_path, "ddp.py", "--train", str(DIGITS.parent), "--epochs", str(EPOCHS))
     one.until(PER_EPOCH)
     one.preempt_file.touch()
@@ -76,35 +76,42 @@ def test_one_plain_process_sees_the_same_losses(two: Launched, tmp_path: Path) -
 
 @pytest.mark.proof
 def test_a_preempted_run_resumes_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
-    """On three processes: on two, a sum has one order only, and DDP's reordered buckets would go unseen."""
+    """Use three processes: with two, a sum has only one order, which would hide DDP's reordered buckets."""
     flags = (*DIGITS_FLAGS, "--global-batch", "63", "--epochs", "6")
-    whole = trainings.run(tmp_path / "whole", "ddp.py", *flags, processes=3)
+    uninterrupted = trainings.run(tmp_path / "whole", "ddp.py", *flags, processes=3)
     stopped = trainings.start(tmp_path / "stopped", "ddp.py", *flags, processes=3)
     stopped.until(30)
     stopped.preempt_file.touch()
     assert stopped.finish().code == 0
     last = max(stopped.losses())
-    assert 30 <= last < max(whole.losses())
-    assert stopped.out.splitlines()[-1] == f"preempted at step {last} of {max(whole.losses())}, saved"
+    assert 30 <= last < max(uninterrupted.losses())
+    assert stopped.out.splitlines()[-1] == f"preempted at step {last} of {max(uninterrupted.losses())}, saved"
     assert not (stopped.folder / "artifacts").exists()
 
     env = {"CLOUDTRAIN_RESUME_FROM": str(stopped.checkpoint(f"step-{last}"))}
     resumed = trainings.run(tmp_path / "resumed", "ddp.py", *flags, processes=3, env=env)
     assert min(resumed.losses()) == last + 1
-    assert stopped.losses() | resumed.losses() == whole.losses()
-    one, other = (torch.load(run.folder / "artifacts/model.pt", weights_only=True) for run in (whole, resumed))
+    assert stopped.losses() | resumed.losses() == uninterrupted.losses()
+    one, other = (torch.load(run.folder / "artifacts/model.pt", weights_only=True) for run in (uninterrupted, resumed))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_run_goes_on_over_what_a_killed_one_left(trainings: Trainings, tmp_path: Path) -> None:
-    """What was begun is removed, what has a name and is done again is replaced."""
+    """An unfinished checkpoint is removed. A finished one is replaced when its step is repeated."""
     flags = (*ODD, "--epochs", "2", "--dropout", "0.3")
-    whole = trainings.run(tmp_path, "ddp.py", *flags, "--save-every", "4", processes=2)
-    (whole.folder / "checkpoints/.step-8.tmp").mkdir()
-    (whole.folder / "checkpoints/step-8/stale").touch()
-    before, names = whole.losses(), {path.name for path in (whole.folder / "checkpoints").iterdir()}
+    uninterrupted = trainings.run(tmp_path, "ddp.py", *flags, "--save-every", "4", processes=2)
+    (uninterrupted.folder / "checkpoints/.step-8.tmp").mkdir()
+    (uninterrupted.folder / "checkpoints/step-8/stale").touch()
+    before, names = uninterrupted.losses(), {path.name for path in (uninterrupted.folder / "checkpoints").iterdir()}
     again = trainings.run(
-        tmp_path, "ddp.py", *flags, "--save-every", "4", "--resume", str(whole.checkpoint("step-4")), processes=2
+        tmp_path,
+        "ddp.py",
+        *flags,
+        "--save-every",
+        "4",
+        "--resume",
+        str(uninterrupted.checkpoint("step-4")),
+        processes=2,
     )
     assert again.losses() == before
     assert {path.name for path in (again.folder / "checkpoints").iterdir()} == names - {".step-8.tmp"}
@@ -114,14 +121,17 @@ def test_a_run_goes_on_over_what_a_killed_one_left(trainings: Trainings, tmp_pat
 @pytest.mark.proof
 @pytest.mark.parametrize("script", ["ddp.py", "fsdp.py"])
 def test_frozen_parameters_resume_bit_for_bit(script: str, trainings: Trainings, tmp_path: Path) -> None:
-    """Also where they were not frozen yet when the checkpoint was written."""
+    """Check also that parameters may be frozen after the checkpoint was written."""
     flags = (*ODD, "--frozen")
-    whole = trainings.run(tmp_path / "whole", script, *flags, processes=2)
-    for name, before in (("frozen", whole), ("not yet", trainings.run(tmp_path / "not", script, *ODD, processes=2))):
+    uninterrupted = trainings.run(tmp_path / "whole", script, *flags, processes=2)
+    for name, before in (
+        ("frozen", uninterrupted),
+        ("not yet", trainings.run(tmp_path / "not", script, *ODD, processes=2)),
+    ):
         resume = ("--resume", str(before.checkpoint("step-6")))
         resumed = trainings.run(tmp_path / name, script, *flags, *resume, processes=2)
         assert list(resumed.losses()) == list(range(7, 19))
-        assert (resumed.losses().items() <= whole.losses().items()) == (before is whole)
+        assert (resumed.losses().items() <= uninterrupted.losses().items()) == (before is uninterrupted)
 
 
 @pytest.mark.proof
@@ -136,13 +146,13 @@ def test_a_parameter_that_is_not_used_is_refused_by_ddp_before_step_1(trainings:
 
 
 def gradients(run: Quick) -> dict[str, Any]:
-    """Those of the first step: AdamW then holds a tenth of them."""
+    """Return the gradients of the first step, of which AdamW then holds a tenth."""
     return {name: 10 * values["exp_avg"] for name, values in run.adam("step-1").items()}
 
 
 @pytest.mark.parametrize("script", [pytest.param("ddp.py", marks=pytest.mark.proof), "fsdp.py"])
 def test_accumulation_is_the_same_batch(script: str, trainings: Trainings, tmp_path: Path) -> None:
-    """4 passes of 8 samples with unequal numbers of tokens, or 2 on each of 2 processes, are one pass of 32."""
+    """Compare 4 passes of 8 samples with unequal numbers of tokens, also on 2 processes, with one pass of 32."""
     flags = (*ODD, "--global-batch", "32", "--max-steps", "1", "--clip", "1e9")
     one = trainings.run(tmp_path / "one", script, *flags)
     wanted = gradients(one)
@@ -157,7 +167,7 @@ def test_accumulation_is_the_same_batch(script: str, trainings: Trainings, tmp_p
 
 @pytest.mark.proof
 def test_means_are_over_all_tokens(trainings: Trainings, tmp_path: Path) -> None:
-    """Validation, too, whatever the number of processes: 21 samples split evenly over neither 2 nor 4."""
+    """Check validation too, with any number of processes: 2 and 4 do not divide its 21 samples."""
     rows = [
         trainings.run(tmp_path / f"{n}", "ddp.py", *ODD, "--epochs", "1", processes=n).metrics()[-1] for n in (1, 2, 4)
     ]
@@ -165,15 +175,15 @@ def test_means_are_over_all_tokens(trainings: Trainings, tmp_path: Path) -> None
     assert [row["val_loss"] for row in rows] == pytest.approx([rows[0]["val_loss"]] * 3, rel=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------- what one may switch on
+# -------------------------------------------------------------------------------------------------------------- options
 
 
 def skipped(run: Quick, processes: int) -> list[list[int]]:
-    """For each rank the passes before which its weights were those of the pass before."""
+    """Return for each rank the passes that began with the weights of the previous pass."""
     found = []
     for rank in range(processes):
         rows = [json.loads(line) for line in (run.folder / f"weights-{rank}.jsonl").read_text().splitlines()]
-        rows = rows[-18:]  # fsdp.py makes one more, which tells whether memory suffices
+        rows = rows[-18:]  # fsdp.py makes one more, to test whether memory suffices
         found.append([number for number in range(1, 18) if rows[number] == rows[number - 1]])
     return found
 
@@ -181,11 +191,11 @@ def skipped(run: Quick, processes: int) -> list[list[int]]:
 @pytest.mark.proof
 @pytest.mark.parametrize("script", ["ddp.py", "fsdp.py"])
 def test_an_overflow_of_one_rank_skips_the_step_of_all(script: str, trainings: Trainings, tmp_path: Path) -> None:
-    """One sample's gradient is infinite in float16; with fsdp.py it is so in the shard of a single rank."""
+    """One sample's gradient is infinite in float16. With fsdp.py it is infinite in one rank's shard only."""
     flags = (*ODD, "--precision", "fp16", "--overflow", "7")
     run = trainings.run(tmp_path, script, *flags, processes=2)
     without = [line["step"] for line in run.metrics() if line["grad_norm"] is None]
-    assert len(without) == 3  # the sample comes once an epoch
+    assert len(without) == 3  # the sample occurs once an epoch
     assert skipped(run, 2) == [without, without]
 
 
@@ -205,8 +215,8 @@ def judged(run: Any) -> dict[int, float]:
 @pytest.mark.proof
 @pytest.mark.parametrize("script", ["ddp.py", "fsdp.py"])
 def test_batch_norm_is_judged_and_saved_as_one_model(script: str, trainings: Trainings, tmp_path: Path) -> None:
-    """Each process has seen other samples; training itself does not look at what they made of them. A save copies
-    while the next passes change them."""
+    """Each process has seen other samples, which training itself does not use. A save copies while the next passes
+    change the statistics."""
     flags = (*ODD, "--batch-norm", "--copying", "0.1")
     run = trainings.run(tmp_path / "run", script, *flags, processes=2)
     again = trainings.run(tmp_path / "again", script, *flags, "--resume", str(run.checkpoint("step-6")), processes=2)
@@ -215,7 +225,7 @@ def test_batch_norm_is_judged_and_saved_as_one_model(script: str, trainings: Tra
 
 @pytest.mark.proof
 def test_batch_norm_on_a_cpu_is_said_to_be_of_one_pass(trainings: Trainings, tmp_path: Path) -> None:
-    """And its statistics, which the passes before step 1 leave alone, come back with a checkpoint."""
+    """A checkpoint also restores the statistics, which the passes before step 1 leave unchanged."""
     run = trainings.run(tmp_path / "run", "ddp.py", *ODD, "--batch-norm", processes=2)
     assert run.out.splitlines()[0] == "BatchNorm with 8 samples a pass: SyncBatchNorm needs GPUs"
     resume = ("--resume", str(run.checkpoint("step-6")))
@@ -235,7 +245,7 @@ class npu:
 
 @pytest.mark.parametrize("script", ["ddp.py", "fsdp.py"])
 def test_on_npus_it_imports_their_library(script: str, trainings: Trainings, tmp_path: Path) -> None:
-    """A stub without cards stands for torch_npu: on a machine without cards, both scripts train on the CPU."""
+    """A stub without cards replaces torch_npu. Without cards, both scripts train on the CPU."""
     task = shutil.copy(ODD[1], tmp_path)
     (tmp_path / "torch_npu.py").write_text(TORCH_NPU)
     flags = ("--task", task, "--max-steps", "1", "--device", "npu")

@@ -1,4 +1,4 @@
-"""`entrypoints/fsdp.py` where cloudtrain cannot be imported; what it has in common with ddp.py is in test_ddp.py."""
+"""`entrypoints/fsdp.py` where cloudtrain cannot be imported. test_ddp.py tests its common part with ddp.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TASK = str(Path(__file__).parents[2] / "entrypoints/tasks/gpt.py")
 
 @pytest.fixture(scope="module")
 def four(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> Quick:
-    """40 steps of a GPT on four processes, with a checkpoint in the middle."""
+    """Run 40 steps of a GPT on four processes, with a checkpoint in the middle."""
     flags = (*GPT, "--max-steps", "40", "--save-every", "20")
     return trainings.run(tmp_path_factory.mktemp("four"), "fsdp.py", *flags, processes=4)
 
@@ -36,7 +36,7 @@ def four(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> Quic
 def test_others_go_on_from_a_checkpoint_of_four(
     script: str, processes: int, more: list[str], four: Quick, trainings: Trainings, tmp_path: Path
 ) -> None:
-    """Bit for bit where nothing else is different, and within 1e-5 over 20 steps where the sums have another order."""
+    """Compare bit for bit with the same layout, and within 1e-5 over 20 steps where the order of sums differs."""
     flags = (*GPT, *more, "--max-steps", "40", "--resume", str(four.checkpoint("step-20")))
     resumed = trainings.run(tmp_path, script, *flags, processes=processes)
     found, wanted = resumed.losses(), four.losses()
@@ -47,16 +47,16 @@ def test_others_go_on_from_a_checkpoint_of_four(
 @pytest.mark.proof
 def test_fsdp_goes_on_from_a_checkpoint_of_ddp(trainings: Trainings, tmp_path: Path) -> None:
     flags = (*ODD, "--lr", "3e-3", "--clip", "1")
-    whole = trainings.run(tmp_path / "ddp", "ddp.py", *flags, processes=2)
-    flags = (*flags, "--resume", str(whole.checkpoint("step-6")))
+    uninterrupted = trainings.run(tmp_path / "ddp", "ddp.py", *flags, processes=2)
+    flags = (*flags, "--resume", str(uninterrupted.checkpoint("step-6")))
     resumed = trainings.run(tmp_path / "fsdp", "fsdp.py", *flags, processes=2)
-    assert resumed.losses() == pytest.approx({s: x for s, x in whole.losses().items() if s > 6}, abs=1e-5)
+    assert resumed.losses() == pytest.approx({s: x for s, x in uninterrupted.losses().items() if s > 6}, abs=1e-5)
 
 
 @pytest.mark.proof
 def test_a_preempted_run_resumes_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
     flags = (*ODD, "--epochs", "12", "--dropout", "0.2")
-    whole = trainings.run(tmp_path / "whole", "fsdp.py", *flags, processes=2)
+    uninterrupted = trainings.run(tmp_path / "whole", "fsdp.py", *flags, processes=2)
     stopped = trainings.start(tmp_path / "stopped", "fsdp.py", *flags, processes=2)
     stopped.until(15)
     stopped.preempt_file.touch()
@@ -65,25 +65,25 @@ def test_a_preempted_run_resumes_bit_for_bit(trainings: Trainings, tmp_path: Pat
     assert stopped.out.splitlines()[-1] == f"preempted at step {last} of 72, saved"
     resume = ("--resume", str(stopped.checkpoint(f"step-{last}")))
     resumed = trainings.run(tmp_path / "resumed", "fsdp.py", *flags, *resume, processes=2)
-    assert stopped.losses() | resumed.losses() == whole.losses()
-    assert resumed.notes("step-72")["best"] == whole.notes("step-72")["best"]
+    assert stopped.losses() | resumed.losses() == uninterrupted.losses()
+    assert resumed.notes("step-72")["best"] == uninterrupted.notes("step-72")["best"]
 
 
 def steps_of(run: Quick, name: str, parameter: str) -> float:
-    """How many gradients AdamW has seen of a parameter, as a checkpoint has it."""
+    """Return how many gradients of a parameter AdamW has counted in a checkpoint."""
     return float(run.adam(name)[parameter]["step"])
 
 
 @pytest.mark.proof
 def test_a_parameter_without_a_gradient_so_far_resumes_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
-    """The first gradient of the second head comes at step 10, in a run that goes on from step 6, too."""
+    """The second head gets its first gradient at step 10, also in a run that resumes from step 6."""
     flags = (*ODD, "--late", "9")
-    whole = trainings.run(tmp_path / "whole", "fsdp.py", *flags, processes=2)
-    resume = ("--resume", str(whole.checkpoint("step-6")))
+    uninterrupted = trainings.run(tmp_path / "whole", "fsdp.py", *flags, processes=2)
+    resume = ("--resume", str(uninterrupted.checkpoint("step-6")))
     resumed = trainings.run(tmp_path / "resumed", "fsdp.py", *flags, *resume, processes=2)
-    assert resumed.losses() == {step: loss for step, loss in whole.losses().items() if step > 6} != {}
-    assert steps_of(whole, "step-6", "second.weight") == 0
-    for run in (whole, resumed):
+    assert resumed.losses() == {step: loss for step, loss in uninterrupted.losses().items() if step > 6} != {}
+    assert steps_of(uninterrupted, "step-6", "second.weight") == 0
+    for run in (uninterrupted, resumed):
         assert steps_of(run, "step-18", "second.weight") == 9
         assert steps_of(run, "step-18", "head.weight") == 18
 
@@ -102,7 +102,7 @@ def test_what_saves_memory_or_time_changes_no_loss(
 
 @pytest.fixture(scope="module")
 def plain(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> Quick:
-    """The tests' own task on two processes."""
+    """Run the tests' own task on two processes."""
     return trainings.run(tmp_path_factory.mktemp("plain"), "fsdp.py", *ODD, processes=2)
 
 
@@ -115,7 +115,7 @@ def test_bf16_is_near(plain: Quick, trainings: Trainings, tmp_path: Path) -> Non
 
 @pytest.mark.proof
 def test_compiled_blocks_are_near(plain: Quick, trainings: Trainings, tmp_path: Path) -> None:
-    """torch's own compiler warns of what torch deprecates, so warnings are no errors here."""
+    """torch's compiler warns of its own deprecations, so warnings are not errors here."""
     flags = (*ODD, "--compile", "--recompute", "--max-steps", "18")
     run = trainings.start(tmp_path, "fsdp.py", *flags, processes=1, env={"PYTHONWARNINGS": "ignore"}).finish(240)
     assert run.code == 0, run.err
@@ -138,12 +138,12 @@ def test_where_one_runs_out_of_memory_all_halve(place: str, plain: Quick, traini
     assert run.losses() == pytest.approx(plain.losses(), rel=1e-6)
 
 
-# --------------------------------------------------------------------------------------------------------- what is told
+# --------------------------------------------------------------------------------------------------------------- output
 
 
 @pytest.mark.proof
 def test_what_is_written_under_bare_torchrun(tmp_path: Path) -> None:
-    """Metrics, event files, a trace, weights, checkpoints: in the folders that a platform names."""
+    """Check metrics, event files, a trace, weights and checkpoints in the platform's folders."""
     pytest.importorskip("tensorboard")
     load = pytest.importorskip("safetensors.torch").load_file
     env = {
@@ -165,7 +165,7 @@ def test_what_is_written_under_bare_torchrun(tmp_path: Path) -> None:
         assert line["tokens_per_s"] == pytest.approx(64 * line["samples_per_s"])
         assert 0 <= line["data_wait"] < 1
         assert line["peak_memory"] > 1e8
-        assert "mfu" not in line  # it is told of known GPUs only
+        assert "mfu" not in line  # only known GPUs have one
     assert {path.name for path in (tmp_path / "there").iterdir()} == {"step-6", "best"}
     names = {path.name.partition(".")[0] for path in (tmp_path / "results").iterdir()}
     assert names == {"events", "model", "trace-3-4"}
@@ -187,7 +187,7 @@ def test_without_the_libraries_it_says_so(trainings: Trainings, tmp_path: Path) 
 
 @pytest.mark.proof
 def test_stops_early_and_points_at_the_best(trainings: Trainings, tmp_path: Path) -> None:
-    """Labels that cannot be learned: what is learned makes the validation worse, sooner or later."""
+    """The labels are random, so what the model learns makes the validation worse sooner or later."""
     flags = (*ODD, "--noise", "--epochs", "60", "--patience", "3", "--lr", "0.05")
     run = trainings.run(tmp_path / "run", "fsdp.py", *flags, processes=2)
     losses = {line["step"]: line["val_loss"] for line in run.metrics() if "val_loss" in line}
@@ -198,7 +198,7 @@ def test_stops_early_and_points_at_the_best(trainings: Trainings, tmp_path: Path
     assert run.out.splitlines()[-1].endswith(f"with the weights of step {best}")
     notes = run.notes(f"step-{max(losses)}")
     assert (notes["best"]["step"], notes["best"]["loss"]) == (best, losses[best])
-    # One that goes on from there knows: there is nothing left to do.
+    # A run that resumes from there has nothing left to do.
     resume = ("--resume", str(run.checkpoint(f"step-{max(losses)}")))
     again = trainings.run(tmp_path / "again", "fsdp.py", *flags, *resume, processes=2)
     assert (again.metrics(), again.out.splitlines()[-1]) == ([], run.out.splitlines()[-1])
@@ -207,8 +207,8 @@ def test_stops_early_and_points_at_the_best(trainings: Trainings, tmp_path: Path
 @pytest.mark.proof
 def test_patience_begins_where_a_checkpoint_of_ddp_ends(trainings: Trainings, tmp_path: Path) -> None:
     flags = (*ODD, "--lr", "3e-3")
-    whole = trainings.run(tmp_path / "ddp", "ddp.py", *flags, processes=2)
-    flags = (*flags, "--patience", "1", "--resume", str(whole.checkpoint("step-12")))
+    uninterrupted = trainings.run(tmp_path / "ddp", "ddp.py", *flags, processes=2)
+    flags = (*flags, "--patience", "1", "--resume", str(uninterrupted.checkpoint("step-12")))
     run = trainings.run(tmp_path / "fsdp", "fsdp.py", *flags, processes=2)
     assert list(run.losses()) == list(range(13, 19))
 
@@ -216,10 +216,10 @@ def test_patience_begins_where_a_checkpoint_of_ddp_ends(trainings: Trainings, tm
 @pytest.mark.proof
 def test_any_seed_and_another_precision_than_the_checkpoint(trainings: Trainings, tmp_path: Path) -> None:
     flags = (*ODD, "--seed", "1234567890")
-    whole = trainings.run(tmp_path / "whole", "fsdp.py", *flags, processes=2)
-    flags = (*flags, "--precision", "fp16", "--resume", str(whole.checkpoint("step-6")))
+    uninterrupted = trainings.run(tmp_path / "whole", "fsdp.py", *flags, processes=2)
+    flags = (*flags, "--precision", "fp16", "--resume", str(uninterrupted.checkpoint("step-6")))
     run = trainings.run(tmp_path / "fp16", "fsdp.py", *flags, processes=2)
-    assert run.losses() == pytest.approx({s: x for s, x in whole.losses().items() if s > 6}, rel=0.02)
+    assert run.losses() == pytest.approx({s: x for s, x in uninterrupted.losses().items() if s > 6}, rel=0.02)
 
 
 REFUSALS = {

@@ -1,4 +1,4 @@
-"""Both entry points on 2 nodes of 2 ranks: killed somewhere, they go on as if nothing had been, bit for bit."""
+"""Both entry points on 2 nodes of 2 ranks: after a kill they resume bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS = ("--task", "odd.py", "--samples", "160", "--global-batch", "16", "--drop
 PAUSE = ("--pause", "0.025")
 """4 samples of a rank: a tenth of a second for a step, and more for one of fsdp.py."""
 LATEST = 2.0
-"""Seconds after the first complete checkpoint until the kill, at most: there is as much left to do, at least."""
+"""Most seconds from the first complete checkpoint to the kill. At least as much work is then left."""
 KILL = """
 import os, signal, sys
 from pathlib import Path
@@ -46,7 +46,7 @@ TRIED = [
 
 @pytest.fixture(scope="module")
 def uninterrupted(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[int, float]]:
-    """The losses of a run that nothing befell; on one node, which must not matter."""
+    """Return a function that gives the losses of a run without faults. It runs on one node, which must not matter."""
     known: dict[str, dict[int, float]] = {}
 
     def of(script: str) -> dict[int, float]:
@@ -101,7 +101,7 @@ def test_goes_on_bit_for_bit(
 
 
 def losses(live: Path, attempt: str) -> dict[int, float]:
-    """What the metrics of an attempt say so far."""
+    """Return the losses in the metrics of an attempt so far."""
     rows = [
         json.loads(line)
         for file in (live / "metrics").glob(f"{attempt}-node-*.jsonl")
@@ -111,7 +111,7 @@ def losses(live: Path, attempt: str) -> dict[int, float]:
 
 
 def kill(jobs: Jobs, run: Any, engine: Any, script: str, rank: int) -> None:
-    """A rank, without a word."""
+    """Kill a rank with SIGKILL."""
     if engine is None:
         mine = [
             pid for pid, line in jobs.processes().items() if script in line and jobs.variable(pid, "RANK") == str(rank)

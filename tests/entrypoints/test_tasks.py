@@ -1,4 +1,4 @@
-"""The tasks that ship, the page that tells of them, and that a GPT learns."""
+"""The shipped tasks, their page, and a GPT that learns."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_task_keeps_the_contract(name: str, data: Path, items: int) -> None:
     loss, others = module.compute_loss(model, batch)
     assert loss.item() / items == pytest.approx(torch.tensor(10.0 if name == "digits" else 256.0).log().item(), rel=0.1)
     assert 0 <= others["accuracy"] <= items
-    # Sums: of two halves, those of the whole.
+    # The loss is a sum: the losses of two halves add up to the whole batch's.
     halves = [module.compute_loss(model, [part[half] for part in batch])[0] for half in (slice(2), slice(2, 4))]
     assert sum(halves).item() == pytest.approx(loss.item(), rel=1e-5)
     with torch.device("meta"):
@@ -70,7 +70,8 @@ def test_the_page_tells_of_every_name_of_a_task() -> None:
 
 
 def test_the_gpt_counts_its_operations() -> None:
-    """GPT-2's smallest with 50,304 rows: 6 for each of its 85 million weights and of the head's, and attention."""
+    """GPT-2's smallest model with 50,304 rows: 6 operations for each of its 85 million weights, the head's weights, and
+    attention."""
     module = task("gpt")
     flags = ("--layers", "12", "--heads", "12", "--width", "768", "--context", "1024", "--vocabulary", "50304")
     with torch.device("meta"):
@@ -80,7 +81,7 @@ def test_the_gpt_counts_its_operations() -> None:
 
 
 def test_the_data_is_where_a_channel_puts_it(tmp_path: Path) -> None:
-    """A file, or a folder that holds it alone."""
+    """Check a file and a folder that holds only that file."""
     for name, file in (("digits", DIGITS), ("gpt", TEXT)):
         module, folder = task(name), tmp_path / name
         folder.mkdir()
@@ -96,7 +97,7 @@ def test_the_data_is_where_a_channel_puts_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.proof
 def test_the_gpt_learns(trainings: Trainings, tmp_path: Path) -> None:
-    """300 steps of a smaller one. A model that knows the byte before, and no more, is at 2.43 at best."""
+    """Run 300 steps of a smaller model. A model that knows only the previous byte reaches 2.43 at best."""
     flags = ("--train", str(TEXT), "--layers", "2", "--width", "96", "--lr", "6e-3", "--max-steps", "300")
     run = trainings.run(tmp_path, "fsdp.py", *flags)
     assert run.metrics()[-1]["val_loss"] < 2.4

@@ -1,4 +1,4 @@
-"""The root cause among many failures: consequences last whatever their stamp, then whoever was first."""
+"""The root cause among many failures: consequences come last whatever their time, then the earliest failure."""
 
 # ruff: noqa: E501  what torch, gloo and NCCL print is quoted as it is
 
@@ -32,7 +32,7 @@ def lost(node: int, ms: float = 0) -> Failure:
     return Failure(kind="lost", node=node, exception="was lost: the connection ended", time_ns=T + int(ms * MS))
 
 
-#: What torch, gloo and NCCL say on a rank whose peer has gone, as printed by them.
+#: Errors that torch, gloo and NCCL print on a rank whose peer has died.
 CONSEQUENCES = [
     "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:27352",
     "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Read error [10.0.0.2]:4471: Connection reset by peer",
@@ -106,7 +106,7 @@ def test_the_first_of_the_causes_whatever_comes_in_whatever_order(
 
 
 def test_twenty_milliseconds_are_enough() -> None:
-    """torchrun's stamps are whole seconds: it would name rank 0 here."""
+    """torchrun's times are whole seconds, so it would name rank 0 here."""
     failures = [
         error(0, "ValueError: second", ms=20),
         error(1, "ValueError: first", ms=0),
@@ -124,10 +124,10 @@ def test_nothing_of_nothing() -> None:
 @for_each(
     ("failures", "stopped_ms", "rank"),
     [
-        # A silent death with a code of its own is a cause, the peers' complaints are not.
+        # A silent death with its own exit code is a cause. The peers' errors are not.
         ([died(1, -9, ms=5), error(0, CONSEQUENCES[0], ms=4)], None, 1),
         ([died(2, 42), error(3, CONSEQUENCES[0], ms=1), died(0, -15, ms=9)], None, 2),
-        # Whoever was told to end is never the cause.
+        # A rank that was stopped by a signal is never the cause.
         ([died(0, -15, ms=-5), error(1, "ValueError: x", ms=3000)], None, 1),
         # Died after we began to kill: that was us.
         ([died(0, -9, ms=100), error(1, "ValueError: x", ms=200)], 50, 1),

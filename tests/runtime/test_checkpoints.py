@@ -1,4 +1,4 @@
-"""Checkpoints as folders: what counts as finished and complete, and copies that are proved when they come back."""
+"""Checkpoints as folders: which ones are finished or complete, and restored copies whose digests are checked."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def watch(tmp_path: Path, *patterns: str) -> Watch:
 def committed(
     live: Path, name: str = "step-1", folder: str = "0.0-1", files: dict[str, bytes] | None = None, **changes: Any
 ) -> Checkpoint:
-    """A checkpoint as the mirror leaves it."""
+    """Write a checkpoint as the mirror commits it."""
     files = {f"node-0/{name}/a.pt": b"A" * 10, f"node-1/{name}/b.pt": b"B" * 20} if files is None else files
     where = live / name / folder
     for key, data in files.items():
@@ -77,7 +77,7 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-# ---------------------------------------------------------------------------------------------- what a script has there
+# ---------------------------------------------------------------------------------------------------- files of a script
 
 
 def test_top_level_entries_are_checkpoints_and_hidden_ones_are_not(tmp_path: Path) -> None:
@@ -229,11 +229,11 @@ def test_complete_ones_in_order_of_attempt_time_and_number(tmp_path: Path) -> No
 def test_what_is_not_whole_is_not_complete_and_said_so(tmp_path: Path, spoil: Any) -> None:
     good = committed(tmp_path, "step-0")
     spoil(committed(tmp_path))
-    said: list[str] = []
-    assert [c.folder for c in complete(tmp_path, say=said.append)] == [good.folder]
-    assert len(said) <= 1
+    messages: list[str] = []
+    assert [c.folder for c in complete(tmp_path, say=messages.append)] == [good.folder]
+    assert len(messages) <= 1
     if (tmp_path / "step-1/0.0-1" / COMMIT).exists():
-        assert said[0].startswith("checkpoint step-1/0.0-1 is not complete (")
+        assert messages[0].startswith("checkpoint step-1/0.0-1 is not complete (")
 
 
 def test_a_checkpoint_is_found_from_itself_its_name_and_all(tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_pointers_that_cannot_be_read_name_nothing(tmp_path: Path) -> None:
     assert read_pointers(tmp_path) == {0: {"best": Pointer(target="step-1", link=False)}}
 
 
-# ------------------------------------------------------------------------------------------ what comes back at a resume
+# --------------------------------------------------------------------------------------------------- restored on resume
 
 
 def workspace(scratch: Path) -> Workspace:
@@ -409,7 +409,7 @@ def workspace(scratch: Path) -> Workspace:
 
 
 def resuming(live: Path, *saved: str) -> Resume:
-    """A run with these checkpoints of one file each, oldest first: name, folder and content."""
+    """Return a run with these checkpoints of one file each, oldest first: name, folder and content."""
     for time_, (name, folder, data) in enumerate(map(str.split, saved), start=1):
         committed(live / "checkpoints", name, folder, {f"node-0/{name}": data.encode()}, saved=float(time_))
     return Resume(live=live, given=None, url=None, say=print)
@@ -417,7 +417,7 @@ def resuming(live: Path, *saved: str) -> Resume:
 
 @pytest.mark.parametrize("name", ["last.ckpt", "last"])
 def test_a_checkpoint_without_a_number_comes_back_beside_the_newest(tmp_path: Path, name: str) -> None:
-    """As Lightning's ``last.ckpt``, which was being written when the run ended: the one before it is there."""
+    """Lightning's ``last.ckpt`` was being written when the run ended. The previous version is restored."""
     below = "/model.ckpt" if name == "last" else ""
     kinds = [("epoch=1", 1, 1.0), (name, 2, 2.0), (name, 3, 3.0), ("epoch=2", 4, 4.0)]
     for kind, seq, saved in kinds:
@@ -430,7 +430,7 @@ def test_a_checkpoint_without_a_number_comes_back_beside_the_newest(tmp_path: Pa
 
 
 def test_the_newest_of_a_checkpoint_s_versions_comes_back(tmp_path: Path) -> None:
-    """Lightning, resumed twice: each time it writes another ``last-v1.ckpt``, and looks for the newest ``last*``."""
+    """Lightning was resumed twice. Each time it writes a new ``last-v1.ckpt`` and looks for the newest ``last*``."""
 
     def last(space: Workspace) -> str:
         found = [path for path in space.checkpoints.iterdir() if path.name.startswith("last")]
@@ -456,19 +456,23 @@ def test_the_newest_of_a_checkpoint_s_versions_comes_back(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("below", ["", "/model.pt"])
 def test_what_comes_back_is_as_old_as_its_kind_by_its_time(tmp_path: Path, below: str) -> None:
-    """A script that takes the newest file, or the newest of a kind, finds the right one, however small they are."""
+    """A script that takes the newest file, or the newest of a kind, finds the right one however small the files are."""
     names = ["z-last", "step-1", "a-last", "step-2"]
     for seq, name in enumerate(names, start=1):
         committed(tmp_path / "checkpoints", name, f"0.0-{seq}", {f"node-0/{name}{below}": b"A"}, saved=float(seq))
     write_pointers(tmp_path, 0, {"best": Pointer(target="step-1", link=True)})
     resume, space = resuming(tmp_path), workspace(tmp_path / "scratch")
     message = next(resume.candidates())[2]
-    assert message["also"] == ["a-last/0.0-3", "step-1/0.0-2", "z-last/0.0-1"]  # where there is no room, the older go
+    assert message["also"] == [
+        "a-last/0.0-3",
+        "step-1/0.0-2",
+        "z-last/0.0-1",
+    ]  # without room, older ones are left
     assert resume.restore(message, space) == ("", False)
     assert os.readlink(space.checkpoints / "best") == "step-1"
     for kind in {"", below}:
         paths = [Path(f"{space.checkpoints / name}{kind}") for name in names]
-        times = [int(path.stat().st_mtime) for path in paths]  # on a file system that keeps whole seconds
+        times = [int(path.stat().st_mtime) for path in paths]  # also on a file system with times in whole seconds
         assert times == sorted(set(times)), kind
         assert times[-1] <= time.time()
 
@@ -517,7 +521,7 @@ def test_the_newest_has_the_room_that_there_is(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_of_one_kind_the_shape_is_the_newest_s(tmp_path: Path) -> None:
-    """Another one of the kind, which comes back as the script's best, had more files."""
+    """Another checkpoint of the kind, restored as the script's best, had more files."""
     for seq, files in enumerate((["a", "b"], ["a"]), start=1):
         name = f"step-{seq}"
         committed(tmp_path / "checkpoints", name, f"0.0-{seq}", {f"node-0/{name}/{f}": b"A" for f in files})
@@ -606,7 +610,7 @@ def test_files_of_single_ranks_need_their_number_of_nodes(files: list[str], own:
 
 
 def test_files_of_single_ranks_of_an_unknown_number_of_nodes_need_the_most() -> None:
-    """As commits of earlier versions have it, and a folder without a commit."""
+    """Commits of earlier versions, and a folder without a commit, do not record the number of nodes."""
     item = Checkpoint(name="a", key="k", committed=1.0, saved=1.0, files={"node-0/a/rank_0.pt": (1, "")})
     why = "checkpoint a has files of single ranks (a/rank_0.pt), and does not say how many nodes wrote it"
     assert item.node_counts((4, 2)) == ((4,), f"{why}, so it needs 4 nodes")
@@ -615,7 +619,7 @@ def test_files_of_single_ranks_of_an_unknown_number_of_nodes_need_the_most() -> 
 
 
 def test_a_node_does_not_resume_from_files_of_ranks_that_are_gone(tmp_path: Path) -> None:
-    """Neither from its own, nor from those of another run."""
+    """Check the run's own checkpoints and another run's."""
     files = {f"node-{node}/step-1/rank_{node}.pt": b"x" for node in range(4)}
     committed(tmp_path / "own/checkpoints", files=files, run_nodes=4)
     committed(tmp_path / "other/checkpoints", files=files)  # of an earlier version

@@ -22,8 +22,8 @@ from cloudtrain.runtime.store_checkpoints import RefusedError, find_newest
 from cloudtrain.runtime.timings import TIMINGS
 from cloudtrain.runtime.workspace import Workspace
 
-#: A file system over local files, as one of fsspec's own that is reached by ``fake:///folder``. ``TIME`` says how it
-#: tells times, the file ``$FAIL`` how often a listing of what has the text ``$FAILS`` in it is still to fail.
+#: A file system over local files, reached like one of fsspec's own by ``fake:///folder``.
+#: ``TIME`` sets the form of its times. The file ``$FAIL`` holds how many listings that contain ``$FAILS`` still fail.
 FAKE = """
 import os
 from datetime import datetime, timezone
@@ -75,7 +75,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fake(tmp_path: Path) -> dict[str, str]:
-    """The environment of a Python whose fsspec knows ``fake``."""
+    """Return the environment of a Python whose fsspec knows ``fake``."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/fakefs.py").write_text(FAKE)
     (tmp_path / "lib/sitecustomize.py").write_text(
@@ -85,7 +85,7 @@ def fake(tmp_path: Path) -> dict[str, str]:
 
 
 def checkpoint(folder: Path, saved: float | None, **shards: float) -> None:
-    """``.metadata`` of the time ``saved`` and shards of theirs."""
+    """Write ``.metadata`` with the time ``saved``, and shards with their own times."""
     folder.mkdir(parents=True)
     files = {f"{name}.distcp": when for name, when in shards.items()}
     for name, when in {**files, **({".metadata": saved} if saved is not None else {})}.items():
@@ -96,8 +96,8 @@ def checkpoint(folder: Path, saved: float | None, **shards: float) -> None:
 def ask(
     url: str, environ: dict[str, str] | None = None, python: str = sys.executable
 ) -> tuple[Checkpoint | None, list[str]]:
-    said: list[str] = []
-    return find_newest(url, python=python, environ=environ or dict(os.environ), say=said.append), said
+    messages: list[str] = []
+    return find_newest(url, python=python, environ=environ or dict(os.environ), say=messages.append), messages
 
 
 SCHEMES = pytest.mark.parametrize("scheme", ["file", "fake"])
@@ -114,10 +114,10 @@ def test_the_newest_with_metadata_that_is_the_last_of_its_files(
     checkpoint(root / "step-4", None, a=4000.0)
     (root / "a-file").write_text("x")
     (root / "step-5").mkdir()
-    found, said = ask(f"{scheme}://{root}", fake)
+    found, lines = ask(f"{scheme}://{root}", fake)
     assert found is not None
     assert (found.key, found.saved) == (f"{scheme}://{root}/step-2", 2000.0)
-    assert said == [
+    assert lines == [
         f"checkpoint {scheme}://{root}/step-3 is not complete (a.distcp is newer than its .metadata); skipped"
     ]
 
@@ -126,9 +126,9 @@ def test_the_newest_with_metadata_that_is_the_last_of_its_files(
 def test_a_shard_deeper_down_counts_too(tmp_path: Path, fake: dict[str, str], scheme: str) -> None:
     checkpoint(tmp_path / "store/step-1", 1000.0, a=998.0)
     checkpoint(tmp_path / "store/step-1/sub", None, b=1001.0)
-    found, said = ask(f"{scheme}://{tmp_path}/store", fake)
+    found, lines = ask(f"{scheme}://{tmp_path}/store", fake)
     assert found is None
-    assert "sub/b.distcp" in said[0]
+    assert "sub/b.distcp" in lines[0]
 
 
 @SCHEMES
@@ -152,10 +152,10 @@ def test_nothing_there_is_none_without_a_word(tmp_path: Path, fake: dict[str, st
 def test_times_as_file_systems_tell_them(tmp_path: Path, fake: dict[str, str], told: str) -> None:
     checkpoint(tmp_path / "store/step-1", 1700000000.25, a=1700000000.25)
     checkpoint(tmp_path / "store/step-2", 1700000001.0, a=1700000001.5)
-    found, said = ask(f"fake://{tmp_path}/store", {**fake, "TIME": told, "TZ": "Asia/Tokyo"})
+    found, lines = ask(f"fake://{tmp_path}/store", {**fake, "TIME": told, "TZ": "Asia/Tokyo"})
     assert found is not None
     assert (found.key, found.saved) == (f"fake://{tmp_path}/store/step-1", 1700000000.25)
-    assert "step-2" in said[0]
+    assert "step-2" in lines[0]
 
 
 @pytest.mark.slow
@@ -164,15 +164,15 @@ def test_times_as_file_systems_tell_them(tmp_path: Path, fake: dict[str, str], t
 def test_a_listing_that_fails_is_tried_three_times(
     tmp_path: Path, fake: dict[str, str], fails: str, often: int
 ) -> None:
-    """Also one of a single entry, which fsspec would leave out and say nothing."""
+    """Check also the listing of a single entry, whose failure fsspec would hide."""
     checkpoint(tmp_path / "store/step-1", 1000.0, a=998.0)
     checkpoint(tmp_path / "store/step-2", 2000.0, a=1998.0)
     (tmp_path / "fail").write_text(str(often))
     environ = {**fake, "FAIL": str(tmp_path / "fail"), "FAILS": fails}
     if often == 2:
-        found, said = ask(f"fake://{tmp_path}/store", environ)
+        found, lines = ask(f"fake://{tmp_path}/store", environ)
         assert found is not None
-        assert (found.key, said) == (f"fake://{tmp_path}/store/step-2", [])
+        assert (found.key, lines) == (f"fake://{tmp_path}/store/step-2", [])
     else:
         with pytest.raises(StorageError, match="cannot be listed: PermissionError: AccessDenied: no listing"):
             ask(f"fake://{tmp_path}/store", environ)
@@ -191,9 +191,9 @@ def test_a_mount_that_fails_is_tried_three_times(tmp_path: Path, monkeypatch: py
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", stale)
-    found, said = ask(f"file://{tmp_path}/store")
+    found, lines = ask(f"file://{tmp_path}/store")
     assert found is not None
-    assert said == []
+    assert lines == []
     tries[:] = []
     monkeypatch.setattr(TIMINGS, "store_pauses", (0.0,))
     with pytest.raises(StorageError, match="Stale file handle"):
@@ -227,9 +227,9 @@ def test_without_a_back_end_there_is_nothing_to_find(tmp_path: Path, url: str, m
     if module:
         (tmp_path / module).write_text("raise ImportError('no fsspec here')\n")
         environ["PYTHONPATH"] = str(tmp_path)
-    found, said = ask(url, environ)
+    found, lines = ask(url, environ)
     assert found is None
-    (line,) = said
+    (line,) = lines
     assert line.startswith(f"{url} is not looked at for checkpoints: ")
     assert why in line
 
@@ -257,17 +257,17 @@ def test_on_object_stores(request: pytest.FixtureRequest, store: str) -> None:
     assert ask(url, environ) == (None, [])
     write("step-1/__0_0.distcp", "weights", "step-1/.metadata", "last", "step-2/__0_0.distcp", "weights")
     before = time.time()
-    found, said = ask(url, environ)
+    found, lines = ask(url, environ)
     assert found is not None
-    assert (found.key, said) == (f"{url}/step-1", [])
+    assert (found.key, lines) == (f"{url}/step-1", [])
     assert abs(found.saved - before) < 60
     write("step-2/.metadata", "last")
-    time.sleep(1.1)  # these stores tell whole seconds
+    time.sleep(1.1)  # these stores keep whole seconds
     write("step-1/__0_0.distcp", "written over")
-    found, said = ask(url, environ)
+    found, lines = ask(url, environ)
     assert found is not None
     assert found.key == f"{url}/step-2"
-    assert said == [f"checkpoint {url}/step-1 is not complete (__0_0.distcp is newer than its .metadata); skipped"]
+    assert lines == [f"checkpoint {url}/step-1 is not complete (__0_0.distcp is newer than its .metadata); skipped"]
     bucket = f"{url.partition('://')[0]}://no-such-bucket/x"
     assert ask(bucket, environ) == (None, [])
 
@@ -292,7 +292,7 @@ def test_a_workspace_looks_where_its_store_is_mounted(tmp_path: Path) -> None:
 
 
 def test_a_workspace_looks_at_the_mount_of_its_bucket(tmp_path: Path) -> None:
-    """The script writes to the bucket by its URL, and resumes from there. To look needs no credentials."""
+    """The script writes to the bucket by its URL and resumes from it. The check needs no credentials."""
     space = workspace(tmp_path, url="s3://no-such-bucket/x", shown="mounted", secrets=lambda reference: "secret")
     assert space.direct() is None
     checkpoint(tmp_path / "store/step-1", 1000.0, a=998.0)
@@ -340,8 +340,8 @@ def test_a_store_that_does_not_answer_matters_to_a_run_that_may_have_used_it(
         (tmp_path / "live" / name).write_text(json.dumps(record or whole))
     (tmp_path / "store").write_text("a file where the folder should be")
     space = workspace(tmp_path, secrets=lambda reference: "secret")
-    said: list[str] = []
-    resume = Resume(live=tmp_path / "live", given=None, url=None, say=said.append)
+    messages: list[str] = []
+    resume = Resume(live=tmp_path / "live", given=None, url=None, say=messages.append)
     now = [0.0]
     monkeypatch.setattr(TIMINGS, "store_silent", 2.5)
     monkeypatch.setattr(TIMINGS, "store_again", 1.5)
@@ -353,9 +353,9 @@ def test_a_store_that_does_not_answer_matters_to_a_run_that_may_have_used_it(
             resume.direct(space)
         return
     assert resume.direct(space) is None
-    assert len(said) == tries
-    assert all("cannot be listed" in line for line in said)
-    assert said[-1].endswith("nothing there is resumed from")
+    assert len(messages) == tries
+    assert all("cannot be listed" in line for line in messages)
+    assert messages[-1].endswith("nothing there is resumed from")
 
 
 def test_a_store_that_answers_in_time_is_resumed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,16 +395,17 @@ def test_a_store_that_answers_in_time_is_resumed_from(tmp_path: Path, monkeypatc
 def test_what_a_listing_that_fails_means(
     tmp_path: Path, fake: dict[str, str], code: str, kind: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refusal differs from silence. A library's fault is no proof of an empty store; a missing library is."""
+    """A refusal differs from no answer. A library's error does not prove that the store is empty; a missing library
+    does."""
     monkeypatch.setattr(TIMINGS, "store_pauses", ())
     (tmp_path / "lib/fakefs.py").write_text(
         f"{FAKE}\n    def ls(self, path, detail=True, **kwargs):\n        fs = self\n        {code}\n"
     )
     if kind is None:
-        found, said = ask(f"fake://{tmp_path}/store", fake)
+        found, lines = ask(f"fake://{tmp_path}/store", fake)
         assert found is None
-        assert "is not looked at for checkpoints: " in said[0]
-        assert "NotImplementedError" in said[0] or "ModuleNotFoundError" in said[0]
+        assert "is not looked at for checkpoints: " in lines[0]
+        assert "NotImplementedError" in lines[0] or "ModuleNotFoundError" in lines[0]
         return
     with pytest.raises(StorageError, match="cannot be listed") as caught:
         ask(f"fake://{tmp_path}/store", fake)
@@ -424,7 +425,7 @@ def test_a_store_that_refuses_holds_nothing_of_the_script(tmp_path: Path, fake: 
         def direct(self) -> Checkpoint | None:
             return find_newest(url, python=sys.executable, environ=environ, say=print)
 
-    said: list[str] = []
-    resume = Resume(live=tmp_path / "live", given=None, url=None, say=said.append)
+    messages: list[str] = []
+    resume = Resume(live=tmp_path / "live", given=None, url=None, say=messages.append)
     assert resume.direct(Refusing()) is None  # type: ignore[arg-type]
-    assert "AccessDenied" in said[0]
+    assert "AccessDenied" in messages[0]

@@ -33,7 +33,7 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Pl
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A node with two GPUs, driver 535.161.08 and compatibility libraries of 580.65.06."""
+    """Prepare a node with two GPUs, driver 535.161.08 and compatibility libraries of 580.65.06."""
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "dev" / name).touch()
@@ -138,13 +138,13 @@ def test_gpus_that_pytorch_cannot_use(machine: Path, error: str, cuda: str, cate
 
 
 def test_a_pytorch_for_cpus_may_be_there_for_the_data(machine: Path) -> None:
-    """As of a script of JAX, which ``launcher = "python"`` starts; a driver that is too old is trouble all the same."""
-    said: list[str] = []
+    """A JAX script with ``launcher = "python"`` may have one. A driver that is too old is an error all the same."""
+    messages: list[str] = []
     environ = torch(machine, error="Torch not compiled with CUDA enabled", cuda="None")
-    assert trouble(machine, environ, say=said.append, needed=False) is None
-    assert "built without CUDA" in said[0]
+    assert trouble(machine, environ, say=messages.append, needed=False) is None
+    assert "built without CUDA" in messages[0]
     environ = torch(machine, error=TOO_OLD)
-    assert trouble(machine, environ, say=said.append, needed=False) is not None
+    assert trouble(machine, environ, say=messages.append, needed=False) is not None
 
 
 @pytest.mark.parametrize(
@@ -157,12 +157,12 @@ def test_a_pytorch_for_cpus_may_be_there_for_the_data(machine: Path) -> None:
     ],
 )
 def test_an_error_that_the_ranks_need_not_meet_is_only_said(machine: Path, error: str) -> None:
-    """A job of GPUs that are shared, or that a process has for itself for now, would run."""
-    said: list[str] = []
-    assert trouble(machine, torch(machine, error=error), say=said.append) is None
-    assert error.splitlines()[0] in said[0]
-    assert "the ranks start all the same" in said[0]
-    assert "\n" not in said[0]
+    """GPUs may be shared or in exclusive use for now, and the job would still run."""
+    messages: list[str] = []
+    assert trouble(machine, torch(machine, error=error), say=messages.append) is None
+    assert error.splitlines()[0] in messages[0]
+    assert "the ranks start all the same" in messages[0]
+    assert "\n" not in messages[0]
 
 
 @pytest.mark.slow
@@ -175,22 +175,22 @@ def test_a_job_that_hides_all_gpus_needs_none(machine: Path, hidden: str) -> Non
 
 
 def test_a_check_that_no_signal_ends_is_left_behind(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver may hold it in state D, where SIGKILL waits too."""
+    """The driver may hold the check in state D, where SIGKILL waits too."""
     slow = torch(machine)
     (machine / "modules" / "torch.py").write_text("import time\ntime.sleep(60)")
     killed: list[int] = []
     monkeypatch.setattr(gpus.os, "killpg", lambda pid, number: killed.append(pid))
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: killed.append(process.pid))
     monkeypatch.setattr(TIMINGS, "gpu_check", 0.5)
-    said: list[str] = []
+    messages: list[str] = []
     found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(trouble(machine, slow, say=said.append)), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(trouble(machine, slow, say=messages.append)), daemon=True)
     thread.start()
     thread.join(20)
     monkeypatch.undo()
     gpus.os.kill(killed[0], signal.SIGKILL)
     assert found == [None]
-    assert "within 0 s; the ranks start" in said[0]
+    assert "within 0 s; the ranks start" in messages[0]
 
 
 def test_a_node_hears_its_stop_signal_while_pytorch_begins(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_what_tells_nothing_is_no_trouble(machine: Path, monkeypatch: pytest.Mon
 def test_a_node_ends_before_its_ranks_start(
     machine: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, groups: str | None, failed: bool
 ) -> None:
-    """As category image, which no attempt follows: a container's GPUs alone are the job's for certain."""
+    """The category is image, which no attempt follows. Only a container's GPUs surely belong to the job."""
     monkeypatch.setenv("PYTHONPATH", torch(machine, error=TOO_OLD)["PYTHONPATH"])
     node = node_of(machine, monkeypatch, launcher=launcher, groups=groups)
     node._prepare_and_join()

@@ -1,4 +1,5 @@
-"""What grows, by its own thread: nothing ends that thread, and the end waits for what can still arrive, no longer."""
+"""Mirroring of growing files in a thread: no error ends the thread, and the end waits only for files that can still
+come."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from cloudtrain.runtime.timings import TIMINGS
 
 
 class One:
-    """A `Growing` over a folder and a metrics file, and what it told."""
+    """A `Growing` over a folder and a metrics file, with its log lines."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.artifacts, self.live = tmp_path / "artifacts", tmp_path / "live"
@@ -62,7 +63,7 @@ def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[One]:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, *errors: OSError) -> list[int]:
-    """`replace_file` fails so often, then does its work; the list holds one item for each try."""
+    """Make `replace_file` fail with ``errors``, then work. Return a list with one item for each try."""
     left, tries, whole = list(errors), [], mirror_files.replace_file
 
     def copy(source: Path, target: Path, moved: Callable[[Path, int], None], **more: Any) -> None:
@@ -79,7 +80,7 @@ def test_folders_that_come_and_go_while_they_are_listed_end_nothing(one: One, mo
     listing, scandir = threading.Event(), os.scandir
 
     def late(path: Any) -> Any:
-        """The script is quicker: what is to be listed has just gone."""
+        """Let the script remove the folder just before it is listed."""
         if str(path).endswith("gone"):
             shutil.rmtree(path, ignore_errors=True)
             listing.set()
@@ -230,12 +231,12 @@ def test_what_ails_the_target_is_waited_for(one: One, monkeypatch: pytest.Monkey
 def test_a_file_that_has_become_none_is_not_waited_for(one: One, monkeypatch: pytest.MonkeyPatch) -> None:
     source = one.artifacts / "a"
     source.write_text("x")
-    whole = mirror_files.replace_file
+    original = mirror_files.replace_file
 
     def copy(file: Path, target: Path, moved: Callable[[Path, int], None], **more: Any) -> None:
         file.unlink()
         file.mkdir()
-        whole(file, target, moved)
+        original(file, target, moved)
 
     monkeypatch.setattr(mirror_files, "replace_file", copy)
     one.growing.finish()
@@ -277,14 +278,14 @@ def test_what_was_brought_back_is_not_copied_again(tmp_path: Path) -> None:
 
 
 def test_a_file_that_takes_long_to_copy_takes_a_tenth_of_the_time(one: One, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second file is copied as often as ever meanwhile."""
+    """A second file is copied as often as before."""
     copies: dict[str, int] = {"big": 0, "quick": 0}
-    whole = mirror_files.replace_file
+    original = mirror_files.replace_file
 
     def copy(source: Path, target: Path, moved: Callable[[Path, int], None], **more: Any) -> None:
         copies[source.name] += 1
         time.sleep(0.3 if source.name == "big" else 0)
-        whole(source, target, moved, **more)
+        original(source, target, moved, **more)
 
     monkeypatch.setattr(mirror_files, "replace_file", copy)
     one.growing.start()

@@ -26,13 +26,13 @@ WORDS = (
 
 
 def outside() -> dict[str, str]:
-    """An environment that no launcher and no platform has touched."""
+    """Return an environment without variables of a launcher or a platform."""
     return {name: value for name, value in os.environ.items() if not name.startswith(WORDS)}
 
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder of plain python, off the platform."""
+    """Enter the working folder of plain python, off the platform."""
     for name in os.environ.keys() - outside().keys():
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
@@ -233,7 +233,7 @@ def test_nothing_appears_of_a_checkpoint_that_failed(bare: Path) -> None:
 
     with pytest.raises(OSError, match="full"), runtime.saving("step-1") as folder:
         fill(folder)
-    assert names(bare / "checkpoints") == []  # nor does it keep the disk full
+    assert names(bare / "checkpoints") == []  # nor does it fill the disk
 
 
 def test_what_a_killed_process_left_is_no_part_of_the_next(bare: Path) -> None:
@@ -311,7 +311,7 @@ def test_it_comes_out_of_the_zip_and_imports_no_torch(tmp_path: Path) -> None:
 
 
 def torchrun(folder: Path, script: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Two ranks of ``script``, which has rank 0's and rank 1's own lines only."""
+    """Run ``script`` on two ranks, with rank 0's and rank 1's own lines."""
     (folder / "script.py").write_text(GROUP + textwrap.dedent(script))
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--", "script.py"],
@@ -332,7 +332,8 @@ rank = dist.get_rank()
 
 @pytest.mark.slow
 def test_all_ranks_see_a_notice_at_the_same_step_and_save_together(tmp_path: Path) -> None:
-    """The slowest rank decides when a checkpoint is there. One start of torchrun, which takes seconds, for both."""
+    """The slowest rank decides when a checkpoint is complete. One start of torchrun, which takes seconds, tests
+    both."""
     (tmp_path / "checkpoints/.step-0.tmp").mkdir(parents=True)
     (tmp_path / "checkpoints/.step-0.tmp/rank-7").touch()
     done = torchrun(
@@ -434,7 +435,7 @@ def test_a_notice_to_one_node_costs_no_step(jobs: Jobs) -> None:
     files = sorted((jobs.store / "runs" / run.run_id / "live/metrics").glob("*.jsonl"))
     assert [file.name for file in files] == ["0.0-node-0.jsonl", "0.1-node-0.jsonl"]
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, 61))  # none is missing, none was done twice
+    assert [row["step"] for row in rows] == list(range(1, 61))  # no step is missing or repeated
     assert 10 <= int(said) < 60
 
     # The same script under bare torchrun, never stopped: the same losses, bit for bit.
@@ -449,7 +450,7 @@ def test_a_notice_to_one_node_costs_no_step(jobs: Jobs) -> None:
 
 @pytest.mark.slow
 def test_another_version_in_the_image_is_the_scripts_and_harms_nobody(jobs: Jobs) -> None:
-    """What an image has installed comes before ours, which is last on the path."""
+    """A package of the image comes before ours, which is last on the path."""
     old = jobs.tmp / "old" / "cloudtrain"
     old.mkdir(parents=True)
     (old / "__init__.py").write_text("__version__ = '0.0.1'\n")
@@ -463,7 +464,7 @@ def test_another_version_in_the_image_is_the_scripts_and_harms_nobody(jobs: Jobs
 
 @pytest.mark.slow
 def test_what_the_trackers_of_experiments_are_told(jobs: Jobs) -> None:
-    """One run there for all attempts of one run here, unless somebody chose; MLflow decides for itself."""
+    """One tracker's run covers all attempts of one run, unless the user chose another. MLflow decides for itself."""
     jobs.write(
         "train.py",
         """

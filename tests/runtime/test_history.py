@@ -1,4 +1,4 @@
-"""What the record of an attempt says was lost: by the checkpoint's name, else by the first row of metrics."""
+"""The lost work in an attempt's record: by the checkpoint's name, else by the first row of metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cloudtrain.runtime.timings import TIMINGS
 
 
 def earlier(live: Path, steps: range, *, attempt: str = "0.0", started: float = 100.0) -> None:
-    """An attempt that made ``steps``, one a second."""
+    """Write an attempt that made ``steps``, one a second."""
     (live / "attempts").mkdir(parents=True, exist_ok=True)
     (live / "attempts" / f"{attempt}.json").write_text(json.dumps({"protocol": 1, "started": started}))
     (live / "metrics").mkdir(exist_ok=True)
@@ -161,7 +161,7 @@ def test_the_metrics_are_read_once_a_second_and_not_at_all_once_known(
 def test_a_number_in_a_name_is_believed_when_it_can_be_the_step(
     tmp_path: Path, name: str, first: int, steps: int
 ) -> None:
-    """Rows come every tenth step; where the name told another one, the first row after the resume is all there is."""
+    """Rows come every tenth step. If the name contradicts them, only the first row after the resume counts."""
     earlier(tmp_path, range(10, 51, 10))
     start = begun(tmp_path, name)
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": {first}}}\n')
@@ -185,7 +185,7 @@ def test_a_platforms_own_restart_is_counted_by_what_the_one_before_left(tmp_path
 
 
 def ended(live: Path, attempt: str, node: int = 0, **fields: object) -> None:
-    """An exit record of a node."""
+    """Write an exit record of a node."""
     record = {"attempt": attempt, "node": node, "outcome": "failed", "decided": True, "exit_code": 1, "reason": "why"}
     (live / "exit").mkdir(exist_ok=True)
     (live / "exit" / f"{attempt}-node-{node}.json").write_text(json.dumps({**record, **fields}))

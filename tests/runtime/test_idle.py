@@ -1,4 +1,4 @@
-"""``min_gpu_util``: when GPUs count as idle, and when nothing is known of them."""
+"""``min_gpu_util``: when GPUs count as idle, and when nothing is known about them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Samples = list[list[float | None]]
 
 
 def ended(samples: Samples, *, metrics_at: float = 0) -> tuple[float, str] | None:
-    """Return when the run counts as stalled and why; None: never. Of each node, its samples in order, None: a gap."""
+    """Return when the run counts as stalled and why, or None. ``samples`` has each node's samples in order; None is a
+    gap."""
     gpus = IdleGpus(RULE)
     for number in range(max(map(len, samples), default=0)):
         now = float((number + 1) * STEP)
@@ -46,7 +47,7 @@ LONG = 10**9
         ([[30.0] * 4 + IDLE], LONG, 4 * STEP + SECONDS),  # busy for a minute: training, if there are no metrics
         ([[30.0] * 3 + IDLE], LONG, None),
         ([], 0, None),
-        ([IDLE, [2.0] * 5], 0, None),  # its nvidia-smi has failed: nothing is known any more
+        ([IDLE, [2.0] * 5], 0, None),  # its nvidia-smi has failed: the use is unknown
         ([IDLE[:10] + [None] * 5 + IDLE], 0, 16 * STEP - STEP + SECONDS),
     ],
 )

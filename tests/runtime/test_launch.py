@@ -1,4 +1,4 @@
-"""What is started on a node: arguments, command, environment; and the ranks as processes, down to the last one."""
+"""The start on a node: arguments, command and environment; and the ranks as processes, until the last one ends."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_hyperparameter_that_is_resume_from_goes_with_its_name() -> None:
         VALUES["resume_from"],
         "x",
     ]
-    # A value of a hyperparameter before the args is no flag of theirs, whatever it looks like.
+    # A hyperparameter's value before the args is not one of their flags, even if it looks like one.
     given = context(hyperparameters={"lr": "-1"}, args=["{resume_from?}", "x"])
     assert script_arguments(given, FRESH) == ["--lr", "-1", "x"]
 
@@ -367,7 +367,7 @@ def test_the_last_line_of_a_rank_is_one_of_its_end(tmp_path: Path, start: Callab
 
 
 def test_what_torchrun_says_of_a_store_that_is_gone_is_held_back(start: Callable[..., Started]) -> None:
-    """Node 0's went first, at the end of a run that went well: nobody needs to see 20 lines of C++."""
+    """Node 0's store ends first in a successful run. The 20 lines of C++ help no reader."""
     said = (
         "[W1122 22:41:04.240865138 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on SocketImpl(fd=3, addr=[::]"
         ":47646): Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
@@ -451,7 +451,7 @@ def test_stacks_are_printed_and_the_rank_lives(tmp_path: Path, start: Callable[.
 
 
 def printed(run: Started, text: str, seconds: float = 20) -> str:
-    """The output from here on, until ``text`` is in it."""
+    """Return the output from here on, up to ``text``."""
     out, deadline = "", time.monotonic() + seconds
     while text not in out:
         assert time.monotonic() < deadline, out
@@ -512,7 +512,7 @@ def test_a_lone_rank_with_a_handler_has_the_notice_once(tmp_path: Path, start: C
 
 
 def test_a_rank_has_the_next_notice_when_one_was_withdrawn(start: Callable[..., Started]) -> None:
-    """What it does soon after may still come of the first; it was told of the second in its own time."""
+    """A reaction in the first minute may follow from the first notice. A later one follows from the second."""
     run = start(["/bin/sh", "-c", "trap 'echo told' TERM; echo up; while :; do sleep 0.1; done"], shim=False)
     printed(run, "up")
     assert run.ranks.notify()

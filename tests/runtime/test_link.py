@@ -1,4 +1,5 @@
-"""The node link over real sockets: who is let in, what breaks a connection, and what everybody then knows."""
+"""The node link over real sockets: which peers it accepts, which messages break a connection, and what all peers then
+know."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class End:
         self.link.open()
 
     def get(self, kind: str, seconds: float = 10) -> tuple[int, dict[str, Any]]:
-        """The next message of this kind; others are passed over."""
+        """Return the next message of this kind; skip others."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
@@ -103,7 +104,7 @@ def closed(sock: socket.socket) -> bool:
 
 
 class Raw:
-    """A peer written out by hand: it knows the key, and may then misbehave."""
+    """A hand-written peer: it knows the key, and a test can make it misbehave."""
 
     def __init__(self, port: int, node: int = 1, clock_ahead_ns: int = 0) -> None:
         self.sock = dial(port)
@@ -120,7 +121,7 @@ class Raw:
         return thread
 
     def line(self, message: dict[str, Any]) -> bytes:
-        """The next message as it goes over the wire, kept from going there."""
+        """Return the next message's bytes without sending them."""
         wire: list[bytes] = []
         keep, self.channel._sock = self.channel._sock, _Tap(wire)  # type: ignore[assignment]
         self.channel.send(message)
@@ -222,7 +223,7 @@ def test_a_lost_connection_is_told_on_both_sides(ends: Callable[..., End]) -> No
     head.link.close()
     assert peer.get("lost")[0] == 0
     assert peer.link.connected() == set()
-    assert head.silent()  # whoever closed needs no telling
+    assert head.silent()  # the side that closed gets no message
 
 
 def test_a_taken_port_is_said_so(port: int) -> None:
@@ -280,7 +281,7 @@ def test_a_wrong_key_gets_nowhere(ends: Callable[..., End]) -> None:
 
 
 def test_a_false_node_0_gets_nothing(ends: Callable[..., End], port: int) -> None:
-    """It can greet, but not prove the key: the peer hangs up and looks again."""
+    """A false node 0 can greet but not prove the key: the peer hangs up and looks again."""
     greeted = []
     with socket.socket() as false:
         false.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -299,7 +300,7 @@ def test_a_false_node_0_gets_nothing(ends: Callable[..., End], port: int) -> Non
             with contextlib.suppress(OSError):
                 sock.sendall(word)
             sock.close()
-    assert len({hello["mac"] for hello in greeted}) == 4  # fresh each time: nothing to replay
+    assert len({hello["mac"] for hello in greeted}) == 4  # new each time, against replay
     assert peer.silent(0.1)
     head = ends(0)
     assert head.get("hello")[0] == 1
@@ -403,7 +404,7 @@ def test_a_line_of_one_connection_is_worth_nothing_in_the_next_nor_back(
     head.get("hello")
     again.sock.sendall(line)
     assert head.get("lost")[0] == 1
-    # What node 0 itself has said cannot be said to it.
+    # A peer cannot replay node 0's own messages to it.
     mirror = raw()
     head.get("hello")
     head.link.send(1, {"t": "stop"})
@@ -432,7 +433,7 @@ def test_a_silent_peer_is_lost_in_time(
 ) -> None:
     monkeypatch.setattr(TIMINGS, "silence", 1.0)
     head = ends(0)
-    peer = raw()  # it says nothing and does not hang up, as a machine without power does
+    peer = raw()  # it sends nothing and does not hang up, like a machine without power
     head.get("hello")
     began = time.monotonic()
     assert head.get("lost", 5)[0] == 1

@@ -1,4 +1,4 @@
-"""Lines and their numbers: what a rank printed becomes lines, each numbered once, in segments that are whole files."""
+"""Lines and their numbers: a rank's output becomes lines, each numbered once, in segments that are complete files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cloudtrain.store.store import Store
 
 
 def read(*chunks: bytes, pause: float = 0.0) -> list[str]:
-    """The lines of a pipe into which ``chunks`` are written one by one."""
+    """Return the lines of a pipe into which ``chunks`` are written one by one."""
     out, into = os.pipe()
 
     def write() -> None:
@@ -80,26 +80,26 @@ def test_a_line_end_that_comes_in_two_parts_is_one() -> None:
 
 def test_a_progress_bar_shows_its_newest_state_once_a_second() -> None:
     chunks = [f"\r{i:3d}%".encode() for i in range(0, 101, 4)]
-    shown = read(b"start\n", *chunks, b"\nend\n", pause=0.1)
-    assert (shown[0], shown[-2], shown[-1]) == ("start", "100%", "end")
-    states = [int(text.strip(" %")) for text in shown[1:-1]]
+    lines = read(b"start\n", *chunks, b"\nend\n", pause=0.1)
+    assert (lines[0], lines[-2], lines[-1]) == ("start", "100%", "end")
+    states = [int(text.strip(" %")) for text in lines[1:-1]]
     assert states == sorted(set(states))
     assert 2 <= len(states) <= 6  # of 26, in 2.6 s
 
 
 def test_a_bar_that_ends_its_states_with_a_return_too() -> None:
     chunks = [f"{i:3d}%\r".encode() for i in range(0, 101, 10)]
-    shown = read(*chunks, b"\n", pause=0.12)
-    assert shown[-1] == "100%"
-    assert len(shown) <= 4
+    lines = read(*chunks, b"\n", pause=0.12)
+    assert lines[-1] == "100%"
+    assert len(lines) <= 4
 
 
 def test_a_storm_of_redraws_is_one_line() -> None:
     bar = b"\r" + b"#" * 200
-    shown = read(bar * 5000 + b"\rlast\n")
-    assert shown[-1] == "last"
-    assert all("\r" not in text for text in shown)
-    assert len(shown) < 6
+    lines = read(bar * 5000 + b"\rlast\n")
+    assert lines[-1] == "last"
+    assert all("\r" not in text for text in lines)
+    assert len(lines) < 6
 
 
 def test_a_long_line_comes_in_pieces_with_every_character_whole() -> None:
@@ -141,7 +141,7 @@ class Pipe:
 
 
 def untimed(*segments: Path) -> list[str]:
-    """The lines of segments as the platform got them."""
+    """Return the lines of segments as the platform got them."""
     lines = "".join(path.read_text() for path in segments).splitlines()
     timed = re.compile(r"(\[a\S+ n\d+ r\S+ #\d+) \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\]")
     assert all(timed.match(line) for line in lines)

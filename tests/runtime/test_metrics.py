@@ -23,7 +23,7 @@ class Reader:
         self.reader = PrintedMetrics(patterns, self.file, say=self.said.append)
 
     def rows(self, *lines: str) -> list[dict[str, Any]]:
-        """The rows of these lines, their time left out."""
+        """Return the rows of these lines without their time."""
         for line in lines:
             self.reader.read(line)
         rows = [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
@@ -110,10 +110,10 @@ def test_lines_without_metrics_cost_next_to_nothing(tmp_path: Path) -> None:
 
 
 def test_a_number_of_thousands_of_digits_ends_nothing(tmp_path: Path) -> None:
-    said: list[str] = []
-    metrics = PrintedMetrics({"loss": r"loss (\d+)"}, tmp_path / "m.jsonl", say=said.append)
+    messages: list[str] = []
+    metrics = PrintedMetrics({"loss": r"loss (\d+)"}, tmp_path / "m.jsonl", say=messages.append)
     for digits in (3, 320, 900):
         metrics.read("loss " + "9" * digits)
     rows = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows][:1] == [999]
-    assert said == []
+    assert messages == []

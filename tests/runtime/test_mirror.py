@@ -61,7 +61,7 @@ class Cluster:
                 marks=(),
                 archive=None,
             )
-            if node:  # as after a resume: what rank 0 alone had written
+            if node:  # as after a resume: files that only rank 0 had written
                 watch.set_aside("last.pt", {""})
             self.mirrors.append(
                 Mirror(
@@ -112,7 +112,7 @@ class Cluster:
             time.sleep(0.02)
 
     def settle(self) -> None:
-        """Long enough for anything that were to happen to have happened."""
+        """Wait long enough for every possible action."""
         time.sleep(QUIET + 0.5)
 
     def finish(self, *, clean: bool = True, seconds: float = 15) -> None:
@@ -143,7 +143,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         one.stop()
 
 
-# ----------------------------------------------------------------------------------------------- while training goes on
+# ------------------------------------------------------------------------------------------------------ during training
 
 
 def test_a_checkpoint_of_two_nodes_is_whole_or_absent(cluster: Callable[..., Cluster]) -> None:
@@ -249,7 +249,7 @@ def test_several_at_once_each_get_their_own(cluster: Callable[..., Cluster]) -> 
 
 def test_a_checkpoint_the_script_deletes_again_is_dropped(cluster: Callable[..., Cluster]) -> None:
     run = cluster(2)
-    run.hold = lambda sender, node, m: m["t"] == "finished"  # it is announced, and gone before node 0 asks
+    run.hold = lambda sender, node, m: m["t"] == "finished"  # announced, and removed before node 0 asks
     path = run.write(1, "step-1/a")
     run.until(lambda: any(m["t"] == "finished" for _, _, m in run.sent))
     path.unlink()
@@ -263,7 +263,7 @@ def test_a_checkpoint_the_script_deletes_again_is_dropped(cluster: Callable[...,
 
 
 def test_a_holder_of_the_last_one_may_be_behind_with_the_next(cluster: Callable[..., Cluster]) -> None:
-    """Node 1 begins to write a second after node 0 has finished: a commit without its part would be half."""
+    """Node 1 begins to write a second after node 0 has finished: a commit without its part would be incomplete."""
     run = cluster(2)
     run.write(0, "step-1/a")
     run.write(1, "step-1/b")
@@ -279,10 +279,8 @@ def test_a_holder_of_the_last_one_may_be_behind_with_the_next(cluster: Callable[
 def test_a_race_with_the_copy_commits_only_what_stayed_the_same(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file is rewritten after node 0 asked and before it is copied: the round comes to nothing, the next counts.
-
-    Node 0's part may be of the version before, so it is waited for, but not for ever.
-    """
+    """A file is rewritten between node 0's question and the copy. That round commits nothing, and the next one counts.
+    Node 0's part may be of the previous version, so the wait for it is limited."""
     monkeypatch.setattr(TIMINGS, "holder", 2.0)
     run = cluster(2)
     changed = threading.Event()
@@ -308,7 +306,7 @@ def test_a_race_with_the_copy_commits_only_what_stayed_the_same(
 @pytest.mark.proof
 @pytest.mark.parametrize("seed", range(max(3, int(os.environ.get("CLOUDTRAIN_TRIALS") or 0) // 10)))
 def test_every_commit_is_whole_whatever_the_timing(cluster: Callable[..., Cluster], seed: int) -> None:
-    """Writers that stop and go on at random, on two nodes; 5 s a trial. What is committed is one state of all files."""
+    """Writers pause and resume at random on two nodes, 5 s a trial. Each commit is one state of all files."""
     import random
 
     run = cluster(2)
@@ -334,7 +332,7 @@ def test_a_node_that_goes_away_in_the_middle_stops_nothing(cluster: Callable[...
     run = cluster(3)
     run.write(0, "step-1/a")
     run.until(run.complete)
-    run.hold = lambda sender, node, m: sender == 2 and m["t"] == "hold"  # it is asked and never answers
+    run.hold = lambda sender, node, m: sender == 2 and m["t"] == "hold"  # node 2 gets the question and never answers
     run.write(0, "step-2/a")
     run.until(lambda: any(m["t"] == "hold?" and m["name"] == "step-2" and node == 2 for _, node, m in run.sent))
     run.settle()
@@ -365,7 +363,7 @@ def test_a_live_folder_that_does_not_take_it_is_tried_again(cluster: Callable[..
     assert "step-1" in run.said[0] or "checkpoints" in run.said[0]
     told = len(run.said)
     run.settle()
-    assert len(run.said) == told  # said once, not every second
+    assert len(run.said) == told  # once, not every second
     (run.live / "checkpoints").unlink()
     run.until(run.complete)
 
@@ -448,7 +446,7 @@ def test_after_an_unclean_end_what_was_finished_before_still_counts(cluster: Cal
 
 
 def test_half_a_checkpoint_does_not_become_whole_by_lying_still(cluster: Callable[..., Cluster]) -> None:
-    """Its writer was killed; the other ranks take seconds to come down, and nobody has the file open any more."""
+    """Its writer was killed. The other ranks take seconds to end, and no process has the file open."""
     run = cluster(2)
     run.write(0, "step-1/rank0.pt")
     run.write(1, "step-1/rank1.pt")
@@ -465,18 +463,18 @@ def test_half_a_checkpoint_does_not_become_whole_by_lying_still(cluster: Callabl
 
 def test_what_was_finished_before_the_kill_is_still_brought_home(cluster: Callable[..., Cluster]) -> None:
     run = cluster(2)
-    asked: list[str] = []
+    requests: list[str] = []
 
     def hold_the_copy(sender: int, node: int, message: dict[str, Any]) -> bool:
-        if message["t"] == "copy" and len(asked) < 2:
-            asked.append(message["name"])
+        if message["t"] == "copy" and len(requests) < 2:
+            requests.append(message["name"])
             return True
         return False
 
     run.write(0, "step-1/rank0.pt")
     run.write(1, "step-1/rank1.pt")
     run.hold = hold_the_copy
-    run.until(lambda: len(asked) == 2)
+    run.until(lambda: len(requests) == 2)
     for one in run.mirrors:
         one.freeze()
     (work,) = run.mirrors[0]._commits._rounds.values()  # type: ignore[union-attr]
@@ -507,7 +505,7 @@ def test_nothing_to_mirror_is_done_at_once(cluster: Callable[..., Cluster]) -> N
 
 
 def test_a_pause_between_the_files_of_one_checkpoint_does_not_make_it_two(cluster: Callable[..., Cluster]) -> None:
-    """A script that saves for longer than it may be silent: from its second checkpoint on we know what belongs."""
+    """A script pauses longer than the quiet time while it saves. From its second checkpoint on, its files are known."""
     run = cluster(2)
     for node in (0, 1):
         run.write(node, "checkpoint-500/model.bin")
@@ -560,7 +558,7 @@ def test_the_end_of_a_script_ends_all_waiting(cluster: Callable[..., Cluster]) -
 
 
 def contents(run: Cluster) -> list[list[str]]:
-    """Of every complete checkpoint, oldest first, what its files hold; not of one that goes while it is read."""
+    """Return the contents of every complete checkpoint, oldest first, without those removed during the read."""
     found = []
     for item in run.complete():
         with contextlib.suppress(FileNotFoundError):
@@ -591,7 +589,8 @@ def test_a_rank_that_is_late_is_waited_for_too(cluster: Callable[..., Cluster]) 
 
 
 def test_what_is_restored_of_another_node_is_no_part_of_ours(cluster: Callable[..., Cluster]) -> None:
-    """Every node has all nodes' files after a resume; node 1's copy of what rank 0 alone writes must not come back."""
+    """After a resume every node has all nodes' files. Node 1's copy of rank 0's own file must not become node
+    1's part."""
     first = cluster(2)
     first.write(0, "last.pt", "old")
     first.until(first.complete)
@@ -615,7 +614,7 @@ def test_a_file_that_never_changes_is_learned(cluster: Callable[..., Cluster], m
 
 
 def test_who_writes_one_kind_says_nothing_of_another(cluster: Callable[..., Cluster]) -> None:
-    """Rank 0's own export comes first; then shards of two nodes, the second node late."""
+    """Rank 0's own export comes first, then the shards of two nodes, the second node's late."""
     run = cluster(2)
     run.write(0, "export.bin")
     run.until(run.complete)
@@ -642,7 +641,7 @@ def test_a_file_that_is_never_at_rest_is_taken_between_two_writes(
         number += 1
         run.write(0, ".last.tmp", f"version {number}").replace(run.ck(0) / "last.pt")
         time.sleep(0.5)
-        found = contents(run)  # none, where the next one takes its place while it is read
+        found = contents(run)  # empty if the next one replaces it during the read
     (text,) = found[-1]
     assert text.startswith("version ")
 
@@ -650,7 +649,7 @@ def test_a_file_that_is_never_at_rest_is_taken_between_two_writes(
 def test_what_a_rank_was_writing_when_it_died_does_not_count_though_it_holds_still(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The word of its death comes while a look at a file that never rests is under way."""
+    """The report of its death arrives during a check of a file that keeps changing."""
     monkeypatch.setattr(TIMINGS, "restless", 0.3)
     monkeypatch.setattr(TIMINGS, "quiet", 60.0)
     run, looked = cluster(1), threading.Event()
@@ -762,7 +761,7 @@ def test_a_mount_that_fails_while_something_is_removed_keeps_nobody_from_ending(
 
 
 def test_a_full_disk_is_no_progress(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the end, which waits for as long as something moves, would never come."""
+    """Otherwise the end would wait for ever, because it waits for progress."""
     monkeypatch.setattr(TIMINGS, "commit_retry_most", 0.2)
 
     def copy(source: Path, target: Path, moved: Callable[[Path, int], None]) -> Any:
@@ -782,7 +781,7 @@ def test_a_full_disk_is_no_progress(cluster: Callable[..., Cluster], monkeypatch
 
 
 def left(run: Cluster) -> list[str]:
-    """Every folder of a checkpoint that still has a file."""
+    """Return every checkpoint folder that still has a file."""
     root = run.live / "checkpoints"
     return sorted({"/".join(Path(folder).relative_to(root).parts[:2]) for folder, _, names in os.walk(root) if names})
 
@@ -849,7 +848,7 @@ def test_what_an_earlier_attempt_left_half_goes_and_what_it_finished_stays(clust
 
 
 def test_a_removed_one_that_comes_back_is_removed_again(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
-    """As a platform's two-way sync may do. It was never preferred to a newer one meanwhile."""
+    """A platform's two-way sync may restore it. It was never preferred to a newer one."""
     run = cluster(2, keep=1)
     for step in range(1, 4):
         for node in (0, 1):
@@ -887,7 +886,7 @@ def test_what_cannot_be_removed_is_whole_and_goes_with_the_next(
     run.until(lambda: run.names() == ["step-3/0.0-3"])
 
 
-# ---------------------------------------------------------------------------------------------- what grows: whole files
+# -------------------------------------------------------------------------------------------------------- growing files
 
 
 def test_a_slow_artifact_holds_up_no_checkpoint(
@@ -948,7 +947,7 @@ def test_an_artifact_that_is_not_readable_does_not_stop_the_others(cluster: Call
     assert not (run.live / "checkpoints/step-1/0.0-1/node-0" / COMMIT).exists()
 
 
-# ------------------------------------------------------------------------------------------------- what may go wrong
+# --------------------------------------------------------------------------------------------------------------- faults
 
 
 def test_a_part_that_was_never_written_leaves_no_half_checkpoint(cluster: Callable[..., Cluster]) -> None:
@@ -957,7 +956,7 @@ def test_a_part_that_was_never_written_leaves_no_half_checkpoint(cluster: Callab
         run.write(node, f"step-1/rank{node}.pt")
     run.until(run.complete)
     run.write(0, "step-2/rank0.pt")
-    run.settle()  # seen as finished on node 0, and owed by node 1
+    run.settle()  # finished on node 0, and missing from node 1
     run.finish(clean=False)
     assert run.names() == ["step-1/0.0-1"]
 
@@ -1010,7 +1009,7 @@ def test_an_artifact_that_did_not_arrive_is_tried_again_at_the_end(cluster: Call
 
 
 def slow_copies(monkeypatch: pytest.MonkeyPatch, seconds: float, *, of: str = "", times: int = 99) -> None:
-    """Of files below a checkpoint; a slow mount takes what it is given in blocks."""
+    """Slow down the copies of files below a checkpoint. A slow mount takes data in blocks."""
     copy_file, left = checkpoints.copy_with_digest, [times]
 
     def copy(source: Path, target: Path, moved: Callable[[Path, int], None] = lambda *_: None) -> Any:
@@ -1030,7 +1029,7 @@ def being_copied(run: Cluster) -> bool:
 
 
 def replace(run: Cluster, node: int, name: str, data: str) -> None:
-    """As careful scripts save: the name is another file from one moment to the next."""
+    """Replace the file atomically, as careful scripts save."""
     (run.ck(node) / ".new").write_text(data)
     os.replace(run.ck(node) / ".new", run.ck(node) / name)
 
@@ -1066,7 +1065,7 @@ def test_a_node_that_fails_does_not_give_its_old_part_for_the_new_one(cluster: C
 def test_what_was_committed_since_the_last_look_is_no_new_part(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With many files a look takes long, and the next one is as much later."""
+    """With many files a check takes long, and delays the next one."""
     run = cluster(2)
     look = run.mirrors[1]._finished.look
 
@@ -1108,7 +1107,7 @@ def test_a_part_that_was_copied_while_another_was_written_over_is_of_an_old_vers
     for node in (0, 1):
         run.write(node, f"last/rank{node}.pt", "one")
     run.until(lambda: being_copied(run))
-    run.write(0, "last/rank0.pt", "two")  # in place: what is being copied is neither
+    run.write(0, "last/rank0.pt", "two")  # in place: the copy has neither version
     time.sleep(3)
     assert contents(run) == []
     run.write(1, "last/rank1.pt", "two")

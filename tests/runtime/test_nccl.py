@@ -50,7 +50,7 @@ def test_an_older_name_of_the_same_stays_in_force(older: str, newer: str) -> Non
 
 
 def pipe_of(recorder: Recorder, rank: int) -> int:
-    """The pipe of a rank, as ProcessGroupNCCL makes and opens it."""
+    """Return a rank's pipe, made and opened as ProcessGroupNCCL does."""
     pipe = recorder.folder / f"trigger-{rank}.pipe"
     os.mkfifo(pipe)
     return os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -59,7 +59,7 @@ def pipe_of(recorder: Recorder, rank: int) -> int:
 def test_who_listens_is_asked_and_waited_for(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     listening = {rank: pipe_of(recorder, rank) for rank in (0, 11)}
-    os.close(pipe_of(recorder, 2))  # nobody reads it any more
+    os.close(pipe_of(recorder, 2))  # the pipe has no reader any more
     (tmp_path / "trace-rank-0").write_text("an earlier timeout's")
     os.utime(tmp_path / "trace-rank-0", (1, 1))
     recorder.trigger()

@@ -1,4 +1,4 @@
-"""What a node makes of failures while a stop notice is under way; nothing is started."""
+"""A node's verdict on failures after a stop notice. No process is started."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from cloudtrain.runtime.timings import TIMINGS
 
 @pytest.fixture
 def head(tmp_path: Path) -> Node:
-    """Node 0 of two, whose own rank has had no signal."""
+    """Return node 0 of two, whose own rank has had no signal."""
     topology = Topology(nodes=2, node_rank=0, master_addr="127.0.0.1", master_port=5000)
     site = NodeEnvironment(topology=topology, paths={"live": str(tmp_path)}, scratch=[])
     return Node(context={"resume": None}, site=site, attempt=0, key=b"k", inbox=queue.SimpleQueue())
 
 
 def says(head: Node, *, notified: bool, kind: str = "error", exception: str = "SystemExit: 1") -> None:
-    """Node 1 tells of a failure, as it would."""
+    """Report a failure from node 1."""
     failure = Failure(kind=kind, node=1, rank=1, time_ns=time.time_ns(), exception=exception, code=1, notified=notified)
     head._handle(1, {"t": "failed", "failures": [failure.to_dict()]})
 
@@ -66,7 +66,7 @@ def test_what_fails_after_our_own_signal_is_no_failure_either(head: Node) -> Non
 def test_a_peer_that_comes_after_the_notice_hears_of_it_and_is_waited_for(
     head: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would look in vain for a node 0 that has gone, until it is killed, and the run with it."""
+    """Otherwise it would look for a node 0 that has ended, until the platform kills it and the run."""
     sent: list[tuple[int, dict[str, object]]] = []
     monkeypatch.setattr("cloudtrain.runtime.link.Link.send", lambda _, node, message: sent.append((node, message)))
     monkeypatch.setattr("cloudtrain.runtime.link.Link.connected", lambda _: {node for node, _ in sent if node == 1})
@@ -143,7 +143,7 @@ def test_without_a_notice_a_failure_is_one(head: Node) -> None:
 def test_a_consequence_of_a_node_that_says_nothing_more_is_that_node_lost(
     head: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The link may not know yet that it is gone: the failure is the platform's, no error of the user's script."""
+    """The link may not know yet that the node is lost. The failure is the platform's, not the user's script's."""
     monkeypatch.setattr(TIMINGS, "peers", 0.1)
     told: list[dict[str, object]] = []
     monkeypatch.setattr("cloudtrain.runtime.link.Link.send_all", lambda _, message: told.append(message))
@@ -158,11 +158,11 @@ def test_a_consequence_of_a_node_that_says_nothing_more_is_that_node_lost(
     assert told[-1] == {"t": "exit", "outcome": "failed", "lost": True}
 
 
-# -------------------------------------------------------------------------------------------------- what to resume from
+# ---------------------------------------------------------------------------------------------------- resume candidates
 
 
 def restored(head: Node, why: str, *, damaged: bool) -> None:
-    """Node 0 has two candidates and no peers; every restore ends so."""
+    """Let each restore of node 0 end like this. It has two candidates and no peers."""
     head.nodes, head.attempt = 1, "0.1"
     head.space = SimpleNamespace(direct=lambda: None)  # type: ignore[assignment]
     message = {"t": "restore", "root": "own", "folder": "", "also": []}
@@ -194,7 +194,7 @@ def test_a_node_that_never_restores_is_named(head: Node) -> None:
     head.site = replace(head.site, join_timeout=0.2)
     nodes, head.nodes = head.nodes, 1
     restored(head, "", damaged=False)
-    assert head.go is not None  # alone it goes on
+    assert head.go is not None  # without peers it starts
     head.nodes, head.go = nodes, None
     head._agree_on_resume()
     assert head.go is None
@@ -203,7 +203,7 @@ def test_a_node_that_never_restores_is_named(head: Node) -> None:
     assert failure.exception.startswith("has not restored checkpoint b in ")
 
 
-# ------------------------------------------------------------------------- notices that no signal brings, and withdrawn
+# ---------------------------------------------------------------------- notices without a signal, and withdrawn notices
 
 
 class Working:
@@ -233,7 +233,7 @@ class Working:
 
 @pytest.fixture
 def at_work(head: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
-    """Node 0 of two, with ranks; ``head.sent`` is what it sends to all."""
+    """Return node 0 of two, with ranks; ``head.sent`` is what it sends to all nodes."""
     sent: list[dict[str, object]] = []
     monkeypatch.setattr("cloudtrain.runtime.link.Link.send_all", lambda _, message: sent.append(message))
     monkeypatch.setattr(TIMINGS, "launcher", 0.0)
@@ -252,7 +252,7 @@ def sent(head: Node) -> list[str]:
 
 
 def notice(head: Node, why: str, source: int = 0) -> None:
-    """A source of this node says ``why``; what comes of it is handled."""
+    """Take a notice ``why`` from a source of this node, and handle it."""
     head._heard_of(source, why)
     while not head.inbox.empty():
         head._handle(*head.inbox.get())
@@ -307,7 +307,7 @@ def drain(head: Node) -> None:
 
 
 def spared(head: Node) -> None:
-    """A notice comes to a peer, and is withdrawn."""
+    """Give a peer a notice, and withdraw it."""
     head._handle(1, {"t": "preempt", "why": "node 1 is about to go", "node": 1, "of": "notice"})
     head._handle(1, {"t": "withdraw", "node": 1})
 
@@ -316,7 +316,7 @@ def spared(head: Node) -> None:
     "message", [{"t": "rank", "local": 0, "event": "end"}, {"t": "ended", "code": 0}], ids=lambda message: message["t"]
 )
 def test_ranks_that_end_soon_after_a_withdrawal_take_all_nodes_along(at_work: Node, message: dict[str, object]) -> None:
-    """They may have seen the notice: no success. A peer's rank may miss it, and would wait for them for ever."""
+    """Those ranks may have seen the notice, so this is not a success. A peer's rank may miss it and wait for ever."""
     spared(at_work)
     assert at_work._outcome() == "stopped", "as without a notice"
     at_work._handle(0, message)
@@ -356,7 +356,7 @@ def test_ranks_hear_of_a_second_notice(at_work: Node, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("spoken", [True, False])
 def test_ranks_that_have_left_before_the_withdrawal_end_the_attempt(at_work: Node, spoken: bool) -> None:
-    """Ranks of this node, or of a peer whose last word has come."""
+    """Test ranks of this node, and of a peer whose last message has come."""
     notice(at_work, "Azure announced Preempt")
     if spoken:
         at_work._handle(1, {"t": "done", "outcome": "preempted", "failures": []})
@@ -403,7 +403,7 @@ class Copying:
 
 @pytest.mark.parametrize(("seconds", "outcome"), [(0.5, "succeeded"), (60.0, "preempted")])
 def test_a_notice_after_the_script_has_ended_well(at_work: Node, seconds: float, outcome: str) -> None:
-    """It costs nothing if all is mirrored in time."""
+    """The attempt succeeds if everything is mirrored in time."""
     at_work._handle(0, {"t": "ended", "code": 0})
     at_work.mirror = Copying(seconds)  # type: ignore[assignment]
     at_work.inbox.put((1, {"t": "done", "outcome": "succeeded", "failures": []}))
@@ -421,7 +421,7 @@ def test_a_notice_after_the_script_has_ended_well_that_is_withdrawn(at_work: Nod
 
 
 def test_mirroring_goes_on_while_the_node_is_held(at_work: Node) -> None:
-    """Past the grace of a signal; what is missing is told of when the hold is over."""
+    """The hold outlasts a signal's grace. Missing files are reported after the hold."""
     at_work.site = dataclasses.replace(at_work.site, hold=20.0, stop_grace=2)
     at_work.mirror = Copying(1.0)  # type: ignore[assignment]
     notice(at_work, "Azure announced Preempt")
@@ -443,14 +443,14 @@ def test_mirroring_goes_on_after_a_withdrawal(at_work: Node) -> None:
 
 @pytest.fixture
 def peer(at_work: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
-    """Node 1 of the two."""
+    """Return node 1 of the two."""
     monkeypatch.setattr("cloudtrain.runtime.link.Link.send", lambda _, node, message: at_work.sent.append(message))  # type: ignore[attr-defined]
     at_work.me = 1
     return at_work
 
 
 def test_a_peer_that_ends_long_after_a_withdrawal_waits_for_node_0(peer: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hold of the withdrawn notice is over by then."""
+    """The hold of the withdrawn notice has ended by then."""
     monkeypatch.setattr(TIMINGS, "withdrawn", 0.0)
     monkeypatch.setattr(TIMINGS, "hold_slack", 0.0)
     peer._handle(0, {"t": "preempt", "why": "node 0 is about to go", "node": 0, "of": "notice"})

@@ -1,4 +1,4 @@
-"""Outputs: what a script writes below its working folder, found by looks at the folder, and copied by a thread."""
+"""Outputs: files that a script writes below its working folder, found by scans and copied by a thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHIPPED = {"train.py": "print(1)", "pkg/data.txt": "a", "notes.md": "n"}
 
 
 class Folder:
-    """A working folder with code in it, its `Outputs`, and the lines that these said."""
+    """A working folder with code, its `Outputs`, and their log lines."""
 
     def __init__(self, path: Path, *, limit: int = 10**9, skip: tuple[str, ...] = (), ignore: str = "") -> None:
         self.path, self.said = path, list[str]()

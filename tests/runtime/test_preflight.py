@@ -89,7 +89,7 @@ def test_how_a_check_ends(
 
 
 def test_an_attempt_that_is_over_ends_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a process that dies a moment later still tells why: another node may have died of it."""
+    """A process that dies a moment later still reports its cause: another node may have died of it."""
     monkeypatch.setattr(TIMINGS, "stop_kill", 0.2)
     assert check(tmp_path, f"{BEGINS}; {HANGS}", over=lambda: True) == []
     monkeypatch.setattr(TIMINGS, "stop_kill", 20.0)

@@ -1,4 +1,4 @@
-"""Secrets taken out of text: every form in which programs show one, and nothing else."""
+"""Secrets removed from text, in every form in which programs show them, and nothing else."""
 
 from __future__ import annotations
 

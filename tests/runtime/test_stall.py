@@ -1,4 +1,4 @@
-"""A run that has gone silent: who tells whom, what is read from real stacks, and which rank is to blame."""
+"""A silent run: the messages between nodes, positions in real stacks, and the rank to blame."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOADING, REDUCING = ("train.py", 40, "load_batch"), ("train.py", 52, "all_reduce
 
 
 def at(*where: tuple[str, int, str] | str) -> list[StackPosition]:
-    """Ranks 0, 1, … of nodes of two, each in its place; a text says why it is in none."""
+    """Return ranks 0, 1, … of nodes of two, each at its position; a text is the reason for no position."""
     return [
         StackPosition(rank // 2, rank, why=w) if isinstance(w, str) else StackPosition(rank // 2, rank, *w)
         for rank, w in enumerate(where)
@@ -98,7 +98,7 @@ def test_the_culprit_is_the_one_without_whom_all_are_in_one_place(places: list[S
 
 
 def _count(who: str) -> int:
-    """How many ranks a subject of `told` stands for."""
+    """Return the number of ranks in a subject of `told`."""
     if who.startswith("rank "):
         return 1
     return who.count(",") + 1 if who.startswith("ranks ") else int(re.findall(r"\d+", who)[0])
@@ -177,7 +177,7 @@ class Node:
         self.said = ""
 
     def up(self, count: int) -> None:
-        """Wait until so many ranks have printed ``up``."""
+        """Wait until ``count`` ranks have printed ``up``."""
         deadline = time.monotonic() + 60
         while self.out().count("] up") < count:
             assert time.monotonic() < deadline, self.said
@@ -194,7 +194,7 @@ class Node:
         return self.said
 
     def look(self) -> tuple[list[tuple[Any, ...]], float]:
-        """What a look finds, and how long it took."""
+        """Return the result of a look, and its duration."""
         began = time.monotonic()
         look = Look(self.ranks, self.recorder, node=1, code=self.code, bottom=WORKER)
         while not look.over():
@@ -293,13 +293,13 @@ def test_a_look_waits_for_flight_recorders_too(node: Callable[..., Node], tmp_pa
     assert (tmp_path / "dumps" / "trace-rank-4").read_text() == "dump"
 
 
-# ------------------------------------------------------------------------------------------------ who tells whom, when
+# --------------------------------------------------------------------------------------------- messages and their times
 
 LIMIT = 0.6
 
 
-class Told:
-    """A look that is over at once, or never; what it finds is as given."""
+class FixedLook:
+    """A look that ends at once or never, with a given result."""
 
     def __init__(self, places: list[StackPosition] | None) -> None:
         self._places = places
@@ -320,7 +320,7 @@ class Nodes:
         self.parts = [
             Stall(
                 node=node, processes=2, limit=limit, send=self.send(node), peers=lambda: set(range(len(places))),
-                last=lambda node=node: self.last[node], look=lambda found=found: Told(found),
+                last=lambda node=node: self.last[node], look=lambda found=found: FixedLook(found),
             )  # type: ignore[misc]
             for node, found in enumerate(places)
         ]  # fmt: skip
@@ -334,7 +334,7 @@ class Nodes:
         return send
 
     def run(self, seconds: float, *, over: bool = False, each: Callable[[float], None] = lambda t: None) -> Any:
-        """Tick until node 0 has a failure, or for so long; the failure and when it came."""
+        """Tick until node 0 has a failure, or for ``seconds``. Return the failure and its time."""
         while (now := time.monotonic() - self.began) < seconds:
             each(now)
             failures = [part.tick(over=over) for part in self.parts]
@@ -360,7 +360,7 @@ def test_silence_everywhere_is_a_failure_of_the_rank_that_is_elsewhere() -> None
         failure_line(failure)
         == f"no line, metric or checkpoint from any rank for {LIMIT:g} s; {describe_positions(places)}"
     )
-    assert LIMIT <= when < LIMIT + TIMINGS.stacks, "nobody was waited for"
+    assert LIMIT <= when < LIMIT + TIMINGS.stacks, "it waited for a node"
 
 
 def test_a_failure_without_a_culprit_names_who_saw_it() -> None:
@@ -411,7 +411,7 @@ def test_no_limit_and_a_run_that_ends_for_another_cause(limit: float, over: bool
 
 
 def test_gpus_of_ranks_that_have_ended_are_not_idle() -> None:
-    """Neither is a question about them answered that was asked before."""
+    """Nor does an earlier question about them get an answer."""
     [part] = Nodes(None, limit=0).parts
     part._idle = IdleGpus("5% for 1s")
     part._idle.reason = lambda now, has_metrics: "idle"  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The waits that tests shorten, and nothing else."""
+"""The waits that tests may shorten, and no other."""
 
 from __future__ import annotations
 

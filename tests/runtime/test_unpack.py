@@ -1,4 +1,4 @@
-"""Unpacking: what `Bundle.write_archive` made arrives whole; anything else leaves nothing behind."""
+"""Unpacking: an archive of `Bundle.write_archive` arrives complete; any other leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def link_member(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> tuple[
 
 
 class Forged:
-    """An archive of any rows and members, whose digest is right."""
+    """An archive of arbitrary rows and members with a correct digest."""
 
     def __init__(self, rows: Any, *members: tuple[tarfile.TarInfo, bytes], manifest: str = MANIFEST) -> None:
         data = json.dumps(rows).encode()

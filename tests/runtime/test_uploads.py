@@ -1,4 +1,5 @@
-"""A platform whose agent copies each node's folder to the store: when a checkpoint is there, and when nothing comes."""
+"""A platform whose agent copies each node's folder to the store: when a checkpoint is stored, and when nothing
+arrives."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ class Fleet:
         return [text for _, text in self.said]
 
     def stored(self) -> list[str]:
-        """The complete checkpoints in the store."""
+        """Return the complete checkpoints in the store."""
         return [item.name for item in complete(self.store / "checkpoints")]
 
     def local(self, node: int) -> Path:
@@ -208,7 +209,7 @@ def test_a_checkpoint_counts_once_all_nodes_files_are_in_the_store(fleet: Callab
 
 
 def test_an_older_checkpoint_stays_until_the_newer_one_is_in_the_store(fleet: Callable[..., Fleet]) -> None:
-    """Else a machine that goes in between leaves a store with none."""
+    """Otherwise a machine that dies in between leaves a store without any."""
     run = fleet(keep=1, put=False)
     run.save("step-1")
     until(lambda: "is in the store" in "".join(run.lines()))
@@ -246,7 +247,7 @@ def test_a_dead_sync_is_named_within_5_minutes_and_the_checkpoint_is_in_the_stor
     until(lambda: run.stored() == ["step-1"])
     named = next(at for at, text in run.said if text.startswith("the platform's sync has stopped"))
     assert TIMINGS.agent_dead - 10 <= (named - committed) * SCALE <= 300
-    run.save("step-2")  # at once: nobody waits another four minutes
+    run.save("step-2")  # at once: no node waits another four minutes
     assert (until(lambda: "step-2" in run.stored()) - committed) * SCALE < 4000
     (run.local(1) / "logs").mkdir()
     (run.local(1) / "logs" / "1.log").write_text("a line")
@@ -262,7 +263,7 @@ def test_a_sync_that_comes_back_is_left_to_its_work(fleet: Callable[..., Fleet])
     run.save("step-1")
     until(lambda: run.uploads[0].dead)
     run.dead = False
-    run.uploads[0].agent = SyncAgent(**AGENT)  # its own way is gone: what comes now, the agent brings
+    run.uploads[0].agent = SyncAgent(**AGENT)  # its own upload has failed: only the agent brings files now
     run.save("step-2")
     until(lambda: "step-2" in run.stored())
 
@@ -272,7 +273,7 @@ def refuse(self: Fleet, name: str, path: Path, moved: Callable[[], None]) -> Non
 
 
 def test_a_node_without_a_way_to_the_store_gives_up_and_claims_nothing(fleet: Callable[..., Fleet]) -> None:
-    """It once counted the checkpoint as stored, said so, and removed the older one."""
+    """It once counted the checkpoint as stored, logged that, and removed the older one."""
     run = fleet(put=False, keep=1)
     run.save("step-1")
     until(lambda: run.stored() == ["step-1"] and "is in the store" in "".join(run.lines()))
@@ -283,7 +284,7 @@ def test_a_node_without_a_way_to_the_store_gives_up_and_claims_nothing(fleet: Ca
     until(lambda: all(mirror.idle.is_set() for mirror in run.mirrors))
     assert "nothing else can upload them from here" in "".join(run.lines())
     assert run.uploads[0].given_up == ["step-2/0.0-2"]
-    assert not run.uploads[0].blind, "it has seen marks"
+    assert not run.uploads[0].blind, "it found marks"
     assert sum("is in the store" in text for text in run.lines()) == 1
     assert "not known to be in the store: checkpoint step-2/0.0-2" in run.lines()
     assert run.stored() == ["step-1"]
@@ -336,7 +337,7 @@ def test_an_older_checkpoint_stays_while_uploads_are_refused(
 
 
 def test_a_node_in_a_hurry_does_not_wait_for_the_agent(tmp_path: Path) -> None:
-    """The grace after a notice is shorter than what tells that an agent has stopped."""
+    """The grace after a notice is too short to find out that an agent has stopped."""
     put: list[str] = []
     uploads = Uploads(tmp_path, SyncAgent(**AGENT, put=lambda name, *_: put.append(name)), say=print)
     for name in ("a", "b"):
@@ -423,7 +424,8 @@ def test_a_large_file_that_is_on_its_way_has_more_time(tmp_path: Path) -> None:
 
 
 def test_restored_parts_of_other_nodes_go_with_their_checkpoint(fleet: Callable[..., Fleet], tmp_path: Path) -> None:
-    """Each node restores all of it. What the run drops goes from every disk, and from the store; nothing else does."""
+    """Each node restores the whole checkpoint. A checkpoint that the run drops leaves every disk and the store; nothing
+    else does."""
     first = fleet()
     first.save("step-1")
     until(lambda: first.stored() == ["step-1"] and "is in the store" in "".join(first.lines()))
@@ -449,7 +451,7 @@ def test_temporary_files_and_marks_never_reach_the_store(fleet: Callable[..., Fl
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that are written from here on, in place of a copy."""
+    """Record the names of the files that are written from here on, instead of copying."""
     names: list[str] = []
     for method in ("write_bytes", "write_text"):
         whole = getattr(Path, method)
@@ -511,7 +513,7 @@ def test_marks_that_were_restored_are_no_checkpoint(tmp_path: Path) -> None:
 
 
 def archived(tmp: Path) -> list[str]:
-    """The complete checkpoints in the archive."""
+    """Return the complete checkpoints in the archive."""
     return [item.name for item in complete(tmp / "run" / "archive" / "checkpoints")]
 
 
@@ -529,7 +531,7 @@ def test_only_what_a_restart_needs_stays_in_live(
         until(lambda number=number: run.stored() == [f"step-{number}"])
         until(lambda number=number: archived(tmp_path) == [f"step-{number - 1}"][: number - 1])
     until(lambda: sorted(path.name for path in (run.store / "archive").rglob("*.json")) == ["0.0-3.json"])
-    for node in range(2):  # what is not in live/ any more leaves its disks too
+    for node in range(2):  # a checkpoint that left live/ leaves its disks too
         until(lambda node=node: [path.name for path in (run.local(node) / "checkpoints").iterdir()] == ["step-4"])
     steps = [call for call in objects.calls if "step-1" in call]
     assert [call.rpartition("/")[2] for call in steps if call.startswith("write")] == ["commit.json", "0.0-1.json"]

@@ -1,4 +1,4 @@
-"""How busy a node is: counters of a cgroup or of /proc, GPUs by a fake nvidia-smi, and rows that reach the report."""
+"""The load of a node: counters of a cgroup or of /proc, GPUs by a fake nvidia-smi, and rows that reach the report."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sampled(file: Path, count: int) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folders in place of /sys/fs/cgroup and /proc, both empty."""
+    """Return empty folders that replace /sys/fs/cgroup and /proc."""
     for name in ("cgroup", "proc"):
         (tmp_path / name).mkdir()
         monkeypatch.setattr(usage, name.upper(), tmp_path / name)
@@ -135,7 +135,7 @@ def test_a_driver_that_fails_three_times_is_not_asked_again(
 
 @pytest.mark.slow
 def test_a_run_shows_how_busy_its_nodes_were(jobs: Jobs, tmp_path: Path) -> None:
-    """Two nodes by the command line: rows of both in the store, and curves in the report."""
+    """Check rows of both nodes in the store, and curves in the report."""
     fake_smi(tmp_path / "bin", "echo '90, 10, 40'")
     jobs.environ["PATH"] = f"{tmp_path / 'bin'}:{jobs.environ.get('PATH', os.environ['PATH'])}"
     jobs.shorten(usage=0.3)

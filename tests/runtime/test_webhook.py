@@ -1,4 +1,4 @@
-"""The post at the end of an attempt: what it says, and that a bad webhook is only a line of the log."""
+"""The post at the end of an attempt: its content, and a broken webhook that costs only a log line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECRET = "s3cret\nvalue"
 
 
 class Hook(http.server.ThreadingHTTPServer):
-    """Answers with ``codes`` in turn, then 200. It keeps each post; ``slow`` seconds pass before an answer."""
+    """A webhook that answers with ``codes`` in turn, then 200, after ``slow`` seconds. It keeps each post."""
 
     daemon_threads = True
 
@@ -69,16 +69,16 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def posted(url: str, headers: dict[str, str] | None = None, *, secret: str = "s3cret") -> list[str]:
-    """Post the record and return what was said."""
+    """Post the record and return the log lines."""
     context = {
         "run": "file:///s/runs/r", "run_id": "r", "provider": "local", "secrets": {"TOKEN": "env:TOKEN"},
         "webhook": {"url": url, "headers": headers or {}, "retries": 0},
     }  # fmt: skip
-    said: list[str] = []
-    thread = begin(context, RECORD, attempt=0, secrets={"env:TOKEN": secret}.__getitem__, say=said.append)
+    messages: list[str] = []
+    thread = begin(context, RECORD, attempt=0, secrets={"env:TOKEN": secret}.__getitem__, say=messages.append)
     thread.join(20)
     assert not thread.is_alive()
-    return said
+    return messages
 
 
 def test_the_record_is_posted_with_its_secret_header(hook: Hook) -> None:
@@ -100,9 +100,9 @@ def test_a_failure_of_the_service_is_tried_once_more_and_a_refusal_is_not(
 ) -> None:
     last, fails = codes[-1], len(codes) == 2 or codes[0] < 429
     hook.codes = codes
-    said = posted(hook.url, {"X-Token": "{secrets.TOKEN}"})
+    lines = posted(hook.url, {"X-Token": "{secrets.TOKEN}"})
     assert [path for path, *_ in hook.posts] == ["/"] * posts or posts == len(hook.posts)
-    assert said == ([f"the webhook was not reached, which changes nothing else: it answered {last}"] if fails else [])
+    assert lines == ([f"the webhook was not reached, which changes nothing else: it answered {last}"] if fails else [])
     assert not any(path == "/elsewhere" for path, *_ in hook.posts)
 
 

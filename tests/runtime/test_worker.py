@@ -1,4 +1,4 @@
-"""The shim: a script under it sees what plain ``python`` gives it, and what becomes of it is told truly."""
+"""The shim: a script under it sees what plain ``python`` gives it, and the shim reports its end correctly."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Stage:
 
     def __init__(self, tmp_path: Path) -> None:
         self.tmp = tmp_path
-        # As on a node: the shim is a file of its own in scratch, beside the code and never in it.
+        # As on a node: the shim is a separate file in scratch, next to the code and never in it.
         (tmp_path / "scratch").mkdir()
         self.worker = tmp_path / "scratch" / "worker.py"
         self.worker.write_bytes(WORKER.read_bytes())
@@ -68,14 +68,14 @@ class Stage:
         return Outcome(done.returncode, done.stdout, [])
 
     def bare(self, *argv: str, env: dict[str, str] | None = None) -> Outcome:
-        """Under the shim, with nobody at the other end of the pipes."""
+        """Run under the shim, with no reader at the pipes."""
         given = {"CLOUDTRAIN_WORKER": f"{self.tmp / 'nowhere'}\n{self.package}", **(env or {})}
         return self.plain(str(self.worker), *argv, env=given)
 
     def run(
         self, *argv: str, env: dict[str, str] | None = None, act: Any = None, python: tuple[str, ...] = ()
     ) -> Outcome:
-        """Under the shim as the runtime starts it. ``act(process, lines)`` runs beside it."""
+        """Run under the shim as the runtime starts it, with ``act(process, lines)`` at the same time."""
         pipes = Path(os.path.realpath(self.tmp)) / "pipes"
         pipes.mkdir(exist_ok=True)
         texts: dict[str, bytes] = {}
@@ -83,7 +83,7 @@ class Stage:
         for name in ("out-0", "events-0"):
             (pipes / name).unlink(missing_ok=True)
             os.mkfifo(pipes / name)
-            # Held open from here, so that the reader is there before the shim is.
+            # Open the pipe here first, so that the reader exists before the shim does.
             fd = os.open(pipes / name, os.O_RDONLY | os.O_NONBLOCK)
             keep = os.open(pipes / name, os.O_WRONLY)
             os.set_blocking(fd, True)
@@ -114,8 +114,8 @@ class Stage:
             os.close(keep)
         for thread in threads:
             thread.join(20)
-            assert not thread.is_alive(), "somebody still holds the pipe"
-        assert late == b"", "printed beside the pipe"
+            assert not thread.is_alive(), "a process still holds the pipe"
+        assert late == b"", "printed past the pipe"
         events = [json.loads(line) for line in texts["events-0"].splitlines()]
         return Outcome(process.returncode, texts["out-0"].decode("utf-8", "replace"), events)
 
@@ -274,7 +274,7 @@ def test_child_processes_import_the_script_and_not_the_shim(stage: Stage, method
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_dataloader_workers(stage: Stage, method: str) -> None:
-    """10 s: spawned workers import torch once more."""
+    """Takes 10 s: spawned workers import torch again."""
     stage.write(
         a=f"""
         import torch, warnings
@@ -297,7 +297,7 @@ def test_the_variable_that_leads_to_the_pipes_is_gone(stage: Stage) -> None:
     assert stage.run("a.py").out == "[]\n"
 
 
-# ------------------------------------------------------------------------------------------------ what is told of it
+# --------------------------------------------------------------------------------------------------------------- events
 
 
 ENDINGS = [
@@ -467,7 +467,7 @@ def test_a_forked_child_that_fails_is_not_the_rank(stage: Stage, child: str, cod
 
 
 def test_the_events_pipe_ends_with_the_rank_though_children_live_on(stage: Stage) -> None:
-    """Its end of file is the moment of death; a daemon that the script leaves behind must not hide it."""
+    """Its end of file marks the death, which a daemon that the script leaves must not hide."""
     stage.write(
         a="""
         import os, subprocess, sys, time
@@ -495,7 +495,7 @@ def test_the_start_is_told_first_with_pid_and_rank(stage: Stage) -> None:
 
 
 def test_the_local_rank_chooses_the_pipe_and_without_its_reader_the_script_does_not_run(stage: Stage) -> None:
-    """A pipe that nobody reads was somebody's: the runtime has died, and no rank may go on unseen."""
+    """A pipe without a reader means that the runtime has died. No rank may continue without it."""
     stage.write(a="print('still here')")
     pipes = stage.tmp / "pipes"
     pipes.mkdir()

@@ -1,4 +1,4 @@
-"""What an earlier start of a node left comes back into its workspace, or a clear error does."""
+"""Files of an earlier start of a node: they return to its workspace, or a clear error is raised."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def test_a_mount_that_fails_is_one_clear_error(
         space.bring_back(tmp_path / "live")
 
 
-# ------------------------------------------------------------------------------- folders that a platform's scripts know
+# -------------------------------------------------------------------------------------- folders of a platform's scripts
 
 
 def known(tmp_path: Path, capfd: pytest.CaptureFixture[str], *, made: str = "") -> tuple[Path, Workspace, str]:
-    """A platform's folder, the workspace it should lead to, and what was said."""
+    """Return a platform's folder, the workspace that it should lead to, and the log lines."""
     folder = tmp_path / "opt" / "checkpoints"
     if made:
         put(folder / made)
@@ -123,17 +123,17 @@ def known(tmp_path: Path, capfd: pytest.CaptureFixture[str], *, made: str = "") 
     log = LogWriter(node=0)
     log.begin("0.0", tmp_path / "logs")
     space = Workspace(context={"run_id": "r", "code_digest": "", "inputs": {}}, site=site, log=log)
-    with pytest.raises(StorageError):  # there is no code: what comes before it is what counts here
+    with pytest.raises(StorageError):  # there is no code: only the steps before it count here
         space.fill()
     return folder, space, capfd.readouterr().out
 
 
 def test_a_folder_that_scripts_know_leads_to_ours(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):  # a container's second start too
-        folder, space, said = known(tmp_path, capfd)
+        folder, space, lines = known(tmp_path, capfd)
         put(folder / "step-1.pt")
         assert (space.checkpoints / "step-1.pt").read_text() == "x"
-        assert said == ""
+        assert lines == ""
 
 
 def test_what_the_provider_notes_is_said_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -149,8 +149,8 @@ def test_what_the_provider_notes_is_said_first(tmp_path: Path, capfd: pytest.Cap
 
 
 def test_a_folder_that_cannot_be_led_is_told_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder, space, said = known(tmp_path, capfd, made="there/already")
-    assert f"{folder} cannot lead to {space.checkpoints}" in said
+    folder, space, lines = known(tmp_path, capfd, made="there/already")
+    assert f"{folder} cannot lead to {space.checkpoints}" in lines
     assert (folder / "there" / "already").exists()
 
 
@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_led_is_told_of(tmp_path: Path, capfd: pytest.Ca
 def test_checkpoints_are_no_artifacts_too(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], pattern: str, leads: bool
 ) -> None:
-    """As artifacts a torn one would come back over the whole one that was restored."""
+    """As an artifact, a torn checkpoint would overwrite the complete one that was restored."""
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
     site = NodeEnvironment(topology=topology, paths={}, scratch=[str(tmp_path)], folders={"outputs": "artifacts"})
     log = LogWriter(node=0)

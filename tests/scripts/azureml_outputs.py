@@ -15,7 +15,7 @@ def main() -> None:
     args = parser.parse_args()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     node_rank, world = int(os.environ["NODE_RANK"]), int(os.environ["WORLD_SIZE"])
-    # What older clusters of Azure Batch told, where there is such a word.
+    # Older clusters of Azure Batch set this variable.
     master = os.environ.get("AZ_BATCH_MASTER_NODE", os.environ["MASTER_ADDR"]).split(":")[0]
     os.environ["MASTER_ADDR"] = master
     dist.init_process_group("gloo", init_method="env://")

@@ -1,4 +1,4 @@
-"""As users of PyTorch Lightning write it: DDP by the Trainer, which goes on from its last checkpoint if it has one."""
+"""A typical PyTorch Lightning script: DDP by the Trainer, which resumes from its last checkpoint if it has one."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def kept() -> str:
-    """The folder of this cloud whose files are there after the job."""
+    """Return the folder of this cloud whose files outlive the job."""
     if "SM_OUTPUT_DATA_DIR" in os.environ:
         return os.environ["SM_OUTPUT_DATA_DIR"]
     return os.environ.get("AIP_MODEL_DIR", "outputs").replace("gs://", "/gcs/", 1)

@@ -1,4 +1,4 @@
-"""As for any machine with torchrun: nothing here knows of a cloud, or of what starts it."""
+"""A script for any machine with torchrun: it knows no cloud and no launcher."""
 
 import argparse
 import os

@@ -1,4 +1,5 @@
-"""As users of SageMaker's PyTorch estimator write it: paths and hosts come as ``SM_*``, the rest as flags."""
+"""A typical script for SageMaker's PyTorch estimator: it reads paths and hosts from ``SM_*``, and the rest from
+flags."""
 
 import argparse
 import json

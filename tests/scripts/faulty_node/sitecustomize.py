@@ -1,4 +1,4 @@
-"""On PYTHONPATH: the processes of `node_check` on the node in $FAULTY end like those with a broken GPU."""
+"""On PYTHONPATH: makes the processes of `node_check` on the node in $FAULTY fail as with a broken GPU."""
 
 import os
 import sys
