@@ -251,7 +251,7 @@ def _relative(file: Path, entry: Path) -> str:
 
 def open_for_writing(entries: list[CheckpointEntry]) -> set[str]:
     """Return the names of ``entries`` that a process has open for writing; empty without /proc."""
-    files = {str(file.resolve()): e.name for e in entries for file in _files(e.path)}
+    files = {os.path.realpath(file): e.name for e in entries for file in _files(e.path)}
     busy: set[str] = set()
     for folder in glob.iglob("/proc/[0-9]*/fd"):
         with contextlib.suppress(OSError):

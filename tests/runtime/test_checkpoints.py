@@ -328,9 +328,12 @@ def test_a_dangling_link_hides_no_file(tmp_path: Path) -> None:
     for name in "abcdefgh":
         (folder / name).write_text(name)
     (folder / "c-link").symlink_to("nothing")
+    (folder / "d-link").symlink_to("d-link")
     os.mkfifo(folder / "d-pipe")
     (entry,) = Watch(folder=tmp_path, workdir=tmp_path).entries().values()
     assert [name for name, _, _ in entry.signature] == list("abcdefgh")
+    with open(folder / "a", "ab"):
+        assert open_for_writing([entry]) == {"step-1"}
 
 
 # ------------------------------------------------------------------------------------------------------------- pointers
