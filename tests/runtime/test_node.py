@@ -140,6 +140,16 @@ def test_without_a_notice_a_failure_is_one(head: Node) -> None:
     assert head._outcome() == "failed"
 
 
+def test_a_reason_that_is_no_text_reaches_the_platform_too(head: Node, tmp_path: Path) -> None:
+    """A script may raise with the name of a file that is not UTF-8."""
+    head.nodes, head.attempt = 1, "0.0"
+    head.site = replace(head.site, failure_file=str(tmp_path / "failure"))
+    failed = Failure(kind="error", node=0, rank=0, time_ns=1, exception="ValueError: caf\udce9.txt", code=1)
+    head._fail(failed)
+    assert head._conclude() == "failed"
+    assert (tmp_path / "failure").read_text() == "rank 0 on node 0 raised ValueError: caf?.txt"
+
+
 def test_a_consequence_of_a_node_that_says_nothing_more_is_that_node_lost(
     head: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
