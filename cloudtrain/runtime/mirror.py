@@ -246,8 +246,9 @@ class Mirror:
             if ready is not None and ready.signature == announced:
                 self._finished.drop(ready)
         elif kind == "remove":
-            root, folders = self._live / "checkpoints", message["folders"]
-            self._aside(lambda: remove_parts(root, folders, node=self._node, own=self._uploads is not None))
+            root, own = self._live / "checkpoints", self._uploads is not None
+            what = message["folders"]
+            self._aside(lambda: remove_parts(root, what, node=self._node, nodes=message["nodes"], own=own))
         elif self._commits is None:
             raise ValueError(f"{kind} is for node 0")
         elif kind == "finished":

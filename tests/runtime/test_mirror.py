@@ -799,6 +799,20 @@ def test_the_newest_are_kept_and_the_others_go_with_all_their_files(cluster: Cal
     run.until(lambda: sorted(p.name for p in (run.live / "checkpoints").iterdir()) == ["step-3", "step-4"])
 
 
+def test_an_attempt_with_fewer_nodes_removes_the_parts_of_the_others(cluster: Callable[..., Cluster]) -> None:
+    first = cluster(3)
+    for node in range(3):
+        first.write(node, f"step-1/rank{node}.pt")
+    first.until(first.complete)
+    first.stop()
+    for node in range(3):
+        shutil.rmtree(first.ck(node) / "step-1")
+    run = cluster(2, attempt="1.0", keep=1)
+    for node in range(2):
+        run.write(node, f"step-2/rank{node}.pt")
+    run.until(lambda: left(run) == ["step-2/1.0-1"])
+
+
 @pytest.mark.parametrize("link", [True, False])
 def test_what_a_pointer_names_is_kept(cluster: Callable[..., Cluster], link: bool) -> None:
     run = cluster(1, keep=1)
