@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import queue
 import signal
@@ -96,6 +97,22 @@ def test_a_node_that_does_not_meet_node_0_soon_after_the_notice_leaves(
     peer._prepare_and_join()
     assert peer._finish() == "preempted"
     assert time.monotonic() - began < 10
+
+
+def test_a_disk_that_is_full_at_the_start_is_the_cause_and_not_a_lost_node(
+    head: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "worker.py")
+
+    monkeypatch.setattr(node.Workspace, "fill", fill)
+    head.site, head.context = replace(head.site, scratch=[str(tmp_path)]), {"resume": None, "run_id": "r"}
+    head.nodes, head.attempt = 1, "0.0"
+    head._prepare_and_join()
+    assert head._finish() == "failed"
+    record = json.loads(Path(head.live, "exit", "0.0-node-0.json").read_text())
+    assert record["category"] == "infra"
+    assert record["reason"] == "node 0 could not continue: [Errno 28] No space left on device: 'worker.py'"
 
 
 def test_who_comes_as_node_0_leaves_is_preempted_with_it(head: Node) -> None:
