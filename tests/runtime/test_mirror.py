@@ -761,6 +761,19 @@ def test_a_mount_that_fails_while_something_is_removed_keeps_nobody_from_ending(
     assert any("not connected" in line for line in run.said)
 
 
+def test_no_agent_means_no_second_look_at_the_store(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold up all messages for as long as a slow mount takes to list the files."""
+    looks: list[Path] = []
+    monkeypatch.setattr(Path, "rglob", lambda path, _: looks.append(path) or iter(()))
+    run = cluster(1)
+    run.write(0, "step-1/model.pt")
+    run.until(run.complete)
+    run.finish()
+    assert looks == []
+
+
 def test_a_full_disk_is_no_progress(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the end, which waits for as long as something moves, would never come."""
     monkeypatch.setattr(TIMINGS, "commit_retry_most", 0.2)
