@@ -289,17 +289,14 @@ class Node:
         if not self.go["resume"]:
             self.resume.clear()
         watch = space.watch()
-        restored = watch.entries()
         self.resume.set_aside(watch)
         try:  # before anything is mirrored: half of an artifact must not replace the whole one
             space.bring_back(self.live)
         except StorageError as exc:
             self.code = 1
             return self._fail(self._trouble(exc))
-        if name := self.go["resume"]:
-            resume = str(restored[name].path if name in restored else space.checkpoints / name)
-        else:
-            resume = self.go["url"] or self.resume.fallback(0)[0]
+        name = self.go["resume"]
+        resume = str(self.resume.path) if name else self.go["url"] or self.resume.fallback(0)[0]
         self.resumed = self.go["url"].rpartition("/")[2] or (resume and self.resume.title(name))
         if self.me == 0:
             self.start = Start(self.live, self.attempt, started=self.started, temporary=self.site.temporary)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import queue
 import signal
@@ -18,8 +19,10 @@ import pytest
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import node, notices
 from cloudtrain.runtime.cause import Failure
+from cloudtrain.runtime.checkpoints import Watch
 from cloudtrain.runtime.history import FIRST
 from cloudtrain.runtime.node import Node
+from cloudtrain.runtime.resume import Resume
 from cloudtrain.runtime.timings import TIMINGS
 
 
@@ -228,6 +231,33 @@ def test_a_node_that_never_restores_is_named(head: Node) -> None:
     (failure,) = head.failures
     assert (failure.kind, failure.node) == ("lost", 1)
     assert failure.exception.startswith("has not restored checkpoint b in ")
+
+
+def test_a_checkpoint_that_another_job_kept_elsewhere_is_resumed_from_where_it_is(
+    head: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other job had ``checkpoint_paths``; this one has none."""
+    given = tmp_path / "other/live/checkpoints/out--step-8/0.0-1"
+    file = given / "node-0/out--step-8/model.pt"
+    file.parent.mkdir(parents=True)
+    file.write_text("weights")
+    commit = {"protocol": 1, "name": "out--step-8", "place": "out/step-8", "attempt": "0.0", "seq": 1, "time": 1.0}
+    digest = hashlib.sha256(b"weights").hexdigest()
+    files = {"node-0/out--step-8/model.pt": {"size": 7, "sha256": digest}}
+    (given / "commit.json").write_text(json.dumps({**commit, "files": files}))
+    started: list[str] = []
+    space = SimpleNamespace(
+        node=0, nodes=1, checkpoints=tmp_path / "ck", bring_back=lambda _: None, note_group=lambda _: None,
+        watch=lambda: Watch(folder=tmp_path / "ck", workdir=tmp_path / "code"),
+        start=lambda **how: started.append(how["resume"]) or SimpleNamespace(pid=1),
+    )  # fmt: skip
+    monkeypatch.setattr(head, "_watch_the_script", lambda *_: None)
+    head.nodes, head.attempt, head.space = 1, FIRST, space  # type: ignore[assignment]
+    url = "s3://b/runs/other/live/checkpoints"
+    head.resume = Resume(live=head.live / "live", given=str(given.parent.parent), url=url, say=print)
+    head._agree_on_resume()
+    head._launch()
+    assert Path(*started, "model.pt").read_text() == "weights"
 
 
 # ------------------------------------------------------------------------- notices that no signal brings, and withdrawn
