@@ -552,7 +552,7 @@ def restore(checkpoint: Checkpoint, target: Path, *, node: int) -> None:
     """
     if "/" in checkpoint.name or checkpoint.name in ("", ".", "..") or not checkpoint.files:
         raise DigestError(f"checkpoint {checkpoint.name!r} has no name or no files of its own")
-    building = target.with_name(f".{target.name}.restoring")
+    building = target.with_name(".restoring")  # a longer name might not fit
     chosen: dict[Path, str] = {}
     for key in sorted(checkpoint.files, key=lambda k: k.startswith(f"node-{node}/")):
         parts = key.split("/")

@@ -272,6 +272,12 @@ def test_names_with_glob_characters(tmp_path: Path) -> None:
     assert [c.folder for c in complete(tmp_path / "a[1]*")] == [one.folder]
 
 
+def test_the_longest_name_comes_back(tmp_path: Path) -> None:
+    one = committed(tmp_path, "é" * 126 + ".pt", files={f"node-0/{'é' * 126}.pt": b"weights"})
+    restore(one, tmp_path / "ck" / one.name, node=0)
+    assert (tmp_path / "ck" / one.name).read_bytes() == b"weights"
+
+
 # ------------------------------------------------------------------------------------------------------------ restoring
 
 
