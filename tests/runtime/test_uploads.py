@@ -382,8 +382,8 @@ def test_a_sweep_of_large_files_does_not_hold_up_a_checkpoint(tmp_path: Path) ->
 
     uploads = Uploads(tmp_path, SyncAgent(**AGENT, put=send), say=print, clock=lambda: now[0])
     time.sleep(0.05)  # a file's time may be a little early
-    for number in range(20):
-        (tmp_path / f"artifact-{number}").write_text("large")
+    for number in range(20):  # the last one has a name that the script chose, like any other
+        (tmp_path / f"artifact-{number}{'.part' if number == 19 else ''}").write_text("large")
     uploads.dead = True
     now[0] = 100.0
     began = time.monotonic()
