@@ -479,8 +479,9 @@ def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tup
     fails: a checkpoint that cannot be read is not missing.
     """
     found, others = _survey(root, marks)
-    for folder, missing in others if say is not None else ():
-        say(f"checkpoint {folder.parent.name}/{folder.name} is not complete ({missing}); skipped")
+    if say is not None:
+        for folder, missing in others:
+            say(f"checkpoint {folder.parent.name}/{folder.name} is not complete ({missing}); skipped")
     return sorted(found, key=lambda item: item.order)
 
 
