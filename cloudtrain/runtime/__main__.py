@@ -96,7 +96,7 @@ def _leave_cause(file: str | None, text: str) -> None:
         return
     with contextlib.suppress(OSError):
         if text:
-            Path(file).write_text(text, encoding="utf-8")
+            Path(file).write_bytes(text.encode("utf-8", "replace"))
         else:
             os.remove(file)
 

@@ -313,7 +313,7 @@ class Commits:
 
     def _tell_removed(self) -> None:
         for node in sorted(self._peers()) if self._removed else ():
-            self._send(node, {"t": "remove", "folders": self._removed})
+            self._send(node, {"t": "remove", "folders": self._removed, "nodes": len(self._nodes)})
         self._removed = self._removed[-REMEMBERED:]
 
     def _archive_others(self) -> None:
@@ -365,13 +365,13 @@ class Commits:
     def _take_over(self) -> None:
         """Read the earlier attempts' checkpoints: complete ones, half or damaged ones (to go), and their writers."""
         found = checkpoints.complete(self._root)
-        self._complete = [item for item in found if item.folder not in self._damaged]
         for item in found:
             if item.folder in self._damaged:
                 checkpoints.remove_path(item.folder / checkpoints.COMMIT)
             parts = {key.partition("/")[0].removeprefix("node-") for key in item.files}
             self._holders[family(item.name)] = {int(part) for part in parts if part.isdigit()} & self._nodes
-        self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root, marks=self._marks)]
+        self._removed = [self._key(folder) for folder in checkpoints.incomplete(self._root, marks=self._marks)]
+        self._complete = [item for item in found if item.folder not in self._damaged]
         if self._archive is not None:
             here = {self._key(item.folder) for item in self._complete}
             for item in self._archive.found():
@@ -410,8 +410,10 @@ def _continued(item: Checkpoint, newest: Checkpoint) -> bool:
     return same and len(before) < len(after) and all(after.get(key) == value for key, value in before.items())
 
 
-def remove_parts(root: Path, folders: Iterable[str], *, node: int, own: bool = False) -> None:
-    """Remove the part of node ``node`` of each of ``folders``; node 0 also removes the shared files.
+def remove_parts(root: Path, folders: Iterable[str], *, node: int, nodes: int, own: bool = False) -> None:
+    """Remove the part of node ``node`` of each of ``folders``.
+
+    Node 0 also removes the shared files, and the parts of nodes that this attempt of ``nodes`` does not have.
 
     With ``own`` the folder is this node's own copy, restored by a platform's agent. Then all of it goes: the agent
     passes the removals on, and the other nodes remove the same files.
@@ -419,9 +421,13 @@ def remove_parts(root: Path, folders: Iterable[str], *, node: int, own: bool = F
     for folder in (root / name for name in folders):
         if own:
             shutil.rmtree(folder, ignore_errors=True)
+        parts = [folder / f"node-{node}"]
         if node == 0:
             checkpoints.remove_path(folder / checkpoints.COMMIT)
-        shutil.rmtree(folder / f"node-{node}", ignore_errors=True)
+            others = ((part, part.name.removeprefix("node-")) for part in folder.glob("node-*"))
+            parts += [part for part, number in others if number.isdigit() and int(number) >= nodes]
+        for part in parts:
+            shutil.rmtree(part, ignore_errors=True)
         for empty in (folder, folder.parent):
             try:
                 empty.rmdir()

@@ -97,7 +97,6 @@ class Mirror:
         shapes: Mapping[str, Counter[str]] | None = None,
         uploads: Uploads | None = None,
     ) -> None:
-        self._agent_marks = uploads.agent.marks if uploads is not None else ()
         self._uploads, self._temporary = uploads, uploads.agent.temporary if uploads is not None else ""
         self._node, self._live, self._watch, self._send, self._say = node, live, watch, send, say
         self._metrics, self._links, self._peers = metrics, links, peers
@@ -246,8 +245,9 @@ class Mirror:
             if ready is not None and ready.signature == announced:
                 self._finished.drop(ready)
         elif kind == "remove":
-            root, folders = self._live / "checkpoints", message["folders"]
-            self._aside(lambda: remove_parts(root, folders, node=self._node, own=self._uploads is not None))
+            root, own = self._live / "checkpoints", self._uploads is not None
+            what = message["folders"]
+            self._aside(lambda: remove_parts(root, what, node=self._node, nodes=message["nodes"], own=own))
         elif self._commits is None:
             raise ValueError(f"{kind} is for node 0")
         elif kind == "finished":
@@ -396,14 +396,15 @@ class Mirror:
         return files
 
     def _committed(self, name: str, folder: str) -> None:
-        files: list[Path] = []
+        whole = self._live / "checkpoints" / folder
+        files = [whole / checkpoints.COMMIT] if self._node == 0 else []
         if name in self._copied:
             entry, target = self._copied.pop(name)
             self._finished.done(entry)
-            files = [path for path in target.rglob("*") if path.is_file() and not path.name.endswith(self._agent_marks)]
-        if self._uploads is not None and (files or self._node == 0):
-            commit = [self._live / "checkpoints" / folder / checkpoints.COMMIT] if self._node == 0 else []
-            self._uploads.expect(folder, [*files, *commit])
+            if self._uploads is not None:
+                files += (file for file in target.rglob("*") if file.is_file())
+        if self._uploads is not None and files:
+            self._uploads.expect(folder, [file for file in files if not file.name.endswith(self._uploads.agent.marks)])
         self._announced.pop(name, None)  # a version that came meanwhile was announced to a finished round
         self._marks.clear()
         self._progress()

@@ -180,8 +180,8 @@ class Node:
             self.space.fill()
             if found := self.space.gpu_trouble(self._pump_unless_over):
                 self._fail(self._setup(*found))
-        except CloudtrainError as exc:
-            self._fail(self._setup(exc.with_hint(), "user_error" if isinstance(exc, SpecError) else "infra"))
+        except (CloudtrainError, OSError) as exc:
+            self._fail(self._trouble(exc))
         if self.me != 0:
             self._pump(lambda: bool(self.attempt) or 0 in self.gone or self._unmet(), self._join_deadline())
         self._answer("ready")
@@ -198,8 +198,8 @@ class Node:
             try:
                 if not self._over():
                     self._agree_on_resume()
-            except CloudtrainError as exc:
-                self._fail(self._setup(exc.with_hint(), "user_error" if isinstance(exc, SpecError) else "infra"))
+            except (CloudtrainError, OSError) as exc:
+                self._fail(self._trouble(exc))
             self.peers = {n: message for n, message in self.peers.items() if "outcome" in message}  # those have left
         else:
             self._pump(lambda: bool(self.peers) or self._told())
@@ -289,17 +289,14 @@ class Node:
         if not self.go["resume"]:
             self.resume.clear()
         watch = space.watch()
-        restored = watch.entries()
         self.resume.set_aside(watch)
         try:  # before anything is mirrored: half of an artifact must not replace the whole one
             space.bring_back(self.live)
         except StorageError as exc:
             self.code = 1
-            return self._fail(self._setup(exc.with_hint(), "infra"))
-        if name := self.go["resume"]:
-            resume = str(restored[name].path if name in restored else space.checkpoints / name)
-        else:
-            resume = self.go["url"] or self.resume.fallback(0)[0]
+            return self._fail(self._trouble(exc))
+        name = self.go["resume"]
+        resume = str(self.resume.path) if name else self.go["url"] or self.resume.fallback(0)[0]
         self.resumed = self.go["url"].rpartition("/")[2] or (resume and self.resume.title(name))
         if self.me == 0:
             self.start = Start(self.live, self.attempt, started=self.started, temporary=self.site.temporary)
@@ -519,6 +516,10 @@ class Node:
 
     def _setup(self, why: str, category: str) -> Failure:
         return Failure(kind="setup", node=self.me, time_ns=time.time_ns(), exception=why, category=category)
+
+    def _trouble(self, exc: CloudtrainError | OSError) -> Failure:
+        why = exc.with_hint() if isinstance(exc, CloudtrainError) else str(exc)
+        return self._setup(why, "user_error" if isinstance(exc, SpecError) else "infra")
 
     def _lost(self, why: str, node: int) -> Failure:
         machine = self.machines.get(node, "")

@@ -30,6 +30,6 @@ def write_record(
         except OSError:  # a mount that cannot rename
             write_whole(path, data, temporary="")
         if failure_file and record["failure"]:
-            Path(failure_file).write_text(record["reason"], encoding="utf-8")
+            Path(failure_file).write_bytes(record["reason"].encode("utf-8", "replace"))
     except OSError as exc:
         sys.stderr.write(f"cloudtrain: cannot write the exit record: {exc}\n")

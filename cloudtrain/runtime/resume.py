@@ -174,6 +174,11 @@ class Resume:
         self.shapes.clear()
         self._foreign.clear()
 
+    @property
+    def path(self) -> Path:
+        """Return where the restored checkpoint is."""
+        return self._placed[0]
+
     def set_aside(self, watch: checkpoints.Watch) -> None:
         for name, others in self._foreign.items():
             watch.set_aside(name, others)

@@ -135,7 +135,9 @@ def _listed(url: str, python: str, environ: Mapping[str, str], mounted: str) -> 
         except (OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError) as exc:
             if pause is None:
                 kind = RefusedError if isinstance(exc, PermissionError) else StorageError
-                raise kind(f"{url} cannot be listed: {exc}") from None
+                late = isinstance(exc, subprocess.TimeoutExpired)  # its text is the whole program
+                why = f"no answer in {TIMINGS.store_list:.0f} s" if late else exc
+                raise kind(f"{url} cannot be listed: {why}") from None
         time.sleep(pause)
     raise AssertionError
 

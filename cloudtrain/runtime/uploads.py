@@ -265,7 +265,7 @@ class Uploads:
         A merged segment bears the time of its last line, so the time of the inode's change counts.
         """
         for folder, _, names in os.walk(self._live):
-            for path in (Path(folder, name) for name in names if not name.endswith((*self.agent.marks, ".part"))):
+            for path in (Path(folder, name) for name in names if not name.endswith(self.agent.marks)):
                 with contextlib.suppress(OSError):
                     if path.stat().st_ctime >= self._began:
                         yield path

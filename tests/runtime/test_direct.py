@@ -200,7 +200,7 @@ def test_a_mount_that_fails_is_tried_three_times(tmp_path: Path, monkeypatch: py
         ask(f"file://{tmp_path}/store")
 
 
-def test_a_python_that_does_not_answer_is_tried_three_times(tmp_path: Path) -> None:
+def test_a_python_that_does_not_answer_is_tried_three_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho x >>{tmp_path}/tries\nexit 3\n")
     python.chmod(0o755)
@@ -212,6 +212,10 @@ def test_a_python_that_does_not_answer_is_tried_three_times(tmp_path: Path) -> N
         ask("s3://bucket/x", python=str(python))
     with pytest.raises(StorageError, match="No such file"):
         ask("s3://bucket/x", python=str(tmp_path / "none"))
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(TIMINGS, "store_list", 0.1)
+    with pytest.raises(StorageError, match=r"^s3://bucket/x cannot be listed: no answer in 0 s$"):
+        ask("s3://bucket/x", python=str(python))
 
 
 @pytest.mark.parametrize(

@@ -760,6 +760,19 @@ def test_a_mount_that_fails_while_something_is_removed_keeps_nobody_from_ending(
     assert any("not connected" in line for line in run.said)
 
 
+def test_no_agent_means_no_second_look_at_the_store(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would hold up all messages for as long as a slow mount takes to list the files."""
+    looks: list[Path] = []
+    monkeypatch.setattr(Path, "rglob", lambda path, _: looks.append(path) or iter(()))
+    run = cluster(1)
+    run.write(0, "step-1/model.pt")
+    run.until(run.complete)
+    run.finish()
+    assert looks == []
+
+
 def test_a_full_disk_is_no_progress(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the end would wait for ever, because it waits for progress."""
     monkeypatch.setattr(TIMINGS, "commit_retry_most", 0.2)
@@ -796,6 +809,20 @@ def test_the_newest_are_kept_and_the_others_go_with_all_their_files(cluster: Cal
     assert run.names() == ["step-3/0.0-3", "step-4/0.0-4"]
     # and, soon after their last files, no empty folder
     run.until(lambda: sorted(p.name for p in (run.live / "checkpoints").iterdir()) == ["step-3", "step-4"])
+
+
+def test_an_attempt_with_fewer_nodes_removes_the_parts_of_the_others(cluster: Callable[..., Cluster]) -> None:
+    first = cluster(3)
+    for node in range(3):
+        first.write(node, f"step-1/rank{node}.pt")
+    first.until(first.complete)
+    first.stop()
+    for node in range(3):
+        shutil.rmtree(first.ck(node) / "step-1")
+    run = cluster(2, attempt="1.0", keep=1)
+    for node in range(2):
+        run.write(node, f"step-2/rank{node}.pt")
+    run.until(lambda: left(run) == ["step-2/1.0-1"])
 
 
 @pytest.mark.parametrize("link", [True, False])
@@ -836,14 +863,15 @@ def test_what_an_earlier_attempt_left_half_goes_and_what_it_finished_stays(clust
         first.write(node, f"step-1/rank{node}.pt")
     first.until(first.complete)
     first.stop()
-    half = first.live / "checkpoints/step-2/0.0-2"
-    for node in (0, 1):
-        (half / f"node-{node}/step-2").mkdir(parents=True)
-        (half / f"node-{node}/step-2/rank{node}.pt").write_text("half")
+    half, torn = (first.live / f"checkpoints/step-2/0.0-{seq}" for seq in (2, 3))
+    for node, folder in ((node, folder) for node in (0, 1) for folder in (half, torn)):
+        (folder / f"node-{node}/step-2").mkdir(parents=True)
+        (folder / f"node-{node}/step-2/rank{node}.pt").write_text("half")
+    (torn / COMMIT).touch()  # as a full disk leaves it
     run = cluster(2, attempt="0.1")
     for node in (0, 1):
         run.write(node, f"step-3/rank{node}.pt")
-    run.until(lambda: not half.exists())
+    run.until(lambda: not half.exists() and not torn.exists())
     assert run.names() == ["step-1/0.0-1", "step-3/0.1-1"]
 
 

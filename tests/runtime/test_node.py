@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import hashlib
 import json
 import queue
 import signal
@@ -17,8 +19,10 @@ import pytest
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import node, notices
 from cloudtrain.runtime.cause import Failure
+from cloudtrain.runtime.checkpoints import Watch
 from cloudtrain.runtime.history import FIRST
 from cloudtrain.runtime.node import Node
+from cloudtrain.runtime.resume import Resume
 from cloudtrain.runtime.timings import TIMINGS
 
 
@@ -98,6 +102,22 @@ def test_a_node_that_does_not_meet_node_0_soon_after_the_notice_leaves(
     assert time.monotonic() - began < 10
 
 
+def test_a_disk_that_is_full_at_the_start_is_the_cause_and_not_a_lost_node(
+    head: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "worker.py")
+
+    monkeypatch.setattr(node.Workspace, "fill", fill)
+    head.site, head.context = replace(head.site, scratch=[str(tmp_path)]), {"resume": None, "run_id": "r"}
+    head.nodes, head.attempt = 1, "0.0"
+    head._prepare_and_join()
+    assert head._finish() == "failed"
+    record = json.loads(Path(head.live, "exit", "0.0-node-0.json").read_text())
+    assert record["category"] == "infra"
+    assert record["reason"] == "node 0 could not continue: [Errno 28] No space left on device: 'worker.py'"
+
+
 def test_who_comes_as_node_0_leaves_is_preempted_with_it(head: Node) -> None:
     head._on_exit(0, {"outcome": "preempted", "lost": False})
     assert (head.released, head._outcome()) == (True, "preempted")
@@ -138,6 +158,16 @@ def test_without_a_notice_a_failure_is_one(head: Node) -> None:
     says(head, notified=False)
     assert head.stopping is not None
     assert head._outcome() == "failed"
+
+
+def test_a_reason_that_is_no_text_reaches_the_platform_too(head: Node, tmp_path: Path) -> None:
+    """A script may raise with the name of a file that is not UTF-8."""
+    head.nodes, head.attempt = 1, "0.0"
+    head.site = replace(head.site, failure_file=str(tmp_path / "failure"))
+    failed = Failure(kind="error", node=0, rank=0, time_ns=1, exception="ValueError: caf\udce9.txt", code=1)
+    head._fail(failed)
+    assert head._conclude() == "failed"
+    assert (tmp_path / "failure").read_text() == "rank 0 on node 0 raised ValueError: caf?.txt"
 
 
 def test_a_consequence_of_a_node_that_says_nothing_more_is_that_node_lost(
@@ -201,6 +231,33 @@ def test_a_node_that_never_restores_is_named(head: Node) -> None:
     (failure,) = head.failures
     assert (failure.kind, failure.node) == ("lost", 1)
     assert failure.exception.startswith("has not restored checkpoint b in ")
+
+
+def test_a_checkpoint_that_another_job_kept_elsewhere_is_resumed_from_where_it_is(
+    head: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other job had ``checkpoint_paths``; this one has none."""
+    given = tmp_path / "other/live/checkpoints/out--step-8/0.0-1"
+    file = given / "node-0/out--step-8/model.pt"
+    file.parent.mkdir(parents=True)
+    file.write_text("weights")
+    commit = {"protocol": 1, "name": "out--step-8", "place": "out/step-8", "attempt": "0.0", "seq": 1, "time": 1.0}
+    digest = hashlib.sha256(b"weights").hexdigest()
+    files = {"node-0/out--step-8/model.pt": {"size": 7, "sha256": digest}}
+    (given / "commit.json").write_text(json.dumps({**commit, "files": files}))
+    started: list[str] = []
+    space = SimpleNamespace(
+        node=0, nodes=1, checkpoints=tmp_path / "ck", bring_back=lambda _: None, note_group=lambda _: None,
+        watch=lambda: Watch(folder=tmp_path / "ck", workdir=tmp_path / "code"),
+        start=lambda **how: started.append(how["resume"]) or SimpleNamespace(pid=1),
+    )  # fmt: skip
+    monkeypatch.setattr(head, "_watch_the_script", lambda *_: None)
+    head.nodes, head.attempt, head.space = 1, FIRST, space  # type: ignore[assignment]
+    url = "s3://b/runs/other/live/checkpoints"
+    head.resume = Resume(live=head.live / "live", given=str(given.parent.parent), url=url, say=print)
+    head._agree_on_resume()
+    head._launch()
+    assert Path(*started, "model.pt").read_text() == "weights"
 
 
 # ---------------------------------------------------------------------- notices without a signal, and withdrawn notices

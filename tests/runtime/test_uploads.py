@@ -19,7 +19,7 @@ from cloudtrain.engine.node_folders import LocalObjects, Sync
 from cloudtrain.errors import DigestError, StorageError
 from cloudtrain.provider_api.node import NodeEnvironment, SyncAgent, Topology
 from cloudtrain.runtime.archive import Archive
-from cloudtrain.runtime.checkpoints import Watch, complete, uncommitted, write_whole
+from cloudtrain.runtime.checkpoints import Watch, complete, incomplete, write_whole
 from cloudtrain.runtime.commits import Commits
 from cloudtrain.runtime.history import Start
 from cloudtrain.runtime.logs import LogWriter
@@ -383,8 +383,8 @@ def test_a_sweep_of_large_files_does_not_hold_up_a_checkpoint(tmp_path: Path) ->
 
     uploads = Uploads(tmp_path, SyncAgent(**AGENT, put=send), say=print, clock=lambda: now[0])
     time.sleep(0.05)  # a file's time may be a little early
-    for number in range(20):
-        (tmp_path / f"artifact-{number}").write_text("large")
+    for number in range(20):  # the last one has a name that the script chose, like any other
+        (tmp_path / f"artifact-{number}{'.part' if number == 19 else ''}").write_text("large")
     uploads.dead = True
     now[0] = 100.0
     began = time.monotonic()
@@ -504,9 +504,9 @@ def test_marks_that_were_restored_are_no_checkpoint(tmp_path: Path) -> None:
     part = tmp_path / "step-1" / "0.0-1" / "node-0"
     part.mkdir(parents=True)
     (part / "model.pt.sagemaker-uploaded").touch()
-    assert uncommitted(tmp_path, marks=MARKS) == []
+    assert incomplete(tmp_path, marks=MARKS) == []
     (part / "model.pt").write_text("x")
-    assert uncommitted(tmp_path, marks=MARKS) == [part.parent]
+    assert incomplete(tmp_path, marks=MARKS) == [part.parent]
 
 
 # -------------------------------------------------------------------------------------------------------- the archive
