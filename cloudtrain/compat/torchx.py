@@ -112,16 +112,19 @@ def _filled(text: str) -> str:
 
 def _machine(resource: Any, cfg: Mapping[str, Any], provider: str) -> dict[str, Any]:
     """Return the fields of the machine. A role has a number of GPUs and no kind; AWS's named resources have a type."""
-    named = str(resource.capabilities.get(_INSTANCE_TYPE, ""))
-    if cfg.get("instance_type") or (named and provider == "sagemaker" and not cfg.get("gpu")):
-        return {"instance_type": cfg.get("instance_type") or f"ml.{named}"}
-    if resource.gpu > 0:
-        if not cfg.get("gpu"):
-            how = "name it: -cfg gpu=A100-80GB"
-            raise SpecError(f"the role asks for {resource.gpu} GPUs of no kind", field="gpu", hint=how)
-        return {"gpu": f"{cfg['gpu']}:{resource.gpu}"}
-    if provider == "local":  # torchx's components always name a size, and processes here share the machine
-        return {}
+    kind, own, named = cfg.get("gpu"), cfg.get("instance_type"), resource.capabilities.get(_INSTANCE_TYPE)
+    if named and provider == "sagemaker" and not kind:
+        own = own or f"ml.{named}"
+    if kind and resource.gpu < 1:
+        raise SpecError("the role asks for no GPU", field="gpu", hint="give the number to the component: --gpu 8")
+    if resource.gpu > 0 and not kind and not own:
+        how = "name it: -cfg gpu=A100-80GB"
+        raise SpecError(f"the role asks for {resource.gpu} GPUs of no kind", field="gpu", hint=how)
+    machine = {"instance_type": own} if own else {}
+    if kind:
+        machine["gpu"] = f"{kind}:{resource.gpu}"
+    if machine or provider == "local":  # torchx's components always name a size, and processes here share the machine
+        return machine
     size = {"cpus": resource.cpu, "memory_gb": -(-resource.memMB * 2**20 // 10**9)}
     return {name: count for name, count in size.items() if count > 0}
 
