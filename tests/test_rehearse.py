@@ -266,6 +266,8 @@ def test_a_drill_reads_as_it_is_told() -> None:
     assert late.words == "--preempt node=0,after=checkpoint"
     with pytest.raises(SpecError, match="must be"):
         Injection.parse("kill", "node=1,node=1,after=3s", nodes=2)
+    with pytest.raises(SpecError, match="no node 7: the only node is 0"):
+        Injection.parse("kill", "node=7,after=3s", nodes=1)
     with pytest.raises(SpecError, match="leaves no machine"):
         Injection.parse("shortage", "node=0,after=3s", nodes=2)
 
