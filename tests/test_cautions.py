@@ -63,6 +63,14 @@ def test_gpus_without_a_rank(code: Path, provider: str) -> None:
     assert planned(code, provider, **wish).document()["resources"]["gpus"] == 16
 
 
+def test_a_limit_on_idle_gpus_without_a_gpu(code: Path) -> None:
+    rule = "5% for 30m"
+    warned = planned(code, "sagemaker", min_gpu_util=rule).warnings
+    assert "min_gpu_util has no effect: ml.m5.xlarge has no GPU; ask for one with --gpu" in warned
+    for plan in (planned(code, "sagemaker", gpu="T4:1", min_gpu_util=rule), planned(code, "local", min_gpu_util=rule)):
+        assert not any("no effect" in text for text in plan.warnings)
+
+
 @pytest.mark.parametrize("provider", [*catalog.providers(), "local"])
 def test_secrets_in_env(code: Path, provider: str) -> None:
     secret = {

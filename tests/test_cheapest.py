@@ -95,6 +95,8 @@ def test_what_cannot_be_ranked_is_refused(
         planned(tmp_path, **fields)
     assert caught.value.field == field
     assert why in str(caught.value)
+    if not fallback:
+        assert caught.value.hint == "list them: --fallback aws,aws2,azure"
 
 
 def test_auto_is_no_setting_and_no_provider(tmp_path: Path) -> None:

@@ -88,14 +88,25 @@ def test_an_unknown_machine_needs_the_nodes_or_the_gpus_of_one(provider: str, pi
     with pytest.raises(UnsupportedError, match="not known here") as caught:
         found(provider, picks, total_gpus=16, gpu="A100-80GB")
     assert (caught.value.field, caught.value.provider) == ("resources.total_gpus", provider)
+    assert caught.value.hint.endswith("--gpu A100-80GB:8")
+    assert found(provider, picks, total_gpus=16, gpu="A100-80GB:8") == (2, ("A100-80GB:8",))
     assert found(provider, picks, total_gpus=16, gpu="A100-80GB", instance_count=2) == (2, ("A100-80GB:8",))
 
 
-@pytest.mark.parametrize(("gpu", "field"), [("H1OO", "resources.gpu"), ("V100", "resources.gpu")])
-def test_a_gpu_that_the_provider_lacks_is_refused_as_without_a_total(gpu: str, field: str) -> None:
+@pytest.mark.parametrize(
+    ("provider", "gpu", "hint"),
+    [
+        ("azureml", "H1OO", "choose from A10, A100, "),
+        ("azureml", "V100", "choose another GPU"),
+        ("azureml", "H1O0-80GB", "did you mean --gpu H100-80GB:1?"),
+        ("modelarts", "A100-80GB", "did you mean --gpu P100:1?"),  # no P100 has 80 GB
+    ],
+)
+def test_a_gpu_that_the_provider_lacks_is_refused_as_without_a_total(provider: str, gpu: str, hint: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
-        found("azureml", total_gpus=8, gpu=gpu)
-    assert caught.value.field == field
+        found(provider, total_gpus=8, gpu=gpu)
+    assert caught.value.field == "resources.gpu"
+    assert caught.value.hint.startswith(hint)
 
 
 # ----------------------------------------------------------------------------------------------------- a range of nodes

@@ -271,6 +271,8 @@ def test_a_drill_reads_as_it_is_told() -> None:
     assert late.words == "--preempt node=0,after=checkpoint"
     with pytest.raises(SpecError, match="must be"):
         Injection.parse("kill", "node=1,node=1,after=3s", nodes=2)
+    with pytest.raises(SpecError, match="no node 7: the only node is 0"):
+        Injection.parse("kill", "node=7,after=3s", nodes=1)
     with pytest.raises(SpecError, match="leaves no machine"):
         Injection.parse("shortage", "node=0,after=3s", nodes=2)
 
@@ -556,13 +558,18 @@ class Rehearsals:
         (jobs.tmp / "rows" / "rows").write_text("1 2 3")
 
     def run(self, target: str, *flags: str, data: str, **environ: str) -> Done:
+        words = ["--nodes", "2", "--input", f"train={data}", "--map", f"{data}={self.jobs.tmp / 'rows'}"]
+        return self.script("train.py", target, *words, *flags, **environ)
+
+    def script(self, script: str, target: str, *flags: str, **environ: str) -> Done:
         sample = importlib.import_module(f"cloudtrain.providers.{target}").SAMPLE
-        words = ["--provider", target, "--store", sample["store"], "--image", sample["job"]["image"], "--run-id", "r"]
-        words += ["--local-image", self.image, "--local-store", str(self.jobs.store), "--nodes", "2", "--json"]
+        words = ["--provider", target, "--store", sample.get("store", str(self.jobs.tmp / "shared")), "--run-id", "r"]
+        words += ["--local-image", self.image, "--local-store", str(self.jobs.store), "--max-runtime", "10m", "--json"]
+        for name, value in sample.get("job", {}).items():
+            words += [f"--{name}", value]
         for name, value in sample["settings"].items():
             words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
-        words += ["--input", f"train={data}", "--map", f"{data}={self.jobs.tmp / 'rows'}", "--max-runtime", "10m"]
-        return self.jobs.cli("rehearse", "train.py", *words, *flags, timeout=240, **environ)
+        return self.jobs.cli("rehearse", script, *words, *flags, timeout=240, **environ)
 
     def seen(self, rank: int) -> dict[str, Any]:
         (path,) = (self.jobs.store / "runs" / "r" / "live" / "artifacts").rglob(f"seen-{rank}.json")
@@ -619,6 +626,20 @@ def test_sagemaker_loses_a_machine(rehearsals: Rehearsals, hook: Hook) -> None:
     models = [path.relative_to(run / "native").as_posix() for path in sorted((run / "native").rglob("model-*"))]
     assert [path.partition("/")[2] for path in models] == ["output/model/model-0", "output/model/model-1"]
     assert not (run / "supervisor" / "folders").exists()
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["azureml", "kubernetes", "modelarts", "slurm", "vertex"])
+@pytest.mark.parametrize("rehearsals", ["py313"], indirect=True)
+def test_node_0_posts_both_ends_on_each_other_platform(rehearsals: Rehearsals, hook: Hook, target: str) -> None:
+    rehearsals.jobs.write("once.py", "import os\nraise SystemExit(os.environ['CLOUDTRAIN_ATTEMPT'] == '0.0')\n")
+    flags = ["--launcher", "python", "--retries", "1", "--webhook", hook.url]
+    done = rehearsals.script("once.py", target, *flags)
+    assert done.code == 0, done.err
+    ends = [(body["provider"], body["state"], body["category"], body["over"]) for _, _, body in hook.posts]
+    assert ends == [(target, "failed", "user_error", False), (target, "succeeded", None, True)]
+    assert [body["attempt"] for _, _, body in hook.posts] == [row["number"] for row in done.json["attempts"]]
 
 
 @pytest.mark.docker

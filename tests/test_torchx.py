@@ -43,6 +43,8 @@ print(json.dumps({
     "module": said(dist.ddp(m="pkg.train", j="1x2"), job="base.toml"),
     "aws": said(dist.ddp(script="a.py", h="aws_p4d.24xlarge", j="2x8"), "sagemaker"),
     "aws elsewhere": said(dist.ddp(script="a.py", h="aws_p4d.24xlarge", j="2x8"), "vertex"),
+    "typed": said(dist.ddp(script="a.py", gpu=1, j="1x1"), "vertex", gpu="T4", instance_type="n1-standard-8"),
+    "kind alone": said(dist.ddp(script="a.py", j="2x8"), "vertex", gpu="A100-80GB"),
     "python": said(utils.python(m="pkg.tool", cpu=1, memMB=2048), "docker"),
     "command": said(utils.echo("hello")),
     "elastic": said(dist.ddp(script="a.py", j="1:2x2")),
@@ -160,6 +162,8 @@ def test_a_role_becomes_a_job(jobs: dict[str, Any]) -> None:
     assert module["inputs"] == {"train": {"url": "s3://b/d"}}
     assert module["env"]["B"] == "c"
     assert jobs["aws"]["resources"] == {"instance_count": 2, "nproc_per_node": 8, "instance_type": "ml.p4d.24xlarge"}
+    assert jobs["typed"]["resources"]["gpu"] == ["T4:1"]
+    assert jobs["typed"]["resources"]["instance_type"] == "n1-standard-8"
     assert (jobs["python"]["launcher"], jobs["python"]["source"]) == ("python", {"entry_point": "-m pkg.tool"})
     assert jobs["python"]["resources"] == {"cpus": 1, "memory_gb": 3}
     assert jobs["elastic"]["resources"] == {"instance_count": 2, "min_instance_count": 1, "nproc_per_node": 2}
@@ -171,6 +175,7 @@ def test_a_role_becomes_a_job(jobs: dict[str, Any]) -> None:
     ("name", "field", "hint"),
     [
         ("aws elsewhere", "gpu", "name it: -cfg gpu=A100-80GB"),
+        ("kind alone", "gpu", "give the number to the component: --gpu 8"),
         ("mount", "mounts", "put inputs into a job file: -cfg job=job.toml"),
         ("macro", "args", "read torchrun's own variables, such as GROUP_RANK, in the script"),
         ("roles", "roles", ""),

@@ -10,22 +10,21 @@ import contextlib
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote, unquote
 
 from ..errors import CloudtrainError, NotFoundError, SpecError
+from ..estimator import attach
 from ..job.fields import slug
 from ..job.job import Job, anchored
+from ..runs.fallback import plan_with_fallbacks, submit_with_fallbacks
+from ..runs.listing import list_page
+from ..settings.settings import Settings
 from ..validate import read_table
-
-if TYPE_CHECKING:
-    from ..runs.run import Run
-    from ..runs.submit import Plan
-    from ..settings.settings import Settings
 
 __all__ = ["create_scheduler", "job_of"]
 
@@ -56,6 +55,8 @@ def job_of(app: Any, cfg: Mapping[str, Any], provider: str) -> Job:
 
     Raises `SpecError` for what one script on equal nodes cannot be: several roles, mounts.
     """
+    import torchx
+
     if len(app.roles) != 1:
         raise SpecError(f"{len(app.roles)} roles; a job is one script on equal nodes", field="roles")
     role = app.roles[0]
@@ -71,24 +72,16 @@ def job_of(app: Any, cfg: Mapping[str, Any], provider: str) -> Job:
         **_program(role),
         **_machine(role.resource, cfg, provider),
     }
-    if role.image and role.image != _default_image():
+    if role.image not in ("", torchx.IMAGE):  # torchx's components name their own image if the user names none
         fields["image"] = role.image
     return Job.from_dict({**base, **fields})
-
-
-def _default_image() -> str:
-    """Return the image that torchx's components name if the user names none; it has no use outside torchx."""
-    import torchx
-
-    return str(torchx.IMAGE)
 
 
 def _program(role: Any) -> dict[str, Any]:
     """Return the fields of the role's program: of torchrun in ``sh -c`` (``dist.ddp``), of Python, or any command."""
     words = [role.entrypoint, *role.args]
-    if role.entrypoint in ("bash", "sh") and role.args[:1] == ["-c"] and len(role.args) == 2:
-        inner = shlex.split(role.args[1])
-        words = inner if inner[:1] == ["torchrun"] else words
+    if words[:2] in (["bash", "-c"], ["sh", "-c"]) and len(words) == 3 and words[2].startswith("torchrun "):
+        words = shlex.split(words[2])
     if words[0] == "torchrun":
         options, rest = dict[str, str](), words[1:]
         while rest and rest[0].startswith("--"):
@@ -119,16 +112,19 @@ def _filled(text: str) -> str:
 
 def _machine(resource: Any, cfg: Mapping[str, Any], provider: str) -> dict[str, Any]:
     """Return the fields of the machine. A role has a number of GPUs and no kind; AWS's named resources have a type."""
-    named = str(resource.capabilities.get(_INSTANCE_TYPE, ""))
-    if cfg.get("instance_type") or (named and provider == "sagemaker" and not cfg.get("gpu")):
-        return {"instance_type": cfg.get("instance_type") or f"ml.{named}"}
-    if resource.gpu > 0:
-        if not cfg.get("gpu"):
-            how = "name it: -cfg gpu=A100-80GB"
-            raise SpecError(f"the role asks for {resource.gpu} GPUs of no kind", field="gpu", hint=how)
-        return {"gpu": f"{cfg['gpu']}:{resource.gpu}"}
-    if provider == "local":  # torchx's components always name a size, and processes here share the machine
-        return {}
+    kind, own, named = cfg.get("gpu"), cfg.get("instance_type"), resource.capabilities.get(_INSTANCE_TYPE)
+    if named and provider == "sagemaker" and not kind:
+        own = own or f"ml.{named}"
+    if kind and resource.gpu < 1:
+        raise SpecError("the role asks for no GPU", field="gpu", hint="give the number to the component: --gpu 8")
+    if resource.gpu > 0 and not kind and not own:
+        how = "name it: -cfg gpu=A100-80GB"
+        raise SpecError(f"the role asks for {resource.gpu} GPUs of no kind", field="gpu", hint=how)
+    machine = {"instance_type": own} if own else {}
+    if kind:
+        machine["gpu"] = f"{kind}:{resource.gpu}"
+    if machine or provider == "local":  # torchx's components always name a size, and processes here share the machine
+        return machine
     size = {"cpus": resource.cpu, "memory_gb": -(-resource.memMB * 2**20 // 10**9)}
     return {name: count for name, count in size.items() if count > 0}
 
@@ -147,20 +143,15 @@ class _Scheduler:
     def _submit_dryrun(self, app: Any, cfg: Mapping[str, Any]) -> Any:
         from torchx.specs import AppDryRunInfo
 
-        from ..runs.fallback import plan_with_fallbacks
-
-        settings = _settings(provider=cfg.get("provider"), profile=cfg.get("profile"))
+        settings = Settings.load(provider=cfg.get("provider"), profile=cfg.get("profile"))
         job = job_of(app, cfg, settings.provider)
-        return AppDryRunInfo(plan_with_fallbacks(job, settings=settings, run_id=None, cwd=Path.cwd()), str)
+        return AppDryRunInfo(plan_with_fallbacks(job, settings=settings, cwd=Path.cwd()), str)
 
     def schedule(self, dryrun_info: Any) -> str:
         """Send the plan, and return the run id, or the run's URL, quoted, if it is not in the default store."""
-        from ..runs.fallback import submit_with_fallbacks
-
-        plan: Plan = dryrun_info.request
-        run = submit_with_fallbacks(plan, environ=os.environ)
+        run = submit_with_fallbacks(dryrun_info.request, environ=os.environ)
         with contextlib.suppress(CloudtrainError):
-            if _run(run.run_id).url == run.url:
+            if attach(run.run_id).url == run.url:
                 return run.run_id
         return quote(run.url, safe="")
 
@@ -169,13 +160,14 @@ class _Scheduler:
         from torchx.schedulers.api import DescribeAppResponse
         from torchx.specs import ReplicaStatus, Role, RoleStatus
 
-        run = _run(app_id)
         try:
+            run = attach(unquote(app_id))
             result, job = run.result(), run.job
         except NotFoundError:
             return None
         state, count = _state(result["state"]), job.resources.instance_count
-        name = _role_name(job)
+        # torchx's components name a role after the script, the module or the program.
+        name = (job.source.module or "").rpartition(".")[2] or Path(job.source.entry_point or job.args[0]).stem
         nodes = [ReplicaStatus(id=node, state=state, role=name, hostname="") for node in range(count)]
         return DescribeAppResponse(
             app_id=app_id,
@@ -190,14 +182,12 @@ class _Scheduler:
         """Return the newest runs of the default store."""
         from torchx.schedulers.api import ListAppResponse
 
-        from ..runs.listing import list_page
-
-        settings = _settings()
+        settings = Settings.load()
         rows = list_page(settings.resolved(), settings).rows
         return [ListAppResponse(app_id=row["run_id"], state=_state(row["state"])) for row in rows]
 
     def _cancel_existing(self, app_id: str) -> None:
-        _run(app_id).cancel()
+        attach(unquote(app_id)).cancel()
 
     def log_iter(
         self,
@@ -209,36 +199,13 @@ class _Scheduler:
         until: datetime | None = None,
         should_tail: bool = False,
         streams: Any = None,
-    ) -> Iterable[str]:
-        """Yield the lines of node ``k``. Raises `ValueError` for one of the streams: a run has them combined."""
+    ) -> Iterator[str]:
+        """Return the lines of node ``k``. Raises `ValueError` for one of the streams: a run has them combined."""
         if streams not in (None, "combined"):
             raise ValueError("a run has the streams combined")
-        return self._log_lines(_run(app_id), k, re.compile(regex or ""), since, until, should_tail)
-
-    def _log_lines(
-        self, run: Run, k: int, regex: re.Pattern[str], since: datetime | None, until: datetime | None, follow: bool
-    ) -> Iterator[str]:
-        end = until.timestamp() if until else float("inf")
-        for line in run.logs(follow=follow, node=k, since=since):
-            if regex.search(line.text) and (line.time or 0) <= end:
-                yield f"{line.text}\n"
-
-
-def _settings(**given: Any) -> Settings:
-    from ..settings.settings import Settings
-
-    return Settings.load(**given)
-
-
-def _run(app_id: str) -> Run:
-    from ..estimator import attach
-
-    return attach(unquote(app_id))
-
-
-def _role_name(job: Job) -> str:
-    """Return the name that torchx's components give to the role: the script's, the module's or the program's."""
-    return (job.source.module or "").rpartition(".")[2] or Path(job.source.entry_point or job.args[0]).stem
+        pattern, end = re.compile(regex or ""), until.timestamp() if until else float("inf")
+        lines = attach(unquote(app_id)).logs(follow=should_tail, node=k, since=since)
+        return (f"{line.text}\n" for line in lines if pattern.search(line.text) and (line.time or 0) <= end)
 
 
 def _state(state: str) -> Any:

@@ -36,7 +36,8 @@ class Injection:
         if sorted(given) != ["after", "node"] or len(pairs) != 2 or not given["node"].isdecimal():
             raise SpecError(f"{_FORM}, not {text!r}", field=kind)
         if int(given["node"]) >= nodes:
-            raise SpecError(f"there is no node {given['node']}: the job's are 0 to {nodes - 1}", field=kind)
+            there = f"nodes are 0 to {nodes - 1}" if nodes > 1 else "the only node is 0"
+            raise SpecError(f"there is no node {given['node']}: {there}", field=kind)
         if kind == "shortage" and not int(given["node"]):
             raise SpecError("leaves no machine, as node 0 is the first", field=kind, hint="name another node")
         timed = given["after"] != CHECKPOINT

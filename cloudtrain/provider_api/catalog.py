@@ -259,7 +259,9 @@ def suggested_gpu(gpu: Gpu, known: Iterable[Machine]) -> str:
     if counts or not near or near == gpu.name:
         names = gpu_names(known) if counts else sorted({_MEMORY.sub("", m.gpu) for m in known if m.gpu})
         return f"choose from {', '.join(names)}; cloudtrain gpus lists the machines"
-    return f"did you mean --gpu {replace(gpu, name=near)}?"
+    typo = replace(gpu, name=near)
+    meant = typo if any(m.is_for(typo) for m in known) else replace(typo, memory_gb=None)
+    return f"did you mean --gpu {meant}?"
 
 
 def variants(provider: str, gpu: Gpu) -> list[str]:

@@ -98,7 +98,10 @@ def _unknown(job: Job, provider: str, *, picks_machine: bool) -> UnsupportedErro
         gpu = wanted.gpus[0]
         most = max((m.gpu_count for m in catalog.machines(provider) if m.is_for(gpu)), default=1)
         catalog.for_gpu(provider, replace(gpu, count=most), cpus=wanted.cpus, memory_gb=wanted.memory_gb)
-    hint = "add --nodes N, or the GPUs of a node, such as --gpu H100:8"
+    total = wanted.total_gpus or 0
+    each = next(count for count in (8, 4, 2, total) if total % count == 0)
+    example = replace(wanted.gpus[0], count=each) if wanted.gpu else f"H100:{each}"
+    hint = f"add --nodes N, or the GPUs of a node, such as --gpu {example}"
     return UnsupportedError(provider, FIELD, "the GPUs of its machines are not known here", hint=hint)
 
 

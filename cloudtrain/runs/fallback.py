@@ -97,7 +97,8 @@ def _cheapest(job: Job, *, settings: Settings, run_id: str | None, cwd: Path, pr
     from .resume import is_bare
 
     if not settings.fallback:
-        raise SpecError("has no profiles to choose from", field="provider", hint="list them: --fallback aws,azure")
+        known = ",".join(settings.profiles or ("aws", "azure"))
+        raise SpecError("has no profiles to choose from", field="provider", hint=f"list them: --fallback {known}")
     if job.resume_from and is_bare(job.resume_from):
         why = f"{job.resume_from!r} is a run of one store, and auto chooses between stores"
         raise SpecError(why, field="resume_from", hint="give the URL of the run")

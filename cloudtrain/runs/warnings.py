@@ -55,6 +55,8 @@ def cautions(job: Job, request: Request) -> Iterator[str]:
     gpus = total_gpus(job, request)
     if job.launcher == "torchrun" and gpus and gpus > nodes * ranks:
         yield f"{gpus - nodes * ranks} of {gpus} GPUs have no rank (nproc_per_node = {ranks})"
+    if job.min_gpu_util and gpus == 0 and request.instance_types and request.provider in catalog.providers():
+        yield f"min_gpu_util has no effect: {request.instance_types[0]} has no GPU; ask for one with --gpu"
     for name, value in job.env.items():
         named = is_secret_name(name) and not _PLAIN.fullmatch(value)
         if named or _TOKEN.match(value) or scrubbed(value) != value:

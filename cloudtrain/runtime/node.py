@@ -213,7 +213,7 @@ class Node:
 
     def _check_all(self) -> None:
         """Let every node run `node_check`, and wait for the answers."""
-        self.log.say(f"checking {self.nodes} nodes before the start (node_check)")
+        self.log.say(f"checking {self.nodes} node{'s' if self.nodes > 1 else ''} before the start (node_check)")
         began = time.monotonic()
         self.peers.clear()
         self.link.send_all({"t": "check", "failures": []})

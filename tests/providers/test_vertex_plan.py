@@ -133,7 +133,8 @@ def test_settings_reach_the_request() -> None:
     }
     assert body["jobSpec"]["enableWebAccess"] is True
     command = "gcloud ai persistent-resources delete mine --region=europe-west4"
-    assert planned(given, keep_warm="1h").notes[-1].endswith(f"paid for, until you run: {command}")
+    for warm in ({}, {"keep_warm": "1h"}):
+        assert planned(given, **warm).notes[-1].endswith(f"paid for, until you run: {command}")
     with pytest.raises(UnsupportedError, match="do not wait for a job") as caught:
         planned(keep_warm="1h")
     assert "gcloud ai persistent-resources create" in caught.value.hint

@@ -138,10 +138,9 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
         raise UnsupportedError(NAME, "resources.shm_gb", why, hint="leave shm_gb out, and use fewer DataLoader workers")
     machine = machines.machine_of(job, gpu_index)
     notes = machines.notes_of(machine, job.resources.instance_count)
-    if job.keep_warm:
-        own = settings.persistent_resource_id
+    if own := settings.persistent_resource_id:
         how = f"gcloud ai persistent-resources delete {own} --region={settings.location}"
-        notes.append(f"keep_warm: the machines of {own} wait for the next job, paid for, until you run: {how}")
+        notes.append(f"the machines of persistent resource {own} stay up, paid for, until you run: {how}")
     name = job_name(layout.run, attempt, gpu_index)
     spec: dict[str, Any] = {
         "workerPoolSpecs": _pools(settings, job, layout, machine, attempt),
