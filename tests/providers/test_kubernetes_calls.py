@@ -370,6 +370,14 @@ def test_the_identity_that_a_service_account_names(world: KubernetesWorld, exami
     assert examiner(*IMAGE).status("service account") == "ok"
 
 
+@pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
+def test_a_queue_of_an_old_and_of_a_new_kueue(world: KubernetesWorld, examiner: Examiner, version: str) -> None:
+    examiner.settings("kubernetes", world.store, {**world.settings, "queue": "research"})
+    examiner(*IMAGE).failure("queue", "'research' is no LocalQueue", fix="kubectl get localqueues -n team", code=2)
+    world.plane.queues[version, "team", "research"] = "gpus"
+    assert "cluster queue gpus" in examiner(*IMAGE).rows["queue"]["detail"]
+
+
 def test_facts_that_the_caller_may_not_read_are_unknown(world: KubernetesWorld, examiner: Examiner) -> None:
     world.plane.denied |= {"GET persistentvolumeclaims", "GET nodes"}
     found = examiner(*IMAGE)

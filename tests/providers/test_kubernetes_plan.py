@@ -130,8 +130,17 @@ def test_another_request_has_another_label() -> None:
     [
         ("nvidia.com/gpu.product", "A100:1", 4),
         ("nvidia.com/gpu.product", "A100-80GB:1", 2),
+        ("nvidia.com/gpu.product", "B200:8", 1),
+        ("nvidia.com/gpu.product", "GB200:4", 1),
+        ("nvidia.com/gpu.product", "RTXPRO6000:1", 1),
+        ("nvidia.com/gpu.product", "H200:8", 2),
+        ("cloud.google.com/gke-accelerator", "GB200:4", 1),
+        ("cloud.google.com/gke-accelerator", "RTXPRO6000:1", 1),
         ("cloud.google.com/gke-accelerator", "H100:8", 2),
         ("karpenter.k8s.aws/instance-gpu-name", "A10G:1", 1),
+        ("karpenter.k8s.aws/instance-gpu-name", "B300:8", 1),
+        ("karpenter.k8s.aws/instance-gpu-name", "RTXPRO6000:8", 1),
+        ("karpenter.k8s.aws/instance-gpu-name", "RTXPRO4500:8", 1),
         ("gpu.nvidia.com/class", "H200:8", 1),
     ],
 )

@@ -251,6 +251,12 @@ def test_states_of_slurm(fields: dict[str, str], state: str, category: str) -> N
     assert bool(found.reason) == (state not in ("succeeded", "running")) or fields["JobState"] == "COMPLETING"
 
 
+@pytest.mark.parametrize("why", ["JobHeldAdmin", "job_requeued_in_held_state", "launch_failed_requeued_held"])
+def test_a_job_that_slurm_itself_holds_needs_the_administrator(why: str) -> None:
+    found = status_of(NATIVE, known(JobState="PENDING", Reason=why))
+    assert (found.state, found.reason) == ("pending", f"Slurm holds it ({why}): ask your administrator")
+
+
 @pytest.mark.parametrize(
     ("state", "nodes", "machine"),
     [("NODE_FAIL", "n2", "n2"), ("NODE_FAIL", "n[2-3]", ""), ("BOOT_FAIL", "(null)", ""), ("PREEMPTED", "n2", "")],

@@ -6,6 +6,7 @@ Nothing is created. ``doctor --job`` looks at the volume from a node.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ...errors import AuthError, NotFoundError, SpecError
@@ -45,6 +46,8 @@ IDENTITIES = {
 Source: the page on labels and annotations of azure-workload-identity, and guides on IRSA and GKE's Workload Identity.
 """
 AZURE_LABEL = "azure.workload.identity/use"
+KUEUE = ("v1beta2", "v1beta1")
+"""Versions of Kueue's API: 0.20 serves no v1beta1 (its issue #13957), and those before 0.15 have no v1beta2."""
 OLDEST = 29
 """The oldest minor version of Kubernetes 1 whose Jobs have ``backoffLimitPerIndex`` by default."""
 
@@ -144,6 +147,10 @@ def _queue(account: Account) -> Check:
     own = account.settings
     if not own.queue:
         return skipped("queue", "kubernetes.queue is not set")
-    path = f"/apis/kueue.x-k8s.io/v1beta1/namespaces/{own.namespace}/localqueues/{own.queue}"
-    found = account.call("GET", path, what="look for the LocalQueue")
-    return ok("queue", f"{own.queue} of cluster queue {found['spec'].get('clusterQueue')}")
+    for version in KUEUE:
+        path = f"/apis/kueue.x-k8s.io/{version}/namespaces/{own.namespace}/localqueues/{own.queue}"
+        with suppress(NotFoundError):
+            found = account.call("GET", path, what="look for the LocalQueue")
+            return ok("queue", f"{own.queue} of cluster queue {found['spec'].get('clusterQueue')}")
+    hint = f"to list them, run: kubectl get localqueues -n {own.namespace}"
+    raise SpecError(f"{own.queue!r} is no LocalQueue of Kueue in {own.namespace}", field=f"{NAME}.queue", hint=hint)

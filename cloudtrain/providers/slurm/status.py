@@ -36,6 +36,8 @@ _REASONS = patterns(
     (r"^(Resources|Priority|ReqNodeNotAvail|Nodes_required|Reservation|Licenses)", "capacity"),
 )
 """Reasons of a pending job: the man page of squeue."""
+_HELD = ("JobHeldAdmin", "job_requeued_in_held_state", "launch_failed_requeued_held")
+"""Reasons of a pending job that Slurm itself never starts. The last follows a failed prolog (burrmill #15)."""
 _ENDS = {
     "COMPLETED": ("", ""),
     "CANCELLED": ("cancelled", "it was cancelled"),
@@ -103,7 +105,7 @@ def _state(fields: Mapping[str, str], *, oom: bool) -> tuple[str, str, str, str]
     if native in PENDING:
         if why == "JobHeldUser":
             return native, "pending", "", "it is held: submit it again with the same run id, or run scontrol release"
-        if native == "REQUEUE_HOLD" or why in ("JobHeldAdmin", "job_requeued_in_held_state"):
+        if native == "REQUEUE_HOLD" or why in _HELD:
             return native, "pending", "", f"Slurm holds it ({why or native}): ask your administrator"
         return native, "pending", first_match(_REASONS, why, ""), f"{native}: {why}" if why else native
     if native not in FINAL and native != "REVOKED":

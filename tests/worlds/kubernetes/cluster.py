@@ -24,6 +24,7 @@ from .strict import Refusal, check_job, check_jobset, check_name
 __all__ = ["Cluster", "Refusal"]
 
 TOKEN, NAMESPACE = "a-token-of-the-fake", "team"
+_QUEUE = re.compile(r"/apis/kueue.x-k8s.io/([^/]+)/namespaces/([^/]+)/localqueues/([^/]+)")
 _JOBS = re.compile(r"/apis/batch/v1/namespaces/([^/]+)/jobs(?:/([^/]+))?")
 _JOBSETS = re.compile(r"/apis/jobset.x-k8s.io/v1alpha2(?:/namespaces/([^/]+)/jobsets(?:/([^/]+))?)?")
 _LISTED = re.compile(r"/apis?/(?:[^/]+/)?v1[a-z0-9]*/namespaces/([^/]+)/(jobs|jobsets|services|secrets)")
@@ -139,6 +140,7 @@ class Cluster(Platform):
         """True: JobSet is installed. None: installed, but its controller does nothing. False: not installed."""
         self._due: list[tuple[float, tuple[str, str, str]]] = []
         self.denied: set[str] = set()
+        self.queues: dict[tuple[str | Any, ...], str] = {}  # Kueue's, by version of its API, namespace and name
         self.grace, self.restart_seconds, self.silence_seconds = 40.0, 1.0, 2.0
         self.environment: dict[str, str] = {}
         """Variables for the store's own client."""
@@ -230,6 +232,8 @@ class Cluster(Platform):
             labels = {"node.kubernetes.io/instance-type": "a2", "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
             size = {"nvidia.com/gpu": "8", "cpu": "95900m", "memory": "1048576000Ki"}
             return {"items": [{"metadata": {"labels": labels}, "status": {"allocatable": size}}]}
+        if (match := _QUEUE.fullmatch(path)) and match.groups() in self.queues:
+            return {"spec": {"clusterQueue": self.queues[match[1], match[2], match[3]]}}
         raise Refusal(404, "NotFound", "the server could not find the requested resource")
 
     def metas(self, kind: str) -> dict[tuple[str, str], Any]:
