@@ -108,9 +108,9 @@ def build(provider: type[Provider] | None = None) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in _members(provider):
-            archive.writestr(zipfile.ZipInfo(name, _DATE), data, zipfile.ZIP_DEFLATED)
+            archive.writestr(zipfile.ZipInfo(name, _DATE), data, zipfile.ZIP_DEFLATED, 9)
             if _is_compiled(name, provider):
-                archive.writestr(zipfile.ZipInfo(f"{name}c", _DATE), _compiled(name, data), zipfile.ZIP_DEFLATED)
+                archive.writestr(zipfile.ZipInfo(f"{name}c", _DATE), _compiled(name, data), zipfile.ZIP_DEFLATED, 9)
     return buffer.getvalue()
 
 
