@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,9 +66,6 @@ FileState = tuple[int, int]
 
 _FOLDER = re.compile(r"\d+\.\d+-\d+")
 _NODE = re.compile(r"node-\d+")
-_GONE = errno.ENOENT, errno.ENOTDIR
-_ABSENT = *_GONE, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG
-_CLOSED = errno.EACCES, errno.EPERM
 _VANISHED = "\0"
 """Signature of an entry that changed while it was read: never equal to another."""
 
@@ -296,22 +293,14 @@ def modest() -> None:
 
 def copy_patiently(source: Path, target: Path, moved: Moved = lambda source, done: None) -> tuple[int, str]:
     """Call `copy_with_digest`, again after `Timings.copy_pauses`, if there are source and room. Raises `OSError`."""
-    return _patiently(lambda: copy_with_digest(source, target, moved), (*_GONE, errno.ENOSPC, errno.EDQUOT))
-
-
-def _patiently(work: Callable[[], T], final: Container[int | None] = ()) -> T:
-    """Return ``work()``, called again after each of `Timings.copy_pauses` if it raises an `OSError` not of ``final``.
-
-    The error alone decides. A mount that fails does not show whether a file is there.
-    """
-    for pause in TIMINGS.copy_pauses:
+    for pause in (*TIMINGS.copy_pauses, None):
         try:
-            return work()
+            return copy_with_digest(source, target, moved)
         except OSError as exc:
-            if exc.errno in final:
+            if pause is None or not source.exists() or exc.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
         time.sleep(pause)
-    return work()
+    raise AssertionError
 
 
 def copy_with_digest(source: Path, target: Path, moved: Moved = lambda source, done: None) -> tuple[int, str]:
@@ -405,8 +394,8 @@ def copy_entry(
                 copied, digest = copy_patiently(source, coming, lambda _, done: moved(paths[item], done))
                 if temporary:
                     os.replace(coming, target / key)
-            except OSError as exc:
-                if exc.errno not in _GONE:
+            except OSError:
+                if source.exists():
                     raise
                 raise _ChangedError from None
             if copied != size:
@@ -475,74 +464,39 @@ def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
 def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tuple[str, ...] = ()) -> list[Checkpoint]:
     """Return the complete checkpoints below ``root``, oldest first. Call ``say`` for each incomplete one.
 
-    Files whose names end in one of ``marks`` are those of a platform's agent. Raises `StorageError` if a disk or mount
-    fails: a checkpoint that cannot be read is not missing.
+    Files whose names end in one of ``marks`` are those of a platform's agent.
     """
-    found, others = _survey(root, marks)
-    if say is not None:
-        for folder, missing in others:
+    found = []
+    commits = [c for depth in ("", "*/", "*/*/") for c in glob.glob(f"{glob.escape(str(root))}/{depth}{COMMIT}")]
+    for path in sorted(commits):
+        folder = Path(path).parent
+        try:
+            item = Checkpoint.of(json.loads(Path(path).read_bytes()), str(folder))
+            missing = item.missing(lambda file: _size(folder / file))  # noqa: B023
+        except (OSError, ValueError):
+            missing = COMMIT
+        if missing is None:
+            found.append(item)
+        elif say is not None:
             say(f"checkpoint {folder.parent.name}/{folder.name} is not complete ({missing}); skipped")
+    if say is not None:
+        for folder in uncommitted(root, marks=marks):
+            say(f"checkpoint {folder.parent.name}/{folder.name} is not complete (no {COMMIT}); skipped")
     return sorted(found, key=lambda item: item.order)
 
 
-def incomplete(root: Path, *, marks: tuple[str, ...] = ()) -> list[Path]:
-    """Return the checkpoints of a run's own folder that are not complete. See `complete`."""
-    return [folder for folder, _ in _survey(root, marks)[1] if _FOLDER.fullmatch(folder.name)]
-
-
-def _survey(root: Path, marks: tuple[str, ...]) -> tuple[list[Checkpoint], list[tuple[Path, str]]]:
-    """Return the complete checkpoints below ``root``, and the folders of the others with a file that is missing."""
-
-    def look() -> tuple[list[Checkpoint], list[tuple[Path, str]]]:
-        found, others = [], []
-        names = _folders(root)
-        for folder in (root, *names, *(folder for name in names for folder in _folders(name))):
-            text = _unless_absent((folder / COMMIT).read_bytes, None)
-            missing: str | None = COMMIT if text is not None else f"no {COMMIT}"
-            with contextlib.suppress(ValueError):
-                item = Checkpoint.of(json.loads(text or b""), str(folder))
-                missing = item.missing(lambda file: _size(folder / file))  # noqa: B023
-                if missing is None:
-                    found.append(item)
-            if missing is not None and (text is not None or _has_parts(folder, marks)):
-                others.append((folder, missing))
-        return found, others
-
-    try:
-        return _patiently(look)
-    except OSError as exc:
-        raise StorageError(f"cannot read the checkpoints in {root}: {exc.strerror}") from None
-
-
-def _has_parts(folder: Path, marks: tuple[str, ...]) -> bool:
-    """Return whether nodes have written files of a checkpoint to ``folder``."""
-    parts = _folders(folder) if _FOLDER.fullmatch(folder.name) else ()
-    return any(not file.name.endswith(marks) for part in parts if _NODE.fullmatch(part.name) for file in _files(part))
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Return the folders in ``folder``, without hidden ones. Raises `OSError` if a disk or mount fails."""
-
-    def read() -> list[Path]:
-        with os.scandir(folder) as items:
-            shown = [item for item in items if not item.name.startswith(".")]
-        return sorted(Path(item.path) for item in shown if _unless_absent(item.is_dir, False, _CLOSED))
-
-    return _unless_absent(read, [], _CLOSED)  # such as lost+found
+def uncommitted(root: Path, *, marks: tuple[str, ...] = ()) -> list[Path]:
+    """Return the checkpoints of a run's own folder that lack their commit. ``marks``: see `complete`."""
+    parts = map(Path, glob.glob(f"{glob.escape(str(root))}/*/*/node-*"))
+    found = sorted({path.parent for path in parts if any(not file.name.endswith(marks) for file in _files(path))})
+    return [folder for folder in found if _FOLDER.fullmatch(folder.name) and not (folder / COMMIT).exists()]
 
 
 def _size(path: Path) -> int:
-    return _unless_absent(lambda: path.stat().st_size, -1)
-
-
-def _unless_absent(read: Callable[[], T], otherwise: T, also: tuple[int, ...] = ()) -> T:
-    """Return ``read()``, or ``otherwise`` if there is no such file, or for ``also``. Raises any other `OSError`."""
     try:
-        return read()
-    except OSError as exc:
-        if exc.errno not in (*_ABSENT, *also):
-            raise
-        return otherwise
+        return path.stat().st_size
+    except OSError:
+        return -1
 
 
 def restore(checkpoint: Checkpoint, target: Path, *, node: int) -> None:
@@ -565,8 +519,8 @@ def restore(checkpoint: Checkpoint, target: Path, *, node: int) -> None:
         place, key = item
         try:
             _, digest = copy_patiently(checkpoint.folder / key, place)
-        except OSError as exc:
-            if exc.errno not in _GONE:
+        except OSError:
+            if (checkpoint.folder / key).exists():
                 raise
             raise DigestError(f"checkpoint {checkpoint.name}: {key} is gone") from None
         if digest != checkpoint.files[key][1]:

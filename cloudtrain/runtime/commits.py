@@ -365,13 +365,13 @@ class Commits:
     def _take_over(self) -> None:
         """Read the earlier attempts' checkpoints: complete ones, half or damaged ones (to go), and their writers."""
         found = checkpoints.complete(self._root)
+        self._complete = [item for item in found if item.folder not in self._damaged]
         for item in found:
             if item.folder in self._damaged:
                 checkpoints.remove_path(item.folder / checkpoints.COMMIT)
             parts = {key.partition("/")[0].removeprefix("node-") for key in item.files}
             self._holders[family(item.name)] = {int(part) for part in parts if part.isdigit()} & self._nodes
-        self._removed = [self._key(folder) for folder in checkpoints.incomplete(self._root, marks=self._marks)]
-        self._complete = [item for item in found if item.folder not in self._damaged]
+        self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root, marks=self._marks)]
         if self._archive is not None:
             here = {self._key(item.folder) for item in self._complete}
             for item in self._archive.found():

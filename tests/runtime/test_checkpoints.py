@@ -243,30 +243,6 @@ def test_a_checkpoint_is_found_from_itself_its_name_and_all(tmp_path: Path) -> N
     assert complete(tmp_path / "none") == []
 
 
-@pytest.mark.parametrize("call", ["scandir", "read_bytes", "stat"])
-def test_a_mount_that_fails_makes_no_checkpoint_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    monkeypatch.setattr(TIMINGS, "copy_pauses", (0.0, 0.0))
-    one, fails = committed(tmp_path), [errno.EIO]
-    module: Any = os if call == "scandir" else Path
-    whole = getattr(module, call)
-
-    def failing(path: Any, *rest: Any, **named: Any) -> Any:
-        if fails and str(path).startswith(str(tmp_path)):
-            raise OSError(fails.pop(), "Input/output error", str(path))
-        return whole(path, *rest, **named)
-
-    monkeypatch.setattr(module, call, failing)
-    assert [item.folder for item in complete(tmp_path)] == [one.folder]
-    assert not fails
-    fails += [errno.EIO] * 3
-    with pytest.raises(StorageError, match=r"cannot read the checkpoints in .+: Input/output error"):
-        complete(tmp_path)
-    fails += [errno.EACCES] if call == "scandir" else []  # such as lost+found
-    assert (complete(tmp_path) == []) is (call == "scandir")
-
-
 def test_names_with_glob_characters(tmp_path: Path) -> None:
     one = committed(tmp_path / "a[1]*", "epoch=1-loss[0.5]")
     assert [c.folder for c in complete(tmp_path / "a[1]*")] == [one.folder]
@@ -600,29 +576,6 @@ def test_a_hiccup_of_a_mount_costs_a_try(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="hiccup"):  # a full disk is not made empty by trying
         checkpoints.copy_patiently(tmp_path / "source", tmp_path / "target")
     assert len(fails) == 1
-
-
-def test_a_mount_that_is_cut_off_loses_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TIMINGS, "copy_pauses", (0.0, 0.0))
-    one, whole, tries = committed(tmp_path / "live"), checkpoints.copy_with_digest, []
-
-    def copy(source: Path, target: Path, moved: Any) -> Any:
-        tries.append(source)
-        if len(tries) <= fail:
-            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected", str(source))
-        return whole(source, target, moved)
-
-    monkeypatch.setattr(checkpoints, "copy_with_digest", copy)
-    monkeypatch.setattr(Path, "exists", os.path.exists)  # as since Python 3.14
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "stat", lambda path, **_: os.stat("/cut/off"))
-        fail = 99
-        with pytest.raises(StorageError, match="not connected"):
-            restore(one, tmp_path / "out", node=0)
-        assert len(tries) > 2
-    tries, fail = [], 2
-    restore(one, tmp_path / "out", node=0)
-    assert len(tree(tmp_path / "out")) == 2
 
 
 def test_shapes_tell_kinds_and_how_many() -> None:

@@ -19,7 +19,7 @@ from cloudtrain.engine.node_folders import LocalObjects, Sync
 from cloudtrain.errors import DigestError, StorageError
 from cloudtrain.provider_api.node import NodeEnvironment, SyncAgent, Topology
 from cloudtrain.runtime.archive import Archive
-from cloudtrain.runtime.checkpoints import Watch, complete, incomplete, write_whole
+from cloudtrain.runtime.checkpoints import Watch, complete, uncommitted, write_whole
 from cloudtrain.runtime.commits import Commits
 from cloudtrain.runtime.history import Start
 from cloudtrain.runtime.logs import LogWriter
@@ -504,9 +504,9 @@ def test_marks_that_were_restored_are_no_checkpoint(tmp_path: Path) -> None:
     part = tmp_path / "step-1" / "0.0-1" / "node-0"
     part.mkdir(parents=True)
     (part / "model.pt.sagemaker-uploaded").touch()
-    assert incomplete(tmp_path, marks=MARKS) == []
+    assert uncommitted(tmp_path, marks=MARKS) == []
     (part / "model.pt").write_text("x")
-    assert incomplete(tmp_path, marks=MARKS) == [part.parent]
+    assert uncommitted(tmp_path, marks=MARKS) == [part.parent]
 
 
 # -------------------------------------------------------------------------------------------------------- the archive
