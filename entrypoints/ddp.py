@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Subset, default_collate
 
 
 def need(truth: bool, otherwise: str) -> None:
-    """Exit with one line if ``truth`` is false. Called before processes wait for each other."""
+    """Exit with the line ``otherwise`` if ``truth`` is false, on every process alike."""
     if not truth:
         raise SystemExit(f"ddp.py: {otherwise}")
 

@@ -41,7 +41,7 @@ PEAK_FLOPS = {  # dense bf16 or fp16, from NVIDIA's data sheets; names of torch.
 
 
 def need(truth: bool, otherwise: str) -> None:
-    """Exit with one line if ``truth`` is false. Called before processes wait for each other."""
+    """Exit with the line ``otherwise`` if ``truth`` is false, on every process alike."""
     if not truth:
         raise SystemExit(f"fsdp.py: {otherwise}")
 

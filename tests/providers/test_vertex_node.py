@@ -458,7 +458,7 @@ def test_a_damaged_runtime_is_not_started(service: Any, tmp_path: Path) -> None:
     )
     _, err = process.communicate(timeout=60)
     assert process.returncode == 134
-    assert "it is damaged" in err
+    assert "its digest is wrong" in err
     assert err.count("\n") == 1
 
 
