@@ -8,11 +8,9 @@ import importlib
 import ipaddress
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,9 +34,7 @@ from cloudtrain.providers._rehearsal import DIRECT, EVERYWHERE, SECRETS
 from cloudtrain.runs.submit import Plan, make_plan
 from cloudtrain.runtime.node_check import address_towards
 from cloudtrain.settings.settings import Settings
-from cloudtrain.storage.files import files
 from cloudtrain.storage.timings import CLIENT_TIMINGS
-from cloudtrain.store.store import Store
 
 CLOUDS = ("azureml", "sagemaker", "vertex")
 
@@ -404,24 +400,6 @@ def test_fewer_nodes_are_asked_for_only_if_they_can_restore_the_given_checkpoint
     why = "checkpoint given has files of single ranks (rank_0.pt), and does not say how many nodes wrote it"
     own = files == "rank_0.pt"
     assert (found.node_counts, found.bound) == (((2,), f"{why}, so it needs 2 nodes") if own else ((2, 1), ""))
-
-
-def test_an_output_that_the_script_removes_leaves_a_remote_store_too(tmp_path: Path) -> None:
-    url = f"memory://{uuid.uuid4().hex}/store"
-    mounts, target = _Mounts(folder=tmp_path, store=Store(url), run_id="r"), files(f"{url}/runs/r/live")
-    names = ["artifacts/node-0/a", "outputs/node-0/a", "outputs/node-0/b"]
-    for name in names:
-        (mounts.live / name).parent.mkdir(parents=True, exist_ok=True)
-        (mounts.live / name).write_text(name)
-    mounts._sync(target)
-    assert list(target.list()) == names
-    for name in names[:2]:
-        (mounts.live / name).unlink()
-    mounts._sync(target)
-    assert list(target.list()) == [names[0], names[2]]
-    shutil.rmtree(mounts.live)  # a disk that is gone removes nothing
-    mounts._sync(target)
-    assert list(target.list()) == [names[0], names[2]]
 
 
 def supervised(site: Site, job: Job | None = None, **given: Any) -> tuple[Supervisor, LaunchRules]:

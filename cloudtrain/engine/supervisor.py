@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 KILLED = (137, 143)
 """Exit codes of nodes that a platform itself ended, by SIGKILL or SIGTERM."""
-CHECKPOINTS, OUTPUTS = "checkpoints/", "outputs/"
+CHECKPOINTS = "checkpoints/"
 CANCELLED = ("cancelled", "cancelled", "cancelled by the user")
 
 
@@ -644,11 +644,10 @@ class _Mounts:
         """Upload new and changed files; those that make others valid (commit.json) come last.
 
         A checkpoint deleted here is deleted there, commit.json first, but never the last one, even after a disk
-        failure. So is an output, if all folders could be read.
+        failure.
         """
-        changed, found, unread = [], set(), list[OSError]()
-        walk = os.walk(self.live, onerror=unread.append)
-        below = (Path(folder, name) for folder, _, names in walk for name in names)
+        changed, found = [], set()
+        below = (Path(folder, name) for folder, _, names in os.walk(self.live) for name in names)
         for path in (path for path in below if path.is_file() and not path.match(".*.part")):
             with contextlib.suppress(FileNotFoundError):
                 stat = path.stat()
@@ -660,9 +659,9 @@ class _Mounts:
             with contextlib.suppress(FileNotFoundError):
                 target.upload(path, key)
                 self._sent[key] = state
-        kept = any(key.startswith(CHECKPOINTS) and key.endswith(f"/{COMMIT}") for key in found)
-        for key in sorted(self._sent.keys() - found, key=lambda key: (not key.endswith(f"/{COMMIT}"), key)):
-            if (kept and key.startswith(CHECKPOINTS)) or (not unread and key.startswith(OUTPUTS)):
+        gone = [key for key in self._sent.keys() - found if key.startswith(CHECKPOINTS)]
+        if any(key.startswith(CHECKPOINTS) and key.endswith(f"/{COMMIT}") for key in found):
+            for key in sorted(gone, key=lambda key: (not key.endswith(f"/{COMMIT}"), key)):
                 target.remove(key)
                 del self._sent[key]
 
