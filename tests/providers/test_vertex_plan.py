@@ -627,7 +627,8 @@ def test_nodes_of_a_request() -> None:
     assert {(mount.url, mount.path, mount.kind) for mount in node.mounts} == {
         (url, f"/gcs/{url.removeprefix('gs://')}", kind)
         for url, kind in (
-            (f"{STORE}/runs/r/container", "mount"),
+            (f"{STORE}/runs/r/container/context.json", "mount"),
+            (f"{STORE}/runs/r/container/key", "mount"),
             (f"{STORE}/runtime/{'d' * 64}", "mount"),
             (f"{STORE}/code/{'c' * 64}", "mount"),
             (f"{STORE}/runs/r/live", "sync"),

@@ -99,9 +99,10 @@ def _mounts(request: Request, pool: Mapping[str, Any]) -> Iterator[Mount]:
         f"{NFS}/{item['mountPoint']}": f"nfs://{item['server']}{item['path']}" for item in pool.get("nfsMounts", ())
     }
     runtime = next(word for word in words if word.endswith("/cloudtrain.pyz")).rpartition("/")[0]
-    context = words[words.index("--context") + 1].rpartition("/")[0]
+    context = words[words.index("--context") + 1]
     yield Mount(url=runtime, path=mounted(runtime), kind="mount")
-    yield Mount(url=_url(context), path=context, kind="mount")
+    for path in (context, f"{context.rpartition('/')[0]}/key"):
+        yield Mount(url=_url(path), path=path, kind="mount")
     yield Mount(url=base, path=mounted(base), kind="sync")
     for before, word in itertools.pairwise(words):
         name, _, path = word.partition("=")
