@@ -277,6 +277,25 @@ def test_a_path_that_is_called_like_a_node_is_no_version_of_another(world: World
     assert pull(world.store, "r1", tmp_path / "out").transferred == 0
 
 
+def test_a_node_s_own_copy_goes_when_it_is_no_longer_needed(world: World, tmp_path: Path) -> None:
+    world.write("live/outputs/node-0/x", "file")
+    world.write("live/outputs/node-1/x/y", "in a folder")
+    pull(world.store, "r1", tmp_path / "out")
+    shutil.rmtree(world.folder / "live/outputs/node-1")
+    pull(world.store, "r1", tmp_path / "out")
+    outputs = tmp_path / "out/outputs"
+    assert [path for path in outputs.rglob("*") if path.is_file()] == [outputs / "x"]
+
+
+def test_a_pointer_does_not_replace_a_checkpoint_of_its_name(world: World, tmp_path: Path) -> None:
+    world.checkpoint("best")
+    world.checkpoint("step-1")
+    pull(world.store, "r1", tmp_path / "out")
+    point(world, best="step-1")
+    pull(world.store, "r1", tmp_path / "out", what="checkpoints:step=1")
+    assert (tmp_path / "out/checkpoints/best/model.pt").is_file()
+
+
 @pytest.mark.parametrize("word", ["artifacts", "outputs"])
 @pytest.mark.parametrize("names", [("x", "x/y"), ("x/y", "x"), ("x/a/b", "x/a"), ("x", "x/a/b")])
 def test_a_file_may_become_a_folder_between_two_pulls(

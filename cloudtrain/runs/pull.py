@@ -297,7 +297,7 @@ class _Pull:
                 why = f"checkpoint {name} was overwritten while it was pulled, {TRIES} times"
                 raise StorageError(why, hint="pull again")
         for name, target in pointers.items():
-            if target in self.names and name not in self.names and safe(name):
+            if target in self.names and name not in {*names, *self.names} and safe(name):
                 text = f"{target}\n".encode()
                 mark = hashlib.sha256(text).hexdigest()
                 source = _Source(key=f"{self.run}/live/pointers", size=len(text), mark=mark, sha256=mark)
@@ -351,16 +351,18 @@ class _Pull:
         for path in groups.keys() & {folder for each in groups for folder in _folders_of(each)}:
             for node, source in groups.pop(path):  # a file here, and a folder on another node
                 groups[_place_of_node(path, node, groups)] = [(node, source)]
-        self._make_way(word, groups)
-        self._expect(*[(path, source) for path, some in groups.items() for _, source in some[:1]])
         ordered = {path: sorted(some, key=lambda pair: pair[0]) for path, some in groups.items()}
+        self._make_way(word, ordered)
+        self._expect(*[(path, some[0][1]) for path, some in ordered.items()])
         parallel(lambda path: self._written(path, ordered), [*groups], jobs=self.jobs)
 
     def _make_way(self, word: str, groups: Mapping[str, Sequence[tuple[int, _Source]]]) -> None:
-        """Remove local files of a former pull that are no longer in the store: all outputs, and artifacts whose path
-        is now a folder, or is in a folder that is now a file."""
+        """Remove local files of an earlier pull that are no longer in the store.
+
+        All such outputs go. An artifact goes if its path is now a folder, or is in a folder that is now a file.
+        """
         folders = {folder for path in groups for folder in _folders_of(path)}
-        kept = {_place_of_node(path, node, groups) for path, some in groups.items() for node, _ in some}
+        kept = {_place_of_node(path, node, groups) for path, some in groups.items() for node, _ in some[1:]}
         for path in [path for path in self.known if path.startswith(f"{word}/")]:
             over = groups.keys() & _folders_of(path)
             if path not in groups and path not in kept and (word == "outputs" or path in folders or over):
@@ -685,8 +687,7 @@ def newest_pulled(folder: Path) -> tuple[str, Path | None] | None:
 
 
 def _place_of_node(path: str, node: int, taken: Container[str]) -> str:
-    """Return where ``node``'s own version of the file at ``path`` is kept: below ``node-<n>/``, at no path that is
-    ``taken``."""
+    """Return the path, below ``node-<n>/`` and not ``taken``, for ``node``'s own version of the file at ``path``."""
     word, _, rest = path.partition("/")
     while (place := f"{word}/node-{node}/{rest}") in taken:
         rest = f"node-{node}/{rest}"
