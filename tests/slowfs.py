@@ -14,6 +14,9 @@ import mfusepy
 SECONDS = 0.05
 """Seconds to make, open, rename or remove a file, as in a distant object store."""
 
+UTIME_NOW = (1 << 30) - 1
+"""Nanoseconds by which libfuse 3 asks for the present time (sys/stat.h)."""
+
 
 class Slow:
     """The folder itself, with its real owners and modes."""
@@ -96,7 +99,9 @@ class Slow:
         return 0
 
     def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
-        os.utime(self._real(path), ns=times or (time.time_ns(),) * 2)
+        now = time.time_ns()
+        accessed, modified = (now if given == UTIME_NOW else given for given in times or (now, now))
+        os.utime(self._real(path), ns=(accessed, modified))
         return 0
 
 
