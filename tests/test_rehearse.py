@@ -23,7 +23,7 @@ from cloudtrain.engine.docker_api import connect
 from cloudtrain.engine.fault_injection import Injection, InjectionPlan
 from cloudtrain.engine.node_folders import NodeFolders
 from cloudtrain.engine.rehearse import plan_rehearsal
-from cloudtrain.engine.supervisor import Supervisor, _Mounts
+from cloudtrain.engine.supervisor import Log, Supervisor, _Mounts
 from cloudtrain.engine.url_map import stand_in_for
 from cloudtrain.errors import SpecError
 from cloudtrain.estimator import Estimator
@@ -454,6 +454,30 @@ def test_each_node_has_its_own_copy_and_peers_do_not_show(
     folders.finish(outputs=True)
     assert (tmp_path / "left" / "model").read_text() == "3"
     assert not (tmp_path / "own").exists()
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_sync(
+    own: tuple[NodeFolders, list[Path], list[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check the thread after a failure that it cannot log: the log is on the same disk."""
+    folders, (zero, _), _, live = own
+    step, failures = folders._step, [OSError("No space left on device")]
+
+    def fail_once(**how: bool) -> None:
+        if failures:
+            raise failures.pop()
+        step(**how)
+
+    monkeypatch.setattr(folders, "_step", fail_once)
+    full = open("/dev/full", "w", buffering=1)  # noqa: SIM115  closing it fails
+    monkeypatch.setattr(sys, "stderr", Log(full))
+    (zero / "new").write_text("2")
+    folders.start()
+    Jobs.wait_for(lambda: (live / "new").exists(), 10)
+    folders.finish(outputs=False)
+    assert failures == []
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
 
 
 def test_what_a_lost_machine_had_not_sent_is_gone(

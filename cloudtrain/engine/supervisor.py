@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from ..errors import EXIT_CODES, CapacityError, CloudtrainError, PlatformError, SpecError, StorageError
 from ..job.job import Job
@@ -47,7 +47,7 @@ from .node_folders import NodeFolders
 from .supervised import SupervisedProvider, all_succeeded, last_sign, locked, refuse, write_json
 from .url_map import stand_in_for
 
-__all__ = ["Supervisor", "main"]
+__all__ = ["Log", "Supervisor", "main"]
 
 T = TypeVar("T")
 
@@ -60,6 +60,7 @@ CANCELLED = ("cancelled", "cancelled", "cancelled by the user")
 def main(folder: str, engine: str) -> None:
     """Run the supervisor of ``folder``, unless another one does already. Secrets come as JSON on stdin."""
     secrets = json.load(sys.stdin)
+    sys.stderr = Log(sys.stderr)
     import fcntl
 
     with open(Path(folder) / "lock", "ab") as lock:
@@ -80,6 +81,22 @@ def main(folder: str, engine: str) -> None:
             refuse(Path(folder) / "refused.json", exc)
         else:
             supervisor.run()
+
+
+class Log:
+    """A log on the store's disk: if that is full, lines come later or are lost, and no thread ends for it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 class Supervisor:
