@@ -1,6 +1,6 @@
 """Measurements against a peer: the cost of a command, interleaved pairs of two commands, and figures against targets.
 
-A shared machine slows both commands of a pair alike. So a figure is the median over pairs of ours / peer, never a
+A shared machine slows both commands of a pair alike. So a figure is the median over pairs of cloudtrain / peer, never a
 quotient of two numbers from different moments. CPU seconds accompany wall time, because other jobs change them far
 less.
 """
@@ -252,7 +252,7 @@ def pairs(ours: Callable[[], Cost], other: Callable[[], Cost], *, count: int, wa
 
 
 def median_ratio(found: Sequence[Pair], what: str) -> float:
-    """Return the median over pairs of ours / peer, in ``wall`` or ``cpu``."""
+    """Return the median over pairs of cloudtrain / peer, in ``wall`` or ``cpu``."""
     ratios: list[float] = [getattr(pair.ours, what) / getattr(pair.peer, what) for pair in found]
     return statistics.median(ratios)
 

@@ -144,7 +144,7 @@ def fits(model: Any, blocks: list[nn.Module], loss_of: Any, samples: Any, passes
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: vote())
 
-    for module in (*blocks, model):  # FSDP has its hooks already; prepend puts ours first
+    for module in (*blocks, model):  # FSDP has its hooks already; prepend puts this one first
         handles += [
             module.register_forward_pre_hook(lambda *_: vote(), prepend=True),  # before it gathers
             module.register_forward_hook(lambda _, __, output: vote_in_backward(output), prepend=True),  # gathers again

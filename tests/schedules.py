@@ -347,7 +347,7 @@ class Native:
     """A native job's true state.
 
     - ``ends``: the ends of its starts, as drawn.
-    - ``told``: the cause that its nodes report.
+    - ``cause``: the cause that its nodes report.
     - ``late``: the seconds beyond its limit.
     - ``late_by``: the client that sent it at the moment of a cancel.
     """
@@ -360,7 +360,7 @@ class Native:
     late_by: Client | None = None
     state: str = "pending"
     category: str = ""
-    told: str = ""
+    cause: str = ""
     starts: list[Start] = field(default_factory=list)
     finished: float | None = None
     stop: bool = False
@@ -448,7 +448,7 @@ class Cloud:
                 continue
             yield sim.draw.choice([0.0, 2.0])
             word = {"lost": "infra", "user_error": "user_error", "oom": "oom"}.get(kind, kind)
-            job.told = word
+            job.cause = word
             vague = {"oom": "", "user_error": ""}.get(word, word) if sim.draw.random() < 0.5 else word
             self._end(job, "succeeded" if kind == "succeeded" else "failed", "" if kind == "succeeded" else vague)
             return
@@ -804,7 +804,7 @@ class Schedule:
         expired = self._has(last.request.attempt, "expired.json")
         if result["native_id"] != last.id:
             sim.wrong(f"the result is of {result['native_id']}, the last job {last.id}")
-        state, categories = last.state, {last.category or None, last.told or None, "infra"}
+        state, categories = last.state, {last.category or None, last.cause or None, "infra"}
         if state == "cancelled" and expired and not (cancelled and result["state"] == state):
             state, categories = "failed", {"capacity"}
         elif state == "cancelled":

@@ -1,4 +1,4 @@
-"""digest_cache.py: an unchanged file is not read again. A changed one always is, whatever its times."""
+"""digest_cache.py: an unchanged file is not read again. A changed one always is, even with old times."""
 
 from __future__ import annotations
 

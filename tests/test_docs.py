@@ -268,7 +268,7 @@ def test_output_is_compared_line_by_line() -> None:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return a user's environment: this environment's tools first, no configuration of ours, and no network."""
+    """Return a user's environment: this environment's tools first, no configuration of this machine, and no network."""
     ours = (
         r"CLOUDTRAIN_|AWS_|AZURE_|AZUREML_|ARM_|GOOGLE_|PET_|TORCHELASTIC_|XDG_|.*RANK$|.*WORLD_SIZE$|MASTER_|PYTEST_"
     )

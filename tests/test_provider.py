@@ -169,7 +169,7 @@ def test_lists_of_objects_merge_by_index_and_star_means_all() -> None:
     ]  # fmt: skip
     # An index takes precedence over the star, in any order.
     assert [p["t"] for p in merged({"pools": {"0": {"t": "z"}, "*": {"t": "s"}}})["pools"]] == ["z", "s"]
-    # A new element at the end is allowed if it needs no field of ours.
+    # A new element at the end is allowed if it needs no field of this version.
     assert merged({"tags": {"0": "new"}})["tags"] == ["new"]
     assert merged({"tags": {"1": "b", "0": "a"}})["tags"] == ["a", "b"]
     with pytest.raises(SpecError, match="'2' is no index of that list of 0"):

@@ -23,7 +23,7 @@ from cloudtrain.engine.docker_api import connect
 from cloudtrain.engine.fault_injection import Injection, InjectionPlan
 from cloudtrain.engine.node_folders import NodeFolders
 from cloudtrain.engine.rehearse import plan_rehearsal
-from cloudtrain.engine.supervisor import Log, Supervisor, _Mounts
+from cloudtrain.engine.supervisor import Supervisor, SupervisorLog, _Mounts
 from cloudtrain.engine.url_map import stand_in_for
 from cloudtrain.errors import SpecError
 from cloudtrain.estimator import Estimator
@@ -470,7 +470,7 @@ def test_a_log_on_a_full_disk_does_not_end_the_sync(
 
     monkeypatch.setattr(folders, "_step", fail_once)
     full = open("/dev/full", "w", buffering=1)  # noqa: SIM115  closing it fails
-    monkeypatch.setattr(sys, "stderr", Log(full))
+    monkeypatch.setattr(sys, "stderr", SupervisorLog(full))
     (zero / "new").write_text("2")
     folders.start()
     Jobs.wait_for(lambda: (live / "new").exists(), 10)

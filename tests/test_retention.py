@@ -79,7 +79,7 @@ LEFT = {
 }
 
 
-def told(found: Collected) -> set[tuple[str, str, int, int]]:
+def rows_of(found: Collected) -> set[tuple[str, str, int, int]]:
     return {(item.kind, item.key, item.files, item.bytes) for item in found.found}
 
 
@@ -100,7 +100,7 @@ def listed(store: Store, folder: str = "") -> set[str]:
 def test_a_dry_run_tells_what_no_run_names_and_writes_nothing(store: Store) -> None:
     before = store.files.entries()
     found = collect(store, older_than=0)
-    assert told(found) == LEFT
+    assert rows_of(found) == LEFT
     assert found.bytes == sum(size for *_, size in LEFT)
     assert [item.bytes for item in found.found] == sorted((item.bytes for item in found.found), reverse=True)
     assert not found.deleted
@@ -111,7 +111,7 @@ def test_what_is_removed_is_gone_and_the_rest_is_as_it_was(store: Store) -> None
     before = listed(store)
     messages: list[str] = []
     found = collect(store, older_than=0, delete=True, say=messages.append)
-    assert told(found) == LEFT
+    assert rows_of(found) == LEFT
     assert found.deleted
     gone = {key for key in before if any(key.startswith(f"{folder}/") for _, folder, *_ in LEFT)}
     assert listed(store) == before - gone - {f"data/manifests/{OLD_DATA}.json"}
@@ -147,7 +147,7 @@ def test_a_run_that_a_newer_version_names_counts_too(store: Store) -> None:
     record = {"protocol": 1, "layout": {"code_digest": OLD_CODE}, "job": {"inputs": f"s3a://B/s/data/{OLD_DATA}/a.csv"}}
     store.files.write("runs/Other_Name/run.json", json.dumps(record).encode())
     store.files.write("runs/resumed/run.json", json.dumps({**record, "resume": "x://y/runs/crashed/live"}).encode())
-    assert told(collect(store, older_than=0, delete=True)) == {
+    assert rows_of(collect(store, older_than=0, delete=True)) == {
         row for row in LEFT if row[1] in (f"runtime/{OLD_RUNTIME}", f"data/{HALF}")
     }
 
@@ -155,7 +155,7 @@ def test_a_run_that_a_newer_version_names_counts_too(store: Store) -> None:
 def test_what_is_being_staged_stays(store: Store) -> None:
     layout = Layout(store=store.url, run_id="crashed", code_digest=OLD_CODE, runtime_digest=OLD_RUNTIME)
     assert store.stage(layout, archive=lambda: b"never", pyz=b"never").code_bytes == 0
-    assert told(collect(store, older_than=0, delete=True)) == {row for row in LEFT if row[0] in ("data", "upload")}
+    assert rows_of(collect(store, older_than=0, delete=True)) == {row for row in LEFT if row[0] in ("data", "upload")}
     store.create_run(layout, {"protocol": 1, "layout": {"code_digest": OLD_CODE, "runtime_digest": OLD_RUNTIME}})
     assert not listed(store, FOLDER)
     assert collect(store, older_than=0, delete=True).found == ()
@@ -176,10 +176,10 @@ def test_half_written_files_of_a_local_store(local: Store) -> None:
     for folder in (f"code/{CODE}", "code/" + "f" * 64, "runs/empty", "runs/kept/attempts/0"):
         (root / folder).mkdir(parents=True, exist_ok=True)
         (root / folder / f"{TEMP}0").write_bytes(b"half")
-    assert told(collect(local, older_than=0)) == LEFT, "another client may be writing them"
+    assert rows_of(collect(local, older_than=0)) == LEFT, "another client may be writing them"
     for path in root.rglob(f"{TEMP}*"):
         os.utime(path, (time.time() - 2 * DAY,) * 2)
-    found = told(collect(local, older_than=0, delete=True))
+    found = rows_of(collect(local, older_than=0, delete=True))
     assert found - LEFT == {
         ("upload", f"code/{CODE}/{TEMP}0", 1, 4),
         ("upload", "code/" + "f" * 64, 1, 4),
@@ -257,7 +257,7 @@ def test_staging_that_took_days_is_not_recorded(local: Store, monkeypatch: pytes
 
 def test_a_plain_file_among_the_runs_is_none(local: Store) -> None:
     local.files.write("runs/.DS_Store", b"of a file manager")
-    assert told(collect(local, older_than=0, delete=True)) == LEFT
+    assert rows_of(collect(local, older_than=0, delete=True)) == LEFT
     assert local.files.exists("runs/.DS_Store")
 
 
@@ -303,7 +303,7 @@ def test_an_object_store(place: str, request: pytest.FixtureRequest) -> None:
     assert listed(store) == before
     layout = Layout(store=store.url, run_id="next", code_digest=OLD_CODE, runtime_digest=RUNTIME)
     store.stage(layout, archive=lambda: b"never", pyz=b"never")
-    assert told(collect(store, older_than=0, delete=True)) == {row for row in LEFT if row[0] != "code"}
+    assert rows_of(collect(store, older_than=0, delete=True)) == {row for row in LEFT if row[0] != "code"}
     store.create_run(layout, {"protocol": 1, "layout": {"code_digest": OLD_CODE, "runtime_digest": RUNTIME}})
     assert collect(store, older_than=0, delete=True).found == ()
     assert not listed(store, FOLDER)

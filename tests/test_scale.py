@@ -58,11 +58,11 @@ def hosts_of_sagemaker(nodes: int, folder: Path) -> Iterator[tuple[int, Any]]:
 
 def nodes_of_azureml(nodes: int, folder: Path) -> Iterator[tuple[int, Any]]:
     for i in range(nodes):
-        told = {"CLOUDTRAIN_NODES": str(nodes), "NODE_RANK": str(i), "MASTER_ADDR": "algo-1", "MASTER_PORT": "6105"}
+        given = {"CLOUDTRAIN_NODES": str(nodes), "NODE_RANK": str(i), "MASTER_ADDR": "algo-1", "MASTER_PORT": "6105"}
         yield (
             i,
             find_provider("azureml")
-            .node_environment({**told, "RANK": str(8 * i), "WORLD_SIZE": str(8 * nodes)}, {})
+            .node_environment({**given, "RANK": str(8 * i), "WORLD_SIZE": str(8 * nodes)}, {})
             .topology,
         )
 
@@ -80,11 +80,11 @@ def replicas_of_vertex(nodes: int, folder: Path) -> Iterator[tuple[int, Any]]:
         )
 
 
-@pytest.mark.parametrize("told", [hosts_of_sagemaker, nodes_of_azureml, replicas_of_vertex])
+@pytest.mark.parametrize("worlds_of", [hosts_of_sagemaker, nodes_of_azureml, replicas_of_vertex])
 def test_256_nodes_each_know_which_they_are(
-    told: Callable[[int, Path], Iterator[tuple[int, Any]]], tmp_path: Path
+    worlds_of: Callable[[int, Path], Iterator[tuple[int, Any]]], tmp_path: Path
 ) -> None:
-    found = dict(told(256, tmp_path))
+    found = dict(worlds_of(256, tmp_path))
     assert {number: topology.node_rank for number, topology in found.items()} == {i: i for i in range(256)}
     assert {(t.nodes, t.master_addr) for t in found.values()} == {(256, "algo-1")}
     assert len({t.master_port for t in found.values()}) == 1
@@ -223,7 +223,7 @@ def test_a_run_of_many_nodes_from_its_start_to_the_client(place: Place, monkeypa
     place.costs(fleet)
     place.figure("peak memory for each node", f"{fleet.rss() / 1024:.0f} KiB")
     assert fleet.codes == dict.fromkeys(range(nodes), 0)
-    # Each sends a few messages, whatever the number of nodes.
+    # Each sends a few messages, for any number of nodes.
     assert max(fleet.world.sent[i] for i in range(1, nodes)) < 40
     assert fleet.world.sent[0] < 40 * nodes
     [commit] = place.live.glob("checkpoints/step-3/*/commit.json")

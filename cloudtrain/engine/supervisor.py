@@ -47,7 +47,7 @@ from .node_folders import NodeFolders
 from .supervised import SupervisedProvider, all_succeeded, last_sign, locked, refuse, write_json
 from .url_map import stand_in_for
 
-__all__ = ["Log", "Supervisor", "main"]
+__all__ = ["Supervisor", "SupervisorLog", "main"]
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ CANCELLED = ("cancelled", "cancelled", "cancelled by the user")
 def main(folder: str, engine: str) -> None:
     """Run the supervisor of ``folder``, unless another one does already. Secrets come as JSON on stdin."""
     secrets = json.load(sys.stdin)
-    sys.stderr = Log(sys.stderr)
+    sys.stderr = SupervisorLog(sys.stderr)
     import fcntl
 
     with open(Path(folder) / "lock", "ab") as lock:
@@ -83,7 +83,7 @@ def main(folder: str, engine: str) -> None:
             supervisor.run()
 
 
-class Log:
+class SupervisorLog:
     """A log on the store's disk: if that is full, lines come later or are lost, and no thread ends for it."""
 
     def __init__(self, stream: TextIO) -> None:

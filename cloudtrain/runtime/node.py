@@ -518,6 +518,7 @@ class Node:
         return Failure(kind="setup", node=self.me, time_ns=time.time_ns(), exception=why, category=category)
 
     def _trouble(self, exc: CloudtrainError | OSError) -> Failure:
+        """Return the failure that ``exc`` is, before the ranks start."""
         why = exc.with_hint() if isinstance(exc, CloudtrainError) else str(exc)
         return self._setup(why, "user_error" if isinstance(exc, SpecError) else "infra")
 

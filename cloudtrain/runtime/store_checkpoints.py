@@ -83,7 +83,7 @@ def listed():
 
 try:
     print(json.dumps({"files": listed()}))
-except (ImportError, NotImplementedError) as exc:  # fsspec's own listing raises the second
+except (ImportError, NotImplementedError) as exc:  # no library, or a file system without a listing
     print(json.dumps({"missing": type(exc).__name__ + ": " + said(exc)}))
 except Exception as exc:
     word = "refused" if refused(exc) else "failed"

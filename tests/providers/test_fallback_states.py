@@ -106,7 +106,7 @@ def on_azure(azure: Waiting, run_id: str, state: str = "", started: bool = False
 
 @pytest.mark.parametrize("started", [False, True])
 def test_azure_s_waiting_job_moves_once_it_is_over(azure: Waiting, started: bool) -> None:
-    """Check this whatever Azure calls a start: without a log of the script, none has run."""
+    """Check all names that Azure has for a start. Without a log of the script, no script has run."""
     for native in ("Starting", "Provisioning", "Preparing", "Queued", "Paused"):
         run, job = on_azure(azure, native.lower(), native, started)
         assert not azure.look(run), "the job is not over yet"

@@ -250,7 +250,7 @@ def test_status(primary: str, secondary: str, state: str, category: str) -> None
 @for_each(("primary", "state"), [("Stopped", "failed"), ("Failed", "failed")])
 @for_each(("seconds", "waited"), [(3600, True), (3599, False)])
 def test_a_wait_that_was_too_long_is_a_lack_of_capacity(primary: str, state: str, seconds: int, waited: bool) -> None:
-    """Check this whatever SageMaker calls that state: the job never started, and its limit is over."""
+    """Check all names that SageMaker has for that state: the job never started, and its limit is over."""
     stopping = {"MaxRuntimeInSeconds": 60, "MaxPendingTimeInSeconds": 3600}
     job = describe("j", primary, primary, StoppingCondition=stopping, CreationTime=0.0, LastModifiedTime=seconds)
     status = status_of(job)

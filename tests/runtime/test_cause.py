@@ -1,4 +1,4 @@
-"""The root cause among many failures: consequences come last whatever their time, then the earliest failure."""
+"""The root cause among many failures: consequences come last at any time. Before them, the earliest failure wins."""
 
 # ruff: noqa: E501  what torch, gloo and NCCL print is quoted as it is
 

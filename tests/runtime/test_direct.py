@@ -148,11 +148,11 @@ def test_nothing_there_is_none_without_a_word(tmp_path: Path, fake: dict[str, st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", ["LastModified", "mtime", "naive", "updated", "created", "modified"])
-def test_times_as_file_systems_tell_them(tmp_path: Path, fake: dict[str, str], told: str) -> None:
+@pytest.mark.parametrize("field", ["LastModified", "mtime", "naive", "updated", "created", "modified"])
+def test_times_as_file_systems_tell_them(tmp_path: Path, fake: dict[str, str], field: str) -> None:
     checkpoint(tmp_path / "store/step-1", 1700000000.25, a=1700000000.25)
     checkpoint(tmp_path / "store/step-2", 1700000001.0, a=1700000001.5)
-    found, lines = ask(f"fake://{tmp_path}/store", {**fake, "TIME": told, "TZ": "Asia/Tokyo"})
+    found, lines = ask(f"fake://{tmp_path}/store", {**fake, "TIME": field, "TZ": "Asia/Tokyo"})
     assert found is not None
     assert (found.key, found.saved) == (f"fake://{tmp_path}/store/step-1", 1700000000.25)
     assert "step-2" in lines[0]

@@ -450,7 +450,7 @@ def test_a_notice_to_one_node_costs_no_step(jobs: Jobs) -> None:
 
 @pytest.mark.slow
 def test_another_version_in_the_image_is_the_scripts_and_harms_nobody(jobs: Jobs) -> None:
-    """A package of the image comes before ours, which is last on the path."""
+    """Check that a package of the image comes before cloudtrain, which is last on the path."""
     old = jobs.tmp / "old" / "cloudtrain"
     old.mkdir(parents=True)
     (old / "__init__.py").write_text("__version__ = '0.0.1'\n")

@@ -361,9 +361,9 @@ def test_a_live_folder_that_does_not_take_it_is_tried_again(cluster: Callable[..
     run.write(0, "step-1/a")
     run.until(lambda: run.said)
     assert "step-1" in run.said[0] or "checkpoints" in run.said[0]
-    told = len(run.said)
+    count = len(run.said)
     run.settle()
-    assert len(run.said) == told  # once, not every second
+    assert len(run.said) == count  # once, not every second
     (run.live / "checkpoints").unlink()
     run.until(run.complete)
 

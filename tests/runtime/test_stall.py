@@ -98,7 +98,7 @@ def test_the_culprit_is_the_one_without_whom_all_are_in_one_place(places: list[S
 
 
 def _count(who: str) -> int:
-    """Return the number of ranks in a subject of `told`."""
+    """Return the number of ranks in a subject of `describe_positions`."""
     if who.startswith("rank "):
         return 1
     return who.count(",") + 1 if who.startswith("ranks ") else int(re.findall(r"\d+", who)[0])

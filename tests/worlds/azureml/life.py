@@ -60,7 +60,7 @@ EXIT = (
 PEERS_SECONDS = 1.5
 """Seconds between two scans of a mounted folder for the peers' writes."""
 CORES = 4
-"""Cores of a machine when a quota is checked, whatever its size."""
+"""Cores of a machine of any size when a quota is checked."""
 
 
 class _Over(Exception):

@@ -19,7 +19,7 @@ __all__ = ["Identity"]
 TOKEN_SECONDS = 3600.0
 GRANT = "urn:ietf:params:oauth:grant-type:jwt-bearer"
 AUDIENCE = "https://oauth2.googleapis.com/token"
-"""Audience of an assertion, whatever endpoint the file names (google-auth, ``service_account.py``)."""
+"""Audience of an assertion, for any endpoint in the file (google-auth, ``service_account.py``)."""
 ACCOUNTS = r"/computeMetadata/v1/instance/service-accounts"
 INVALID = (
     "Request had invalid authentication credentials. Expected OAuth 2 access token, login cookie or other valid "
