@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -425,6 +426,35 @@ def test_folders_and_what_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert wrong.startswith("node 0 cannot write to its checkpoints: ")
     rows = [line.split() for line in node_check.table(one).splitlines() if line.startswith("checkpoints")]
     assert [(row[1], row[2], row[-2]) for row in rows] == [("0", "ext4", "no"), ("1", "ext4", "yes")]
+
+
+def test_a_dead_mount_is_named_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, any hung network mount of a machine, which the job did not use, held up the check for ever."""
+    dead, mounts, real = tmp_path / "dead", tmp_path / "mounts", os.path.realpath
+    dead.mkdir()
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/data {dead} nfs4 rw 0 0\n")
+    over = threading.Event()
+
+    def hang(path: str) -> str:
+        if path == str(dead):
+            over.wait(60)
+        return real(path)
+
+    monkeypatch.setattr(os.path, "realpath", hang)
+    monkeypatch.setattr(node_check, "ANSWER", 0.5)
+    monkeypatch.setenv("CLOUDTRAIN_CHECKPOINT_DIR", str(tmp_path))
+    monkeypatch.setenv("CLOUDTRAIN_ARTIFACT_DIR", str(tmp_path))
+    row = {"path": str(dead), "kind": "nfs4", "free_bytes": None, "writable": None}
+    found = node_check.folders(mounts)
+    assert found[str(dead)] == row
+    assert found["checkpoints"]["writable"]
+    assert node_check.problems(report({"folders": found}, {}), nodes=2, gpus=8) == []
+    [line] = [line for line in node_check.table(report({"folders": found}, {})).splitlines() if line.startswith("/")]
+    assert "no answer" in line
+    monkeypatch.setenv("CLOUDTRAIN_CHECKPOINT_DIR", str(dead))
+    [wrong] = node_check.problems(report({"folders": node_check.folders(mounts)}, {}), nodes=2, gpus=8)
+    assert wrong.startswith("node 0 gives no answer for its checkpoints in ")
+    over.set()
 
 
 class Cancelled:

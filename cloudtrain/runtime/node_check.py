@@ -40,6 +40,7 @@ GPU_SIZES = tuple(MIB << shift for shift in range(0, 9, 2))  # bytes of one all-
 CPU_SIZES = (MIB >> 4, MIB >> 2, MIB, 4 * MIB)
 WARM, TIMED = 2, 5
 PATIENCE = 120.0  # seconds to wait for the slowest node, and for an all-reduce
+ANSWER = 10.0  # seconds for a folder's file system to answer
 CONNECT = 10.0  # seconds for one connection between nodes: a filtered port never answers
 SKEW = 1.0  # seconds between two clocks: beyond that, servers begin to refuse tokens and signatures
 SMALL_SHM = 64 * MIB  # the default of container engines, with which DataLoader's workers crash
@@ -103,7 +104,8 @@ def _driver() -> str:
 
 def folders(mounts: Path = Path("/proc/mounts")) -> dict[str, dict[str, Any]]:
     """Return the script's folders and this node's network mounts, by name. ``writable``: a test file could be created;
-    for mounts, as the file system says, because nothing is created there."""
+    for mounts, as the file system says, because nothing is created there. None: no answer within `ANSWER` seconds, as
+    of a network mount whose server is gone."""
     named = {
         "checkpoints": os.environ.get("CLOUDTRAIN_CHECKPOINT_DIR"),
         "artifacts": os.environ.get("CLOUDTRAIN_ARTIFACT_DIR"),
@@ -113,9 +115,27 @@ def folders(mounts: Path = Path("/proc/mounts")) -> dict[str, dict[str, Any]]:
         "shared memory": "/dev/shm",
     }
     kinds = _mounted(mounts)
-    found = {name: _folder(path, kinds, create=True) for name, path in named.items() if path}
-    mounted = sorted(path for path, kind in kinds.items() if SHARED.search(kind) and os.path.isdir(path))
-    return {**found, **{path: _folder(path, kinds, create=False) for path in mounted}}
+    wanted = {name: (path, True) for name, path in named.items() if path}
+    wanted |= {path: (path, False) for path, kind in sorted(kinds.items()) if SHARED.search(kind)}
+    found: dict[str, dict[str, Any]] = {}
+
+    def look(name: str, path: str, create: bool) -> None:
+        found[name] = _folder(path, kinds, create=create) if create or os.path.isdir(path) else {}
+
+    # A call to a dead mount never returns.
+    looks = [threading.Thread(target=look, args=(name, *row), daemon=True) for name, row in wanted.items()]
+    for each in looks:
+        each.start()
+    deadline = time.monotonic() + ANSWER
+    for each in looks:
+        each.join(max(0.0, deadline - time.monotonic()))
+    rows = dict(found)
+    silent = {"free_bytes": None, "writable": None}
+    return {
+        name: rows.get(name) or {"path": path, "kind": kinds.get(path), **silent}
+        for name, (path, _) in wanted.items()
+        if rows.get(name) != {}
+    }
 
 
 def _mounted(mounts: Path) -> dict[str, str]:
@@ -446,8 +466,11 @@ def findings(report: Mapping[str, Any], *, nodes: int, gpus: int | None) -> Iter
             yield Finding(text, int(number), "infra" if few else "")
     yield from _bad_links(report["links"])
     for number, row in rows.items():
-        closed = [name for name in OWN if not row.get("folders", {}).get(name, {"writable": True})["writable"]]
-        if closed:
+        writable = {name: each["writable"] for name, each in row.get("folders", {}).items()}
+        if silent := [name for name in OWN if writable.get(name, True) is None]:
+            why = f"gives no answer for its {', '.join(silent)} in {ANSWER:.0f} s: look at the mounts of this machine"
+            yield Finding(f"node {number} {why}", int(number))
+        if closed := [name for name in OWN if writable.get(name) is False]:
             fix = "make room there, or let its user write"
             yield Finding(f"node {number} cannot write to its {', '.join(closed)}: {fix}", int(number))
     speeds = report.get("allreduce")
@@ -547,7 +570,8 @@ def _folders(nodes: Mapping[str, Mapping[str, Any]]) -> list[str]:
     alike: dict[tuple[str, str, str], list[tuple[str, Mapping[str, Any]]]] = {}
     for number, node in nodes.items():
         for name, row in (node.get("folders") or {}).items():
-            alike.setdefault((name, row["kind"] or "-", "yes" if row["writable"] else "no"), []).append((number, row))
+            writable = {True: "yes", False: "no", None: "no answer"}[row["writable"]]
+            alike.setdefault((name, row["kind"] or "-", writable), []).append((number, row))
     rows = []
     for (name, kind, writable), of in sorted(alike.items()):
         free = min((row["free_bytes"] for _, row in of if row["free_bytes"] is not None), default=None)

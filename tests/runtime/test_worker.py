@@ -511,7 +511,14 @@ def test_the_local_rank_chooses_the_pipe_and_without_its_reader_the_script_does_
 
 def test_stacks_on_request_without_an_end(stage: Stage) -> None:
     stage.write(
-        a="import time\ndef here_it_waits():\n    while 1: time.sleep(0.05)\nprint('up', flush=True)\nhere_it_waits()"
+        a="""
+        import time
+        def here_it_waits():
+            print("up", flush=True)
+            while True:
+                time.sleep(0.05)
+        here_it_waits()
+        """
     )
 
     def ask(process: subprocess.Popen[bytes], lines: list[bytes]) -> None:
