@@ -587,9 +587,10 @@ def uncommitted(root: Path, *, marks: tuple[str, ...] = ()) -> list[Path]:
 
     A checkpoint that cannot be read is not among them: the caller removes them.
     """
-    parts = sorted(map(Path, glob.glob(f"{glob.escape(str(root))}/*/*/node-*")))
-    folders = [folder for folder in dict.fromkeys(part.parent for part in parts) if _FOLDER.fullmatch(folder.name)]
-    return [folder for folder in folders if _lacks_commit(folder, [p for p in parts if p.parent == folder], marks)]
+    parts: dict[Path, list[Path]] = {}
+    for path in sorted(map(Path, glob.glob(f"{glob.escape(str(root))}/*/*/node-*"))):
+        parts.setdefault(path.parent, []).append(path)
+    return [path for path, some in parts.items() if _FOLDER.fullmatch(path.name) and _lacks_commit(path, some, marks)]
 
 
 def _lacks_commit(folder: Path, parts: Sequence[Path], marks: tuple[str, ...]) -> bool:
