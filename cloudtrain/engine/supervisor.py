@@ -16,10 +16,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from stat import S_ISDIR
 from typing import Any, TextIO, TypeVar
 
 from ..errors import EXIT_CODES, CapacityError, CloudtrainError, PlatformError, SpecError, StorageError
@@ -53,7 +54,7 @@ T = TypeVar("T")
 
 KILLED = (137, 143)
 """Exit codes of nodes that a platform itself ended, by SIGKILL or SIGTERM."""
-CHECKPOINTS = "checkpoints/"
+CHECKPOINTS, OUTPUTS = "checkpoints/", "outputs/"
 CANCELLED = ("cancelled", "cancelled", "cancelled by the user")
 
 
@@ -661,7 +662,7 @@ class _Mounts:
         """Upload new and changed files; those that make others valid (commit.json) come last.
 
         A checkpoint deleted here is deleted there, commit.json first, but never the last one, even after a disk
-        failure.
+        failure. So is an output.
         """
         changed, found = [], set()
         below = (Path(folder, name) for folder, _, names in os.walk(self.live) for name in names)
@@ -672,6 +673,8 @@ class _Mounts:
                 found.add(key)
                 if self._sent.get(key) != (stat.st_size, stat.st_mtime_ns):
                     changed.append((path.name == COMMIT, key, path, (stat.st_size, stat.st_mtime_ns)))
+        if found:
+            self._remove_outputs(target, found)
         for _, key, path, state in sorted(changed):
             with contextlib.suppress(FileNotFoundError):
                 target.upload(path, key)
@@ -681,6 +684,24 @@ class _Mounts:
             for key in sorted(gone, key=lambda key: (not key.endswith(f"/{COMMIT}"), key)):
                 target.remove(key)
                 del self._sent[key]
+
+    def _remove_outputs(self, target: Files, found: Set[str]) -> None:
+        """Remove the outputs that the script has removed. Call it before new ones take their paths."""
+        gone = [key for key in self._sent.keys() - found if key.startswith(OUTPUTS) and _is_gone(self.live / key)]
+        target.discard(gone)
+        for key in gone:
+            del self._sent[key]
+        folders = {str(folder) for key in gone for folder in PurePosixPath(key).parents}
+        for key in found & folders:  # files now
+            target.remove(key)
+
+
+def _is_gone(path: Path) -> bool:
+    """Return whether there is certainly no file at ``path``."""
+    try:
+        return S_ISDIR(path.lstat().st_mode)
+    except OSError as exc:
+        return isinstance(exc, (FileNotFoundError, NotADirectoryError))
 
 
 def _category_of(exc: CloudtrainError) -> str:
