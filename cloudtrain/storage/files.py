@@ -480,6 +480,9 @@ class LocalFiles(Files):
                 path.unlink()
 
     def prune(self, prefix: str) -> None:
-        for folder, _, _ in os.walk(self._path(prefix), topdown=False):
+        top = self._path(prefix)
+        if top.is_symlink():
+            return
+        for folder, _, _ in os.walk(top, topdown=False):
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
