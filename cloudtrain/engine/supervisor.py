@@ -34,7 +34,7 @@ from ..runs.handover import nodes_of
 from ..runs.outcome import records_of, was_lost
 from ..runs.resume import nodes_that_restore
 from ..runs.run import Run
-from ..runtime.checkpoint_model import newest_checkpoint, resumable
+from ..runtime.checkpoint_model import Checkpoint, newest_checkpoint, resumable
 from ..runtime.checkpoints import COMMIT, complete
 from ..runtime.node import UNMIRRORED
 from ..settings.settings import NO_SETTINGS
@@ -304,7 +304,7 @@ class Supervisor:
         requests = [self.store.attempt_request(self.run_id, k) for k in range(request.attempt + 1)]
         nodes, choices = tuple(nodes_of(item, wanted) for item in requests), (request.gpu_index,) * len(requests)
         history = replace(history, nodes=nodes, choices=choices)
-        own = newest_checkpoint(complete(mounts.live / "checkpoints"), self.store.direct(self.run_id))
+        own = newest_checkpoint(mounts.complete(), self.store.direct(self.run_id))
         resume, stand_ins = Layout.from_dict(self.record["layout"]).resume, self.record["settings"].get("maps") or {}
         there = stand_in_for(resume, stand_ins, or_same=True) if resume else None
         counts, bound = nodes_that_restore(own, there, wanted.node_counts, store=self.store, settings=NO_SETTINGS)
@@ -577,7 +577,7 @@ class Supervisor:
 
     def _newest_checkpoint(self, mounts: _Mounts) -> tuple[str, ...]:
         """Return the newest of each kind: mirrored, and written to the store by the script itself."""
-        mirrored = resumable(complete(mounts.live / "checkpoints"))[-1:]
+        mirrored = resumable(mounts.complete())[-1:]
         return (*(str(item.folder) for item in mirrored), *(item.key for item in self.store.direct(self.run_id)[-1:]))
 
 
@@ -624,6 +624,14 @@ class _Mounts:
             with contextlib.suppress(OSError, ValueError):
                 out.append(json.loads(path.read_bytes()))
         return out
+
+    def complete(self) -> list[Checkpoint]:
+        """Return the complete checkpoints. If the disk or mount fails, return none: the next nodes report why."""
+        try:
+            return complete(self.live / "checkpoints")
+        except StorageError as exc:
+            sys.stderr.write(f"{exc}\n")
+            return []
 
     def cancelled(self) -> bool:
         """Return whether the store forbids further attempts; for a remote store, as last read by the sync thread."""
