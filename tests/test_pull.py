@@ -22,6 +22,7 @@ from test_run import RUNNING, SUCCEEDED, T0, ClientRetried, World, failed
 from cloudtrain.errors import ConflictError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from cloudtrain.runs import pull as pull_module
 from cloudtrain.runs.pull import PullReport, parse_selection, pull
+from cloudtrain.storage.files import files
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 
 
@@ -277,6 +278,51 @@ def test_a_path_that_is_called_like_a_node_is_no_version_of_another(world: World
     assert pull(world.store, "r1", tmp_path / "out").transferred == 0
 
 
+@pytest.mark.parametrize("word", ["artifacts", "outputs"])
+def test_two_nodes_files_never_get_one_path(world: World, tmp_path: Path, word: str) -> None:
+    for node in (0, 1):
+        for name in ("x", "node-1/x", "node-2", "y"):
+            world.write(f"live/{word}/node-{node}/{name}", f"{name} of node {node}")
+    world.write(f"live/{word}/node-2/y", "y of node 2")
+    for _ in range(2):
+        pull(world.store, "r1", tmp_path / "out")
+        files = [path for path in (tmp_path / "out" / word).rglob("*") if path.is_file()]
+        assert sorted(path.read_text() for path in files) == sorted(
+            path.read_text() for path in (world.folder / "live" / word).rglob("*") if path.is_file()
+        )
+    assert pull(world.store, "r1", tmp_path / "out").transferred == 0
+
+
+def checkpoint_of(world: World, name: str, seq: int, files: dict[str, str]) -> None:
+    """Write a checkpoint of these files, by node and path."""
+    key, listed = f"live/checkpoints/{name}/0.0-{seq}", {}
+    for path, text in files.items():
+        world.write(f"{key}/{path}", text)
+        listed[path] = {"size": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    commit = {"protocol": 1, "name": name, "attempt": "0.0", "seq": seq, "files": listed, "time": T0 + seq}
+    world.write(f"{key}/commit.json", commit)
+
+
+def test_no_file_of_a_checkpoint_gets_a_path_in_another(world: World, tmp_path: Path) -> None:
+    checkpoint_of(world, "node-1", 1, {"node-1/node-1/last.pt": "of node-1"})
+    checkpoint_of(world, "last.pt", 2, {"node-0/last.pt": "0", "node-1/last.pt": "1"})
+    checkpoint_of(world, "mixed", 3, {"node-0/mixed": "a file", "node-1/mixed/x": "in a folder"})
+    checkpoint_of(world, "other", 4, {"node-0/other/x": "in a folder", "node-1/other": "a file"})
+    places = {
+        "node-1/last.pt": "of node-1",
+        "last.pt": "0",
+        "node-1-2/last.pt": "1",
+        "mixed": "a file",
+        "node-1-2/mixed/x": "in a folder",
+        "other/x": "in a folder",
+        "node-1-2/other": "a file",
+    }
+    for _ in range(2):
+        pull(world.store, "r1", tmp_path / "out")
+        assert {name: (tmp_path / "out/checkpoints" / name).read_text() for name in places} == places
+    assert pull(world.store, "r1", tmp_path / "out").transferred == 0
+
+
 def test_a_node_s_own_copy_goes_when_it_is_no_longer_needed(world: World, tmp_path: Path) -> None:
     world.write("live/outputs/node-0/x", "file")
     world.write("live/outputs/node-1/x/y", "in a folder")
@@ -328,6 +374,39 @@ def test_a_checkpoint_that_was_a_folder_may_become_a_file(world: World, tmp_path
     point(world, best="step-1")
     assert "checkpoints/best" in pull(world.store, "r1", tmp_path / "out").files
     assert (tmp_path / "out/checkpoints/best").read_text() == ("abc" if later == "file" else "step-1\n")
+
+
+def test_the_folder_of_a_checkpoint_stays_until_the_file_that_replaces_it_is_here(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "out/checkpoints"
+    checkpoint_of(world, "best", 1, {"node-0/best/model.pt": "old"})
+    pull(world.store, "r1", tmp_path / "out")
+    shutil.rmtree(world.folder / "live/checkpoints/best")
+    checkpoint_of(world, "best", 2, {"node-0/best": "new"})
+    (out / ".partial-best").mkdir()  # of a pull that was killed
+    with pytest.raises(Killed):
+        pull(world.store, "r1", tmp_path / "out", progress=killed(0))
+    assert (out / "best/model.pt").read_text() == "old"
+    pull(world.store, "r1", tmp_path / "out")
+    assert (out / "best").read_text() == "new"
+    assert pulled(tmp_path / "out") == {"best"}
+    (out / ".partial-best").write_text("half")
+    checkpoint_of(world, "best", 3, {"node-0/best/model.pt": "newest"})
+    pull(world.store, "r1", tmp_path / "out")
+    assert (out / "best/model.pt").read_text() == "newest"
+    assert pulled(tmp_path / "out") == {"best"}
+
+
+def test_empty_folders_behind_a_link_stay(world: World, tmp_path: Path) -> None:
+    (tmp_path / "mine/empty").mkdir(parents=True)
+    checkpoint_of(world, "best", 1, {"node-0/best": "new"})
+    pull(world.store, "r1", tmp_path / "out", what="logs")
+    (tmp_path / "out/checkpoints").mkdir()
+    (tmp_path / "out/checkpoints/best").symlink_to(tmp_path / "mine")
+    pull(world.store, "r1", tmp_path / "out")
+    assert (tmp_path / "mine/empty").is_dir()
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    files(str(tmp_path)).prune("link")
+    assert (tmp_path / "mine/empty").is_dir()
 
 
 @pytest.mark.parametrize("provider", ["memory", "docker", "sagemaker"])

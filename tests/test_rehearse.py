@@ -8,9 +8,11 @@ import importlib
 import ipaddress
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,9 @@ from cloudtrain.providers._rehearsal import DIRECT, EVERYWHERE, SECRETS
 from cloudtrain.runs.submit import Plan, make_plan
 from cloudtrain.runtime.node_check import address_towards
 from cloudtrain.settings.settings import Settings
+from cloudtrain.storage.files import Files, files
 from cloudtrain.storage.timings import CLIENT_TIMINGS
+from cloudtrain.store.store import Store
 
 CLOUDS = ("azureml", "sagemaker", "vertex")
 
@@ -400,6 +404,52 @@ def test_fewer_nodes_are_asked_for_only_if_they_can_restore_the_given_checkpoint
     why = "checkpoint given has files of single ranks (rank_0.pt), and does not say how many nodes wrote it"
     own = files == "rank_0.pt"
     assert (found.node_counts, found.bound) == (((2,), f"{why}, so it needs 2 nodes") if own else ((2, 1), ""))
+
+
+class _Removing:
+    """A store, but the script removes the file ``victim`` while it is uploaded."""
+
+    def __init__(self, whole: Files, victim: Path) -> None:
+        self._whole, self._victim = whole, victim
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def upload(self, path: Path, key: str) -> None:
+        if path == self._victim:
+            path.unlink()
+        self._whole.upload(path, key)
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["objects", "disk"])
+def test_an_output_that_the_script_removes_leaves_a_remote_store_too(tmp_path: Path, disk: bool) -> None:
+    url = f"memory://{uuid.uuid4().hex}/store"
+    mounts = _Mounts(folder=tmp_path, store=Store(url), run_id="r")
+    target = files(str(tmp_path / "there") if disk else f"{url}/runs/r/live")
+
+    def sync(*names: str) -> list[str]:
+        """Let ``live`` hold these files, sync it, and return the store's outputs."""
+        shutil.rmtree(mounts.live / "outputs", ignore_errors=True)
+        for name in ("logs/a", *(f"outputs/node-0/{name}" for name in names)):
+            (mounts.live / name).parent.mkdir(parents=True, exist_ok=True)
+            (mounts.live / name).write_text(name)
+        mounts._sync(target)
+        return [key.removeprefix("outputs/node-0/") for key in target.list() if key != "logs/a"]
+
+    assert sync("a", "b") == ["a", "b"]
+    assert sync("a") == ["a"]
+    assert sync("a/b/c", "a/d") == ["a/b/c", "a/d"]  # a file that is a folder now
+    assert sync("a") == ["a"]  # and a file again
+    assert sync("new") == ["new"]  # renamed
+    (mounts.live / "outputs/node-0/new").write_text("changed")
+    mounts._sync(_Removing(target, mounts.live / "outputs/node-0/new"))  # type: ignore[arg-type]
+    assert sync("other") == ["other"]
+    (mounts.live / "logs/a").unlink()
+    mounts._sync(target)
+    assert sorted(target.list()) == ["logs/a", "outputs/node-0/other"]  # no other kind is removed
+    shutil.rmtree(mounts.live)  # a disk that is gone
+    mounts._sync(target)
+    assert sorted(target.list()) == ["logs/a", "outputs/node-0/other"]
 
 
 def supervised(site: Site, job: Job | None = None, **given: Any) -> tuple[Supervisor, LaunchRules]:

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -291,6 +292,14 @@ def test_concurrent_stagers_are_harmless(local: Store, tmp_path: Path) -> None:
 def test_the_store_hides_itself_from_git(local: Store, tmp_path: Path) -> None:
     local.cancel(RUN)
     assert (tmp_path / "store" / ".gitignore").read_bytes() == b"*\n"
+
+
+def test_a_store_among_your_files_does_not_hide_them_from_git(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / "train.py").write_text("print()")
+    Store(".", cwd=tmp_path).cancel(RUN)
+    command = ["git", "-C", tmp_path, "status", "--short", "--untracked-files=all"]
+    assert "?? train.py" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 # -------------------------------------------------------------------------------------------------------------- records

@@ -16,10 +16,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from stat import S_ISDIR
 from typing import Any, TextIO, TypeVar
 
 from ..errors import EXIT_CODES, CapacityError, CloudtrainError, PlatformError, SpecError, StorageError
@@ -33,7 +34,7 @@ from ..runs.handover import nodes_of
 from ..runs.outcome import records_of, was_lost
 from ..runs.resume import nodes_that_restore
 from ..runs.run import Run
-from ..runtime.checkpoint_model import newest_checkpoint, resumable
+from ..runtime.checkpoint_model import Checkpoint, newest_checkpoint, resumable
 from ..runtime.checkpoints import COMMIT, complete
 from ..runtime.node import UNMIRRORED
 from ..settings.settings import NO_SETTINGS
@@ -53,7 +54,7 @@ T = TypeVar("T")
 
 KILLED = (137, 143)
 """Exit codes of nodes that a platform itself ended, by SIGKILL or SIGTERM."""
-CHECKPOINTS = "checkpoints/"
+CHECKPOINTS, OUTPUTS = "checkpoints/", "outputs/"
 CANCELLED = ("cancelled", "cancelled", "cancelled by the user")
 
 
@@ -303,7 +304,7 @@ class Supervisor:
         requests = [self.store.attempt_request(self.run_id, k) for k in range(request.attempt + 1)]
         nodes, choices = tuple(nodes_of(item, wanted) for item in requests), (request.gpu_index,) * len(requests)
         history = replace(history, nodes=nodes, choices=choices)
-        own = newest_checkpoint(complete(mounts.live / "checkpoints"), self.store.direct(self.run_id))
+        own = newest_checkpoint(mounts.complete(), self.store.direct(self.run_id))
         resume, stand_ins = Layout.from_dict(self.record["layout"]).resume, self.record["settings"].get("maps") or {}
         there = stand_in_for(resume, stand_ins, or_same=True) if resume else None
         counts, bound = nodes_that_restore(own, there, wanted.node_counts, store=self.store, settings=NO_SETTINGS)
@@ -576,7 +577,7 @@ class Supervisor:
 
     def _newest_checkpoint(self, mounts: _Mounts) -> tuple[str, ...]:
         """Return the newest of each kind: mirrored, and written to the store by the script itself."""
-        mirrored = resumable(complete(mounts.live / "checkpoints"))[-1:]
+        mirrored = resumable(mounts.complete())[-1:]
         return (*(str(item.folder) for item in mirrored), *(item.key for item in self.store.direct(self.run_id)[-1:]))
 
 
@@ -624,6 +625,14 @@ class _Mounts:
                 out.append(json.loads(path.read_bytes()))
         return out
 
+    def complete(self) -> list[Checkpoint]:
+        """Return the complete checkpoints. If the disk or mount fails, return none: the next nodes report why."""
+        try:
+            return complete(self.live / "checkpoints")
+        except StorageError as exc:
+            sys.stderr.write(f"{exc}\n")
+            return []
+
     def cancelled(self) -> bool:
         """Return whether the store forbids further attempts; for a remote store, as last read by the sync thread."""
         if self._thread is not None:
@@ -661,7 +670,7 @@ class _Mounts:
         """Upload new and changed files; those that make others valid (commit.json) come last.
 
         A checkpoint deleted here is deleted there, commit.json first, but never the last one, even after a disk
-        failure.
+        failure. So is an output.
         """
         changed, found = [], set()
         below = (Path(folder, name) for folder, _, names in os.walk(self.live) for name in names)
@@ -672,6 +681,8 @@ class _Mounts:
                 found.add(key)
                 if self._sent.get(key) != (stat.st_size, stat.st_mtime_ns):
                     changed.append((path.name == COMMIT, key, path, (stat.st_size, stat.st_mtime_ns)))
+        if found:
+            self._remove_outputs(target, found)
         for _, key, path, state in sorted(changed):
             with contextlib.suppress(FileNotFoundError):
                 target.upload(path, key)
@@ -681,6 +692,24 @@ class _Mounts:
             for key in sorted(gone, key=lambda key: (not key.endswith(f"/{COMMIT}"), key)):
                 target.remove(key)
                 del self._sent[key]
+
+    def _remove_outputs(self, target: Files, found: Set[str]) -> None:
+        """Remove the outputs that the script has removed. Call it before new ones take their paths."""
+        gone = [key for key in self._sent.keys() - found if key.startswith(OUTPUTS) and _is_gone(self.live / key)]
+        target.discard(gone)
+        for key in gone:
+            del self._sent[key]
+        folders = {str(folder) for key in gone for folder in PurePosixPath(key).parents}
+        for key in found & folders:  # files now
+            target.remove(key)
+
+
+def _is_gone(path: Path) -> bool:
+    """Return whether there is certainly no file at ``path``."""
+    try:
+        return S_ISDIR(path.lstat().st_mode)
+    except OSError as exc:
+        return isinstance(exc, (FileNotFoundError, NotADirectoryError))
 
 
 def _category_of(exc: CloudtrainError) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from ..provider_api.registry import find_provider
 from ..runtime.checkpoint_model import Checkpoint, newest_checkpoint, resumable, written_directly
 from ..storage.digest_cache import DigestCache, stat_key
 from ..storage.files import Progress, files, parallel
-from ..storage.local_disk import inside, local_path, safe
+from ..storage.local_disk import disk_errors, inside, local_path, safe
 from ..storage.replace_folder import aside, discard, files_below, prune, swap, take, tidy
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, expect, run_folder, to_json
@@ -273,7 +274,8 @@ class _Pull:
             raise NotFoundError(f"no checkpoint is {' or '.join(self.missing)}; there are: {there}", field="what")
         newest = {item.name: item for item in mirrored if item.name in wanted}
         direct = {item.name: item for item in written if item.name in wanted}
-        merged = {name: _merge_nodes(item) for name, item in newest.items()}
+        entries = {*names, *pointers}
+        merged = {name: _merge_nodes(item, entries) for name, item in newest.items()}
         self._expect(*[(f"checkpoints/{path}", source) for some in merged.values() for path, source in some.items()])
         for name, item in newest.items():
             if name in direct and direct[name].saved > item.saved:
@@ -285,7 +287,7 @@ class _Pull:
                 if now.get(name) == item:
                     raise
                 if name in now and now[name].files == item.files:  # the run has moved it meanwhile
-                    self._checkpoint(name, _merge_nodes(now[name]))
+                    self._checkpoint(name, _merge_nodes(now[name], entries))
                 else:
                     tidy(self.folder / "checkpoints", set(now))
                     continue  # the run has removed it meanwhile: it keeps newer ones
@@ -348,24 +350,30 @@ class _Pull:
             match = _NODE.fullmatch(name)
             node, path = (int(match[1]), match[2]) if match else (-1, name)
             groups.setdefault(f"{word}/{path}", []).append((node, source))
-        for path in groups.keys() & {folder for each in groups for folder in _folders_of(each)}:
-            for node, source in groups.pop(path):  # a file here, and a folder on another node
-                groups[_place_of_node(path, node, groups)] = [(node, source)]
-        ordered = {path: sorted(some, key=lambda pair: pair[0]) for path, some in groups.items()}
-        self._make_way(word, ordered)
-        self._expect(*[(path, some[0][1]) for path, some in ordered.items()])
-        parallel(lambda path: self._written(path, ordered), [*groups], jobs=self.jobs)
+        places = _Places(groups)
+        for path in sorted(groups.keys() & places.folders):  # a file here, and a folder on another node
+            places.files.discard(path)
+            for node, source in groups.pop(path):
+                groups[places.of_node(path, node, f"{word}/")] = [(node, source)]
+        versions: dict[str, dict[str, _Source]] = {}
+        for path, some in sorted(groups.items()):
+            first, *others = sorted(some, key=lambda pair: pair[0])
+            own = {places.of_node(path, node, f"{word}/"): source for node, source in others}
+            versions[path] = {path: first[1], **own}
+        self._make_way(word, versions)
+        self._expect(*[(path, some[path]) for path, some in versions.items()])
+        parallel(lambda path: self._written(path, versions[path]), [*versions], jobs=self.jobs)
 
-    def _make_way(self, word: str, groups: Mapping[str, Sequence[tuple[int, _Source]]]) -> None:
+    def _make_way(self, word: str, groups: Mapping[str, Mapping[str, _Source]]) -> None:
         """Remove local files of an earlier pull that are no longer in the store.
 
         All such outputs go. An artifact goes if its path is now a folder, or is in a folder that is now a file.
         """
         folders = {folder for path in groups for folder in _folders_of(path)}
-        kept = {_place_of_node(path, node, groups) for path, some in groups.items() for node, _ in some[1:]}
+        kept = {path for some in groups.values() for path in some}
         for path in [path for path in self.known if path.startswith(f"{word}/")]:
             over = groups.keys() & _folders_of(path)
-            if path not in groups and path not in kept and (word == "outputs" or path in folders or over):
+            if path not in kept and (word == "outputs" or path in folders or over):
                 self._drop(path)
                 for file in over:
                     self.out.prune(file)
@@ -469,14 +477,26 @@ class _Pull:
             swap(place)
             for path, digest in took:
                 self._remember(f"checkpoints/{path}", [parts[path]], digest, parts[path].size)
-        if not tree:
-            self._clear(final)
         rest = [path for path in parts if path not in tree]
+        if name in rest and targets[name].is_dir() and not targets[name].is_symlink():
+            self._replace_folder(name, parts[name])
         parallel(lambda path: self._fetch(f"checkpoints/{path}", parts[path]), rest, jobs=self.jobs)
         for path in here:
             self._trust(f"checkpoints/{path}")  # a new link has changed its stat values
         for path in before:
             self._forget(path)
+
+    def _replace_folder(self, name: str, source: _Source) -> None:
+        """Fetch a checkpoint of one file, then remove the folder of its name that an earlier pull brought."""
+        final = f"checkpoints/{name}"
+        place = inside(self.folder, final)
+        if aside(place).is_dir():
+            discard(aside(place))
+        digest = self._bring(aside(place), source)
+        self._clear(final)
+        with disk_errors(place):
+            os.replace(aside(place), place)
+        self._remember(final, [source], digest, source.size)
 
     def _right(self, path: str, source: _Source) -> bool:
         """Return whether the file is here with the content of ``source``, and record it."""
@@ -487,19 +507,17 @@ class _Pull:
         self._remember(path, [source], source.sha256, source.size)
         return True
 
-    def _written(self, first: str, groups: Mapping[str, Sequence[tuple[int, _Source]]]) -> None:
-        """Fetch one path of all nodes; equal content is kept once."""
-        versions = groups[first]
+    def _written(self, first: str, versions: Mapping[str, _Source]) -> None:
+        """Fetch the ``versions`` of the file at ``first``, by path. Equal content is kept once."""
         same = self.known.get(first, {}).get("same", [])  # sources found equal, and their digest
-        if not self._fetch_growing(first, versions[0][1]):
+        if not self._fetch_growing(first, versions[first]):
             return
         kept = self.known[first]
         with self.lock:
             kept["same"] = same
-        for node, source in versions[1:]:
-            if [*source.json, kept["sha256"]] in same:
+        for other, source in versions.items():
+            if other == first or [*source.json, kept["sha256"]] in same:
                 continue
-            other = _place_of_node(first, node, groups)
             if self._fetch_growing(other, source) and self.known[other]["sha256"] == kept["sha256"]:
                 self._drop(other)
                 with self.lock:
@@ -686,12 +704,28 @@ def newest_pulled(folder: Path) -> tuple[str, Path | None] | None:
         return None
 
 
-def _place_of_node(path: str, node: int, taken: Container[str]) -> str:
-    """Return the path, below ``node-<n>/`` and not ``taken``, for ``node``'s own version of the file at ``path``."""
-    word, _, rest = path.partition("/")
-    while (place := f"{word}/node-{node}/{rest}") in taken:
-        rest = f"node-{node}/{rest}"
-    return place
+class _Places:
+    """Local paths that do not meet: none is taken twice, and no file lies where another one's folder is."""
+
+    def __init__(self, files: Iterable[str]) -> None:
+        self.files, self.folders = set[str](), set[str]()
+        for path in files:
+            self.take(path)
+
+    def take(self, path: str) -> None:
+        self.files.add(path)
+        self.folders |= _folders_of(path)
+
+    def free(self, path: str) -> bool:
+        return path not in self.files and path not in self.folders and not self.files & _folders_of(path)
+
+    def of_node(self, path: str, node: int | str, top: str) -> str:
+        """Take a path for ``node``'s own version of the file at ``path``, in ``node-<n>/`` below ``top``; return it."""
+        numbered = (f"node-{node}-{number}" for number in itertools.count(2))
+        names = itertools.chain((f"node-{node}", f"node-{node}/node-{node}"), numbered)
+        place = next(filter(self.free, (f"{top}{name}/{path.removeprefix(top)}" for name in names)))
+        self.take(place)
+        return place
 
 
 def _folders_of(path: str) -> set[str]:
@@ -699,20 +733,27 @@ def _folders_of(path: str) -> set[str]:
     return {path[:at] for at, letter in enumerate(path) if letter == "/"}
 
 
-def _merge_nodes(item: Checkpoint) -> dict[str, _Source]:
-    """Return the sources of a checkpoint by path relative to the checkpoint folder, all nodes' files as one tree."""
+def _merge_nodes(item: Checkpoint, names: Iterable[str]) -> dict[str, _Source]:
+    """Return the sources of a checkpoint by path relative to the checkpoint folder, all nodes' files as one tree.
+
+    ``names`` are those of all entries of that folder: no path leads into another one.
+    """
     placed: dict[str, _Source] = {}
+    places = _Places({*names} - {item.name})
     nodes = {path: _NODE.fullmatch(path) for path in item.files}
     for path in sorted(item.files, key=lambda p: (int(match[1]) if (match := nodes[p]) else -1, p)):
         size, digest = item.files[path]
         match = nodes[path]
         node, rest = (match[1], match[2]) if match else ("0", path)
-        source = _Source(key=f"{item.key}/{path}", size=size, mark=digest, sha256=digest)
         target = _in_checkpoint(item.name, rest)
-        while target in placed and placed[target].sha256 != digest:
-            rest = f"node-{node}/{rest.removeprefix(item.name + '/')}"
-            target = _in_checkpoint(item.name, rest) if "/" in target else rest
-        placed.setdefault(target, source)
+        if target in placed and placed[target].sha256 == digest:
+            continue
+        if places.free(target):
+            places.take(target)
+        else:
+            inner = target != item.name and item.name not in placed
+            target = places.of_node(target, node, f"{item.name}/" if inner else "")
+        placed[target] = _Source(key=f"{item.key}/{path}", size=size, mark=digest, sha256=digest)
     return placed
 
 

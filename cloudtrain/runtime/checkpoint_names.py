@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-__all__ = ["family", "is_beside", "step_of", "training_states", "unversioned"]
+__all__ = ["family", "is_beside", "is_earlier", "step_of", "training_states", "unversioned"]
 
 _BESIDE = re.compile(
     r"[^/]\.(jsonl?|txt|md|rst|ya?ml|toml|ini|cfg|csv|tsv|log|py|sh|html|png|jpe?g|gif|svg|pdf|mp4|wav)\Z|(?-i:tfevents)",
@@ -39,6 +39,13 @@ def step_of(name: str) -> int | None:
     name = name.rpartition("/")[2]
     found = _STEP.findall(name) or re.findall(r"\d+", _NO_STEP.sub("", name))
     return int(found[-1]) if found else None
+
+
+def is_earlier(name: str, other: str) -> bool:
+    """Return whether ``name`` has certainly a lower step: it differs from ``other`` in its numbers alone, and names
+    its step (``step-8``). Other numbers may be losses."""
+    step, most = _STEP.findall(name), _STEP.findall(other)
+    return family(name) == family(other) and bool(step) and int(step[-1]) < int(most[-1])
 
 
 def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str]:

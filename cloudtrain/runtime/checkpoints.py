@@ -19,16 +19,17 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISLNK, S_ISREG
+from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import Any, TypeVar
 
 from ..errors import DigestError, StorageError
-from .checkpoint_model import METADATA, Checkpoint
-from .checkpoint_names import family
+from ..provider_api.node import attempt_key
+from .checkpoint_model import METADATA, Checkpoint, resumable
+from .checkpoint_names import family, is_earlier
 from .timings import TIMINGS
 
 __all__ = [
@@ -64,8 +65,15 @@ Signature = tuple[Item, ...]
 FileState = tuple[int, int]
 """Bytes, and the nanosecond of the last change."""
 
-_FOLDER = re.compile(r"\d+\.\d+-\d+")
+_FOLDER = re.compile(r"(\d+\.\d+)-(\d+)")
 _NODE = re.compile(r"node-\d+")
+_ABSENT = errno.ENOENT, errno.ENOTDIR, errno.ELOOP
+_FAULTS = {
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.ENXIO,
+    errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
+    errno.ENETRESET, errno.ENETUNREACH, getattr(errno, "EREMOTEIO", errno.EIO), getattr(errno, "EUCLEAN", errno.EIO),
+}  # fmt: skip
+"""Errors of a disk or mount that fails. They do not show whether a file is there."""
 _VANISHED = "\0"
 """Signature of an entry that changed while it was read: never equal to another."""
 
@@ -74,7 +82,8 @@ _VANISHED = "\0"
 class CheckpointEntry:
     """One finished or growing checkpoint of this node. ``place`` is its path below the working folder, else None.
 
-    ``aside`` are files in its folder that belong to other nodes, as a resume put them here.
+    ``aside`` are files in its folder that belong to other nodes, as a resume put them here. With a ``fault`` of the
+    disk or mount it is not finished.
     """
 
     name: str
@@ -82,6 +91,7 @@ class CheckpointEntry:
     signature: Signature
     place: str | None = None
     aside: frozenset[Item] = frozenset()
+    fault: OSError | None = None
 
     @property
     def newest(self) -> float:
@@ -216,26 +226,41 @@ def again(entry: CheckpointEntry) -> CheckpointEntry:
 
 def _entry(name: str, path: Path, place: str | None, aside: frozenset[Item]) -> CheckpointEntry:
     signature: list[Item] = []
-    for file in _files(path):
-        try:
-            stat = file.stat()
-        except OSError:
-            if file.is_symlink():
-                continue  # a link to nothing, or to itself
-            signature = [(_VANISHED, 0, time.time_ns())]
-            break
-        if S_ISREG(stat.st_mode):
-            signature.append((_relative(file, path), stat.st_size, stat.st_mtime_ns))
+    fault = None
+    try:
+        for file in _files(path):
+            try:
+                stat = file.stat()
+            except OSError as exc:
+                if exc.errno not in _FAULTS and file.is_symlink():
+                    continue  # a link to nothing, or to itself
+                raise
+            if S_ISREG(stat.st_mode):
+                signature.append((_relative(file, path), stat.st_size, stat.st_mtime_ns))
+    except OSError as exc:
+        signature = [(_VANISHED, 0, time.time_ns())]
+        fault = exc if exc.errno in _FAULTS else None
     own = tuple(sorted(item for item in signature if item not in aside))
-    return CheckpointEntry(name=name, path=path, signature=own, place=place, aside=aside)
+    return CheckpointEntry(name=name, path=path, signature=own, place=place, aside=aside, fault=fault)
 
 
 def _files(path: Path) -> Iterator[Path]:
-    if path.is_dir():
-        for folder, _, names in os.walk(path):
-            yield from (Path(folder, name) for name in names)
-    elif path.exists():
+    """Yield the file ``path``, or all files in it. Raises `OSError` if the disk or mount fails."""
+    try:
+        is_folder = S_ISDIR(path.stat().st_mode)
+    except OSError as exc:
+        _raise_fault(exc)
+        return
+    if not is_folder:
         yield path
+        return
+    for folder, _, names in os.walk(path, onerror=_raise_fault):
+        yield from (Path(folder, name) for name in names)
+
+
+def _raise_fault(exc: OSError) -> None:
+    if exc.errno in _FAULTS:
+        raise exc
 
 
 def linked_folders(path: Path) -> list[str]:
@@ -250,9 +275,17 @@ def _relative(file: Path, entry: Path) -> str:
 
 
 def open_for_writing(entries: list[CheckpointEntry]) -> set[str]:
-    """Return the names of ``entries`` that a process has open for writing; empty without /proc."""
-    files = {os.path.realpath(file): e.name for e in entries for file in _files(e.path)}
+    """Return the names of ``entries`` that a process has open for writing; without /proc, none.
+
+    An entry that cannot be read counts as open.
+    """
+    files: dict[str, str] = {}
     busy: set[str] = set()
+    for entry in entries:
+        try:
+            files |= {os.path.realpath(file): entry.name for file in _files(entry.path)}
+        except OSError:
+            busy.add(entry.name)
     for folder in glob.iglob("/proc/[0-9]*/fd"):
         with contextlib.suppress(OSError):
             for fd in os.listdir(folder):
@@ -297,10 +330,15 @@ def copy_patiently(source: Path, target: Path, moved: Moved = lambda source, don
         try:
             return copy_with_digest(source, target, moved)
         except OSError as exc:
-            if pause is None or not source.exists() or exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            if pause is None or _is_gone(source, exc) or exc.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
         time.sleep(pause)
     raise AssertionError
+
+
+def _is_gone(source: Path, exc: OSError) -> bool:
+    """Return whether ``exc`` shows that ``source`` is gone. `Path.exists` cannot tell while a mount fails."""
+    return exc.errno in _ABSENT and str(exc.filename) == str(source)
 
 
 def copy_with_digest(source: Path, target: Path, moved: Moved = lambda source, done: None) -> tuple[int, str]:
@@ -394,8 +432,8 @@ def copy_entry(
                 copied, digest = copy_patiently(source, coming, lambda _, done: moved(paths[item], done))
                 if temporary:
                     os.replace(coming, target / key)
-            except OSError:
-                if source.exists():
+            except OSError as exc:
+                if not _is_gone(source, exc):
                     raise
                 raise _ChangedError from None
             if copied != size:
@@ -462,41 +500,123 @@ def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
 
 
 def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tuple[str, ...] = ()) -> list[Checkpoint]:
-    """Return the complete checkpoints below ``root``, oldest first. Call ``say`` for each incomplete one.
+    """Return the complete checkpoints below ``root``, oldest first. Call ``say`` for each of the others.
 
-    Files whose names end in one of ``marks`` are those of a platform's agent.
+    Files whose names end in one of ``marks`` are those of a platform's agent. A disk or mount that fails is asked again
+    for `Timings.mount`. Raises `StorageError` if it still fails then, unless only older checkpoints cannot be read.
     """
-    found = []
-    commits = [c for depth in ("", "*/", "*/*/") for c in glob.glob(f"{glob.escape(str(root))}/{depth}{COMMIT}")]
-    for path in sorted(commits):
-        folder = Path(path).parent
-        try:
-            item = Checkpoint.of(json.loads(Path(path).read_bytes()), str(folder))
-            missing = item.missing(lambda file: _size(folder / file))  # noqa: B023
-        except (OSError, ValueError):
-            missing = COMMIT
-        if missing is None:
-            found.append(item)
-        elif say is not None:
-            say(f"checkpoint {folder.parent.name}/{folder.name} is not complete ({missing}); skipped")
+    began, pause = time.monotonic(), TIMINGS.mount_pauses[0]
+    while True:
+        found, half, unread = _survey(root)
+        states = resumable(found)
+        grave = [folder for folder in unread if not states or not _is_older(folder, states[-1])]
+        if not unread or time.monotonic() - began >= (TIMINGS.mount if grave else TIMINGS.mount_older):
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, TIMINGS.mount_pauses[1])
+    if grave:
+        hint = f"to resume from checkpoint {states[-1].name}, rename that folder" if states else ""
+        raise StorageError(f"cannot read {grave[0]}: {reason_of(unread[grave[0]])}", hint=hint)
     if say is not None:
-        for folder in uncommitted(root, marks=marks):
-            say(f"checkpoint {folder.parent.name}/{folder.name} is not complete (no {COMMIT}); skipped")
-    return sorted(found, key=lambda item: item.order)
+        others = [(folder, f"is not complete ({missing})") for folder, missing in half.items()]
+        others += [(folder, f"is not complete (no {COMMIT})") for folder in uncommitted(root, marks=marks)]
+        others += [(folder, f"cannot be read ({reason_of(why)})") for folder, why in unread.items()]
+        for folder, state in others:
+            say(f"checkpoint {folder.parent.name}/{folder.name} {state}; skipped")
+    return found
+
+
+def _survey(root: Path) -> tuple[list[Checkpoint], dict[Path, str], dict[Path, OSError]]:
+    """Return the complete checkpoints below ``root``, oldest first, and the folders of the others.
+
+    Those are incomplete, with the first missing file, or cannot be read, with the error. A folder that is closed to us
+    is left out.
+    """
+    found, half, unread = list[Checkpoint](), dict[Path, str](), dict[Path, OSError]()
+
+    @contextlib.contextmanager
+    def noting(folder: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            if exc.errno in _FAULTS:
+                unread[folder] = exc
+
+    def folders(above: Path) -> list[Path]:
+        below = []
+        with noting(above), os.scandir(above) as items:
+            for item in items:
+                with noting(Path(item.path)):
+                    if not item.name.startswith(".") and item.is_dir():
+                        below.append(Path(item.path))
+        return sorted(below)
+
+    names = folders(root)
+    for folder in (root, *names, *(folder for name in names for folder in folders(name))):
+        with noting(folder):
+            missing: str | None = COMMIT
+            try:
+                item = Checkpoint.of(json.loads((folder / COMMIT).read_bytes()), str(folder))
+                missing = item.missing(lambda file: _size(folder / file))  # noqa: B023
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except (PermissionError, IsADirectoryError, ValueError):
+                pass
+            if missing is None:
+                found.append(item)
+            else:
+                half[folder] = missing
+    return sorted(found, key=lambda item: item.order), half, unread
+
+
+def _is_older(folder: Path, newest: Checkpoint) -> bool:
+    """Return whether the checkpoint in ``folder``, which cannot be read, is certainly older than ``newest``.
+
+    ``folder`` may also hold all checkpoints of one name.
+    """
+    match = _FOLDER.fullmatch(folder.name)
+    if match is None:
+        return is_earlier(folder.name, newest.name)
+    if match[1] != newest.attempt:
+        return attempt_key(match[1]) < attempt_key(newest.attempt)
+    return int(match[2]) < newest.seq and not is_earlier(newest.name, folder.parent.name)
 
 
 def uncommitted(root: Path, *, marks: tuple[str, ...] = ()) -> list[Path]:
-    """Return the checkpoints of a run's own folder that lack their commit. ``marks``: see `complete`."""
-    parts = map(Path, glob.glob(f"{glob.escape(str(root))}/*/*/node-*"))
-    found = sorted({path.parent for path in parts if any(not file.name.endswith(marks) for file in _files(path))})
-    return [folder for folder in found if _FOLDER.fullmatch(folder.name) and not (folder / COMMIT).exists()]
+    """Return the checkpoints of a run's own folder that lack their commit. ``marks``: see `complete`.
+
+    A checkpoint that cannot be read is not among them: the caller removes them.
+    """
+    parts: dict[Path, list[Path]] = {}
+    for path in sorted(map(Path, glob.glob(f"{glob.escape(str(root))}/*/*/node-*"))):
+        parts.setdefault(path.parent, []).append(path)
+    return [path for path, some in parts.items() if _FOLDER.fullmatch(path.name) and _lacks_commit(path, some, marks)]
+
+
+def _lacks_commit(folder: Path, parts: Sequence[Path], marks: tuple[str, ...]) -> bool:
+    """Return whether files of nodes are in ``parts``, and certainly no commit.json is in ``folder``."""
+    try:
+        (folder / COMMIT).lstat()
+    except FileNotFoundError:
+        with contextlib.suppress(OSError):
+            return any(not file.name.endswith(marks) for part in parts for file in _files(part))
+    except OSError:
+        pass
+    return False
 
 
 def _size(path: Path) -> int:
+    """Return the bytes of a file, or -1 without one. Raises `OSError` if the disk or mount fails."""
     try:
         return path.stat().st_size
-    except OSError:
+    except OSError as exc:
+        _raise_fault(exc)
         return -1
+
+
+def reason_of(exc: OSError) -> str:
+    """Return the error and its short name: ``Input/output error (EIO)``."""
+    return f"{exc.strerror} ({errno.errorcode.get(exc.errno or 0, exc.errno)})"
 
 
 def restore(checkpoint: Checkpoint, target: Path, *, node: int) -> None:
@@ -519,8 +639,8 @@ def restore(checkpoint: Checkpoint, target: Path, *, node: int) -> None:
         place, key = item
         try:
             _, digest = copy_patiently(checkpoint.folder / key, place)
-        except OSError:
-            if (checkpoint.folder / key).exists():
+        except OSError as exc:
+            if not _is_gone(checkpoint.folder / key, exc):
                 raise
             raise DigestError(f"checkpoint {checkpoint.name}: {key} is gone") from None
         if digest != checkpoint.files[key][1]:

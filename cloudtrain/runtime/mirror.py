@@ -281,6 +281,10 @@ class Mirror:
     def _scan(self) -> None:
         entries = self._watch.entries()
         self._look_for_life(entries.values())
+        for entry in entries.values():
+            if entry.fault is not None:
+                self.trouble = f"cannot read {entry.fault.filename or entry.path}: {checkpoints.reason_of(entry.fault)}"
+                self._complain(self.trouble)
         self._tell_pointers()
         fresh = [entry for entry in entries.values() if not self._finished.is_done(entry)]
         if self._finishing is None and not self._is_frozen():

@@ -107,6 +107,12 @@ class Timings:
     """The same without /proc, which shows the files that a process has open."""
     copy_pauses: tuple[float, ...] = (0.5, 2.0, 5.0)
     """Before a failed copy is tried again: a mount's hiccup must not cost the whole checkpoint."""
+    mount: float = 60.0
+    """For which a disk or mount that fails is asked for the newest checkpoint, before the attempt fails."""
+    mount_older: float = 5.0
+    """The same if only older checkpoints cannot be read, before they are skipped."""
+    mount_pauses: tuple[float, ...] = (0.5, 8.0)
+    """Between two of these tries, growing."""
     scan: float = 0.5
     """Between two looks of the mirror at the checkpoints."""
     frozen: float = 10.0

@@ -241,7 +241,8 @@ def files(
     storage: Storage | None = None,
     moving: TransferOptions = TransferOptions(),  # noqa: B008 - it is frozen
 ) -> Files:
-    """Return the tree at ``url``, unopened. ``gitignore``: a local root hides itself from git once written to.
+    """Return the tree at ``url``, unopened. ``gitignore``: a local root that is new or empty hides itself from git once
+    written to. Otherwise git would no longer see your files there.
 
     ``storage`` gives the options when a remote tree is opened, and again after its credentials expired.
     """
@@ -307,7 +308,7 @@ class LocalFiles(Files):
     def _writable(self, key: str) -> Path:
         if self._gitignore:
             self._gitignore = False
-            if not self.exists(".gitignore"):
+            if not self.root.is_dir() or not any(self.root.iterdir()):
                 self.write(".gitignore", b"*\n")
         return self._path(key)
 
@@ -480,6 +481,9 @@ class LocalFiles(Files):
                 path.unlink()
 
     def prune(self, prefix: str) -> None:
-        for folder, _, _ in os.walk(self._path(prefix), topdown=False):
+        top = self._path(prefix)
+        if top.is_symlink():
+            return
+        for folder, _, _ in os.walk(top, topdown=False):
             with contextlib.suppress(OSError):
                 os.rmdir(folder)

@@ -42,8 +42,10 @@ def tidy(folder: Path, names: Collection[str]) -> None:
 
 
 def prune(folder: Path, wanted: Collection[Path]) -> None:
-    """Remove files that are not ``wanted``, and empty folders."""
+    """Remove files that are not ``wanted``, and empty folders. If ``folder`` is a file or link, remove that."""
     with disk_errors(folder):
+        if folder.is_symlink() or not folder.is_dir():
+            folder.unlink(missing_ok=True)
         for path in files_below(folder):
             if path.is_symlink() or path not in wanted:
                 path.unlink()

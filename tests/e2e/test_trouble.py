@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from disks import small_disk
+from disks import faulty_disk, small_disk
 from jobs import Jobs
 from trials import Survivor
 
@@ -132,6 +133,26 @@ def test_a_kill_while_the_store_is_full_loses_no_complete_checkpoint(jobs: Jobs,
             assert run.starts()["1.0"].first["0"] >= _step(newest)
         else:  # its retries are used up before there is room again: then the reason names the full disk
             assert FULL in done.json["reason"], done.json
+        jobs.gone()
+
+
+@pytest.mark.proof
+def test_a_store_that_fails_at_a_restart_costs_an_attempt_and_no_checkpoint(jobs: Jobs, uninterrupted: Losses) -> None:
+    jobs.shorten(mount=3.0)
+    with faulty_disk(jobs.store / "runs" / "shaky" / "live", jobs.tmp / "behind") as disk:
+        run = start(jobs, "--steps", "150", flags=("--run-id", "shaky", "--retries", "3"))
+        newest = committed(run, "step-60")
+        disk.fail(("readdir", "/checkpoints", errno.EIO))
+        os.kill(run.rank(1), signal.SIGKILL)
+        why = "/checkpoints: Input/output error (EIO)"
+        jobs.wait_for(lambda: own_lines(run, "failed: node 0 could not continue: cannot read ", why), 120)
+        assert newest.folder.is_dir()
+        disk.fail()
+        done = run.ended()
+        starts = run.check(done, uninterrupted(2, 1), 150)
+        assert done.json["attempts"][1]["category"] == "infra"
+        assert done.json["attempts"][1]["reason"].endswith(why)
+        assert [max(one.first.values(), default=None) for one in starts.values()] == [0, None, 60]
         jobs.gone()
 
 

@@ -9,11 +9,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from disks import small_disk
+from disks import FaultyDisk, faulty_disk, small_disk
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import for_each
@@ -241,6 +242,130 @@ def test_a_checkpoint_is_found_from_itself_its_name_and_all(tmp_path: Path) -> N
     for root in (tmp_path / "checkpoints", tmp_path / "checkpoints/step-1", one.folder):
         assert [c.folder for c in complete(root)] == [one.folder]
     assert complete(tmp_path / "none") == []
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyDisk]:
+    """A disk with step-1/0.0-1 and step-2/0.0-2, which a node asks for a second. Path.exists is that of Python 3.14."""
+    monkeypatch.setattr(TIMINGS, "copy_pauses", (0.01,))
+    monkeypatch.setattr(TIMINGS, "mount", 1.0)
+    monkeypatch.setattr(TIMINGS, "mount_older", 0.1)
+    monkeypatch.setattr(TIMINGS, "mount_pauses", (0.05, 0.1))
+    monkeypatch.setattr(Path, "exists", os.path.exists)
+    with faulty_disk(tmp_path / "disk", tmp_path / "behind") as found:
+        for step in (1, 2):
+            committed(found.place, f"step-{step}", f"0.0-{step}", files={f"node-0/step-{step}/a.pt": b"A"})
+        yield found
+
+
+FAULTS = [
+    ("readdir", "/", errno.EIO),
+    ("readdir", "/step-2", errno.ESTALE),
+    ("open", "/step-2/0.0-2/commit.json", errno.ETIMEDOUT),
+    ("read", "/step-2/0.0-2/commit.json", errno.EIO),
+    ("getattr", "/step-2/0.0-2/node-0/step-2/a.pt", errno.ENOTCONN),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_mount_that_fails_for_a_moment_makes_no_checkpoint_missing(
+    disk: FaultyDisk, fault: tuple[str, str, int]
+) -> None:
+    disk.fail(fault)
+    disk.heal_after(0.3)
+    assert [item.name for item in complete(disk.place)] == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_mount_that_fails_for_long_fails_the_attempt(disk: FaultyDisk, fault: tuple[str, str, int]) -> None:
+    before = tree(disk.behind)
+    disk.fail(fault)
+    with pytest.raises(StorageError) as error:
+        complete(disk.place)
+    folder = "/step-2/0.0-2" if "0.0-2" in fault[1] else fault[1].rstrip("/")
+    assert (
+        str(error.value) == f"cannot read {disk.place}{folder}: {os.strerror(fault[2])} ({errno.errorcode[fault[2]]})"
+    )
+    assert error.value.hint == (fault[1] != "/") * "to resume from checkpoint step-1, rename that folder"
+    assert checkpoints.uncommitted(disk.place) == []
+    assert tree(disk.behind) == before
+
+
+@for_each("fault", [
+    ("readdir", "/step-1", errno.EIO),
+    ("read", "/step-1/0.0-1/commit.json", errno.EIO),
+    ("getattr", "/step-1/*", errno.EIO),
+])  # fmt: skip
+def test_an_older_checkpoint_that_cannot_be_read_is_skipped(disk: FaultyDisk, fault: tuple[str, str, int]) -> None:
+    messages: list[str] = []
+    disk.fail(fault)
+    assert [item.name for item in complete(disk.place, say=messages.append)] == ["step-2"]
+    assert messages[0].startswith("checkpoint ")
+    assert messages[0].endswith(" cannot be read (Input/output error (EIO)); skipped")
+    assert checkpoints.uncommitted(disk.place) == []
+
+
+@for_each(("folder", "newest", "older"), [
+    ("step-3/0.0-9", "step-2/0.1-1", True),  # of an earlier attempt
+    ("step-1/0.2-1", "step-2/0.1-9", False),
+    ("step-2/0.1-1", "last/0.1-2", True),
+    ("step-2/0.1-1", "step-1/0.1-2", False),  # the newer one was committed first
+    ("step-2", "step-10/0.1-2", True),
+    ("step-10", "step-2/0.1-2", False),
+    ("last", "step-2/0.1-2", False),
+    ("loss=0.3", "loss=0.4/0.1-2", False),
+])  # fmt: skip
+def test_which_checkpoints_are_certainly_older(tmp_path: Path, folder: str, newest: str, older: bool) -> None:
+    assert checkpoints._is_older(Path(folder), committed(tmp_path, *newest.split("/"))) is older
+
+
+@for_each("fault", [
+    ("readdir", "/lost+found", errno.EACCES),
+    ("open", "/lost+found/commit.json", errno.EACCES),
+    ("getattr", "/lost+found/commit.json", errno.EACCES),
+    ("getattr", "/lost+found", errno.ENOENT),
+])  # fmt: skip
+def test_a_closed_folder_fails_no_attempt(disk: FaultyDisk, fault: tuple[str, str, int]) -> None:
+    write(disk.behind / "lost+found" / COMMIT)
+    disk.fail(fault)
+    assert [item.name for item in complete(disk.place)] == ["step-1", "step-2"]
+
+
+def test_no_checkpoint_of_another_version_is_removed(tmp_path: Path) -> None:
+    one = committed(tmp_path)
+    (one.folder / COMMIT).write_text(json.dumps({**one.commit, "protocol": 2}))
+    assert complete(tmp_path) == []
+    assert checkpoints.uncommitted(tmp_path) == []
+
+
+def test_a_mount_that_fails_damages_no_checkpoint(disk: FaultyDisk, tmp_path: Path) -> None:
+    one = complete(disk.place)[0]
+    file = "/step-1/0.0-1/node-0/step-1/a.pt"
+    disk.fail(("open", file, errno.ENOTCONN), ("getattr", file, errno.ENOTCONN))
+    with pytest.raises(StorageError, match="not connected") as error:
+        restore(one, tmp_path / "out", node=0)
+    assert not isinstance(error.value, DigestError)
+    disk.fail(("create", "/*", errno.ENOENT))  # the target's folder is gone, not the checkpoint
+    with pytest.raises(StorageError, match="No such file") as error:
+        restore(one, disk.place / "out", node=0)
+    assert not isinstance(error.value, DigestError)
+    disk.fail()
+    restore(one, tmp_path / "out", node=0)
+
+
+def test_a_checkpoint_with_a_folder_that_cannot_be_listed_is_not_finished(disk: FaultyDisk, tmp_path: Path) -> None:
+    for name in ("step-3/a.pt", "step-3/deep/b.pt"):
+        write(disk.place / name)
+    watcher = Watch(folder=disk.place, workdir=tmp_path)
+    whole = watcher.entries()["step-3"]
+    disk.fail(("readdir", "/step-3/deep", errno.EIO))
+    torn = watcher.entries()["step-3"]
+    assert torn.fault is not None
+    assert torn.fault.filename == str(disk.place / "step-3/deep")
+    assert torn.signature != watcher.entries()["step-3"].signature  # it never holds still
+    assert open_for_writing([torn]) == {"step-3"}
+    disk.fail()
+    assert watcher.entries()["step-3"].signature == whole.signature
 
 
 def test_names_with_glob_characters(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import faulty_disk
 
 from cloudtrain.runtime import checkpoint_done, checkpoints, mirror, mirror_files
 from cloudtrain.runtime.checkpoint_model import Checkpoint
@@ -189,6 +191,26 @@ def test_a_node_that_still_writes_its_part_is_waited_for(cluster: Callable[..., 
     assert run.names() == []
     run.until(run.complete)
     assert sorted(run.complete()[0].commit["files"]) == ["node-0/step-1/a", "node-1/step-1/b"]
+
+
+def test_a_folder_that_cannot_be_listed_is_not_left_out(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    with faulty_disk(tmp_path / "n0/ck", tmp_path / "behind") as disk:
+        disk.fail(("readdir", "/step-1/deep", errno.EIO))
+        run = cluster(1)
+        for name in ("step-1/a", "step-1/deep/b", "step-2/a"):
+            run.write(0, name)
+        run.until(run.complete)
+        run.settle()
+        assert run.names() == ["step-2/0.0-1"]
+        trouble = f"cannot read {disk.place}/step-1/deep: Input/output error (EIO)"
+        assert run.mirrors[0].trouble == trouble
+        assert run.said.count(f"mirror: {trouble}; trying again") == 1
+        disk.fail()
+        run.finish()
+        assert [sorted(one.files) for one in run.complete() if one.name == "step-1"] == [
+            ["node-0/step-1/a", "node-0/step-1/deep/b"]
+        ]
+        assert run.mirrors[0].trouble == ""
 
 
 def test_a_file_that_is_open_for_writing_waits(cluster: Callable[..., Cluster]) -> None:
