@@ -114,6 +114,8 @@ class _Known:
     natives: dict[int, str] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)  # refused attempts that another one has followed
     unsent: int | None = None  # the newest attempt, if it was last seen recorded but not submitted
+    is_arriving: bool = False  # if a request that was cut off before a cancel may still become a job
+    stopped: set[str] = field(default_factory=set)  # jobs that were found after a cancel, and were asked to stop
     max_wait: MaxWait | None = None
     over: dict[int, float] = field(default_factory=dict)  # when each attempt was first seen over
     retried: dict[int, bool] = field(default_factory=dict)  # for each attempt that is over, if another may follow
@@ -258,12 +260,18 @@ class Run:
 
     def _platform_status(self) -> tuple[Status, dict[int, str]]:
         """Return the platform's status of the newest submitted attempt, and all native ids."""
-        recorded, self._known.unsent = self.store.attempts(self.run_id), None
+        recorded, self._known.unsent, self._known.is_arriving = self.store.attempts(self.run_id), None, False
         natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
         last = max(recorded, default=0)
         refused = None if last in natives else self._refused_status(last)
-        if last not in natives and (self._native(last) if refused is not None else self._arrival(last)) is not None:
+        left = None if last in natives or refused is not None else self._arrival_left(last)
+        if (refused is not None or left == 0) and self._native(last) is not None:
             return self._platform_status()  # another client was sending it meanwhile
+        if left:
+            self._known.is_arriving = True
+            within = f"within {self._longest_arrival:.0f} s of the cancel"
+            reason = f"attempt {last} was cut off while it was sent; the platform may still start it {within}"
+            return Status(state="pending", reason=reason), natives
         if not natives:
             return self._unsubmitted(last, refused), natives
         newest = max(natives)
@@ -289,9 +297,24 @@ class Run:
             self._known.natives[attempt] = native
         return self._known.natives[attempt]
 
+    @property
+    def _longest_arrival(self) -> float:
+        """The seconds after which a request that was cut off is a job that the platform finds, or will never be one."""
+        return max(CLIENT_TIMINGS.arrival, extras_of(self.provider).arrival_s)
+
+    def _arrival_left(self, attempt: int) -> float | None:
+        """Return the seconds for which an attempt that was cut off before a cancel may still become a job.
+
+        Until then, each client that looks at the run stops such a job. None if the run was not cancelled, or no client
+        was cut off.
+        """
+        if not self.store.cancelled(self.run_id) or not handover.cut_off(self.store, self.run_id, attempt):
+            return None
+        return max(0.0, self._longest_arrival - self.store.seconds_since_cancel(self.run_id, self._clock()))
+
     def _arrival(self, attempt: int) -> str | None:
         """Return the native id of an attempt that a client was sending when it was cut off, if the request becomes a
-        job in the moment after a cancel. No client would look for it later, and stop it."""
+        job in the moment after a cancel."""
         store, arrival, native = self.store, CLIENT_TIMINGS.arrival, None
         if (since := store.cancelled_since(self.run_id)) is None:
             return None
@@ -305,10 +328,17 @@ class Run:
         request = self.store.attempt_request(self.run_id, attempt)
         native = self._patiently(lambda: self.provider.find(request)) if request is not None else None
         if native is not None:
+            if self.store.cancelled(self.run_id):  # before it is recorded: then no client looks for it
+                with contextlib.suppress(NotFoundError):
+                    self._stop(native)
             self.store.write_submitted(self.run_id, attempt, native)
         elif self.store.refused(self.run_id, attempt) and self.store.attempt_request(self.run_id, attempt + 1):
             self._known.refused.add(attempt)
         return native
+
+    def _stop(self, native: str) -> None:
+        self._patiently(partial(self.provider.cancel, native))
+        self._known.stopped.add(native)
 
     def _patiently(self, call: Callable[[], T]) -> T:
         return patiently(call, clock=self._ticks, sleep=self._sleep)
@@ -634,8 +664,8 @@ class Run:
         status, natives = self._platform_status()
         if not status.final and self.store.cancelled(self.run_id):
             self.cancel()  # the cancelling client may have died before it asked
-            say("asked the platform again to stop it")
             status, natives = self._platform_status()
+            say(status.reason if self._known.is_arriving else "asked the platform again to stop it")
         elif reason := self._expire(status, natives):
             say(f"stopping attempt {max(natives)}: {reason}")
             status, natives = self._platform_status()
@@ -763,7 +793,8 @@ class Run:
                         if self._known.unsent is not None and not status.final and starter is not None:
                             starter.resend(self._known.unsent, self._ticks())
                     yield status
-                    if not status.final and (not natives if unsent is None else starter is None):
+                    sends = starter is not None if unsent is not None else natives or self._known.is_arriving
+                    if not status.final and not sends:
                         raise LostContactError(status.reason)  # no client may ever send it
                 every = min(longest, every * 1.25)
                 due = self._ticks() + every
@@ -897,7 +928,8 @@ class Run:
     def cancel(self) -> None:
         """Ask the platform to stop the run, and forbid further attempts. This does not wait for the end.
 
-        A finished run stays as it is, and a second call changes nothing. If the platform refuses to stop one attempt,
+        A finished run stays as it is, and a second call changes nothing. A request whose client was cut off may still
+        become a job. The run is pending until that can no longer happen, and each look at the run stops such a job. If the platform refuses to stop one attempt,
         this asks it to stop the others too, and then raises the first error.
         """
         self._check()
@@ -910,11 +942,13 @@ class Run:
             self.store.cancel(self.run_id)  # first of all: an attempt that starts from now on sees it
         except StorageError as exc:  # such as a full store
             unmarked = exc
+        self._known.stopped.clear()
         for k in self.store.attempts(self.run_id):
             try:
                 native = self._native(k) or self._arrival(k)
                 if native is not None:
-                    self._patiently(partial(self.provider.cancel, native))
+                    if native not in self._known.stopped:
+                        self._stop(native)
                     if self.provider.retried_by == "supervisor":
                         unmarked = None  # a supervisor that is asked to stop starts no further attempt
             except NotFoundError:
