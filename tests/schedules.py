@@ -702,9 +702,12 @@ def plans(folder: Path) -> list[Plan]:
 
 
 class Schedule:
-    """The seed's plan, clients and platform; `play` runs it and returns its problems."""
+    """The seed's plan, clients and platform; `play` runs it and returns its problems.
 
-    def __init__(self, seed: str, known: Sequence[Plan]) -> None:
+    ``cuts_off``: its first sender dies while it sends, and a client cancels the run.
+    """
+
+    def __init__(self, seed: str, known: Sequence[Plan], *, cuts_off: bool = False) -> None:
         self.sim = sim = Sim(seed)
         self.data: dict[str, tuple[bytes, float]] = {}
         self.cloud = Cloud(sim, self.data)
@@ -715,6 +718,7 @@ class Schedule:
         for url in (plan.layout.code, plan.layout.runtime):
             self.data[url.removeprefix(f"{STORE}/")] = (b"staged", BEGAN)
         self.plan = dataclasses.replace(plan, provider=self.provider, store=self.store())
+        self.cuts_off = cuts_off or sim.draw.random() < 0.2
         self.results: list[tuple[str, str]] = []
 
     def store(self) -> Store:
@@ -771,15 +775,15 @@ class Schedule:
         sim, draw = self.sim, self.sim.draw
         kinds = [("sends", self._send), ("waits", self._wait), ("reconciles", self._reconcile), ("looks", self._look)]
         casts = [("sends", self._send), *(draw.choice(kinds) for _ in range(draw.randrange(0, 4)))]
-        is_cut_off = draw.random() < 0.2
-        if is_cut_off or draw.random() < 0.3:
+        if self.cuts_off or draw.random() < 0.3:
             casts.append(("cancels", self._cancel))
         for number, (name, what) in enumerate(casts):
             due = 0.0 if not number else draw.choice([0.0, 1.0, 30.0, 300.0, 1000.0])
-            due = draw.uniform(0, 60) if is_cut_off and name == "cancels" else due
+            due = draw.uniform(0, 60) if self.cuts_off and name == "cancels" else due
             client = sim.start(f"{name} {number}", self._client(what), due)
-            client.dies_at = draw.randrange(1, draw.choice([30, 120])) if draw.random() < 0.5 else -1
-            client.is_cut_off = is_cut_off and not number
+            client.is_cut_off = self.cuts_off and not number
+            dies = draw.random() < 0.5 and not client.is_cut_off
+            client.dies_at = draw.randrange(1, draw.choice([30, 120])) if dies else -1
         sim.run()
         self._close()
         self._check()
@@ -930,9 +934,9 @@ def simulated(schedule: Any) -> Iterator[None]:
         yield
 
 
-def played(seed: str, known: Sequence[Plan]) -> Schedule:
+def played(seed: str, known: Sequence[Plan], *, cuts_off: bool = False) -> Schedule:
     """Play the schedule of ``seed`` to its end and return it."""
-    schedule = Schedule(seed, known)
+    schedule = Schedule(seed, known, cuts_off=cuts_off)
     with simulated(schedule):
         schedule.play()
     return schedule

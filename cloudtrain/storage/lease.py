@@ -72,7 +72,7 @@ class Lease:
 
     ``say`` gets ``waits`` while another client holds it. Call `check` before each step. ``after`` is the time in
     seconds after which the lease of a process of this machine that has ended is free. Set ``kept`` in the block to
-    leave the lease to its expiry.
+    leave the lease to its expiry. ``took_over``: its last holder did not release it.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Lease:
         self._seen = ("", 0.0)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
-        self.kept = False
+        self.kept = self.took_over = False
 
     def __enter__(self) -> Lease:
         _HELD.add(self._token)
@@ -143,7 +143,7 @@ class Lease:
             self._swap(found, holder)
         except FileExistsError:
             return False
-        self._since = since
+        self._since, self.took_over = since, found is not None and not is_released(found)
         return True
 
     def _is_free(self, found: Loaded) -> bool:
