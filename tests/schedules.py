@@ -777,9 +777,11 @@ class Schedule:
         casts = [("sends", self._send), *(draw.choice(kinds) for _ in range(draw.randrange(0, 4)))]
         if self.cuts_off or draw.random() < 0.3:
             casts.append(("cancels", self._cancel))
+        if self.cuts_off:
+            casts += [draw.choice([*kinds[1:], ("cancels", self._cancel)]) for _ in range(2)]
         for number, (name, what) in enumerate(casts):
             due = 0.0 if not number else draw.choice([0.0, 1.0, 30.0, 300.0, 1000.0])
-            due = draw.uniform(0, 60) if self.cuts_off and name == "cancels" else due
+            due = draw.choice([2.0, 60.0, 200.0]) if self.cuts_off and number else due
             client = sim.start(f"{name} {number}", self._client(what), due)
             client.is_cut_off = self.cuts_off and not number
             dies = draw.random() < 0.5 and not client.is_cut_off

@@ -928,9 +928,11 @@ class Run:
     def cancel(self) -> None:
         """Ask the platform to stop the run, and forbid further attempts. This does not wait for the end.
 
-        A finished run stays as it is, and a second call changes nothing. A request whose client was cut off may still
-        become a job. The run is pending until that can no longer happen, and each look at the run stops such a job. If the platform refuses to stop one attempt,
+        A finished run stays as it is, and a second call changes nothing. If the platform refuses to stop one attempt,
         this asks it to stop the others too, and then raises the first error.
+
+        A request whose client was cut off may still become a job. Until that can no longer happen, the run is pending,
+        and each look at the run stops such a job.
         """
         self._check()
         self._follow_handover()
