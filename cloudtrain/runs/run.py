@@ -264,7 +264,8 @@ class Run:
         natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
         last = max(recorded, default=0)
         refused = None if last in natives else self._refused_status(last)
-        left = None if last in natives or refused is not None else self._arrival_left(last)
+        cancelled = last not in natives and self.store.cancelled(self.run_id)  # once: all below goes by one answer
+        left = self._arrival_left(last) if cancelled and refused is None else None
         if (refused is not None or left == 0) and self._native(last) is not None:
             return self._platform_status()  # another client was sending it meanwhile
         if left:
@@ -273,10 +274,10 @@ class Run:
             reason = f"attempt {last} was cut off while it was sent; the platform may still start it {within}"
             return Status(state="pending", reason=reason), natives
         if not natives:
-            return self._unsubmitted(last, refused), natives
+            return self._unsubmitted(last, refused, cancelled=cancelled), natives
         newest = max(natives)
         status = self._with_expiry(newest, self._query(newest, natives[newest]))
-        if status.final and newest < last and not self.store.cancelled(self.run_id):
+        if status.final and newest < last and not cancelled:
             if refused is not None:
                 finished = status.finished if refused.final else None
                 return replace(refused, finished=finished, reason=f"attempt {last} was {refused.reason}"), natives
@@ -303,12 +304,9 @@ class Run:
         return max(CLIENT_TIMINGS.arrival, extras_of(self.provider).arrival_s)
 
     def _arrival_left(self, attempt: int) -> float | None:
-        """Return the seconds for which an attempt that was cut off before a cancel may still become a job.
-
-        Until then, each client that looks at the run stops such a job. None if the run was not cancelled, or no client
-        was cut off.
-        """
-        if not self.store.cancelled(self.run_id) or not handover.cut_off(self.store, self.run_id, attempt):
+        """Return the seconds for which an attempt of a cancelled run may still become a job; None if no client was cut
+        off while it sent it. Until then, each client that looks at the run stops such a job."""
+        if not handover.cut_off(self.store, self.run_id, attempt):
             return None
         return max(0.0, self._longest_arrival - self.store.seconds_since_cancel(self.run_id, self._clock()))
 
@@ -351,9 +349,9 @@ class Run:
             return None
         return Status(state="failed", category=refused["category"], reason=f"refused: {refused['reason']}")
 
-    def _unsubmitted(self, last: int, refused: Status | None) -> Status:
+    def _unsubmitted(self, last: int, refused: Status | None, *, cancelled: bool) -> Status:
         self._check()
-        if self.store.cancelled(self.run_id):
+        if cancelled:
             return Status(state="cancelled", category="cancelled", reason="cancelled before it was submitted")
         if refused is not None:
             return refused
