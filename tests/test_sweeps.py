@@ -601,6 +601,38 @@ def test_a_trial_whose_request_has_no_answer_counts_with_its_cap(
     assert trials.outcome(one, result, "cancelled").max_gpu_hours is None
 
 
+@pytest.mark.parametrize("where", ["hold", "create_run", "create_attempt", "sending"])
+def test_a_client_without_a_secret_can_stop_a_trial_that_was_never_sent(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first client dies ``where``; the second one lacks the secret's variable."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    sweep = Sweep(
+        Job.make(entry_point="train.py", secrets={"TOKEN": "env:TOKEN"}), space={"lr": [1]}, metric="loss", trials=1,
+        store=f"memory://{uuid.uuid4().hex}/store", sweep_id="s", provider="local",
+    )  # fmt: skip
+    assert sweep.create()
+    one = Trial(n=0, run="s-0000", params={"lr": 1}, cap=sweep.cap)
+
+    def trials(environ: Mapping[str, str]) -> RunTrials:
+        return RunTrials(
+            sweep.record, sweep.spec, store=sweep.store, provider=sweep.provider, settings=Settings.load(),
+            environ=environ,
+        )  # fmt: skip
+
+    def dies(*given: Any, **named: Any) -> Any:
+        raise KeyboardInterrupt
+
+    at = {"hold": "cloudtrain.runs.submit.stage_content", "sending": "cloudtrain.runs.submit.deliver"}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(at.get(where) or f"cloudtrain.store.store.Store.{where}", dies)
+        trials({"TOKEN": "x"}).advance(one, "")
+    found = trials({}).advance(one, "cancelled")
+    assert found is not None
+    assert (found.state, found.max_gpu_hours) == ("cancelled", 0.0)
+
+
 def test_a_trial_without_the_metric_has_failed_and_names_its_columns() -> None:
     one = Trial(n=0, run="s-0000", params={}, cap=CAP)
     rows = [{"step": 1, "val_loss": 0.5}, {"step": 2, "lr": 0.1, "val_loss": 0.4}]
