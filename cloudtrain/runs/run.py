@@ -121,6 +121,7 @@ class _Known:
     retried: dict[int, bool] = field(default_factory=dict)  # for each attempt that is over, if another may follow
     began: dict[int, float] = field(default_factory=dict)  # start of each attempt, if the platform does not report it
     nodes: dict[int, int] = field(default_factory=dict)  # of each attempt, as asked for
+    moving: dict[str, tuple[str, float]] = field(default_factory=dict)  # the leases of clients that move the run
 
 
 class Run:
@@ -820,12 +821,16 @@ class Run:
         if not status.final or self.store.result(self.run_id) is not None:
             return status
         starts = handover.clients_retry(self, natives[max(natives)] if natives else None)
-        if not starts and not handover.fallbacks_of(self):
+        places = handover.fallbacks_of(self)
+        if not starts and not places:
             return status
         newest, now = max(self.store.attempts(self.run_id), default=0), self._clock()
         since = self._known.over[newest] = min(self._known.over.get(newest, now), now)
         since = min(since, status.finished or now) if newest in natives else since  # else it is of the one before
-        if now - since >= CLIENT_TIMINGS.next_attempt or not self._may_be_followed(newest, status, natives):
+        late = now - since >= CLIENT_TIMINGS.next_attempt
+        if late and not (places and handover.is_moving(self.store, self.run_id, self._known.moving, self._ticks())):
+            return status
+        if not self._may_be_followed(newest, status, natives):
             return status
         reason = f"attempt {newest} ended: {status.reason or status.native}; another attempt may follow"
         return replace(status, state="pending", reason=reason, category="", finished=None)

@@ -33,7 +33,18 @@ from ..errors import CloudtrainError, StorageError
 from .files import Files, Loaded
 from .timings import CLIENT_TIMINGS
 
-__all__ = ["DELETES", "FOLDER", "MARK", "Lease", "announce", "is_mark", "is_released", "load_lease", "withdraw"]
+__all__ = [
+    "DELETES",
+    "FOLDER",
+    "MARK",
+    "Lease",
+    "announce",
+    "held_leases",
+    "is_mark",
+    "is_released",
+    "load_lease",
+    "withdraw",
+]
 
 FOLDER = "staging"
 MARK = f"{FOLDER}/deleting"
@@ -218,6 +229,21 @@ def _number(key: str) -> int:
     """Return the number of a version; 0 for any other file."""
     name = key.rpartition("/")[2]
     return int(name) if name.isdecimal() else 0
+
+
+def held_leases(files: Files, folder: str, seen: dict[str, tuple[str, float]], now: float) -> list[str]:
+    """Return the leases in ``folder`` that are not released, and that this client has not seen unchanged for their
+    time. ``seen`` keeps the versions between two calls, ``now`` is in seconds of the caller's clock."""
+    held = []
+    for key in sorted({f"{folder}/{name.removesuffix(_VERSIONS)}" for name in files.names(folder)}):
+        found = load_lease(files, key)
+        if found is None or is_released(found):
+            continue
+        version, since = seen.get(key, ("", now))
+        seen[key] = (found.version, since if found.version == version else now)
+        if now - seen[key][1] < CLIENT_TIMINGS.lease:
+            held.append(key)
+    return held
 
 
 def is_mark(key: str) -> bool:
