@@ -1477,12 +1477,13 @@ def test_a_job_that_arrives_in_the_last_moment_is_stopped(cut_off: World, monkey
 
 
 def test_a_later_attempt_that_was_cut_off_is_awaited_too(tmp_path: Path) -> None:
-    world = World(root=tmp_path / "store", platform=Slow()).recorded(retries=1).attempt(0, failed())
+    world = World(root=tmp_path / "store", platform=Slow()).recorded(retries=1).attempt(0, failed(started=T0 - 9))
     world.attempt(1, submitted=False)
     with pytest.raises(KeyboardInterrupt), sending(world.store, "r1", request(1), arrival=300.0, say=print):
         raise KeyboardInterrupt
     world.run().cancel()
-    assert world.run().result()["state"] == "pending"
+    result = world.run().result()
+    assert (result["state"], result["attempts"][0]["started"]) == ("pending", iso_time(T0 - 9))
     cancelled_ago(world, 301)
     assert world.run().result()["state"] == "failed"
 

@@ -115,6 +115,7 @@ class _Known:
     refused: set[int] = field(default_factory=set)  # refused attempts that another one has followed
     unsent: int | None = None  # the newest attempt, if it was last seen recorded but not submitted
     is_arriving: bool = False  # if a request that was cut off before a cancel may still become a job
+    has_looked: bool = False  # for a request on its way, in the moment after a cancel
     stopped: set[str] = field(default_factory=set)  # jobs that were found after a cancel, and were asked to stop
     max_wait: MaxWait | None = None
     over: dict[int, float] = field(default_factory=dict)  # when each attempt was first seen over
@@ -261,7 +262,7 @@ class Run:
 
     def _platform_status(self) -> tuple[Status, dict[int, str]]:
         """Return the platform's status of the newest submitted attempt, and all native ids."""
-        recorded, self._known.unsent, self._known.is_arriving = self.store.attempts(self.run_id), None, False
+        recorded, self._known.unsent = self.store.attempts(self.run_id), None
         natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
         last = max(recorded, default=0)
         refused = None if last in natives else self._refused_status(last)
@@ -269,16 +270,16 @@ class Run:
         left = self._arrival_left(last) if cancelled and refused is None else None
         if (refused is not None or left == 0) and self._native(last) is not None:
             return self._platform_status()  # another client was sending it meanwhile
-        if left:
-            self._known.is_arriving = True
-            within = f"within {self._longest_arrival:.0f} s of the cancel"
-            reason = f"attempt {last} was cut off while it was sent; the platform may still start it {within}"
-            return Status(state="pending", reason=reason), natives
+        self._known.is_arriving = bool(left)
+        if not natives and left:
+            return self._arriving(Status(state="pending"), last), natives
         if not natives:
             return self._unsubmitted(last, refused, cancelled=cancelled), natives
         newest = max(natives)
         status = self._with_expiry(newest, self._query(newest, natives[newest]))
-        if status.final and newest < last and not cancelled:
+        if status.final and newest < last and left:
+            status = self._arriving(status, last)
+        elif status.final and newest < last and not cancelled:
             if refused is not None:
                 finished = status.finished if refused.final else None
                 return replace(refused, finished=finished, reason=f"attempt {last} was {refused.reason}"), natives
@@ -302,7 +303,7 @@ class Run:
     @property
     def _longest_arrival(self) -> float:
         """The seconds after which a request that was cut off is a job that the platform finds, or will never be one."""
-        return max(CLIENT_TIMINGS.arrival, extras_of(self.provider).arrival_s)
+        return max(0.0 if self._known.has_looked else CLIENT_TIMINGS.arrival, extras_of(self.provider).arrival_s)
 
     def _arrival_left(self, attempt: int) -> float | None:
         """Return the seconds for which an attempt of a cancelled run may still become a job; None if no client was cut
@@ -310,6 +311,11 @@ class Run:
         if not handover.cut_off(self.store, self.run_id, attempt):
             return None
         return max(0.0, self._longest_arrival - self.store.seconds_since_cancel(self.run_id, self._clock()))
+
+    def _arriving(self, status: Status, attempt: int) -> Status:
+        within = f"within {self._longest_arrival:.0f} s of the cancel"
+        reason = f"attempt {attempt} was cut off while it was sent; the platform may still start it {within}"
+        return replace(status, state="pending", reason=reason, category="", finished=None)
 
     def _arrival(self, attempt: int) -> str | None:
         """Return the native id of an attempt that a client was sending when it was cut off, if the request becomes a
@@ -321,6 +327,7 @@ class Run:
         while native is None and self._ticks() < until and handover.cut_off(store, self.run_id, attempt):
             self._sleep(0.5)
             native = self._native(attempt)
+        self._known.has_looked = True
         return native
 
     def _found(self, attempt: int) -> str | None:
