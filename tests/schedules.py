@@ -219,7 +219,8 @@ class Sim:
         held = not self.calm and self.draw.random() < self.slow
         client.pause(self.draw.choice([1.0, 20.0, 70.0, 200.0]) if held else self.draw.choice([0.0, 0.0, 0.05, 0.5]))
         self.count["client held up"] += held
-        rate = self.faulty * (4 if what.startswith(("platform.submit", "platform.cancel", "store.create")) else 1)
+        rate = self.faulty * (4 if what.startswith(("platform.cancel", "store.create")) else 1)
+        rate = self.faulty * 6 if what.startswith("platform.submit") else rate
         fault = self.draw.choice(faults) if faults and not self.calm and self.draw.random() < rate else ""
         if fault:
             self.count[f"{what.split()[0]} {fault}"] += 1
