@@ -48,6 +48,7 @@ from cloudtrain.runs.run import Run
 from cloudtrain.runs.submit import Plan, make_plan, send_plan
 from cloudtrain.settings.settings import Settings
 from cloudtrain.storage.files import Entry, Files, Loaded, TransferOptions
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
 
 T = TypeVar("T")
@@ -57,10 +58,14 @@ BEGAN = 1.7e9
 """Unix seconds at the start of every schedule."""
 HOURLY = {"H100:8": 36.0, "A100:4": 18.0, "none": 3.6}
 """US dollars an hour of the platform's machines, by their GPUs."""
+ARRIVALS = (1.0, 30.0, 300.0)
+"""Longest times in seconds from sending a request until it is a job, of which a schedule has one."""
 GRACE = 30.0
 """Seconds that a platform takes to stop a job after its limit or a stop request."""
 LOOKED = 1
 """Calls that a client may make between its check for a cancel and sending an attempt."""
+MOST_LOOKS = 2
+"""Looks at a job that arrived after a cancel, until it is stopped: between two calls, another client may look too."""
 CALLS = 40_000
 """Most calls of all clients of a schedule; a schedule with more does not end."""
 KEEPS_BATCH = {"args": ["PLANNED_WORLD_SIZE"]}
@@ -96,7 +101,7 @@ class Client(Actor):
 
     def __init__(self, sim: Sim, name: str, script: Callable[[Client], None], due: float) -> None:
         self.sim, self.name, self.due, self._script = sim, name, due, script
-        self.calls, self.dies_at, self.looked = 0, -1, -1
+        self.calls, self.dies_at, self.looked, self.is_cut_off = 0, -1, -1, False
         self.turn = threading.Lock()
         self.turn.acquire()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -147,6 +152,7 @@ class Sim:
 
     def __init__(self, seed: str) -> None:
         self.draw, self.now = random.Random(seed), BEGAN
+        self.at_result: Callable[[], None] = lambda: None
         self.actors: list[Actor] = []
         self.clients: list[Client] = []
         self.local = threading.local()
@@ -213,12 +219,13 @@ class Sim:
         held = not self.calm and self.draw.random() < self.slow
         client.pause(self.draw.choice([1.0, 20.0, 70.0, 200.0]) if held else self.draw.choice([0.0, 0.0, 0.05, 0.5]))
         self.count["client held up"] += held
-        rate = self.faulty * (4 if what.startswith(("platform.submit", "platform.cancel", "store.create")) else 1)
+        rate = self.faulty * (4 if what.startswith(("platform.cancel", "store.create")) else 1)
+        rate = self.faulty * 6 if what.startswith("platform.submit") else rate
         fault = self.draw.choice(faults) if faults and not self.calm and self.draw.random() < rate else ""
         if fault:
             self.count[f"{what.split()[0]} {fault}"] += 1
         self.history.append(f"{self.now - BEGAN:8.1f} {client.name:12} {what} {fault}".rstrip())
-        return (None if fault in ("before", "refused", "denied") else carry_out()), fault
+        return (None if fault in ("before", "late", "refused", "denied") else carry_out()), fault
 
 
 # ------------------------------------------------------------------------------------------------------------ the store
@@ -263,6 +270,8 @@ class View(Files):
         def make() -> bool:
             if key in self.data:
                 return False
+            if key.endswith(f"{RUN_ID}/result.json"):
+                self.sim.at_result()
             self.data[key] = (data, self.sim.now)
             return True
 
@@ -350,6 +359,8 @@ class Native:
     - ``cause``: the cause that its nodes report.
     - ``late``: the seconds beyond its limit.
     - ``late_by``: the client that sent it at the moment of a cancel.
+    - ``awaited``: it arrived after a cancel, in the time for which every client looks for it.
+    - ``looks``: the looks at it without a stop request.
     """
 
     id: str
@@ -358,6 +369,8 @@ class Native:
     ends: list[str]
     queue: float
     late_by: Client | None = None
+    awaited: bool = False
+    looks: int = 0
     state: str = "pending"
     category: str = ""
     cause: str = ""
@@ -379,13 +392,22 @@ class Cloud:
         self.sim, self.data, draw = sim, data, sim.draw
         self.jobs: dict[tuple[int, int], Native] = {}
         self.created: Counter[int] = Counter()
+        self.coming: set[tuple[int, int]] = set()
+        self.arrival, sim.at_result = draw.choice(ARRIVALS), self._check_over
         self.tells_starts, self.ends_waits = draw.random() < 0.5, draw.random() < 0.5
         self.restarts, self.lag, self.late = draw.random() < 0.5, draw.choice([0.0, 5.0, 40.0]), draw.random() < 0.25
 
-    def create(self, request: Request) -> str:
+    def arrive(self, request: Request) -> Iterator[float]:
+        """Make a job of a request whose client got no answer, after a while."""
+        yield self.sim.draw.uniform(0, self.arrival)
+        self.coming.discard((request.attempt, request.gpu_index))
+        self.create(request, is_late=True)
+
+    def create(self, request: Request, *, is_late: bool = False) -> str:
         key = (request.attempt, request.gpu_index)
         if key not in self.jobs:
-            late_by = self._check(request)
+            late_by, awaited = self._check(request, is_late=is_late), is_late and self._is_awaited()
+            self.sim.count["arrived after a cancel"] += awaited
             self.created[request.attempt] += 1
             draw = self.sim.draw
             kinds = ["succeeded", "succeeded", "user_error", "infra", "oom", "preempted", "lost", "runs on"]
@@ -393,21 +415,37 @@ class Cloud:
             none = request.body["gpu"] and draw.random() < 0.5
             queue = 1e6 if none or draw.random() < 0.1 else draw.choice([0.0, 5.0, 60.0, 250.0])
             job = Native(f"job-{request.attempt}-{request.gpu_index}", request, self.sim.now, ends, queue, late_by)
+            job.awaited = awaited
             self.jobs[key] = job
             self.sim.actors.append(Events(self.sim, self._life(job), self.sim.now))
         return self.jobs[key].id
 
-    def _check(self, request: Request) -> Client | None:
+    def _is_awaited(self) -> bool:
+        """Return whether the run was cancelled, and a request that was cut off may still arrive."""
+        _, cancelled = self.data.get(f"runs/{RUN_ID}/cancelled.json", (b"", -1e9))
+        return self.sim.now - cancelled < max(CLIENT_TIMINGS.arrival, self.arrival)
+
+    def _check_over(self) -> None:
+        """Check that no job outlives the result of a cancelled run."""
+        alive = [job.id for job in self.jobs.values() if job.alive and job.awaited and not job.stop]
+        if alive:
+            self.sim.wrong(f"the run has ended, and {alive} arrived and was not stopped")
+
+    def _check(self, request: Request, *, is_late: bool) -> Client | None:
         """Check the rules for every job that begins. Return the client if it sent the job just after a cancel."""
-        sim, client = self.sim, getattr(self.sim.local, "client", None)
+        sim, client = self.sim, None if is_late else getattr(self.sim.local, "client", None)
         if alive := [job.id for job in self.jobs.values() if job.alive]:
             sim.wrong(f"attempt {request.attempt} is sent while {alive} is alive")
         if self.created[request.attempt]:
             sim.wrong(f"attempt {request.attempt} gets a second job")
+        if is_late and f"runs/{RUN_ID}/result.json" in self.data:
+            if self._is_awaited():
+                sim.wrong(f"attempt {request.attempt} arrives after the result of the cancelled run")
+            return None
         looked = client is not None and client.looked >= 0 and client.calls - client.looked <= LOOKED
         if f"runs/{RUN_ID}/cancelled.json" in self.data:
             sim.count["sent as it was cancelled"] += 1
-            if not looked:
+            if not (looked or is_late):
                 sim.wrong(f"{client.name} sends attempt {request.attempt} of a cancelled run")
             return client
         if f"runs/{RUN_ID}/result.json" in self.data:
@@ -516,7 +554,7 @@ class Provider(ProviderExtras):
     def __init__(self, sim: Sim | None = None, cloud: Cloud | None = None) -> None:
         self.settings = NoSettings()
         if sim is not None and cloud is not None:
-            self.sim, self.cloud = sim, cloud
+            self.sim, self.cloud, self.arrival_s = sim, cloud, cloud.arrival  # type: ignore[misc]
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         gpus = [str(gpu) for gpu in job.resources.gpus] or ["none"]
@@ -541,12 +579,33 @@ class Provider(ProviderExtras):
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         """Create the job, or find it: a repeated request is never refused."""
-        there = (request.attempt, request.gpu_index) in self.cloud.jobs
-        faults = ("before", "after", "denied", *(() if there else ("refused",)))
-        native = self._call(f"submit {request.attempt}", partial(self.cloud.create, request), faults)
+        key, create = (request.attempt, request.gpu_index), partial(self.cloud.create, request)
+        there, coming = key in self.cloud.jobs, key in self.cloud.coming
+        rare = () if coming else ("denied",) if there else ("late", "denied", "refused")
+        client = getattr(self.sim.local, "client", None)
+        if client is not None and client.is_cut_off:
+            client.dies_at = 0
+        try:
+            native, fault = self.sim.call(f"platform.submit {request.attempt}", create, ("before", "after", *rare))
+        except Dead:
+            if not (there or coming or self.sim.aborted):
+                self._leave(request)  # it was killed while it sent the request
+            raise
+        if fault == "late":
+            self._leave(request)
+        if fault in ("before", "after", "late"):
+            raise LostContactError("submit: no answer")
+        if fault == "denied":
+            raise AuthError("submit: the token has expired")
         if native is None:
             raise self.sim.draw.choice([QuotaError, CapacityError])("there is none")
         return native
+
+    def _leave(self, request: Request) -> None:
+        """Let the request arrive later; its client hears nothing."""
+        self.sim.count["platform.submit late"] += 1
+        self.cloud.coming.add((request.attempt, request.gpu_index))
+        self.sim.actors.append(Events(self.sim, self.cloud.arrive(request), self.sim.now))
 
     def find(self, request: Request) -> str | None:
         def look() -> str | None:
@@ -562,7 +621,12 @@ class Provider(ProviderExtras):
         return found
 
     def status(self, native_id: str) -> Status:
-        return self._call(f"status {native_id}", lambda: self._said(self._job(native_id)))
+        def look() -> Status:
+            job = self._job(native_id)
+            job.looks += not job.stop and job.alive
+            return self._said(job)
+
+        return self._call(f"status {native_id}", look)
 
     def _said(self, job: Native) -> Status:
         infos = tuple(
@@ -639,9 +703,12 @@ def plans(folder: Path) -> list[Plan]:
 
 
 class Schedule:
-    """The seed's plan, clients and platform; `play` runs it and returns its problems."""
+    """The seed's plan, clients and platform; `play` runs it and returns its problems.
 
-    def __init__(self, seed: str, known: Sequence[Plan]) -> None:
+    ``cuts_off``: its first sender dies while it sends, and a client cancels the run.
+    """
+
+    def __init__(self, seed: str, known: Sequence[Plan], *, cuts_off: bool = False) -> None:
         self.sim = sim = Sim(seed)
         self.data: dict[str, tuple[bytes, float]] = {}
         self.cloud = Cloud(sim, self.data)
@@ -652,6 +719,7 @@ class Schedule:
         for url in (plan.layout.code, plan.layout.runtime):
             self.data[url.removeprefix(f"{STORE}/")] = (b"staged", BEGAN)
         self.plan = dataclasses.replace(plan, provider=self.provider, store=self.store())
+        self.cuts_off = cuts_off or sim.draw.random() < 0.2
         self.results: list[tuple[str, str]] = []
 
     def store(self) -> Store:
@@ -708,12 +776,17 @@ class Schedule:
         sim, draw = self.sim, self.sim.draw
         kinds = [("sends", self._send), ("waits", self._wait), ("reconciles", self._reconcile), ("looks", self._look)]
         casts = [("sends", self._send), *(draw.choice(kinds) for _ in range(draw.randrange(0, 4)))]
-        if draw.random() < 0.3:
+        if self.cuts_off or draw.random() < 0.3:
             casts.append(("cancels", self._cancel))
+        if self.cuts_off:
+            casts += [draw.choice([*kinds[1:], ("cancels", self._cancel)]) for _ in range(2)]
         for number, (name, what) in enumerate(casts):
             due = 0.0 if not number else draw.choice([0.0, 1.0, 30.0, 300.0, 1000.0])
+            due = draw.choice([2.0, 60.0, 200.0]) if self.cuts_off and number else due
             client = sim.start(f"{name} {number}", self._client(what), due)
-            client.dies_at = draw.randrange(1, draw.choice([30, 120])) if draw.random() < 0.5 else -1
+            client.is_cut_off = self.cuts_off and not number
+            dies = draw.random() < 0.5 and not client.is_cut_off
+            client.dies_at = draw.randrange(1, draw.choice([30, 120])) if dies else -1
         sim.run()
         self._close()
         self._check()
@@ -757,8 +830,10 @@ class Schedule:
         for job in jobs:
             if job.alive:
                 sim.wrong(f"{job.id} is alive")
-            if job.late_by is not None:
-                if not (job.stop or job.late_by.dies_at == 0 or sim.faulty):
+            if job.awaited and job.looks > MOST_LOOKS:
+                sim.wrong(f"{job.id} arrived after the cancel, and was seen {job.looks} times before it was stopped")
+            if job.late_by is not None or job.awaited:
+                if job.late_by and not (job.stop or job.late_by.dies_at == 0 or sim.faulty):
                     sim.wrong(f"{job.late_by.name} sent {job.id} as the run was cancelled, and leaves it")
                 continue
             noted = self.data.get(f"runs/{RUN_ID}/attempts/{job.request.attempt}/submitted.json")
@@ -766,7 +841,7 @@ class Schedule:
                 sim.wrong(f"{job.id} is not noted")
         self._check_limits(jobs)
         # A job that was sent during the cancel may be the result's job, if it was recorded before the result.
-        settled = [job for job in jobs if job.late_by is None or job.id == result["native_id"]]
+        settled = [job for job in jobs if (job.late_by is None and not job.awaited) or job.id == result["native_id"]]
         self._check_result(result, settled)
 
     def _check_limits(self, jobs: Sequence[Native]) -> None:
@@ -862,9 +937,9 @@ def simulated(schedule: Any) -> Iterator[None]:
         yield
 
 
-def played(seed: str, known: Sequence[Plan]) -> Schedule:
+def played(seed: str, known: Sequence[Plan], *, cuts_off: bool = False) -> Schedule:
     """Play the schedule of ``seed`` to its end and return it."""
-    schedule = Schedule(seed, known)
+    schedule = Schedule(seed, known, cuts_off=cuts_off)
     with simulated(schedule):
         schedule.play()
     return schedule

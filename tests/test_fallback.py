@@ -37,11 +37,11 @@ from cloudtrain.errors import (
 from cloudtrain.estimator import Estimator
 from cloudtrain.provider_api.checks import Check, failed, ok
 from cloudtrain.provider_api.protocol import Layout, ProviderExtras
-from cloudtrain.runs import handover, retry
+from cloudtrain.runs import fallback, handover, retry
 from cloudtrain.runs.fallback import FallbackPolicy
 from cloudtrain.runs.reconcile import reconcile
 from cloudtrain.runs.run import Run
-from cloudtrain.runs.submit import load_plan
+from cloudtrain.runs.submit import Plan, load_plan
 from cloudtrain.settings.settings import Settings
 from cloudtrain.storage import lease
 from cloudtrain.storage.files import LocalFiles, parallel
@@ -170,6 +170,70 @@ def test_who_follows_goes_along(places: Places, tmp_path: Path, verb: str) -> No
         run.pull(tmp_path / "out", follow=True)
         assert (tmp_path / "out/logs/0.0/node-0.log").read_text() == "[a0.0 n0 r0 #1] hello\n"
         assert json.loads((tmp_path / "out/result.json").read_text())["state"] == "succeeded"
+
+
+@pytest.mark.parametrize("verb", ["logs", "pull"])
+def test_a_follower_waits_while_another_client_copies_data_to_the_next_place(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """The copy takes half an hour of the follower's clock."""
+    places.submit()
+    places.clouds[0].stand("r.0", state="failed", category="capacity")
+    monkeypatch.setattr(lease, "_RENEWED", 30_000)
+    send, copied, now, files = fallback.send, threading.Event(), [time.time()], places.stores[0].files
+
+    def slowly(plan: Plan, **given: Any) -> Run:
+        assert copied.wait(30)
+        return send(plan, **given)
+
+    monkeypatch.setattr(fallback, "send", slowly)
+    mover = threading.Thread(target=places.reconcile)
+
+    def marks() -> list[bytes]:
+        return [
+            found.data for key in files.entries("runs/r/moving") if (found := lease.load_lease(files, key)) is not None
+        ]
+
+    def sleep(seconds: float) -> None:
+        before, began, deadline = marks(), now[0], time.monotonic() + 30
+        if mover.ident is None:
+            mover.start()
+        while not copied.is_set() and marks() in ([], before):  # the mover is alive
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        now[0] = began + max(20.0, seconds)
+        if now[0] - start > 1800 and not copied.is_set():
+            copied.set()
+            mover.join()
+            places.stores[1].files.write("runs/r/live/logs/0.0/node-0/1.log", b"[a0.0 n0 r0 #1] hello\n")
+            places.clouds[1].stand("r.0", state="succeeded")
+
+    start, attached = now[0], places.attach()
+    run = Run(
+        store=attached.store, run_id="r", provider=attached.provider, clock=lambda: now[0], sleep=sleep,
+        settings=attached._settings,
+    )  # fmt: skip
+    if verb == "logs":
+        assert [line.text for line in run.logs(follow=True)] == ["hello"]
+    else:
+        run.pull(tmp_path / "out", follow=True)
+        assert json.loads((tmp_path / "out/result.json").read_text())["state"] == "succeeded"
+    assert [json.loads(data)["holder"] for data in marks()] == [""]
+
+
+def test_a_follower_gives_up_a_client_that_died_as_it_moved_the_run(places: Places) -> None:
+    places.submit()
+    places.clouds[0].stand("r.0", state="failed", category="capacity")
+    attached, now = places.attach(), [time.time()]
+    with handover.moving(attached.store, "r") as mark:
+        mark.kept = True
+    start = now[0]
+    run = Run(
+        store=attached.store, run_id="r", provider=attached.provider, clock=lambda: now[0],
+        sleep=lambda seconds: now.__setitem__(0, now[0] + 5), settings=attached._settings,
+    )  # fmt: skip
+    assert list(run.logs(follow=True)) == []
+    assert 300 <= now[0] - start < 500
 
 
 @pytest.mark.parametrize("verb", ["logs", "pull"])

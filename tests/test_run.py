@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -41,6 +43,7 @@ from cloudtrain.runs.handover import sending
 from cloudtrain.runs.listing import list_page
 from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.outcome import iso_time
+from cloudtrain.runs.retry import deliver
 from cloudtrain.runs.run import Run, open_run
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
@@ -1404,6 +1407,103 @@ def test_a_request_that_was_cut_off_is_cancelled_once_it_is_a_job(tmp_path: Path
     assert world.result() is None
     platform.jobs[name] = Status(state="cancelled")
     assert world.run().result()["native_id"] == name
+
+
+CANCELLED = Status(state="cancelled")
+
+
+class Slow(ClientRetried):
+    arrival_s: ClassVar[float] = 300.0
+
+
+@pytest.fixture
+def cut_off(tmp_path: Path) -> World:
+    """A run that was cancelled after its client was cut off while it sent attempt 0."""
+    world = World(root=tmp_path / "store", platform=Slow()).recorded().attempt(0, submitted=False)
+    with pytest.raises(KeyboardInterrupt), sending(world.store, "r1", request(0), arrival=300.0, say=print):
+        raise KeyboardInterrupt
+    world.run().cancel()
+    assert world.time.now - T0 < 6
+    return world
+
+
+def cancelled_ago(world: World, seconds: float) -> None:
+    """Let the cancel be so old by the store's clock. The clock of the client that cancelled is off by an hour."""
+    path = world.folder / "cancelled.json"
+    path.write_text(json.dumps({"time": time.time() - 3600}))
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+@pytest.mark.parametrize("look", ["status", "result", "cancel", "reconcile", "wait"])
+def test_each_look_stops_a_job_that_arrives_after_the_cancel(cut_off: World, look: str) -> None:
+    platform, run = cut_off.platform, cut_off.run()
+    assert run.status().state == "pending"
+    reason = "attempt 0 was cut off while it was sent; the platform may still start it within 300 s of the cancel"
+    result = run.result()
+    assert (result["state"], result["reason"].partition("Z; ")[2]) == ("pending", reason)
+    assert cut_off.result() is None
+    cancelled_ago(cut_off, 290)
+    platform.accepted[0], platform.jobs["job-0"] = "job-0", PENDING
+    cut_off.time.at.append((cut_off.time.now - T0 + 5, lambda: platform.jobs.update({"job-0": CANCELLED})))
+    getattr(cut_off.run(), look)()
+    assert {*platform.cancelled} == {"job-0"}
+    platform.jobs["job-0"] = CANCELLED
+    assert (cut_off.run().result()["state"], cut_off.run().result()["native_id"]) == ("cancelled", "job-0")
+
+
+def test_a_cut_off_run_ends_once_no_request_can_arrive(cut_off: World) -> None:
+    cancelled_ago(cut_off, 290)
+    assert cut_off.run().result()["state"] == "pending"
+    done: list[str] = []
+    assert cut_off.run().reconcile(say=done.append)["state"] == "pending"
+    assert done == [cut_off.run().status().reason]
+    cut_off.time.at.append((cut_off.time.now - T0 + 60, lambda: cancelled_ago(cut_off, 301)))
+    result = cut_off.run().wait()
+    assert (result["state"], result["native_id"]) == ("cancelled", None)
+    assert cut_off.platform.cancelled == []
+
+
+def test_a_job_that_arrives_in_the_last_moment_is_stopped(cut_off: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled_ago(cut_off, 301)
+    since, platform = Store.seconds_since_cancel, cut_off.platform
+
+    def late(store: Store, *given: Any) -> float:
+        platform.accepted[0], platform.jobs["job-0"] = "job-0", PENDING
+        return since(store, *given)
+
+    monkeypatch.setattr(Store, "seconds_since_cancel", late)
+    assert cut_off.run().status() == PENDING
+    assert platform.cancelled == ["job-0"]
+
+
+def test_a_later_attempt_that_was_cut_off_is_awaited_too(tmp_path: Path) -> None:
+    world = World(root=tmp_path / "store", platform=Slow()).recorded(retries=1).attempt(0, failed(started=T0 - 9))
+    world.attempt(1, submitted=False)
+    with pytest.raises(KeyboardInterrupt), sending(world.store, "r1", request(1), arrival=300.0, say=print):
+        raise KeyboardInterrupt
+    world.run().cancel()
+    result = world.run().result()
+    assert (result["state"], result["attempts"][0]["started"]) == ("pending", iso_time(T0 - 9))
+    cancelled_ago(world, 301)
+    assert world.run().result()["state"] == "failed"
+
+
+def test_a_client_that_takes_over_from_one_that_was_cut_off_leaves_the_lease(
+    cut_off: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CLIENT_TIMINGS, "lease_given_up", 0.0)
+    assert deliver(cut_off.run(), request(0), {}) is None
+    assert cut_off.run().status().state == "pending"
+
+
+def test_a_client_that_may_only_read_goes_by_its_own_clock(cut_off: World) -> None:
+    def refuse(key: str, data: bytes) -> None:
+        raise AuthError("read only")
+
+    store = cut_off.store
+    store.files.write = refuse  # type: ignore[method-assign]
+    cut_off.write("cancelled.json", {"time": T0})
+    assert store.seconds_since_cancel("r1", T0 + 7) == 7
 
 
 def test_a_run_whose_platform_is_silent_can_be_cancelled(world: World) -> None:

@@ -3,6 +3,7 @@
 - A run never has two jobs at once, and an attempt never has two.
 - Nothing is sent after a result, or to a cancelled run by a client that could know.
 - The result is what happened, and never changes.
+- A request that was cut off before a cancel, and arrives in its time, becomes no job that runs on.
 - Limits are exceeded by at most the time that the platform takes to stop a job.
 
 See `schedules`. `SEED` and the number of a schedule reproduce a failure.
@@ -31,6 +32,7 @@ WHAT = (
     "store.swap after",
     "platform.submit after",
     "platform.submit before",
+    "platform.submit late",
 )
 """Events that must occur in many schedules, so that they prove something."""
 
@@ -40,11 +42,11 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Plan]:
     return plans(tmp_path_factory.mktemp("plans"))
 
 
-def check(known: Sequence[Plan], first: int, last: int) -> Counter[str]:
+def check(known: Sequence[Plan], first: int, last: int, *, cuts_off: bool = False) -> Counter[str]:
     """Play all schedules with these numbers. Return the count of each event."""
     count: Counter[str] = Counter()
     for number in range(first, last):
-        schedule = played(f"{SEED} {number}", known)
+        schedule = played(f"{SEED} {number}", known, cuts_off=cuts_off)
         assert not schedule.sim.problems, told(number, schedule)
         count += schedule.sim.count
     return count
@@ -57,6 +59,13 @@ def told(number: int, schedule: Schedule) -> str:
 
 def test_schedules(known: Sequence[Plan]) -> None:
     check(known, 0, FEW)
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("last", [FEW, pytest.param(ALL // 10, marks=pytest.mark.proof)])
+def test_a_request_that_was_cut_off_before_a_cancel(known: Sequence[Plan], last: int) -> None:
+    count = check(known, 0, last, cuts_off=True)
+    assert count["arrived after a cancel"] > last / 20, count
 
 
 @pytest.mark.proof

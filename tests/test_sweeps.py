@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -44,6 +45,7 @@ from cloudtrain.runs.sweeps.trials import RunTrials, outcome_of, trial_plan
 from cloudtrain.runs.sweeps.view import change_lines, sweep_summary
 from cloudtrain.settings.settings import Settings
 from cloudtrain.storage.extras import install_command
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.gc import collect
 from cloudtrain.store.store import Store
 
@@ -599,6 +601,65 @@ def test_a_trial_whose_request_has_no_answer_counts_with_its_cap(
     with pytest.raises(KeyboardInterrupt), sending(sweep.store, one.run, plan.request, arrival=0, say=print):
         raise KeyboardInterrupt
     assert trials.outcome(one, result, "cancelled").max_gpu_hours is None
+
+
+def test_a_cancelled_sweep_waits_for_a_request_that_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(CLIENT_TIMINGS, "arrival", 0.05)
+    (tmp_path / "train.py").write_text("")
+    sweep = Sweep(
+        Job.make(entry_point="train.py", secrets={"TOKEN": "env:TOKEN"}), space={"lr": [1]}, metric="loss", trials=1,
+        store=str(tmp_path / "store"), sweep_id="s", provider="local",
+    )  # fmt: skip
+    monkeypatch.setattr(type(sweep.provider), "arrival_s", 300.0)
+
+    def dies(*given: Any, **named: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(sweep.provider), "submit", dies)
+        with pytest.raises(KeyboardInterrupt):
+            sweep.step(environ={"TOKEN": "x"})
+    sweep.cancel()
+    assert (sweep.result()["state"], sweep.state().live[0].run) == ("running", "s-0000")
+    past = time.time() - 301
+    os.utime(tmp_path / "store/runs/s-0000/cancelled.json", (past, past))
+    assert sweep.step(environ={})["state"] == "cancelled"
+
+
+@pytest.mark.parametrize("where", ["staging", "create_run", "create_attempt", "sending"])
+def test_a_client_without_a_secret_can_stop_a_trial_that_was_never_sent(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first client dies ``where``; the second one lacks the secret's variable."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    sweep = Sweep(
+        Job.make(entry_point="train.py", secrets={"TOKEN": "env:TOKEN"}), space={"lr": [1]}, metric="loss", trials=1,
+        store=f"memory://{uuid.uuid4().hex}/store", sweep_id="s", provider="local",
+    )  # fmt: skip
+    assert sweep.create()
+    one = Trial(n=0, run="s-0000", params={"lr": 1}, cap=sweep.cap)
+
+    def trials(environ: Mapping[str, str]) -> RunTrials:
+        return RunTrials(
+            sweep.record, sweep.spec, store=sweep.store, provider=sweep.provider, settings=Settings.load(),
+            environ=environ,
+        )  # fmt: skip
+
+    def dies(*given: Any, **named: Any) -> Any:
+        raise KeyboardInterrupt
+
+    at = {"staging": "cloudtrain.runs.submit.stage_content", "sending": "cloudtrain.runs.submit.deliver"}
+    with monkeypatch.context() as patch:
+        patch.setattr(at.get(where) or f"cloudtrain.store.store.Store.{where}", dies)
+        with pytest.raises(KeyboardInterrupt):
+            trials({"TOKEN": "x"}).advance(one, "")
+    found = trials({}).advance(one, "cancelled")
+    assert found is not None
+    assert (found.state, found.max_gpu_hours) == ("cancelled", 0.0)
 
 
 def test_a_trial_without_the_metric_has_failed_and_names_its_columns() -> None:

@@ -19,6 +19,7 @@ from foldercloud import NAME, Provider, install
 
 from cloudtrain import cli
 from cloudtrain.provider_api.protocol import Request
+from cloudtrain.runs.run import open_run
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 
 SUBMIT = ("submit", "train.py", "--provider", NAME, "--run-id", "r", "--max-runtime", "1h")
@@ -203,6 +204,32 @@ def test_a_request_that_a_signal_cut_off_is_cancelled_when_it_arrives(
     code, said, _ = place.done(*SUBMIT, "--on-signal", "cancel")
     arrivals[0].join()
     assert place.platform.status("r.0").state == "cancelled"
+    assert (code, said["state"], said["native_id"]) == (5, "cancelled", "r.0")
+
+
+def test_a_cancel_says_which_job_may_still_arrive_and_a_wait_stops_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(self: Provider, request: Request, secrets: object = None) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Provider, "submit", cut_off)
+        patch.setattr(CLIENT_TIMINGS, "arrival", 0.1)
+        assert place.done(*SUBMIT)[0] == 7
+    monkeypatch.setattr(CLIENT_TIMINGS, "arrival", 0.5)
+    monkeypatch.setattr(Provider, "arrival_s", 5.0, raising=False)
+    code, said, err = place.done("cancel", "r")
+    assert (code, said["state"]) == (0, "pending")
+    assert "attempt 0 was cut off while it was sent; the platform may still start it within 5 s of the cancel" in err
+    assert "next: cloudtrain wait r" in err
+    store = open_run(str(place.code / ".cloudtrain/runs/r"), store_url="").store
+    request = store.attempt_request("r", 0)
+    assert request is not None
+    arrival = threading.Timer(0.5, place.platform.submit, (request,))
+    arrival.start()
+    code, said, _ = place.done("wait", "r")
+    arrival.join()
     assert (code, said["state"], said["native_id"]) == (5, "cancelled", "r.0")
 
 

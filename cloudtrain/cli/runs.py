@@ -273,7 +273,7 @@ def stopped(run: Run, name: str, at: Where, on_signal: str, screen: Screen) -> i
             result = run.result()
         code = int(result["exit_code"]) if result["exit_code"] is not None else EXIT_CODES["cancelled"]
         screen.answer({**result, "exit_code": code})
-        screen.next(["status", name], ["pull", name], where=at.flags)
+        screen.next(*_after_cancel(name, result), where=at.flags)
         return code
     screen.talk("\nno longer waiting; the run continues")
     screen.answer({**screen.about, "error": "interrupted; the run continues", "exit_code": EXIT_DETACHED})
@@ -348,12 +348,19 @@ def cancel(
         if wait:
             handle.wait(on_status=format.Changes(screen.talk))
         result = handle.result()
-        state = str(result["state"]) if wait or result["state"] != "running" else "cancelling"
+        state = str(result["state"]) if result["state"] in FINAL else "cancelling"
+        if result["state"] == "pending":  # it may say for which job to wait
+            screen.talk(f"{handle.run_id}: {result['reason']}")
         text = f"{handle.run_id}: {state}"
         screen.value(state if len(runs) == 1 else text, text)
         return result
 
-    return each_run(runs, one, lambda run, _: [["status", run], ["pull", run]], at, screen)
+    return each_run(runs, one, _after_cancel, at, screen)
+
+
+def _after_cancel(run: str, result: Mapping[str, Any]) -> list[list[str]]:
+    """Return the next commands after a cancel. A waiting client stops a job that begins later."""
+    return [*([["wait", run]] if result["state"] == "pending" else []), ["status", run], ["pull", run]]
 
 
 Limit = Annotated[

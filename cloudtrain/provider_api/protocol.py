@@ -279,7 +279,7 @@ class ProviderExtras:
       `pull` skips such files.
     * ``probe_ports``: ports of node 0 that ``doctor --job`` tries from the other nodes.
     * ``arrival_s``: seconds after which a request is a job that `find` finds, or will never be one, if its client was
-      killed. Another client on that client's machine sends it then.
+      killed. Another client on that client's machine sends it then. After a cancel, the run is pending until then.
     * ``always_interactive``: `shell` works for every job, so that the field ``interactive`` changes no request.
     * ``object_mounts``: the folder below which nodes see an object store as files, and variables that name places in
       it. A plan warns of appends there.

@@ -340,7 +340,8 @@ class FallbackPolicy(Retry):
                 plan.store.cancel(plan.run_id)
 
         try:
-            self._send_plan(plan, decide=leave)
+            with handover.moving(run.store, run.run_id):  # it may copy data for hours
+                self._send_plan(plan, decide=leave)
         finally:
             run._follow_handover()
         return True

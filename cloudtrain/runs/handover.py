@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AuthError, CapacityError, NotFoundError, PlatformError, QuotaError, SpecError, StorageError
 from ..provider_api.protocol import Layout, Provider, Request, extras_of
-from ..storage.lease import Lease, is_released, load_lease
+from ..storage.lease import Lease, held_leases, is_released, load_lease
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, next_of, run_folder, to_json
 from .attempts import NO_MACHINES, AttemptPolicy, History
@@ -37,7 +38,9 @@ __all__ = [
     "decide",
     "fallbacks_of",
     "history_of",
+    "is_moving",
     "may_continue",
+    "moving",
     "newer_attempt_exists",
     "next_gpu",
     "nodes_of",
@@ -91,6 +94,23 @@ def _lease_key(run_id: str, request: Request) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ decisions
+
+
+def moving(store: Store, run_id: str) -> Lease:
+    """Return a lease that shows the clients that follow the run that this client moves it to its next place.
+
+    Each client has its own, so none waits for another.
+    """
+    return Lease(store.files, f"{_moving_folder(run_id)}/{secrets.token_hex(8)}.json", seconds=CLIENT_TIMINGS.lease)
+
+
+def is_moving(store: Store, run_id: str, seen: dict[str, tuple[str, float]], now: float) -> bool:
+    """Return whether a client moves the run now; ``seen`` and ``now`` are those of `held_leases`."""
+    return bool(held_leases(store.files, _moving_folder(run_id), seen, now))
+
+
+def _moving_folder(run_id: str) -> str:
+    return f"{run_folder(run_id)}/moving"
 
 
 def decide(store: Store, run_id: str, following: str, result: Record) -> bool:

@@ -106,6 +106,7 @@ def deliver(
                 store.write_refused(run.run_id, attempt, category=category_of(exc), reason=exc.with_hint())
             raise
         if native is None:
+            lease.kept = lease.took_over  # the last holder's request may still arrive
             return None
         if noted is None:
             store.write_submitted(run.run_id, attempt, native)

@@ -114,11 +114,15 @@ class _Known:
     natives: dict[int, str] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)  # refused attempts that another one has followed
     unsent: int | None = None  # the newest attempt, if it was last seen recorded but not submitted
+    is_arriving: bool = False  # if a request that was cut off before a cancel may still become a job
+    has_looked: bool = False  # for a request on its way, in the moment after a cancel
+    stopped: set[str] = field(default_factory=set)  # jobs that were found after a cancel, and were asked to stop
     max_wait: MaxWait | None = None
     over: dict[int, float] = field(default_factory=dict)  # when each attempt was first seen over
     retried: dict[int, bool] = field(default_factory=dict)  # for each attempt that is over, if another may follow
     began: dict[int, float] = field(default_factory=dict)  # start of each attempt, if the platform does not report it
     nodes: dict[int, int] = field(default_factory=dict)  # of each attempt, as asked for
+    moving: dict[str, tuple[str, float]] = field(default_factory=dict)  # the leases of clients that move the run
 
 
 class Run:
@@ -262,13 +266,20 @@ class Run:
         natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
         last = max(recorded, default=0)
         refused = None if last in natives else self._refused_status(last)
-        if last not in natives and (self._native(last) if refused is not None else self._arrival(last)) is not None:
+        cancelled = last not in natives and self.store.cancelled(self.run_id)  # once: all below goes by one answer
+        left = self._arrival_left(last) if cancelled and refused is None else None
+        if (refused is not None or left == 0) and self._native(last) is not None:
             return self._platform_status()  # another client was sending it meanwhile
+        self._known.is_arriving = bool(left)
+        if not natives and left:
+            return self._arriving(Status(state="pending"), last), natives
         if not natives:
-            return self._unsubmitted(last, refused), natives
+            return self._unsubmitted(last, refused, cancelled=cancelled), natives
         newest = max(natives)
         status = self._with_expiry(newest, self._query(newest, natives[newest]))
-        if status.final and newest < last and not self.store.cancelled(self.run_id):
+        if status.final and newest < last and left:
+            status = self._arriving(status, last)
+        elif status.final and newest < last and not cancelled:
             if refused is not None:
                 finished = status.finished if refused.final else None
                 return replace(refused, finished=finished, reason=f"attempt {last} was {refused.reason}"), natives
@@ -289,9 +300,26 @@ class Run:
             self._known.natives[attempt] = native
         return self._known.natives[attempt]
 
+    @property
+    def _longest_arrival(self) -> float:
+        """The seconds after which a request that was cut off is a job that the platform finds, or will never be one."""
+        return max(0.0 if self._known.has_looked else CLIENT_TIMINGS.arrival, extras_of(self.provider).arrival_s)
+
+    def _arrival_left(self, attempt: int) -> float | None:
+        """Return the seconds for which an attempt of a cancelled run may still become a job; None if no client was cut
+        off while it sent it. Until then, each client that looks at the run stops such a job."""
+        if not handover.cut_off(self.store, self.run_id, attempt):
+            return None
+        return max(0.0, self._longest_arrival - self.store.seconds_since_cancel(self.run_id, self._clock()))
+
+    def _arriving(self, status: Status, attempt: int) -> Status:
+        within = f"within {self._longest_arrival:.0f} s of the cancel"
+        reason = f"attempt {attempt} was cut off while it was sent; the platform may still start it {within}"
+        return replace(status, state="pending", reason=reason, category="", finished=None)
+
     def _arrival(self, attempt: int) -> str | None:
         """Return the native id of an attempt that a client was sending when it was cut off, if the request becomes a
-        job in the moment after a cancel. No client would look for it later, and stop it."""
+        job in the moment after a cancel."""
         store, arrival, native = self.store, CLIENT_TIMINGS.arrival, None
         if (since := store.cancelled_since(self.run_id)) is None:
             return None
@@ -299,16 +327,24 @@ class Run:
         while native is None and self._ticks() < until and handover.cut_off(store, self.run_id, attempt):
             self._sleep(0.5)
             native = self._native(attempt)
+        self._known.has_looked = True
         return native
 
     def _found(self, attempt: int) -> str | None:
         request = self.store.attempt_request(self.run_id, attempt)
         native = self._patiently(lambda: self.provider.find(request)) if request is not None else None
         if native is not None:
+            if self.store.cancelled(self.run_id):  # before it is recorded: then no client looks for it
+                with contextlib.suppress(NotFoundError):
+                    self._stop(native)
             self.store.write_submitted(self.run_id, attempt, native)
         elif self.store.refused(self.run_id, attempt) and self.store.attempt_request(self.run_id, attempt + 1):
             self._known.refused.add(attempt)
         return native
+
+    def _stop(self, native: str) -> None:
+        self._patiently(partial(self.provider.cancel, native))
+        self._known.stopped.add(native)
 
     def _patiently(self, call: Callable[[], T]) -> T:
         return patiently(call, clock=self._ticks, sleep=self._sleep)
@@ -321,9 +357,9 @@ class Run:
             return None
         return Status(state="failed", category=refused["category"], reason=f"refused: {refused['reason']}")
 
-    def _unsubmitted(self, last: int, refused: Status | None) -> Status:
+    def _unsubmitted(self, last: int, refused: Status | None, *, cancelled: bool) -> Status:
         self._check()
-        if self.store.cancelled(self.run_id):
+        if cancelled:
             return Status(state="cancelled", category="cancelled", reason="cancelled before it was submitted")
         if refused is not None:
             return refused
@@ -634,8 +670,8 @@ class Run:
         status, natives = self._platform_status()
         if not status.final and self.store.cancelled(self.run_id):
             self.cancel()  # the cancelling client may have died before it asked
-            say("asked the platform again to stop it")
             status, natives = self._platform_status()
+            say(status.reason if self._known.is_arriving else "asked the platform again to stop it")
         elif reason := self._expire(status, natives):
             say(f"stopping attempt {max(natives)}: {reason}")
             status, natives = self._platform_status()
@@ -763,7 +799,8 @@ class Run:
                         if self._known.unsent is not None and not status.final and starter is not None:
                             starter.resend(self._known.unsent, self._ticks())
                     yield status
-                    if not status.final and (not natives if unsent is None else starter is None):
+                    sends = starter is not None if unsent is not None else natives or self._known.is_arriving
+                    if not status.final and not sends:
                         raise LostContactError(status.reason)  # no client may ever send it
                 every = min(longest, every * 1.25)
                 due = self._ticks() + every
@@ -791,12 +828,16 @@ class Run:
         if not status.final or self.store.result(self.run_id) is not None:
             return status
         starts = handover.clients_retry(self, natives[max(natives)] if natives else None)
-        if not starts and not handover.fallbacks_of(self):
+        places = handover.fallbacks_of(self)
+        if not starts and not places:
             return status
         newest, now = max(self.store.attempts(self.run_id), default=0), self._clock()
         since = self._known.over[newest] = min(self._known.over.get(newest, now), now)
         since = min(since, status.finished or now) if newest in natives else since  # else it is of the one before
-        if now - since >= CLIENT_TIMINGS.next_attempt or not self._may_be_followed(newest, status, natives):
+        late = now - since >= CLIENT_TIMINGS.next_attempt
+        if late and not (places and handover.is_moving(self.store, self.run_id, self._known.moving, self._ticks())):
+            return status
+        if not self._may_be_followed(newest, status, natives):
             return status
         reason = f"attempt {newest} ended: {status.reason or status.native}; another attempt may follow"
         return replace(status, state="pending", reason=reason, category="", finished=None)
@@ -899,6 +940,9 @@ class Run:
 
         A finished run stays as it is, and a second call changes nothing. If the platform refuses to stop one attempt,
         this asks it to stop the others too, and then raises the first error.
+
+        A request whose client was cut off may still become a job. Until that can no longer happen, the run is pending,
+        and each look at the run stops such a job.
         """
         self._check()
         self._follow_handover()
@@ -910,11 +954,13 @@ class Run:
             self.store.cancel(self.run_id)  # first of all: an attempt that starts from now on sees it
         except StorageError as exc:  # such as a full store
             unmarked = exc
+        self._known.stopped.clear()
         for k in self.store.attempts(self.run_id):
             try:
                 native = self._native(k) or self._arrival(k)
                 if native is not None:
-                    self._patiently(partial(self.provider.cancel, native))
+                    if native not in self._known.stopped:
+                        self._stop(native)
                     if self.provider.retried_by == "supervisor":
                         unmarked = None  # a supervisor that is asked to stop starts no further attempt
             except NotFoundError:

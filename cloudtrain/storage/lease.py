@@ -33,7 +33,18 @@ from ..errors import CloudtrainError, StorageError
 from .files import Files, Loaded
 from .timings import CLIENT_TIMINGS
 
-__all__ = ["DELETES", "FOLDER", "MARK", "Lease", "announce", "is_mark", "is_released", "load_lease", "withdraw"]
+__all__ = [
+    "DELETES",
+    "FOLDER",
+    "MARK",
+    "Lease",
+    "announce",
+    "held_leases",
+    "is_mark",
+    "is_released",
+    "load_lease",
+    "withdraw",
+]
 
 FOLDER = "staging"
 MARK = f"{FOLDER}/deleting"
@@ -72,7 +83,7 @@ class Lease:
 
     ``say`` gets ``waits`` while another client holds it. Call `check` before each step. ``after`` is the time in
     seconds after which the lease of a process of this machine that has ended is free. Set ``kept`` in the block to
-    leave the lease to its expiry.
+    leave the lease to its expiry. ``took_over``: its last holder did not release it.
     """
 
     def __init__(
@@ -91,7 +102,7 @@ class Lease:
         self._seen = ("", 0.0)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
-        self.kept = False
+        self.kept = self.took_over = False
 
     def __enter__(self) -> Lease:
         _HELD.add(self._token)
@@ -143,7 +154,7 @@ class Lease:
             self._swap(found, holder)
         except FileExistsError:
             return False
-        self._since = since
+        self._since, self.took_over = since, found is not None and not is_released(found)
         return True
 
     def _is_free(self, found: Loaded) -> bool:
@@ -218,6 +229,21 @@ def _number(key: str) -> int:
     """Return the number of a version; 0 for any other file."""
     name = key.rpartition("/")[2]
     return int(name) if name.isdecimal() else 0
+
+
+def held_leases(files: Files, folder: str, seen: dict[str, tuple[str, float]], now: float) -> list[str]:
+    """Return the leases in ``folder`` that are not released, and that this client has not seen unchanged for their
+    time. ``seen`` keeps the versions between two calls, ``now`` is in seconds of the caller's clock."""
+    held = []
+    for key in sorted({f"{folder}/{name.removesuffix(_VERSIONS)}" for name in files.names(folder)}):
+        found = load_lease(files, key)
+        if found is None or is_released(found):
+            continue
+        version, since = seen.get(key, ("", now))
+        seen[key] = (found.version, since if found.version == version else now)
+        if now - seen[key][1] < CLIENT_TIMINGS.lease:
+            held.append(key)
+    return held
 
 
 def is_mark(key: str) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import DigestError, NotFoundError, SpecError, StorageError, scrubbed
+from ..errors import AuthError, DigestError, NotFoundError, SpecError, StorageError, scrubbed
 from ..job.job import Input, Job, check_run_id, is_run_id
 from ..provider_api.node import PROTOCOL, attempt_key
 from ..provider_api.protocol import Layout, LayoutInput, Request
@@ -393,6 +393,20 @@ class Store:
         """Return when the run was cancelled (Unix seconds), or None."""
         record = self._json(f"{run_folder(run_id)}/cancelled.json")
         return None if record is None else float(record.get("time") or 0.0)
+
+    def seconds_since_cancel(self, run_id: str, now: float) -> float:
+        """Return the seconds since a cancelled run's cancel, by the store's clock.
+
+        ``now`` (Unix seconds) counts if the store has no times, or refuses to write the mark that shows its present
+        time.
+        """
+        cancelled, mark = (f"{run_folder(run_id)}/{name}.json" for name in ("cancelled", "awaited"))
+        with contextlib.suppress(AuthError):
+            self.files.write(mark, to_json({"time": now}))
+            since, until = (found.modified if (found := self.files.load(key)) else 0.0 for key in (cancelled, mark))
+            if since and until:
+                return until - since
+        return now - (self.cancelled_since(run_id) or 0.0)
 
     def write_result(self, run_id: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Write result.json if absent and return the stored one. A late client cannot overwrite it."""

@@ -64,7 +64,8 @@ class RunTrials:
             if stop:
                 self._store.cancel(trial.run)  # first of all: a client that is about to send it sees this
             try:
-                self._send(trial)
+                if not (stop and self._store.has_run(trial.run)):  # to stop a recorded one takes no secret
+                    self._send(trial)
             except SpecError as exc:
                 if not stop or self._store.has_run(trial.run):
                     raise
