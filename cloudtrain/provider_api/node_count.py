@@ -43,8 +43,8 @@ def with_node_count(job: Job, provider: str, *, picks_machine: bool = True) -> J
     if not each:
         if known and wanted.gpu:  # the catalogue's own error for a GPU that it lacks
             counts = [m.gpu_count for m in known if m.is_for(wanted.gpus[0])]
-            gpu = replace(wanted.gpus[0], count=max(counts)) if counts else wanted.gpus[0]
-            catalog.for_gpu(provider, gpu, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
+            first = replace(wanted.gpus[0], count=max(counts)) if counts else wanted.gpus[0]
+            catalog.for_gpu(provider, first, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
         choices = " or ".join(_choices(job, known, complete=bool(why)))
         hint = f"write {choices}" if choices else ""
         if why:
