@@ -28,7 +28,7 @@ from typing import Any
 __all__ = [
     "CATEGORIES", "EXIT_CODES", "AuthError", "CapacityError", "CloudtrainError", "ConflictError", "DigestError",
     "LostContactError", "NotFoundError", "PlatformError", "QuotaError", "SpecError", "StorageError",
-    "UnsupportedError", "scrubbed", "shorten_tracebacks",
+    "UnsupportedError", "reason_of", "scrubbed", "shorten_tracebacks",
 ]  # fmt: skip
 
 #: Exit code of ``submit`` and ``wait`` by the category of a run that did not succeed.
@@ -187,6 +187,15 @@ class PlatformError(CloudtrainError):
     """A failure of the platform, or an answer in a wrong form."""
 
     exit_code = 9
+
+
+def reason_of(exc: Exception) -> str:
+    """Return what is wrong and the way out. An `OSError` gives the system's words and the path, without its number."""
+    if isinstance(exc, CloudtrainError):
+        return exc.with_hint()
+    if isinstance(exc, OSError) and exc.strerror:
+        return f"{exc.strerror}: {exc.filename}" if exc.filename else exc.strerror
+    return str(exc)
 
 
 def shorten_tracebacks() -> None:

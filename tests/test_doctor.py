@@ -54,6 +54,13 @@ def test_a_python_without_torch(examiner: Examiner) -> None:
     examiner("--set", f"local.python={python}").failure("torch", "is no Python", fix="pip install torch", code=2)
 
 
+def test_a_run_without_torch_names_the_check_that_prints_the_command() -> None:
+    failure = {"exception": "ModuleNotFoundError: No module named 'torch'"}
+    assert "cloudtrain doctor prints how to install it" in format.fix({"category": "user_error", "failure": failure})
+    failure = {"exception": "ModuleNotFoundError: No module named 'torchvision'"}
+    assert "add --requirements FILE" in format.fix({"category": "user_error", "failure": failure})
+
+
 def test_a_python_that_there_is_none(examiner: Examiner) -> None:
     found = examiner("--set", "python=/no/such/python")
     found.failed("torch", "does not start", fix="set python", code=2)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rows import for_each
 
+from cloudtrain import cli
 from cloudtrain.doctor.doctor import prepared
 from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.job.job import Job
@@ -40,6 +43,7 @@ def found(provider: str, picks: bool = True, /, **fields: Any) -> tuple[int, tup
         ("slurm", {"total_gpus": 16, "gpu": "A100:8"}, 2, ("A100:8",)),
         ("kubernetes", {"total_gpus": 16, "gpu": "A100", "instance_count": 4}, 4, ("A100:4",)),
         ("local", {"total_gpus": 2, "gpu": "A100:2"}, 1, ("A100:2",)),
+        ("slurm", {"total_gpus": 1, "gpu": "A100"}, 1, ("A100:1",)),
     ],
 )
 def test_the_nodes_follow_from_the_machine(
@@ -51,20 +55,27 @@ def test_the_nodes_follow_from_the_machine(
 @pytest.mark.parametrize(
     ("provider", "fields", "why", "hint"),
     [
-        ("sagemaker", {"gpu": "A100-80GB", "total_gpus": 12}, "12 GPUs do not divide over machines of 8 GPUs",
-         "the nearest are --gpus 8 or --gpus 16"),
-        ("sagemaker", {"gpu": "A100-80GB", "total_gpus": 4}, "4 GPUs do not divide over machines of 8 GPUs",
-         "the nearest are --gpus 8"),
-        ("vertex", {"gpu": "H100", "total_gpus": 12}, "12 GPUs do not divide over machines of 8 GPUs", "--gpus 16"),
-        ("slurm", {"gpu": "H100:8", "total_gpus": 12}, "12 GPUs do not divide over machines of 8 GPUs", "--gpus 16"),
+        ("sagemaker", {"gpu": "A100-80GB", "total_gpus": 12}, "cannot divide 12 GPUs over machines of 8 GPUs",
+         "write --gpus 8 or --gpus 16"),
+        ("sagemaker", {"gpu": "A100-80GB", "total_gpus": 4}, "cannot divide 4 GPUs over machines of 8 GPUs",
+         "write --gpus 8"),
+        ("vertex", {"gpu": "H100", "total_gpus": 12}, "cannot divide 12 GPUs over machines of 8 GPUs", "--gpus 16"),
+        ("slurm", {"gpu": "H100:8", "total_gpus": 12}, "cannot divide 12 GPUs over machines of 8 GPUs", "--gpus 16"),
         ("sagemaker", {"instance_type": "ml.p4d.24xlarge", "total_gpus": 20}, "machines of 8 GPUs", "--gpus 24"),
-        ("slurm", {"gpu": "A100", "total_gpus": 16, "instance_count": 3}, "16 GPUs do not divide over 3 nodes",
-         "the nearest are --gpus 15 or --gpus 18"),
+        ("slurm", {"gpu": "A100", "total_gpus": 16, "instance_count": 3}, "cannot divide 16 GPUs over 3 nodes",
+         "write --gpus 15 or --gpus 18 or --nodes 2"),
         ("slurm", {"gpu": "A100:8", "total_gpus": 16, "instance_count": 3}, "3 nodes of 8 GPUs have 24, not 16",
-         "leave out --gpus, --nodes or the number in --gpu"),
+         "write --gpus 24 or --nodes 2"),
         ("sagemaker", {"instance_type": "ml.p4d.24xlarge", "total_gpus": 8, "instance_count": 2},
-         "2 nodes of ml.p4d.24xlarge do not have 8 GPUs", "leave out --gpus or --nodes"),
+         "2 nodes of ml.p4d.24xlarge do not have 8 GPUs", "write --gpus 16 or --nodes 1"),
         ("sagemaker", {"total_gpus": 8}, "needs the kind of GPU", "--gpu H100"),
+        ("sagemaker", {"gpu": "A100-80GB", "total_gpus": 16, "instance_count": "2:4"},
+         "16 GPUs on 4 nodes (the most of 2:4) are 4 a node, but machines have 8 GPUs", "write --gpus 32 or --nodes 2"),
+        ("slurm", {"gpu": "A100:8", "total_gpus": 16, "instance_count": "2:4"},
+         "4 nodes (the most of 2:4) of 8 GPUs have 32, not 16", "write --gpus 32 or --nodes 2 or --gpu A100:4"),
+        ("sagemaker", {"total_gpus": 8, "cpus": 9999}, "needs the kind of GPU", "--gpu H100"),
+        ("sagemaker", {"gpu": "T4:3", "total_gpus": 12}, "a node has 3 GPUs, but machines have 1 or 4 GPUs",
+         "write --gpu T4:4"),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused_in_one_line(provider: str, fields: dict[str, Any], why: str, hint: str) -> None:
@@ -89,6 +100,8 @@ def test_an_unknown_machine_needs_the_nodes_or_the_gpus_of_one(provider: str, pi
         found(provider, picks, total_gpus=16, gpu="A100-80GB")
     assert (caught.value.field, caught.value.provider) == ("resources.total_gpus", provider)
     assert caught.value.hint.endswith("--gpu A100-80GB:8")
+    with pytest.raises(UnsupportedError, match="not known here"):  # a choice has more nodes than a job may have
+        found(provider, picks, total_gpus=65536, gpu="A100-80GB")
     assert found(provider, picks, total_gpus=16, gpu="A100-80GB:8") == (2, ("A100-80GB:8",))
     assert found(provider, picks, total_gpus=16, gpu="A100-80GB", instance_count=2) == (2, ("A100-80GB:8",))
 
@@ -98,7 +111,7 @@ def test_an_unknown_machine_needs_the_nodes_or_the_gpus_of_one(provider: str, pi
     [
         ("azureml", "H1OO", "choose from A10, A100, "),
         ("azureml", "V100", "choose another GPU"),
-        ("azureml", "H1O0-80GB", "did you mean --gpu H100-80GB:1?"),
+        ("azureml", "H1O0-80GB", "did you mean --gpu H100-80GB:8?"),
         ("modelarts", "A100-80GB", "did you mean --gpu P100:1?"),  # no P100 has 80 GB
     ],
 )
@@ -107,6 +120,47 @@ def test_a_gpu_that_the_provider_lacks_is_refused_as_without_a_total(provider: s
         found(provider, total_gpus=8, gpu=gpu)
     assert caught.value.field == "resources.gpu"
     assert caught.value.hint.startswith(hint)
+
+
+PROVIDERS = {
+    "sagemaker": "--set role=arn:aws:iam::123456789012:role/Train",
+    "azureml": "--set environment=azureml:torch:1",
+    "vertex": "--image i:1",
+    "modelarts": "--image swr.cn-north-4.myhuaweicloud.com/o/i:1 --set region=cn-north-4",
+    "slurm": "",
+    "kubernetes": "--image i:1",
+    "local": "",
+    "docker": "--image i:1",
+}
+GPUS = ([], ["A100-80GB"], ["H100:8"])
+NODES = ([], ["2:4"])
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_each_choice_of_a_hint_ends_in_a_plan(
+    provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job without a number of nodes has one mistake; with one, the first hint may leave a second mistake."""
+    (tmp_path / "train.py").write_text("# runtime.accumulation_steps()\n")
+    monkeypatch.chdir(tmp_path)
+
+    def follow(flags: dict[str, list[str]], hints: int) -> None:
+        words = [word for name, values in flags.items() for value in values for word in (name, value) if word]
+        code = cli.main(["plan", "train.py", "--provider", provider, *PROVIDERS[provider].split(), *words])
+        told = capsys.readouterr().err.splitlines()
+        if code == 0:
+            return
+        assert (code, len(told), hints > 0) == (2, 2, True), (words, told)
+        choices = re.findall(r"(?:--(?:gpus|nodes|gpu) (?!NAME)[A-Z0-9-]+(?::\d+)? ?)+|--spot", told[1])
+        assert choices, (words, told)
+        for choice in choices:
+            changed: dict[str, list[str]] = {}
+            for name, value in re.findall(r"(--\w+)(?: (\S+))?", choice):
+                changed.setdefault(name, []).append(value)
+            follow({**flags, **changed}, hints - 1)
+
+    for total, gpu, nodes in product((1, 3, 8, 16), GPUS, NODES):
+        follow({"--gpus": [str(total)], "--gpu": gpu, "--nodes": nodes}, 2 if nodes else 1)
 
 
 # ----------------------------------------------------------------------------------------------------- a range of nodes

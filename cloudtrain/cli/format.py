@@ -185,6 +185,8 @@ def fix(result: Mapping[str, Any]) -> str:
     exception = str((result.get("failure") or {}).get("exception") or "")
     if "(min_gpu_util)" in exception:
         return "see in `cloudtrain report` why the GPUs wait; for a longer pause, raise the time of --min-gpu-util"
+    if exception.endswith("No module named 'torch'"):
+        return "use an image or a Python with torch; on this machine, cloudtrain doctor prints how to install it"
     kind = exception.partition(":")[0].rpartition(".")[2]
     return _FIXES_BY_CATEGORY.get(str(result.get("category")), "") or _FIXES.get(kind, "")
 

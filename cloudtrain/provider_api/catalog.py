@@ -261,7 +261,8 @@ def suggested_gpu(gpu: Gpu, known: Iterable[Machine]) -> str:
         return f"choose from {', '.join(names)}; cloudtrain gpus lists the machines"
     typo = replace(gpu, name=near)
     meant = typo if any(m.is_for(typo) for m in known) else replace(typo, memory_gb=None)
-    return f"did you mean --gpu {meant}?"
+    there = {m.gpu_count for m in known if m.is_for(meant)}
+    return f"did you mean --gpu {meant if meant.count in there else replace(meant, count=max(there))}?"
 
 
 def variants(provider: str, gpu: Gpu) -> list[str]:

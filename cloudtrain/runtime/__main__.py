@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import CloudtrainError, SpecError
+from ..errors import CloudtrainError, SpecError, reason_of
 from ..provider_api.node import PROTOCOL, NodeEnvironment
 from ..provider_api.registry import find_provider
 from .history import failed_for_good
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         key = (options.context.parent / "key").read_bytes()
         return Node(context=context, site=site, attempt=options.attempt, key=key, inbox=inbox).run()
     except (CloudtrainError, OSError, ValueError, KeyError) as exc:
-        why = f"this node cannot start: {exc.with_hint() if isinstance(exc, CloudtrainError) else exc}"
+        why = f"this node cannot start: {reason_of(exc)}"
         sys.stderr.write(f"cloudtrain: {why}\n")
         _leave_cause(failure_file, why)
         return 1

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import CloudtrainError, SpecError, StorageError
+from ..errors import CloudtrainError, SpecError, StorageError, reason_of
 from ..provider_api.node import NodeEnvironment
 from ..validate import duration
 from . import stall
@@ -310,8 +310,9 @@ class Node:
             )
             space.note_group(self.ranks.pid)
         except (OSError, CloudtrainError) as exc:
-            text = f"cannot start {self.context['entry_point'] or self.context['args'][0]}: {exc}"
-            self._fail(self._setup(text, "user_error"))
+            name = self.context["entry_point"] or self.context["args"][0]
+            why = space.readable(reason_of(exc)).removesuffix(f": {name}")
+            self._fail(self._setup(f"cannot start {name}: {why}", "user_error"))
             self.code = 1
 
     def _watch_the_script(self, space: Workspace, watch: Watch) -> None:
@@ -519,7 +520,7 @@ class Node:
 
     def _trouble(self, exc: CloudtrainError | OSError) -> Failure:
         """Return the failure that ``exc`` is, before the ranks start."""
-        why = exc.with_hint() if isinstance(exc, CloudtrainError) else str(exc)
+        why = self.space.readable(reason_of(exc)) if self.space is not None else reason_of(exc)
         return self._setup(why, "user_error" if isinstance(exc, SpecError) else "infra")
 
     def _lost(self, why: str, node: int) -> Failure:

@@ -14,8 +14,8 @@ from cloudtrain.errors import AuthError, LostContactError, NotFoundError, Platfo
 from cloudtrain.job.job import Job, run_tag
 from cloudtrain.provider_api.protocol import Layout, LayoutInput, Request
 from cloudtrain.providers.slurm import Provider
+from cloudtrain.providers.slurm.api import HELP, error_of, job_of, parsed
 from cloudtrain.providers.slurm.api import Job as Known
-from cloudtrain.providers.slurm.api import error_of, job_of, parsed
 from cloudtrain.providers.slurm.node import node_environment, secret
 from cloudtrain.providers.slurm.status import status_of
 
@@ -330,6 +330,21 @@ def test_a_tag_cannot_pass_for_a_field() -> None:
 )  # fmt: skip
 def test_messages_of_slurm_become_errors(message: str, kind: type[Exception]) -> None:
     assert type(error_of(message, what="submit")) is kind
+
+
+def test_tools_without_a_cluster_say_so_in_one_line() -> None:
+    told = "\n".join([
+        "sinfo: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host",
+        "sinfo: error: fetch_config: DNS SRV lookup failed",
+        "sinfo: error: _establish_config_source: failed to fetch config",
+        "sinfo: fatal: Could not establish a configuration source",
+    ])  # fmt: skip
+    error = error_of(told, what="ask for the nodes", where="this machine")
+    assert str(error) == "ask for the nodes: the tools of Slurm on this machine find no cluster"
+    assert (error.hint, type(error)) == (HELP["none"], LostContactError)
+    assert str(error_of(told, what="submit", code=75, where="login")).endswith(
+        "the tools of Slurm on login find no cluster"
+    )
 
 
 @for_each("native", ["", "7", "x:/a", "7:a", ":/a"])

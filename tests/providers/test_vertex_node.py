@@ -474,7 +474,8 @@ def test_a_node_that_cannot_start_lets_vertex_try_again(service: Any, tmp_path: 
     arguments = ["run", "--context", str(tmp_path / "context.json"), "--path", f"copy.x={tmp_path}/nowhere"]
     code, _, err = run_prepare(tmp_path, "", arguments)
     assert (code, err.count("\n")) == (134, 1)
-    assert "this node cannot start: [Errno 2]" in err
+    why = f"cannot copy the input x from {tmp_path}/nowhere: No such file or directory"
+    assert err == f"cloudtrain: this node cannot start: {why}\n"
 
 
 def run_prepare(tmp_path: Path, text: str, arguments: list[str]) -> tuple[int, str, str]:
@@ -579,8 +580,8 @@ def test_inputs_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     name, _, folder = prepare.copied(f"copyfile.one={source}/a b.csv").partition("=")
     assert (name, os.listdir(folder)) == ("input.one", ["a b.csv"])
     for missing in ("copy.x", "copyfile.x"):
-        with pytest.raises(OSError, match="No such file"):
-            prepare.copied(f"{missing}={tmp_path}/nowhere")
+        with pytest.raises(StorageError, match="the input x from gs://no-bucket/data: No such file or directory"):
+            prepare.copied(f"{missing}={prepare.GCS}/no-bucket/data")
 
 
 def test_little_shared_memory_is_a_warning(

@@ -231,7 +231,7 @@ def test_a_plan_s_advice_on_its_machine() -> None:
     assert "recommends a reservation, spot or FLEX_START (a max_wait) for H200" in notes(gpu="H200:8")
     for own, fields in (({"reservation": "any"}, {}), ({}, {"spot": True}), ({}, {"max_wait": 60})):
         assert "recommends" not in notes(own, gpu="H200:8", **fields)
-    assert "support of P100 ends on 15 September 2026" in notes(gpu="P100:1")
+    assert "support of P100 ended on 15 September 2026" in notes(gpu="P100:1")
     assert "lists no L4 in europe-west1, but in asia-northeast3," in notes({"location": "europe-west1"}, gpu="L4:1")
     assert notes(gpu="L4:1") == notes({"location": "europe-west1"}) == ""
 

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import os
 import queue
 import signal
 import threading
@@ -106,7 +107,8 @@ def test_a_disk_that_is_full_at_the_start_is_the_cause_and_not_a_lost_node(
     head: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fill(_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "worker.py")
+        assert head.space is not None
+        raise OSError(errno.ENOSPC, "No space left on device", str(head.space.folder / "worker.py"))
 
     monkeypatch.setattr(node.Workspace, "fill", fill)
     head.site, head.context = replace(head.site, scratch=[str(tmp_path)]), {"resume": None, "run_id": "r"}
@@ -115,7 +117,23 @@ def test_a_disk_that_is_full_at_the_start_is_the_cause_and_not_a_lost_node(
     assert head._finish() == "failed"
     record = json.loads(Path(head.live, "exit", "0.0-node-0.json").read_text())
     assert record["category"] == "infra"
-    assert record["reason"] == "node 0 could not continue: [Errno 28] No space left on device: 'worker.py'"
+    assert record["reason"] == "node 0 could not continue: No space left on device: <scratch>/worker.py"
+
+
+def test_a_command_that_is_missing_is_named_as_the_user_wrote_it(
+    head: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(**_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "./tool")
+
+    context = {"resume": None, "run_id": "r", "checkpoint_paths": [], "entry_point": "", "args": ["./tool"]}
+    head.site, head.context = replace(head.site, scratch=[str(tmp_path)], paths={"live": str(tmp_path)}), context
+    head.nodes, head.attempt, head.go = 1, "0.0", {"t": "go", "resume": "", "url": "", "saved": None}
+    head.space = node.Workspace(context=context, site=head.site, log=head.log)
+    monkeypatch.setattr(head.space, "start", start)
+    monkeypatch.setattr(head, "_watch_the_script", lambda *_: None)
+    head._launch()
+    assert head.failures[0].exception == "cannot start ./tool: No such file or directory"
 
 
 def test_who_comes_as_node_0_leaves_is_preempted_with_it(head: Node) -> None:

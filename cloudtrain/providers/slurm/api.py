@@ -52,6 +52,8 @@ _ERRORS: Sequence[tuple[int, str, type[errors.CloudtrainError], str, str]] = (
     (66, "", errors.NotFoundError, "no job has ever used this folder on {where}", ""),
     (73, "", errors.StorageError, "", ""),
     (0, r"Protocol authentication error|munge|Invalid user id|Access/permission denied", errors.AuthError, "", "auth"),
+    (0, "a configuration source|process configuration file", errors.LostContactError,
+     "the tools of Slurm on {where} find no cluster", "none"),
     (75, "", errors.LostContactError, "", ""),  # a look-up or a release failed, not the request
     (0, r"AssocMax|AssocGrp|QOSMax|QOSGrp|accounting/QOS policy|MaxSubmit", errors.QuotaError, "", "quota"),
     (0, r"Unable to contact|Socket timed out|Connection (re|timed)|Zero Bytes|temporarily un|try again|slow down",

@@ -104,7 +104,7 @@ def advice(machine: Machine, *, strategy: str, reserved: bool, location: str) ->
     if machine.accelerator in SCARCE and strategy not in ("SPOT", "FLEX_START") and not reserved:
         yield f"{name}: Google recommends a reservation, spot or FLEX_START (a max_wait) for {gpu}, not on demand"
     if end := ENDED.get(machine.accelerator):
-        yield f"{name}: Google's support of {gpu} ends on {end}"
+        yield f"{name}: Google's support of {gpu} ended on {end}"
     if location and (known := REGIONS.get(machine.accelerator)) and location not in known:
         yield f"{name}: Google's page of {REGIONS_DATE} lists no {gpu} in {location}, but in {', '.join(known)}"
 

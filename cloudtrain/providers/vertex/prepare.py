@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
-from ...errors import CloudtrainError, StorageError
+from ...errors import CloudtrainError, StorageError, reason_of
 from . import bootstrap
 from .node import AGAIN, GCS
 
@@ -40,8 +40,7 @@ def main(pyz: str, arguments: Sequence[str]) -> NoReturn:
             for before, word in zip(["", *words], words, strict=False)
         ]
     except (CloudtrainError, OSError, ValueError, http.client.HTTPException) as exc:
-        why = exc.with_hint() if isinstance(exc, CloudtrainError) else exc
-        sys.stderr.write(f"cloudtrain: this node cannot start: {why}\n")
+        sys.stderr.write(f"cloudtrain: this node cannot start: {reason_of(exc)}\n")
         sys.stderr.flush()
         os._exit(AGAIN)  # a bucket, a metadata server or a disk: no failure of the script's
     # Held back until the runtime has a handler: the kernel drops PID 1's signals without one.
@@ -89,15 +88,20 @@ def delivered(pair: str, *, root: str = GCS, patience: float = bootstrap.PATIENC
 
 
 def copied(pair: str) -> str:
-    """Return ``NAME=PATH``. A ``copy`` pair is copied to local disk and named an input. Raises `OSError`."""
+    """Return ``NAME=PATH``. A ``copy`` pair is copied to local disk and named an input. Raises `StorageError`."""
     name, _, path = pair.partition("=")
     kind, _, channel = name.partition(".")
     if kind not in ("copy", "copyfile"):
         return pair
     target = tempfile.mkdtemp(prefix=f"cloudtrain-{channel}-")
-    pairs = [(path, os.path.join(target, os.path.basename(path)))] if kind == "copyfile" else list(_below(path, target))
-    with ThreadPoolExecutor(COPIES) as pool:
-        list(pool.map(lambda both: shutil.copyfile(*both), pairs))  # raises the first error
+    one = [(path, os.path.join(target, os.path.basename(path)))]
+    try:
+        with ThreadPoolExecutor(COPIES) as pool:
+            pairs = one if kind == "copyfile" else list(_below(path, target))
+            list(pool.map(lambda both: shutil.copyfile(*both), pairs))  # raises the first error
+    except OSError as exc:
+        source = f"gs://{path.removeprefix(f'{GCS}/')}" if path.startswith(f"{GCS}/") else path
+        raise StorageError(f"cannot copy the input {channel} from {source}: {exc.strerror or exc}") from None
     return f"input.{channel}={target}"
 
 
