@@ -176,9 +176,9 @@ class Node:
 
     def _prepare_and_join(self) -> None:
         try:
-            self.space = Workspace(context=self.context, site=self.site, log=self.log)
+            self.space = Workspace(context=self.context, site=self.site, log=self.log, wait=self._pump_unless_over)
             self.space.fill()
-            if found := self.space.gpu_trouble(self._pump_unless_over):
+            if found := self.space.gpu_trouble():
                 self._fail(self._setup(*found))
         except (CloudtrainError, OSError) as exc:
             self._fail(self._trouble(exc))

@@ -603,7 +603,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_archive(
         paths={"live": str(live)},
         scratch=(str(tmp_path),),
     )
-    space = Workspace(context={"run_id": "r", "checkpoint_paths": []}, site=site, log=LogWriter(node=0))
+    space = Workspace(context={"run_id": "r", "checkpoint_paths": []}, site=site, log=LogWriter(node=0), wait=print)
     tried = []
     for name, _, message in resume.candidates():
         why, damaged = resume.restore(message, space)
