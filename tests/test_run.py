@@ -27,6 +27,7 @@ from cloudtrain.job.job import Job
 from cloudtrain.provider_api.launch_spec import LaunchSpec
 from cloudtrain.provider_api.node import NodeEnvironment
 from cloudtrain.provider_api.protocol import (
+    ABANDONED,
     AttemptInfo,
     Layout,
     LogLine,
@@ -401,6 +402,24 @@ def test_a_platform_that_forgot_and_nothing_left_is_not_found(world: World) -> N
 
 
 # --------------------------------------------------------------------------------------------------------------- result
+
+
+@pytest.mark.parametrize(
+    ("category", "rank", "said", "reason"),
+    [
+        ("infra", None, "was lost: the connection ended", "the run's supervisor was killed"),
+        ("user_error", 0, "raised ValueError: x", "node 1 raised ValueError: x"),
+    ],
+)
+def test_a_node_that_was_lost_after_the_supervisor_was_killed_is_a_consequence(
+    world: World, category: str, rank: int | None, said: str, reason: str
+) -> None:
+    """The containers are removed one after the other, and a peer of the first one may record its loss."""
+    world.recorded().attempt(0, replace(failed("infra", "the run's supervisor was killed"), native=ABANDONED))
+    failure = {"node": 1, "rank": rank, "exception": said}
+    world.exit(0, category=category, reason=f"node 1 {said}", failure=failure, decided=True)
+    result = world.run().result()
+    assert (result["category"], result["reason"]) == (category, reason)
 
 
 def test_the_history_says_why_who_from_where_and_what_was_lost(world: World) -> None:
