@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +41,7 @@ from cloudtrain.provider_api.protocol import (
 )
 from cloudtrain.runs.attempts import NOT_RETRIED
 from cloudtrain.runs.handover import sending
-from cloudtrain.runs.listing import list_page
+from cloudtrain.runs.listing import Wanted, list_page
 from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.outcome import iso_time
 from cloudtrain.runs.run import Run, open_run
@@ -1504,6 +1506,25 @@ def test_runs_are_listed_with_their_states(tmp_path: Path) -> None:
     assert rows[1]["provider"] == "memory"
     assert "no-such" in rows[0]["reason"]
     assert all(row["reason"] for row in rows if row["state"] == "unknown")
+
+
+def test_metrics_that_cannot_be_read_are_named_in_the_list(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.recorded().attempt(0, SUCCEEDED).run().result()
+    world.write("live/metrics/0.0-node-0.jsonl", {"val_loss": 1.0})
+    wanted = Wanted(columns=("val_loss",))
+    assert [row["columns"] for row in list_page(world.store, limit=None, wanted=wanted).rows] == [{"val_loss": 1.0}]
+    really = os.scandir
+
+    def failing(path: Path) -> Any:
+        if Path(path).name == "metrics":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return really(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    (row,) = list_page(world.store, limit=None, wanted=wanted).rows
+    assert (row["state"], row["columns"]) == ("succeeded", {"val_loss": None})
+    assert row["reason"].startswith("its metrics cannot be read: ")
+    assert "Input/output error" in row["reason"]
 
 
 def test_a_finished_run_is_listed_from_its_result_alone(world: World) -> None:
