@@ -170,7 +170,7 @@ def main() -> None:
         line["samples_per_s"], saves = batch / seconds, epoch_ends or stopping or step % max(1, args.save_every) == 0
         for buffer in model.buffers() if saves else ():
             dist.broadcast(buffer, 0)  # as DDP does before the next pass, so that all processes save one model
-        if epoch_ends and not stopping:
+        if epoch_ends:
             line |= {f"val_{name}": value for name, value in evaluate(validation).items()}
             say(" ".join(f"{name} {value:.4g}" for name, value in line.items() if name != "time"), flush=True)
         with open(env.get("CLOUDTRAIN_METRICS_FILE") or os.devnull if rank == 0 else os.devnull, "a") as metrics:

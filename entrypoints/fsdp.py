@@ -305,7 +305,7 @@ def main() -> None:
         if profiler and step == last:
             profiler.stop()
             profiler.export_chrome_trace(str(artifacts / f"trace-{first}-{last}.json"))
-        if epoch_ends and not stopping:
+        if epoch_ends:
             line |= {f"val_{name}": value for name, value in evaluate(validation).items()}
             if line["val_loss"] < best["loss"]:  # the test set decides nothing: it reports the best model
                 best = {"step": step, "loss": line["val_loss"], "test": evaluate(test)}

@@ -1,4 +1,4 @@
-"""Small disks, for tests that fill one, and disks that fail."""
+"""Small disks, disks that fail and disks that hang."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import slowfs
 
 
 @contextmanager
@@ -26,6 +27,24 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def mounted(script: str, behind: Path, place: Path) -> Iterator[None]:
+    """Mount the folder ``behind`` at ``place`` by the FUSE program ``script``."""
+    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
+        pytest.skip("needs root and FUSE, to mount a disk that fails or hangs")
+    for folder in (behind, place):
+        folder.mkdir(parents=True, exist_ok=True)
+    with subprocess.Popen([sys.executable, script, behind, place], stdin=subprocess.PIPE) as process:
+        try:
+            while not os.path.ismount(place):
+                assert process.poll() is None, "it could not be mounted"
+                time.sleep(0.05)
+            yield
+        finally:
+            subprocess.run(["umount", "--lazy", place], check=False)
+            process.communicate(timeout=60)
 
 
 class FaultyDisk:
@@ -48,16 +67,19 @@ class FaultyDisk:
 @contextmanager
 def faulty_disk(place: Path, behind: Path) -> Iterator[FaultyDisk]:
     """Yield a `FaultyDisk` at ``place``."""
-    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
-        pytest.skip("needs root and FUSE, to mount a disk that fails")
-    for folder in (place, behind):
-        folder.mkdir(parents=True, exist_ok=True)
     disk = FaultyDisk(place, behind)
-    command = [sys.executable, Path(__file__).with_name("faultyfs.py"), behind, place]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as mount:
-        while not os.path.ismount(place):
-            assert mount.poll() is None, "the disk could not be mounted"
-            time.sleep(0.05)
-        yield disk
-        disk.fail()
-        mount.communicate(timeout=60)
+    with mounted(str(Path(__file__).with_name("faultyfs.py")), behind, place):
+        try:
+            yield disk
+        finally:
+            disk.fail()
+
+
+@contextmanager
+def slow_disk(behind: Path, place: Path) -> Iterator[Path]:
+    """Yield ``place``, which shows the folder ``behind`` by `slowfs`. It hangs while ``behind`` has `slowfs.HANGS`."""
+    with mounted(slowfs.__file__, behind, place):
+        try:
+            yield place
+        finally:
+            (behind / slowfs.HANGS).unlink(missing_ok=True)

@@ -11,6 +11,8 @@ from typing import Any
 
 import mfusepy
 
+HANGS = ".hangs"
+"""While the folder has this file, no file there can be made or opened."""
 SECONDS = 0.05
 """Seconds to make, open, rename or remove a file, as in a distant object store."""
 
@@ -38,15 +40,20 @@ class Slow:
     def readdir(self, path: str, fh: int) -> list[str]:
         return [".", "..", *os.listdir(self._real(path))]
 
+    def _wait(self) -> None:
+        time.sleep(self._seconds)
+        while os.path.exists(self._real(f"/{HANGS}")):
+            time.sleep(0.1)
+
     def readlink(self, path: str) -> str:
         return os.readlink(self._real(path))
 
     def open(self, path: str, flags: int) -> int:
-        time.sleep(self._seconds)
+        self._wait()
         return os.open(self._real(path), flags & ~os.O_APPEND)  # the kernel tracks the end
 
     def create(self, path: str, mode: int) -> int:
-        time.sleep(self._seconds)
+        self._wait()
         return os.open(self._real(path), os.O_RDWR | os.O_CREAT, mode)
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:

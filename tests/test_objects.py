@@ -572,9 +572,24 @@ def test_keys_that_it_cannot_name_are_refused(s3: FaultyS3) -> None:
         reach().list()
 
 
-def test_an_object_that_is_too_large_for_a_copy_passes_through_here(s3: FaultyS3) -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "400 InvalidRequest: The specified copy source is larger than the maximum allowable size",
+        "400 EntityTooLarge: Your proposed upload exceeds the maximum allowed object size.",
+        "413 RequestTooLarge: no copy of so many bytes",
+    ],
+)
+def test_an_object_that_is_too_large_for_a_copy_passes_through_here(
+    s3: FaultyS3, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    """Each kind of server words this in its own way, so the size decides."""
     s3.put("store/key", data := os.urandom(200_000))
-    s3.faults = ["400 InvalidRequest: The specified copy source is larger than the maximum allowable size"]
+    s3.faults = [answer]
+    with pytest.raises(StorageError, match=answer.partition(": ")[2]):
+        reach().copy("key", "copied")
+    monkeypatch.setattr(remote, "COPY_BYTES", len(data) - 1)
+    s3.faults = [answer]
     reach().copy("key", "copied")
     assert s3.objects["store/copied"].data == data
 

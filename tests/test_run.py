@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -29,6 +30,7 @@ from cloudtrain.job.job import Job
 from cloudtrain.provider_api.launch_spec import LaunchSpec
 from cloudtrain.provider_api.node import NodeEnvironment
 from cloudtrain.provider_api.protocol import (
+    ABANDONED,
     AttemptInfo,
     Layout,
     LogLine,
@@ -40,7 +42,7 @@ from cloudtrain.provider_api.protocol import (
 )
 from cloudtrain.runs.attempts import NOT_RETRIED
 from cloudtrain.runs.handover import sending
-from cloudtrain.runs.listing import list_page
+from cloudtrain.runs.listing import Wanted, list_page
 from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.outcome import iso_time
 from cloudtrain.runs.retry import deliver
@@ -404,6 +406,24 @@ def test_a_platform_that_forgot_and_nothing_left_is_not_found(world: World) -> N
 
 
 # --------------------------------------------------------------------------------------------------------------- result
+
+
+@pytest.mark.parametrize(
+    ("category", "rank", "said", "reason"),
+    [
+        ("infra", None, "was lost: the connection ended", "the run's supervisor was killed"),
+        ("user_error", 0, "raised ValueError: x", "node 1 raised ValueError: x"),
+    ],
+)
+def test_a_node_that_was_lost_after_the_supervisor_was_killed_is_a_consequence(
+    world: World, category: str, rank: int | None, said: str, reason: str
+) -> None:
+    """The containers are removed one after the other, and a peer of the first one may record its loss."""
+    world.recorded().attempt(0, replace(failed("infra", "the run's supervisor was killed"), native=ABANDONED))
+    failure = {"node": 1, "rank": rank, "exception": said}
+    world.exit(0, category=category, reason=f"node 1 {said}", failure=failure, decided=True)
+    result = world.run().result()
+    assert (result["category"], result["reason"]) == (category, reason)
 
 
 def test_the_history_says_why_who_from_where_and_what_was_lost(world: World) -> None:
@@ -1585,6 +1605,25 @@ def test_runs_are_listed_with_their_states(tmp_path: Path) -> None:
     assert rows[1]["provider"] == "memory"
     assert "no-such" in rows[0]["reason"]
     assert all(row["reason"] for row in rows if row["state"] == "unknown")
+
+
+def test_metrics_that_cannot_be_read_are_named_in_the_list(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.recorded().attempt(0, SUCCEEDED).run().result()
+    world.write("live/metrics/0.0-node-0.jsonl", {"val_loss": 1.0})
+    wanted = Wanted(columns=("val_loss",))
+    assert [row["columns"] for row in list_page(world.store, limit=None, wanted=wanted).rows] == [{"val_loss": 1.0}]
+    really = os.scandir
+
+    def failing(path: Path) -> Any:
+        if Path(path).name == "metrics":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return really(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    (row,) = list_page(world.store, limit=None, wanted=wanted).rows
+    assert (row["state"], row["columns"]) == ("succeeded", {"val_loss": None})
+    assert row["reason"].startswith("its metrics cannot be read: ")
+    assert "Input/output error" in row["reason"]
 
 
 def test_a_finished_run_is_listed_from_its_result_alone(world: World) -> None:

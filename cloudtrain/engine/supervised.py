@@ -29,6 +29,7 @@ from ..job.options import merge_options
 from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ..provider_api.node import attempt_key
 from ..provider_api.protocol import (
+    ABANDONED,
     FINAL,
     AttemptInfo,
     Layout,
@@ -355,13 +356,13 @@ class SupervisedProvider(ProviderExtras):
         ended = last_sign(folder, data["seen"])
         attempts = tuple(replace(row, ended=row.ended or ended) for row in status.attempts)
         if attempts and not (folder / "live").exists() and all_succeeded(folder, attempts[-1]):  # the store has it all
-            return replace(status, state="succeeded", native="abandoned", attempts=attempts, finished=ended)
+            return replace(status, state="succeeded", native=ABANDONED, attempts=attempts, finished=ended)
         cancelled = (folder / "cancel").exists()
         rebooted = data["boot"] and data["boot"] != boot_id()
         reason = "this machine was restarted during the run" if rebooted else "the run's supervisor was killed"
         return Status(
             state="cancelled" if cancelled else "failed",
-            native="abandoned",
+            native=ABANDONED,
             reason="cancelled by the user" if cancelled else reason,
             category="cancelled" if cancelled else "infra",
             attempts=attempts,

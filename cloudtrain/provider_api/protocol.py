@@ -24,13 +24,15 @@ if TYPE_CHECKING:  # a node compiles all imports at each start, and does not nee
     from .checks import Check
 
 __all__ = [
-    "FINAL", "STATES", "AttemptInfo", "Layout", "LayoutInput", "LogLine", "LogPage", "NativeObject", "Need",
-    "Provider", "ProviderExtras", "Request", "Shell", "Status", "check_inputs", "check_needs", "context_of",
+    "ABANDONED", "FINAL", "STATES", "AttemptInfo", "Layout", "LayoutInput", "LogLine", "LogPage", "NativeObject",
+    "Need", "Provider", "ProviderExtras", "Request", "Shell", "Status", "check_inputs", "check_needs", "context_of",
     "extras_of", "extras_of_type", "lacking", "needs_of", "python_command", "recorded_settings", "shell_arguments",
 ]  # fmt: skip
 
 STATES = ("pending", "running", "succeeded", "failed", "cancelled")
 FINAL = ("succeeded", "failed", "cancelled")
+ABANDONED = "abandoned"
+"""`Status.native` of a run whose supervisor was killed. Its nodes go one after the other: a lost one is no cause."""
 NPU = "ASCEND"
 """The names of devices without CUDA and nvidia-smi begin so."""
 NO_SMI = "nvidia-smi does not know Ascend"

@@ -155,8 +155,10 @@ def _shown(store: Store, columns: Sequence[str], row: Row) -> Row:
     known |= {f"hp.{name}": value for name, value in row["hyperparameters"].items()}
     known |= {f"tag.{name}": value for name, value in row["tags"].items()}
     if plain:
-        with contextlib.suppress(CloudtrainError):  # one unreadable run must not hide the others
+        try:
             known |= _last_metrics(store, row["run_id"])
+        except CloudtrainError as exc:  # one unreadable run must not hide the others
+            public["reason"] = public["reason"] or f"its metrics cannot be read: {one_line(exc)}"
     return {**public, "columns": {column: known.get(column) for column in columns}}
 
 

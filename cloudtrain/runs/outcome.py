@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import EXIT_CODES, CloudtrainError
 from ..provider_api.node import attempt_key
-from ..provider_api.protocol import FINAL, AttemptInfo, Status
+from ..provider_api.protocol import ABANDONED, FINAL, AttemptInfo, Status
 from ..runtime.checkpoint_names import step_of
 
 __all__ = [
@@ -81,7 +81,8 @@ def verdict_of(status: Status, records: Sequence[Record]) -> Verdict:
     if status.state == "succeeded":
         return nodes if nodes is not None and (root or {}).get("decided") else replace(platform, category="")
     only_preempted = nodes is not None and nodes.category == "preempted" and status.category not in ("", "preempted")
-    if not status.final or status.category in PLATFORM_DECIDES or nodes is None or only_preempted:
+    consequence = status.native == ABANDONED and nodes is not None and was_lost(nodes.failure)
+    if not status.final or status.category in PLATFORM_DECIDES or nodes is None or only_preempted or consequence:
         blank = status.final and not platform.reason
         return replace(platform, reason=f"the platform reports {status.native or 'it failed'}") if blank else platform
     # For user errors a platform only has an exit code.

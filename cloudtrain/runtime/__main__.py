@@ -22,6 +22,7 @@ from ..provider_api.node import PROTOCOL, NodeEnvironment
 from ..provider_api.registry import find_provider
 from .history import failed_for_good
 from .node import Node
+from .record import write_cause
 
 FAILURE_VARIABLE = "CLOUDTRAIN_FAILURE_FILE"
 """Variable with a file in which a provider leaves a cause, in case Python never runs. `main` removes the file."""
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
 
         return run_command(argv[1:])
     failure_file = os.environ.pop(FAILURE_VARIABLE, None)  # not for the script
-    _leave_cause(failure_file, "")  # before anything can fail
+    write_cause(failure_file, "")  # before anything can fail
     parser = argparse.ArgumentParser(prog="cloudtrain.pyz", allow_abbrev=False)
     parser.add_argument("verb", choices=["run"])
     parser.add_argument("--context", required=True, type=Path)
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> int:
     except (CloudtrainError, OSError, ValueError, KeyError) as exc:
         why = f"this node cannot start: {reason_of(exc)}"
         sys.stderr.write(f"cloudtrain: {why}\n")
-        _leave_cause(failure_file, why)
+        write_cause(failure_file, why)
         return 1
 
 
@@ -88,17 +89,6 @@ def _read(path: Path) -> dict[str, Any]:
     if context.get("protocol") != PROTOCOL:
         raise SpecError(f"context of protocol {context.get('protocol')}, this is {PROTOCOL}", field="context")
     return context
-
-
-def _leave_cause(file: str | None, text: str) -> None:
-    """Write ``text`` where the platform looks for the cause of a failure. For an empty text, remove the file."""
-    if file is None:
-        return
-    with contextlib.suppress(OSError):
-        if text:
-            Path(file).write_bytes(text.encode("utf-8", "replace"))
-        else:
-            os.remove(file)
 
 
 def leave(argv: list[str]) -> NoReturn:

@@ -182,7 +182,7 @@ class Commits:
             self._seq += 1
             work.seq, work.phase, work.waiting, work.answers = self._seq, "copy", set(held), {}
             work.place = next((a["place"] for a in held.values() if a["place"]), None)
-            work.saved = max(a["saved"] for a in held.values())
+            work.saved = max(a["when"] for a in held.values())
             for node in sorted(held):
                 self._send(node, {"t": "copy", "round": work.number, "name": work.name, "folder": self._folder(work)})
 

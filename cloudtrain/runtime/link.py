@@ -27,7 +27,8 @@ from .timings import TIMINGS
 
 __all__ = ["Link"]
 
-MESSAGE_BYTES = 64 << 20
+MESSAGE_BYTES = 1 << 30
+"""Most bytes of a line; a message has half of it. A checkpoint's part needs about 160 bytes for each of its files."""
 
 Message = dict[str, Any]
 

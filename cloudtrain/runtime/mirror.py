@@ -47,6 +47,8 @@ KINDS = (
 """Messages of the node link that belong to the mirror."""
 SCAN_SHARE = 20
 """After a look at all entries that took a second, the mirror makes none for so many seconds."""
+CLOCK_STEP = 1.0
+"""Seconds. A clock that differs by more from the monotonic one than before was set; a service for time slews less."""
 ENTRIES = 2
 """Checkpoints that a node copies at the same moment."""
 
@@ -130,6 +132,7 @@ class Mirror:
         """Time at which bytes were last copied, here or on another node, or a checkpoint was committed."""
         self._progress_logged = self._passed_on = 0.0
         self._newest = self._stirred = 0.0
+        self._ahead, self._set_back = time.time() - time.monotonic(), 0.0
         self.trouble = ""
         """Reason why the last checkpoint could not be copied to the store; empty after a copy that succeeded."""
         self._thread = threading.Thread(target=self._loop, name="mirror", daemon=True)
@@ -342,7 +345,16 @@ class Mirror:
             "metadata": entry.metadata,
             "place": entry.place,
             "saved": entry.newest,
+            "when": self._when(entry),
         }
+
+    def _when(self, entry: CheckpointEntry) -> float:
+        """Return the Unix seconds of its last change, as if this machine's clock had never been set back."""
+        ahead = (now := time.time()) - time.monotonic()
+        if abs(ahead - self._ahead) > CLOCK_STEP:
+            self._set_back += max(0.0, self._ahead - ahead)
+            self._ahead = ahead
+        return min(entry.newest, now) + self._set_back
 
     def _between_writes(self, entry: CheckpointEntry) -> bool:
         """Return whether it is finished now: a file that never rests may have changed since the last look."""

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from .link import Link
 from .logs import LogWriter
 from .mirror import KINDS, Mirror, nothing
 from .notices import watch
-from .record import write_record
+from .record import write_cause, write_record
 from .resume import Resume
 from .timings import TIMINGS
 from .uploads import Uploads
@@ -107,6 +108,8 @@ class Node:
         self.released = self.lost = False
         self.go: Message | None = None
         self.start: Start | None = None
+        self._recorder, self._hangs = ThreadPoolExecutor(1, thread_name_prefix="record"), False
+        """Thread for the last writes to the store: an earlier record must not come after a later one."""
         self.oom_before = oom_kills()
         self._handlers = self._make_handlers()
 
@@ -144,7 +147,7 @@ class Node:
             if self.mirror is not None:
                 self.mirror.stop()
             self.link.close()
-            self.log.stop()
+            self._in_time(self.log.stop)
             if self.uploads is not None:
                 self.uploads.finish(min(TIMINGS.last_uploads, max(0.0, self._grace_end() - time.monotonic())))
                 self.uploads.stop()
@@ -176,9 +179,9 @@ class Node:
 
     def _prepare_and_join(self) -> None:
         try:
-            self.space = Workspace(context=self.context, site=self.site, log=self.log)
+            self.space = Workspace(context=self.context, site=self.site, log=self.log, wait=self._pump_unless_over)
             self.space.fill()
-            if found := self.space.gpu_trouble(self._pump_unless_over):
+            if found := self.space.gpu_trouble():
                 self._fail(self._setup(*found))
         except (CloudtrainError, OSError) as exc:
             self._fail(self._trouble(exc))
@@ -763,7 +766,7 @@ class Node:
         if self._held():
             nodes = ", ".join(f"node {n}" for n in sorted({n for n, _ in self.notice.standing}))
             self.log.say(f"waiting until the platform takes {nodes}, at most {self.site.hold:.0f} s from the notice")
-            self.log.flush()
+            self._in_time(self.log.flush)
             self._pump(lambda: not self._held(), self._grace_end())
 
     def _in_vain(self, since: float) -> bool:
@@ -807,10 +810,15 @@ class Node:
         came = [self._comes_of_the_notice(f) and f.exception.startswith("SystemExit") for f in self.failures]
         return bool(came) and all(came)
 
+    def _in_time(self, work: Callable[[], object]) -> bool:
+        """Call ``work`` in a thread, as the store may hang. Return whether it ended in time, like all work before."""
+        left = 0.0 if self._hangs else min(TIMINGS.record, self._grace_end() - time.monotonic())
+        self._hangs = bool(wait([self._recorder.submit(work)], max(TIMINGS.record_least, left)).not_done)
+        return not self._hangs
+
     def _record(self, outcome: str, cause: Failure | None, *, decided: bool) -> dict[str, Any]:
         oom = oom_kills() > self.oom_before
         line = failure_line(cause) if cause else ""
-        self.log.flush()
         record = {
             "attempt": self.attempt,
             "node": self.me,
@@ -828,11 +836,14 @@ class Node:
             "lost": decided and self.lost,
             "exit_code": self._exit_code(outcome) if decided else None,
         }
-        write_record(
-            self.live,
-            f"{self.attempt or self.k}-node-{self.me}",
-            record,
-            failure_file=self.site.failure_file,
-            temporary=self.site.temporary or ".part",
-        )
+        if cause:
+            write_cause(self.site.failure_file, line)
+        name, temporary = f"{self.attempt or self.k}-node-{self.me}", self.site.temporary or ".part"
+
+        def store() -> None:
+            self.log.flush()
+            write_record(self.live, name, record, temporary=temporary)
+
+        if not self._in_time(store):
+            self.log.say("the store does not answer; the exit record may be missing there")
         return record

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -11,13 +13,22 @@ from typing import Any
 
 from .checkpoints import write_whole
 
-__all__ = ["write_record"]
+__all__ = ["write_cause", "write_record"]
 
 
-def write_record(
-    live: Path, name: str, record: Mapping[str, Any], *, failure_file: str | None, temporary: str = ".part"
-) -> None:
-    """Write ``live/exit/<name>.json``, and the reason to ``failure_file``, which the platform reads.
+def write_cause(file: str | None, text: str) -> None:
+    """Write ``text`` where the platform looks for the cause of a failure. For an empty text, remove the file."""
+    if file is None:
+        return
+    with contextlib.suppress(OSError):
+        if text:
+            Path(file).write_bytes(text.encode("utf-8", "replace"))
+        else:
+            os.remove(file)
+
+
+def write_record(live: Path, name: str, record: Mapping[str, Any], *, temporary: str = ".part") -> None:
+    """Write ``live/exit/<name>.json``.
 
     A node may write its record twice. So the record's name ends in ``temporary`` until it is whole. A reader sees the
     old record or the new one. A disk that fails is only reported.
@@ -29,7 +40,5 @@ def write_record(
             write_whole(path, data, temporary=temporary)
         except OSError:  # a mount that cannot rename
             write_whole(path, data, temporary="")
-        if failure_file and record["failure"]:
-            Path(failure_file).write_bytes(record["reason"].encode("utf-8", "replace"))
     except OSError as exc:
         sys.stderr.write(f"cloudtrain: cannot write the exit record: {exc}\n")

@@ -57,6 +57,11 @@ class Timings:
     """Longest wait of the others for node 0's last message, after a failure."""
     last_uploads: float = 60.0
     """Longest time in which a node uploads its last files itself, if the platform does not sync."""
+    record: float = 40.0
+    """Longest wait for a store that takes the last lines and the exit record: a mount may hang. With `mirror_failed` it
+    is less than `peers`."""
+    record_least: float = 2.0
+    """The same after a notice whose grace is over, or while the store hangs."""
     notice_look: float = 1.0
     """Between two questions for a notice: Azure gives 30 s from the notice to the end."""
     notice_seldom: float = 60.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import venv
@@ -37,10 +39,13 @@ __all__ = ["Workspace"]
 
 
 class Workspace:
-    """The folders of a node in scratch, made before the first rank. Raises `CloudtrainError` on any failure."""
+    """The folders of a node in scratch, made before the first rank. Raises `CloudtrainError` on any failure.
 
-    def __init__(self, *, context: Mapping[str, Any], site: NodeEnvironment, log: LogWriter) -> None:
-        self.context, self._site, self._log = context, site, log
+    ``wait`` returns once its argument is true, or sooner if the node must leave.
+    """
+
+    def __init__(self, *, context: Mapping[str, Any], site: NodeEnvironment, log: LogWriter, wait: gpus.Wait) -> None:
+        self.context, self._site, self._log, self._wait = context, site, log, wait
         self.node, self.nodes = site.topology.node_rank, site.topology.nodes
         self.folder = scratch_folder(site.scratch, f"{context['run_id']}-n{self.node}-")
         self.checkpoints, self.artifacts = self.folder / "checkpoints", self.folder / "artifacts"
@@ -78,17 +83,17 @@ class Workspace:
         self._package = Path(sys.argv[0]).resolve()
         self._worker.write_bytes(_source_of("worker.py"))
 
-    def gpu_trouble(self, wait: gpus.Wait) -> tuple[str, str] | None:
+    def gpu_trouble(self) -> tuple[str, str] | None:
         """Return the reason why no rank can use this node's GPUs, and its failure category; None if ranks may.
 
         A node that is no container shares its machine's GPUs, which its job need not want. A command need not use
-        PyTorch. ``wait`` is that of `gpus.trouble`.
+        PyTorch.
         """
         if not gpus.count() or self._site.groups_file or self.context["launcher"] == "command":
             return None
         needed = self.context["launcher"] == "torchrun"  # a script of JAX may load its data with a PyTorch for CPUs
         environ = self._environ()
-        return gpus.trouble(self._python, environ, folder=self._home, say=self._log.say, wait=wait, needed=needed)
+        return gpus.trouble(self._python, environ, folder=self._home, say=self._log.say, wait=self._wait, needed=needed)
 
     def _environ(self) -> dict[str, str]:
         """Return the node's environment with the platform's and the job's variables."""
@@ -145,17 +150,27 @@ class Workspace:
         # In a virtual environment, "system" would be the Python below it: name our own folders.
         (packages / "cloudtrain.pth").write_text("".join(f"{path}\n" for path in sys.path if "-packages" in path))
         command = [self._python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-        done = subprocess.run(
-            [*command, "-r", str(requirements)],
-            cwd=self.code,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        if done.returncode:
-            last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
+        with open(self.folder / "pip.log", "w+", encoding="utf-8", errors="replace") as output:
+            with launch.without_sigterm():  # a platform may signal every process of a node
+                pip = subprocess.Popen(
+                    [*command, "-r", str(requirements)],
+                    cwd=self.code,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            self.note_group(pip.pid)
+            self._wait(lambda: pip.poll() is not None)
+            if pip.poll() is None:  # a notice came, or another node failed
+                with contextlib.suppress(OSError):
+                    os.killpg(pip.pid, signal.SIGKILL)
+                pip.wait()
+                return
+            output.seek(0)
+            lines = output.read().splitlines()
+        if pip.returncode:
+            last = next((line for line in reversed(lines) if line.strip()), "no output")
             raise SpecError(f"pip install -r {requirements.name} failed: {last.strip()}", field="source.requirements")
 
     def has_metrics(self) -> bool:

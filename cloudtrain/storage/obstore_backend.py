@@ -27,7 +27,7 @@ from .local_disk import disk_errors, write_back
 from .obstore_config import SDKS, ObstoreConfig, find_access
 from .timings import CLIENT_TIMINGS
 
-__all__ = ["ObstoreMover", "OtherRegionError", "TooLargeError"]
+__all__ = ["ObstoreMover", "OtherRegionError"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,7 +44,6 @@ TRIES = 7
 _STATUS = re.compile(r"status code: (\d{3})[^:]*:?\s*(?P<body>.*)", re.DOTALL)
 _OS_WORDS = re.compile(r'message: "([^"]+)"')
 _ELSEWHERE = ("Received redirect", "AuthorizationHeaderMalformed")
-_TOO_LARGE = "copy source is larger"
 #: Failures that no other try can change, by obstore's message: the reason, and the way out.
 _FINAL = {
     "non-partial response": ("the server does not answer ranges as such", ""),
@@ -77,10 +76,6 @@ class _FinalError(Exception):
 
 class OtherRegionError(_FinalError):
     """A bucket in another region than the configured one."""
-
-
-class TooLargeError(StorageError):
-    """An object that is too large for one copy on the server."""
 
 
 class _Refusal(Exception):
@@ -561,8 +556,6 @@ def _refusal(exc: Exception, unsigned: Exception | None) -> Exception:
     if any(words in whole for words in _ELSEWHERE):
         hint = "set AWS_DEFAULT_REGION, or the setting region of your provider"
         return OtherRegionError("the bucket is in another region", hint)
-    if _TOO_LARGE in whole:
-        return TooLargeError("the object is too large for one copy on the server")
     if final := next((final for words, final in _FINAL.items() if words in whole), None):
         return _FinalError(*final)
     if found is not None:

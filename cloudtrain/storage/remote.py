@@ -21,7 +21,7 @@ from .errors import Retries, TransientError, classify, translate
 from .files import PIECE, Entry, Files, Loaded, Names, Progress, Storage, TransferOptions
 from .fsspec_backend import FsspecMover
 from .local_disk import check_promise, disk_errors, make_durable, parts_of, put, temp_file, verify
-from .obstore_backend import ObstoreMover, OtherRegionError, TooLargeError
+from .obstore_backend import ObstoreMover, OtherRegionError
 from .obstore_config import SDKS
 from .timings import CLIENT_TIMINGS
 
@@ -34,6 +34,8 @@ OBSTORE = frozenset(SDKS)
 AHEAD = 3
 SMALL = 1 << 20
 """Bytes of a file that passes through memory and is written by one call."""
+COPY_BYTES = 5 << 30
+"""Most bytes of one copy on the server (Amazon S3 User Guide, "Copying, moving, and renaming objects")."""
 #: Back ends whose copy on the server may still be running when the call returns.
 _LAZY_COPY = frozenset({"abfs", "abfss", "az"})
 
@@ -398,11 +400,17 @@ class RemoteFiles(Files):
 
     def copy(self, source: str, target: str) -> None:
         parts_of(target)
+        refused: StorageError | None = None
         if self.copies:
-            with contextlib.suppress(TooLargeError):
+            try:
                 self._call(source, lambda mover: mover.copy(source, target))
+            except StorageError as exc:
+                refused = exc
+            else:
                 return
         size = self.size(source)
+        if refused is not None and (size is None or size <= COPY_BYTES):
+            raise refused
         if size is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self._url}/{source}")
         if size < 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -154,3 +155,23 @@ def test_a_script_without_a_handler_loses_an_interval_at_most(
     least = settled(starts["0.0"], {"0", "1", "2", "3"}, noticed_at + GRACE_SECONDS - 1.0)
     assert starts["0.1"].first["0"] >= least >= 60
     jobs.gone()
+
+
+def test_a_notice_while_requirements_are_installed(jobs: Jobs) -> None:
+    """pip waits for an index that never answers. Its end would come after any platform's grace."""
+    jobs.write("train.py", "print('never')")
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        url = f"http://127.0.0.1:{index.getsockname()[1]}/simple"
+        jobs.write("requirements.txt", f"--index-url {url}\nsomething\n")
+        run = jobs.detach("train.py", "--requirements", "requirements.txt", "--nodes", "2")
+        for number in (0, 1):
+            jobs.wait_for(lambda number=number: jobs.pid_of(" -m pip install ", number))
+        began = time.monotonic()
+        os.kill(jobs.node(1), signal.SIGTERM)
+        jobs.wait_for(lambda: run.status().attempts[0].reason)
+        assert time.monotonic() - began < 20
+        assert run.status().attempts[0].category == "preempted"
+        jobs.wait_for(lambda: jobs.pid_of(" -m pip install "))
+        run.cancel()
+        jobs.gone(20)
+        assert run.status().state == "cancelled"

@@ -69,6 +69,20 @@ def test_a_preempted_run_resumes_bit_for_bit(trainings: Trainings, tmp_path: Pat
     assert resumed.notes("step-72")["best"] == uninterrupted.notes("step-72")["best"]
 
 
+@pytest.mark.parametrize("script", ["fsdp.py", "ddp.py"])
+def test_a_notice_at_the_end_of_an_epoch_costs_no_validation(trainings: Trainings, tmp_path: Path, script: str) -> None:
+    """Otherwise no later start validates that epoch, and the best model may be another."""
+    flags = (*ODD, "--epochs", "2", "--save-every", "5")
+    whole = trainings.run(tmp_path / "whole", script, *flags)
+    stopped = trainings.start(tmp_path / "stopped", script, *flags, "--resume", str(whole.checkpoint("step-5")))
+    stopped.preempt_file.touch()
+    assert stopped.finish().out.splitlines()[-1] == "preempted at step 6 of 12, saved"
+    rows = {row["step"]: row.get("val_loss") for row in whole.metrics()}
+    assert {row["step"]: row.get("val_loss") for row in stopped.metrics()} == {6: rows[6]}
+    assert rows[6] is not None
+    assert stopped.notes("step-6").get("best") == whole.notes("step-6").get("best")
+
+
 def steps_of(run: Quick, name: str, parameter: str) -> float:
     """Return how many gradients of a parameter AdamW has counted in a checkpoint."""
     return float(run.adam(name)[parameter]["step"])

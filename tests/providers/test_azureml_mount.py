@@ -217,7 +217,7 @@ def test_files_of_a_node_reach_the_store_and_can_be_deleted(azure_url: str, prox
         log.begin("0.0", live / "logs/0.0/node-0")
         log.say("hello")
         log.flush()
-        write_record(live, "0.0-node-0", {"failure": None, "reason": ""}, failure_file=None)
+        write_record(live, "0.0-node-0", {"failure": None, "reason": ""})
     names = set(store.files.entries("runs/dead"))
     assert names == {
         "runs/dead/live/checkpoints/step-1/0.0-1/node-0/weights",

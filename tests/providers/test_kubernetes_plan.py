@@ -66,6 +66,13 @@ def test_one_node_is_a_job_alone_and_two_have_a_service() -> None:
     assert request.operation == "kubectl create -n team -f -"
 
 
+@pytest.mark.parametrize(("gpu", "arch"), [("GB200:4", ["arm64"]), ("B200:8", [])])
+def test_a_gpu_beside_an_arm_cpu_accepts_the_taint_of_arm_nodes(gpu: str, arch: list[str]) -> None:
+    """Otherwise no such node on GKE takes the pods."""
+    found = [item for item in pod_of(planned(gpu=(gpu,)))["tolerations"] if item["key"] == "kubernetes.io/arch"]
+    assert [item["value"] for item in found] == arch
+
+
 @pytest.mark.parametrize("run_id", ["r", "a" * 40, "20261126-235959-train-abcd"])
 def test_names_fit_into_those_of_pods(run_id: str) -> None:
     request = planned(at=layout(run_id=run_id), attempt=12, instance_count=4096)

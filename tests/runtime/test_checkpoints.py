@@ -539,7 +539,7 @@ def workspace(scratch: Path) -> Workspace:
     scratch.mkdir(parents=True, exist_ok=True)
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
     site = NodeEnvironment(topology=topology, paths={}, scratch=[str(scratch)])
-    return Workspace(context={"run_id": "r", "checkpoint_paths": []}, site=site, log=LogWriter(node=0))
+    return Workspace(context={"run_id": "r", "checkpoint_paths": []}, site=site, log=LogWriter(node=0), wait=print)
 
 
 def resuming(live: Path, *saved: str) -> Resume:

@@ -284,7 +284,7 @@ def workspace(tmp_path: Path, *, url: str = "", shown: str = "direct", **site: A
     context = {"run_id": "r", "env": {}, "secrets": {"TOKEN": "env:TOKEN"}, "checkpoint_url": url, "provider": "p"}
     paths = {shown: str(tmp_path / "store")}
     place = NodeEnvironment(topology=topology, paths=paths, scratch=[str(tmp_path)], **site)
-    return Workspace(context=context, site=place, log=LogWriter(node=0))
+    return Workspace(context=context, site=place, log=LogWriter(node=0), wait=print)
 
 
 def test_a_workspace_looks_where_its_store_is_mounted(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_the_ranks_get_the_compatibility_libraries_and_the_log_says_so(
     log = LogWriter(node=0)
     log.begin("0.0", None)
     context = {"run_id": "r", "env": env, "launcher": "torchrun", "processes": 1, "debug_nccl": False}
-    space = Workspace(context=context, site=site, log=log)
+    space = Workspace(context=context, site=site, log=log, wait=print)
     environ = environment_of(
         space.context, topology, base={}, export=space._export, own={}, secrets={}, values={"run_id": "r"},
         home=str(machine), dumps=machine, cpus=1,

@@ -161,6 +161,17 @@ def test_a_megabyte_in_one_message(ends: Callable[..., End]) -> None:
     assert len(head.get("big", 30)[1]["text"]) == 1 << 20
 
 
+def test_a_part_of_a_checkpoint_may_have_half_a_million_files(ends: Callable[..., End]) -> None:
+    """Node 0 would wait for this message until the end of the run, and the run would fail without its checkpoint."""
+    head, peer = ends(0), ends(1)
+    head.get("hello")
+    peer.get("hello")
+    files = {f"node-1/step-1/images/{number:07}.png": {"size": 1000, "sha256": "0" * 64} for number in range(500_000)}
+    peer.link.send(0, {"t": "copied", "files": files})
+    assert head.get("copied", 60)[1]["files"] == files
+    assert (head.link.connected(), peer.link.connected()) == ({1}, {0})
+
+
 def test_senders_in_many_threads_do_not_mix(ends: Callable[..., End]) -> None:
     head, peer = ends(0), ends(1)
     head.get("hello")

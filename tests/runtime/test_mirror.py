@@ -1176,6 +1176,20 @@ def test_a_clock_that_is_set_back_costs_no_checkpoint(cluster: Callable[..., Clu
     assert "step-2/0.0-2" in run.names()
 
 
+def test_a_checkpoint_after_the_clock_was_set_back_is_the_newest(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, real = cluster(1), time.time
+    run.write(0, "step-1")
+    run.until(run.complete)
+    for number, back in ((2, 3600.0), (3, 0.0), (4, 5400.0)):
+        monkeypatch.setattr(time, "time", lambda back=back: real() - back)
+        os.utime(run.write(0, f".step-{number}"), (time.time(), time.time()))
+        (run.ck(0) / f".step-{number}").rename(run.ck(0) / f"step-{number}")
+        run.until(lambda: len(run.complete()) == number)  # noqa: B023
+    assert [item.name for item in run.complete()] == ["step-1", "step-2", "step-3", "step-4"]
+
+
 def test_a_time_in_the_future_keeps_nothing_from_being_finished(cluster: Callable[..., Cluster]) -> None:
     run = cluster(1)
     tomorrow = time.time() + 86_400

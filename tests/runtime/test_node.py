@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import slowfs
+from disks import slow_disk
 
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import node, notices
@@ -186,6 +188,36 @@ def test_a_reason_that_is_no_text_reaches_the_platform_too(head: Node, tmp_path:
     head._fail(failed)
     assert head._conclude() == "failed"
     assert (tmp_path / "failure").read_text() == "rank 0 on node 0 raised ValueError: caf?.txt"
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_store_that_hangs_does_not_keep_the_node(
+    head: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], noticed: bool
+) -> None:
+    """Its mount takes no write for minutes. The machine costs money until the node ends."""
+    monkeypatch.setattr(TIMINGS, "record", 1.0)
+    head.nodes, head.live = 1, tmp_path / "place" / "live"
+    head.site = replace(head.site, attempt="0.0", failure_file=str(tmp_path / "failure"), stop_grace=4.0)
+    record = tmp_path / "behind" / "live" / "exit" / "0.0-node-0.json"
+    with slow_disk(tmp_path / "behind", tmp_path / "place"):
+        head._begin("0.0")
+        (tmp_path / "behind" / slowfs.HANGS).touch()
+        head.log.say("the last line")
+        time.sleep(6)  # until the thread of the log hangs
+        began = time.monotonic()
+        if noticed:
+            head._handle(0, {"t": "signal", "number": signal.SIGTERM, "at": began})
+        else:
+            head._fail(Failure(kind="error", node=0, rank=0, time_ns=1, exception="ValueError: x", code=1))
+        monkeypatch.setattr(head, "_prepare_and_join", lambda: None)
+        assert head.run() == head.site.exit_code["preempted" if noticed else "failed"]
+        assert time.monotonic() - began < 8
+        assert "the exit record may be missing" in capfd.readouterr().out
+        assert not record.exists()
+        (tmp_path / "behind" / slowfs.HANGS).unlink()
+        head._recorder.shutdown()  # all comes in the right order once the store answers
+        assert json.loads(record.read_text())["outcome"] == ("preempted" if noticed else "failed")
+    assert noticed or (tmp_path / "failure").read_text() == "rank 0 on node 0 raised ValueError: x"
 
 
 def test_a_consequence_of_a_node_that_says_nothing_more_is_that_node_lost(

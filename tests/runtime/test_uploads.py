@@ -480,7 +480,7 @@ def test_the_agent_sees_no_half_of_a_log_segment_or_a_record(tmp_path: Path, wri
     log.say("hello")
     log.flush()
     Start(tmp_path, "0.0", started=5.0, temporary=".part.x-ignore").begin(resumed="", saved=None)
-    write_record(tmp_path, "0.0-node-0", {}, failure_file=None, temporary=".part.x-ignore")
+    write_record(tmp_path, "0.0-node-0", {}, temporary=".part.x-ignore")
     ours = [".000000001.log.part.x-ignore", ".0.0.json.part.x-ignore", ".0.0-node-0.json.part.x-ignore"]
     assert writes == ours
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["0.0-node-0.json", "0.0.json", "000000001.log"]
@@ -495,7 +495,7 @@ def test_where_a_folder_cannot_rename_files_are_written_in_place(
     monkeypatch.setattr("cloudtrain.runtime.checkpoints.os.replace", no_rename)
     write_whole(tmp_path / "new" / "commit.json", b"{}", temporary=".part.x-ignore")
     assert [(path.name, path.read_bytes()) for path in (tmp_path / "new").iterdir()] == [("commit.json", b"{}")]
-    write_record(tmp_path, "0.0-node-0", {"outcome": "failed"}, failure_file=None)
+    write_record(tmp_path, "0.0-node-0", {"outcome": "failed"})
     assert [path.name for path in (tmp_path / "exit").iterdir()] == ["0.0-node-0.json"]
     assert json.loads((tmp_path / "exit/0.0-node-0.json").read_bytes())["outcome"] == "failed"
 
@@ -603,7 +603,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_archive(
         paths={"live": str(live)},
         scratch=(str(tmp_path),),
     )
-    space = Workspace(context={"run_id": "r", "checkpoint_paths": []}, site=site, log=LogWriter(node=0))
+    space = Workspace(context={"run_id": "r", "checkpoint_paths": []}, site=site, log=LogWriter(node=0), wait=print)
     tried = []
     for name, _, message in resume.candidates():
         why, damaged = resume.restore(message, space)

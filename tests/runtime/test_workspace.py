@@ -25,7 +25,7 @@ def space(tmp_path: Path) -> Workspace:
 def workspace(scratch: Path, **more: Any) -> Workspace:
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
     site = NodeEnvironment(topology=topology, paths={}, scratch=[str(scratch)], **more)
-    made = Workspace(context={"run_id": "r"}, site=site, log=LogWriter(node=0))
+    made = Workspace(context={"run_id": "r"}, site=site, log=LogWriter(node=0), wait=print)
     made.artifacts.mkdir()
     return made
 
@@ -122,7 +122,7 @@ def known(tmp_path: Path, capfd: pytest.CaptureFixture[str], *, made: str = "") 
     )
     log = LogWriter(node=0)
     log.begin("0.0", tmp_path / "logs")
-    space = Workspace(context={"run_id": "r", "code_digest": "", "inputs": {}}, site=site, log=log)
+    space = Workspace(context={"run_id": "r", "code_digest": "", "inputs": {}}, site=site, log=log, wait=print)
     with pytest.raises(StorageError):  # there is no code: only the steps before it count here
         space.fill()
     return folder, space, capfd.readouterr().out
@@ -144,7 +144,7 @@ def test_what_the_provider_notes_is_said_first(tmp_path: Path, capfd: pytest.Cap
     log = LogWriter(node=0)
     log.begin("0.0", tmp_path / "logs")
     with pytest.raises(StorageError):
-        Workspace(context={"run_id": "r", "code_digest": "", "inputs": {}}, site=site, log=log).fill()
+        Workspace(context={"run_id": "r", "code_digest": "", "inputs": {}}, site=site, log=log, wait=print).fill()
     assert capfd.readouterr().out == "[a0.0 n0 r- #1] cloudtrain: a note\n"
 
 
@@ -173,7 +173,7 @@ def test_checkpoints_are_no_artifacts_too(
     site = NodeEnvironment(topology=topology, paths={}, scratch=[str(tmp_path)], folders={"outputs": "artifacts"})
     log = LogWriter(node=0)
     log.begin("0.0", tmp_path / "logs")
-    space = Workspace(context={"run_id": "r", "checkpoint_paths": [pattern]}, site=site, log=log)
+    space = Workspace(context={"run_id": "r", "checkpoint_paths": [pattern]}, site=site, log=log, wait=print)
     space.artifacts.mkdir()
     put(space.code / "train.py")
     space._lead_folders(below_code=True)

@@ -141,6 +141,8 @@ def tolerations(settings: Settings, gpu: Gpu | None, spot: bool) -> list[dict[st
     ]
     if gpu is not None:
         found.append({"key": settings.gpu_resource, "operator": "Exists", "effect": "NoSchedule"})
+    if gpu is not None and gpu.name.startswith(("GB", "GH")):  # beside an Arm CPU: GKE taints such nodes
+        found.append({"key": "kubernetes.io/arch", "operator": "Equal", "value": "arm64", "effect": "NoSchedule"})
     taint = SPOT[settings.spot][1] if spot and settings.spot else None
     if taint is not None:
         found.append({**taint, "operator": "Equal", "effect": "NoSchedule"})
