@@ -181,7 +181,7 @@ def main() -> None:
     batch, share, per_epoch = args.global_batch, args.global_batch // world, len(train) // max(1, args.global_batch)
     micro, steps = args.micro_batch or share or 1, min(args.epochs * per_epoch, args.max_steps)
     need(not gpus or local < gpus, f"no GPU for local rank {local}: this node has {gpus}; start one process per GPU")
-    need(args.replicate > 0 and world % args.replicate == 0, f"--replicate {args.replicate} does not divide {world} processes")
+    need(args.replicate > 0 and world % args.replicate == 0, f"--replicate {args.replicate} must divide {world} ranks")
     even = 0 < batch <= len(train) and micro > 0 and batch % (world * micro) == 0
     need(even, f"--global-batch {batch} of {len(train)} does not split over {world} processes, passes of {micro} each")
     need(len(validation) > 0 and len(test) > 0, "nothing is held out to validate or to test")

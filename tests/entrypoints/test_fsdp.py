@@ -240,7 +240,7 @@ REFUSALS = {
     "no data named": ([], {}, "gpt.py: --train '' is not a text"),
     "heads": ([*GPT, "--heads", "7"], {}, "gpt.py: --width 64 is not a multiple of --heads 7"),
     "three processes": ([*GPT], {"WORLD_SIZE": "3"}, "--global-batch 32 of 6565 does not split over 3 processes"),
-    "copies": ([*GPT, "--replicate", "2"], {}, "fsdp.py: --replicate 2 does not divide 1 processes"),
+    "copies": ([*GPT, "--replicate", "2"], {}, "fsdp.py: --replicate 2 must divide 1 ranks"),
     "nothing held out": ([*ODD, "--held-out", "0"], {}, "fsdp.py: nothing is held out"),
     "a trace of nothing": ([*GPT, "--profile", "10-13"], {}, "fsdp.py: --profile '10-13' is not two steps"),
     "a trace of what never comes": ([*GPT, "--profile", "3:9", "--max-steps", "4"], {}, "fsdp.py: --profile '3:9'"),
