@@ -516,11 +516,11 @@ def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tup
         pause = min(2 * pause, TIMINGS.mount_pauses[1])
     if grave:
         hint = f"to resume from checkpoint {states[-1].name}, rename that folder" if states else ""
-        raise StorageError(f"cannot read {grave[0]}: {reason_of(unread[grave[0]])}", hint=hint)
+        raise StorageError(f"cannot read {grave[0]}: {describe_fault(unread[grave[0]])}", hint=hint)
     if say is not None:
         others = [(folder, f"is not complete ({missing})") for folder, missing in half.items()]
         others += [(folder, f"is not complete (no {COMMIT})") for folder in uncommitted(root, marks=marks)]
-        others += [(folder, f"cannot be read ({reason_of(why)})") for folder, why in unread.items()]
+        others += [(folder, f"cannot be read ({describe_fault(why)})") for folder, why in unread.items()]
         for folder, state in others:
             say(f"checkpoint {folder.parent.name}/{folder.name} {state}; skipped")
     return found
@@ -614,7 +614,7 @@ def _size(path: Path) -> int:
         return -1
 
 
-def reason_of(exc: OSError) -> str:
+def describe_fault(exc: OSError) -> str:
     """Return the error and its short name: ``Input/output error (EIO)``."""
     return f"{exc.strerror} ({errno.errorcode.get(exc.errno or 0, exc.errno)})"
 
