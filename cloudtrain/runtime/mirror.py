@@ -286,7 +286,8 @@ class Mirror:
         self._look_for_life(entries.values())
         for entry in entries.values():
             if entry.fault is not None:
-                self.trouble = f"cannot read {entry.fault.filename or entry.path}: {checkpoints.describe_fault(entry.fault)}"
+                why = checkpoints.describe_fault(entry.fault)
+                self.trouble = f"cannot read {entry.fault.filename or entry.path}: {why}"
                 self._complain(self.trouble)
         self._tell_pointers()
         fresh = [entry for entry in entries.values() if not self._finished.is_done(entry)]
