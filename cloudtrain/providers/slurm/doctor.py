@@ -23,12 +23,8 @@ __all__ = ["checks"]
 
 _SHOWN = ("KillWait", "MinJobAge", "PreemptMode", "PreemptType", "JobRequeue", "EnforcePartLimits", "SlurmdTimeout")
 """Values of ``scontrol show config`` that decide what a preempted or lost job has."""
-_TOOLS = (
-    "sbatch --version; sacct -X -S now >/dev/null 2>&1 && echo sacct answers || echo no sacct; scontrol show config"
-)
-_FOLDER = (
-    'while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done; [ ! -w "$folder" ] || stat -f -c %T "$folder"'
-)
+_TOOLS = "sbatch --version; sacct -X -S now &>/dev/null && echo sacct answers || echo no sacct; scontrol show config"
+_FOLDER = 'while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done; [ ! -w "$folder" ] || stat -fc %T "$folder"'
 _RUNTIMES = {"pyxis": "srun --help | grep -e --container-image || true", "apptainer": "apptainer --version || true"}
 
 

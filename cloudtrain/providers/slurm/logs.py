@@ -17,13 +17,11 @@ __all__ = ["page"]
 PAGE_BYTES = 1 << 20
 """Most bytes of one file in a page."""
 _READ = r"""
-[ -d "$base" ] || exit 66
-cd "$base" || exit 66
+cd "$base" 2>/dev/null || exit 66
 for file in node-*.log batch.log; do
     [ -f "$file" ] || continue
     at="$file=0 $cursor"; at=${at##*"$file="}; at=${at%% *}
-    size=$(stat -c %s "$file")
-    length=$((size - at)); [ "$length" -lt "$most" ] || length=$most
+    length=$(($(stat -c %s "$file") - at)); [ "$length" -lt "$most" ] || length=$most
     [ "$length" -gt 0 ] || continue
     echo "file $file $length"
     tail -c "+$((at + 1))" "$file" | head -c "$length"
@@ -38,8 +36,7 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
     known = " ".join(f"{name}={at}" for name, at in offsets.items())
     given = {"base": job_of(native_id)[1], "cursor": known, "most": str(PAGE_BYTES)}
     data = account.cluster.run(_READ, what="read the log", **given)
-    lines: list[LogLine] = []
-    more = False
+    lines, more = list[LogLine](), False
     while data:
         head, _, data = data.partition(b"\n")
         match = re.fullmatch(rb"file ((?:node-(\d+)|batch)\.log) (\d+)", head)
