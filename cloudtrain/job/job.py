@@ -161,7 +161,7 @@ class Source:
     """The code: a folder with the script, and further folders that cloudtrain sends to the nodes."""
 
     path: str | None = item(
-        PATH, "folder with the code; default: the current folder if the script is in it, else the script's folder"
+        PATH, "folder with the code; default: the current folder if it has the script, or the script's folder"
     )
     entry_point: str = item(fields.Kind(_entry_point, TEXT.schema), "script to run: train.py, '-m pkg.mod' or x.sh", "")
     dependencies: tuple[str, ...] = item(fields.PATHS, "further local folders to send next to the code", ())
@@ -219,7 +219,7 @@ class Resources:
         fields.SIZE, "memory of each GPU, such as '8GB', if HAMi shares the GPUs; default: all"
     )
     nproc_per_node: int | None = item(
-        whole(1, 1024), "number of ranks on each node; default: its number of GPUs, else 1"
+        whole(1, 1024), "number of ranks on each node; default: its number of GPUs, or 1 without GPUs"
     )
     cpus: int | None = item(whole(1, 10**4), "minimum number of CPU cores of each node")
     memory_gb: int | None = item(whole(1, 10**6), "minimum memory of each node, in GB")
