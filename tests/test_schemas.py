@@ -154,6 +154,35 @@ def _strict(schema: dict[str, Any]) -> bool:
     return "additionalProperties" in schema
 
 
+@for_each("name", [*schemas.names(), schemas.SHARED, *schemas.WRITTEN])
+def test_each_field_has_a_description_that_names_its_value(name: str) -> None:
+    """An editor shows this text alone, or that of the definition to which the field refers."""
+    fields = dict(_fields(json.loads(schemas.path(name).read_text()), name))
+    # The pages of the providers describe their own settings.
+    bare = [where for where, field in fields.items() if not {"description", "$ref"} & field.keys()]
+    assert [where for where in bare if not where.startswith("settings.profile")] == []
+    fragments = ("of", "that", "what", "who", "whose", "where", "how", "why", "whether", "by", "from", "its", "it")
+    texts = {where: field.get("description", "") for where, field in fields.items()}
+    assert {
+        where: text for where, text in texts.items() if text.lower().startswith(tuple(f"{w} " for w in fragments))
+    } == {}
+
+
+def _fields(schema: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each field and definition with its path, at every depth."""
+    if isinstance(schema, dict):
+        for key, item in schema.items():
+            named = key in ("properties", "$defs")
+            if named:
+                yield from ((f"{where}.{field}", spec) for field, spec in item.items())
+            for inner, spec in item.items() if named else [("", item)]:
+                if key not in ("if", "then", "else"):
+                    yield from _fields(spec, f"{where}.{inner}" if inner else where)
+    elif isinstance(schema, list):
+        for number, item in enumerate(schema):
+            yield from _fields(item, f"{where}[{number}]")
+
+
 def test_the_files_refer_to_each_other_as_files(tmp_path: Path) -> None:
     """A tool that has the path of one, and knows nothing else, finds the others."""
     error = {"error": "x: no", "field": "x", "hint": "", "exit_code": 2}

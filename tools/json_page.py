@@ -9,25 +9,22 @@ from typing import Any
 
 from cloudtrain import schemas
 
-HEAD = """# What `--json` prints
+HEAD = """# Output of `--json`
 
-`tools/json_page.py` makes this page from the schemas in `cloudtrain/schemas/` (JSON Schema, draft 2020-12). A test
-fails if the page is stale.
+Use this page to read the output of `--json` in a script. With `--json`, a command prints exactly one JSON object on
+stdout. All messages go to stderr.
 
-With `--json`, stdout has exactly one JSON object, and all messages go to stderr:
+- The object is on one line. On a terminal it is indented. Its fields have the order of the tables below.
+- `logs` prints one object for each line of the log.
+- For several runs, `status`, `pull`, `report` and `cancel` print one object. Its field `runs` has an object for each
+  run.
+- A command that fails or is interrupted prints an [error](#error) instead. An object with a `state` describes a run. An
+  object without one has the cause in `error`.
+- If `logs` fails after some lines, the error is the last line.
+- `submit`, `rehearse` and `wait` print the outcome of the run with every exit code ([exit-codes.md](exit-codes.md)).
 
-- The object is on one line, or indented on a terminal. Its fields have the order of the tables below.
-- `logs` prints one object a line.
-- For several runs `status`, `pull`, `report` and `cancel` print one object. Its `runs` are the objects of the runs.
-- A command that fails or is interrupted prints the [error](#error) instead, so the schema of each verb allows both. An
-  object with a `state` describes a run. Without one, `error` gives the cause.
-- After an error in the middle of `logs`, the error is the last line.
-- `submit`, `rehearse` and `wait` print the outcome of the run with every exit code.
-  [exit-codes.md](exit-codes.md) explains the codes.
-
-The schemas are strict: cloudtrain prints no other field, and omits a field only where its row says so. A later version
-may print more fields. So ignore unknown fields, and check with the schemas of the version that prints. The package has
-one file for each verb, which refers to `defs.schema.json` in the same folder. In Python you get a complete schema:
+The package has a schema for each verb, in the folder `cloudtrain/schemas/` (JSON Schema, draft 2020-12). To print one,
+run `cloudtrain schema status`. The files share the definitions in `defs.schema.json`. In Python, load a schema:
 
 ```python run
 from cloudtrain import schemas
@@ -36,6 +33,12 @@ schema = schemas.load("status")
 assert "status" in schemas.names() and "$defs" in schema
 print(schemas.path("status"))
 ```
+
+The schemas are strict. cloudtrain prints all their fields and no others, except fields with "may be absent" below. A
+later version may print more fields. Let your script ignore unknown fields. To check an output, use the schemas of the
+version that printed it.
+
+`tools/json_page.py` makes this page from the schemas.
 
 """
 
@@ -48,7 +51,7 @@ def main() -> int:
 def page() -> str:
     """Return the page."""
     parts = [HEAD + "## By verb\n"]
-    parts.append("| schema | title | prints |\n| --- | --- | --- |")
+    parts.append("| schema | describes | object |\n| --- | --- | --- |")
     shared = _read(schemas.SHARED)["$defs"]
     sections: dict[str, Mapping[str, Any]] = {}
     for name in schemas.names():
@@ -75,17 +78,15 @@ def _names(name: str, shapes: list[Mapping[str, Any]]) -> Iterator[str]:
 def _section(title: str, schema: Mapping[str, Any]) -> Iterator[str]:
     yield f"## {title}\n"
     text = str(schema.get("description") or schema.get("title") or "")
+    table = schema.get("items", schema)  # of an array, show the fields of its items
+    yield f"{_cased(text)}."
     if "properties" not in schema and "$ref" not in schema:
-        yield f"{_cased(text)}: {_type(schema, title)}." if text else f"{_type(schema, title)}."
-        return
-    if text:
-        yield _cased(text) + ".\n" if not text.endswith(".") else text + "\n"
+        yield f"\nType: {_type(schema, title)}."
     if "$ref" in schema:
-        more = ", and:" if schema.get("properties") else "."
-        yield f"The fields of {_reference(schema['$ref'], title)}{more}\n"
-    if schema.get("properties"):
-        yield "| field | type | meaning |\n| --- | --- | --- |"
-        yield from _rows("", schema, title)
+        yield f"\nThe fields of {_reference(schema['$ref'], title)}{', and:' if table.get('properties') else '.'}"
+    if table.get("properties"):
+        yield "\n| field | type | meaning |\n| --- | --- | --- |"
+        yield from _rows("", table, title)
 
 
 def _rows(before: str, schema: Mapping[str, Any], title: str) -> Iterator[str]:
@@ -109,7 +110,7 @@ def _type(item: Mapping[str, Any], title: str) -> str:
     if "enum" in item:
         return ", ".join(f"`{json.dumps(word)}`" for word in item["enum"])
     types = item["type"] if isinstance(item["type"], list) else [item["type"]]
-    if types == ["array"] and "properties" not in item["items"]:
+    if types == ["array"]:
         return f"array of {_type(item['items'], title)}"
     if isinstance(item.get("additionalProperties"), dict):
         return f"object of {_type(item['additionalProperties'], title)}"

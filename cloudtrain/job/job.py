@@ -161,12 +161,12 @@ class Source:
     """The code: a folder with the script, and further folders that cloudtrain sends to the nodes."""
 
     path: str | None = item(
-        PATH, "folder to ship; default: the current one if the script lies in it, else the script's"
+        PATH, "folder with the code; default: the current folder if it has the script, or the script's folder"
     )
-    entry_point: str = item(fields.Kind(_entry_point, TEXT.schema), "train.py, '-m pkg.mod' or x.sh", "")
-    dependencies: tuple[str, ...] = item(fields.PATHS, "further local folders to ship next to the source", ())
-    requirements: str | None = item(TEXT, "requirements file in the source, installed into scratch on each node")
-    exclude: tuple[str, ...] = item(fields.PATTERNS, "patterns (gitignore syntax) of files not to ship", ())
+    entry_point: str = item(fields.Kind(_entry_point, TEXT.schema), "script to run: train.py, '-m pkg.mod' or x.sh", "")
+    dependencies: tuple[str, ...] = item(fields.PATHS, "further local folders to send next to the code", ())
+    requirements: str | None = item(TEXT, "requirements file in the code; each node installs it")
+    exclude: tuple[str, ...] = item(fields.PATTERNS, "patterns (gitignore syntax) of files not to send", ())
 
     def __post_init__(self) -> None:
         check_fields(self, "source.")
@@ -181,9 +181,9 @@ class Source:
 class Input:
     """A channel's data: a local path or a URL, and how it reaches the node."""
 
-    url: str = item(PATH, "local path, or URL of a file or folder", dataclasses.MISSING)
-    mode: str = item(choice(MODES), "auto, copy or mount", "auto")
-    shard: bool = item(SWITCH, "give each node its own part, where the platform can", False)
+    url: str = item(PATH, "local path or URL of a file or folder", dataclasses.MISSING)
+    mode: str = item(choice(MODES), "access mode of the nodes: auto, copy or mount", "auto")
+    shard: bool = item(SWITCH, "give each node its own part of the files, if the platform can", False)
 
     def __post_init__(self) -> None:
         check_fields(self, "inputs.")
@@ -204,20 +204,28 @@ class Resources:
     """
 
     # The upper bounds are far beyond any machine: a larger number is a mistake.
-    instance_count: int = item(_COUNTS, "number of nodes; 2:4: 4, or fewer where there are no machines", 1)
-    min_instance_count: int | None = item(_COUNT, "fewest nodes of an attempt; instance_count = '2:4' sets both")
-    instance_type: str | None = item(TEXT, "the platform's own name of a machine")
-    gpu: tuple[str, ...] = item(
-        fields.Kind(_gpu, fields.PATTERNS.schema), "NAME[-MEM][:COUNT] a node, in order of preference", ()
+    instance_count: int = item(_COUNTS, "number of nodes; 2:4 means 4, or at least 2 if there are too few machines", 1)
+    min_instance_count: int | None = item(
+        _COUNT, "minimum number of nodes of an attempt; instance_count = '2:4' sets both"
     )
-    total_gpus: int | None = item(whole(1, 4096 * 16), "GPUs of all nodes together; the number of nodes follows")
-    gpu_memory: int | None = item(fields.SIZE, "bytes of each GPU, where HAMi shares them: '8GB'; default: all")
-    nproc_per_node: int | None = item(whole(1, 1024), "ranks a node; default: the GPU count, else 1")
-    cpus: int | None = item(whole(1, 10**4), "CPU cores a node, at least")
-    memory_gb: int | None = item(whole(1, 10**6), "memory a node, at least")
-    disk_gb: int | None = item(whole(1, 10**7), "scratch disk a node")
-    shm_gb: int | None = item(whole(1, 10**6), "size of /dev/shm")
-    spot: bool = item(SWITCH, "preemptible machines", False)
+    instance_type: str | None = item(TEXT, "machine type, by its name on the platform")
+    gpu: tuple[str, ...] = item(
+        fields.Kind(_gpu, fields.PATTERNS.schema), "GPUs of each node, NAME[-MEM][:COUNT], in order of preference", ()
+    )
+    total_gpus: int | None = item(
+        whole(1, 4096 * 16), "number of GPUs of all nodes; cloudtrain derives the number of nodes"
+    )
+    gpu_memory: int | None = item(
+        fields.SIZE, "memory of each GPU, such as '8GB', if HAMi shares the GPUs; default: all"
+    )
+    nproc_per_node: int | None = item(
+        whole(1, 1024), "number of ranks on each node; default: its number of GPUs, or 1 without GPUs"
+    )
+    cpus: int | None = item(whole(1, 10**4), "minimum number of CPU cores of each node")
+    memory_gb: int | None = item(whole(1, 10**6), "minimum memory of each node, in GB")
+    disk_gb: int | None = item(whole(1, 10**7), "scratch disk of each node, in GB")
+    shm_gb: int | None = item(whole(1, 10**6), "size of /dev/shm on each node, in GB")
+    spot: bool = item(SWITCH, "use preemptible (spot) machines", False)
 
     def __post_init__(self) -> None:
         given = self.instance_count
@@ -284,62 +292,74 @@ _LAUNCHER = fields.Kind(choice(LAUNCHERS).check, {"enum": ["", *LAUNCHERS]})
 class Job:
     """A job to run. Equal jobs have an equal `digest`, also after `to_json` and `from_json`."""
 
-    name: str = item(fields.NAME, "name of the job; default: the script's", "")
+    name: str = item(fields.NAME, "name of the job; default: the name of the script", "")
     source: Source = field(default_factory=Source)
-    image: str | None = item(fields.IMAGE, "container image; nothing is installed in it")
+    image: str | None = item(fields.IMAGE, "container image; cloudtrain installs nothing in it")
     launcher: str = item(
-        _LAUNCHER, "torchrun, python (one process a node) or command; default: torchrun, command for .sh", ""
+        _LAUNCHER,
+        "launcher: torchrun, python (one process on each node) or command; default: torchrun, or command for .sh",
+        "",
     )
-    hyperparameters: dict[str, Any] = item(fields.HYPERPARAMETERS, "names and values for the script", {})
-    hyperparameter_style: str = item(choice(STYLES), "flags (--k v), hydra (k=v) or none", "flags")
-    args: tuple[str, ...] = item(fields.RAW_TEXTS, "further arguments of the script, as they are", ())
+    hyperparameters: dict[str, Any] = item(fields.HYPERPARAMETERS, "hyperparameters of the script", {})
+    hyperparameter_style: str = item(
+        choice(STYLES), "form of the hyperparameters: flags (--k v), hydra (k=v) or none", "flags"
+    )
+    args: tuple[str, ...] = item(fields.RAW_TEXTS, "further arguments of the script, unchanged", ())
     env: dict[str, str] = item(fields.ENV, "environment variables of the script", {})
     secrets: dict[str, str] = item(
-        fields.SECRETS, "environment variables by reference: env:NAME, aws:ARN, azure:VAULT/NAME, gcp:RESOURCE", {}
+        fields.SECRETS,
+        "secret environment variables, by reference: env:NAME, aws:ARN, azure:VAULT/NAME, gcp:RESOURCE",
+        {},
     )
-    inputs: dict[str, Input] = item(_INPUTS, "channels: a local path or URL each", {})
+    inputs: dict[str, Input] = item(_INPUTS, "input data by channel: a local path or URL", {})
     resources: Resources = field(default_factory=Resources)
-    max_runtime: int = item(DURATION, "running time, summed over attempts: '12h'", DEFAULT_MAX_RUNTIME)
-    max_wait: int | None = item(DURATION, "longest wait for machines: '2h'")
-    max_cost: float | None = item(fields.AMOUNT_OF_USD, "most US dollars the run may cost")
-    max_gpu_hours: float | None = item(fields.GPU_HOURS, "most hours of GPUs, times their number, over attempts")
-    retries: int = item(whole(0, 100), "further attempts after one that failed", 0)
+    max_runtime: int = item(DURATION, "maximum running time, summed over attempts, such as '12h'", DEFAULT_MAX_RUNTIME)
+    max_wait: int | None = item(DURATION, "maximum wait for machines, such as '2h'")
+    max_cost: float | None = item(fields.AMOUNT_OF_USD, "maximum cost of the run, in US dollars")
+    max_gpu_hours: float | None = item(fields.GPU_HOURS, "maximum number of GPU hours, summed over nodes and attempts")
+    retries: int = item(whole(0, 100), "number of further attempts after a failed one", 0)
     stall_timeout: int = item(
-        fields.DURATION_OR_ZERO, "longest silence before a run counts as failed; 0: never", DEFAULT_STALL_TIMEOUT
+        fields.DURATION_OR_ZERO,
+        "maximum time without a line, metric or checkpoint before the run counts as stalled; 0: no limit",
+        DEFAULT_STALL_TIMEOUT,
     )
-    keep_warm: int | None = item(DURATION, "time for which machines wait, paid for, for the next job: '30m'")
+    keep_warm: int | None = item(
+        DURATION, "time for which the machines wait for the next job, at your cost, such as '30m'"
+    )
     min_gpu_util: str | None = item(
-        fields.MIN_GPU_UTIL, "least use of the busiest GPU, else the run counts as stalled: '5% for 30m'"
+        fields.MIN_GPU_UTIL, "minimum use of the busiest GPU, such as '5% for 30m'; below it, the run counts as stalled"
     )
     node_check: bool = item(SWITCH, "check every node and GPU for about 30 s before each attempt", False)
-    interactive: bool = item(SWITCH, "let cloudtrain shell into nodes of platforms that must know before", False)
-    debug_nccl: bool = item(SWITCH, "log the steps of NCCL and torch.distributed, in many lines", False)
-    resume_from: str | None = item(TEXT, "run, or checkpoint folder, to start from")
+    interactive: bool = item(SWITCH, "allow cloudtrain shell, on platforms that need this before the run starts", False)
+    debug_nccl: bool = item(SWITCH, "log each step of NCCL and torch.distributed, in many lines", False)
+    resume_from: str | None = item(TEXT, "run or checkpoint folder from which to start")
     checkpoint_paths: tuple[str, ...] = item(
-        fields.CHECKPOINT_GLOBS, "globs of further checkpoints below the working folder", ()
+        fields.CHECKPOINT_GLOBS, "glob patterns of further checkpoints below the working folder", ()
     )
     keep_checkpoints: int | None = item(
         whole(0, 10**6),
-        "number of newest complete checkpoints to keep; one with a pointer stays too; 0: all; "
-        "default: 0, or 3 where each restart downloads them all",
+        "number of newest complete checkpoints to keep; one that a pointer names stays too; 0: all; "
+        "default: 0, or 3 if each restart downloads them all",
     )
     metrics: dict[str, str] = item(
-        fields.METRICS, "metrics in the lines that rank 0 prints: a regular expression with one group each", {}
+        fields.METRICS, "metrics in the lines of rank 0, by name: a regular expression with one group", {}
     )
-    outputs: bool = item(SWITCH, "bring back the files that the script writes below its working folder", True)
+    outputs: bool = item(SWITCH, "copy the files that the script writes below its working folder to the store", True)
     max_outputs: int = item(
-        fields.SIZE, "most bytes of these files a node; the largest files are skipped: '10GB'", DEFAULT_MAX_OUTPUTS
+        fields.SIZE,
+        "maximum size of the outputs of each node, such as '10GB'; above it, the largest files are skipped",
+        DEFAULT_MAX_OUTPUTS,
     )
-    webhook: str | None = item(fields.WEBHOOK, "URL to which node 0 posts how each attempt ended")
+    webhook: str | None = item(fields.WEBHOOK, "URL to which node 0 posts the outcome of each attempt")
     webhook_headers: dict[str, str] = item(
-        fields.WEBHOOK_HEADERS, "headers of that post; {secrets.NAME} is the value of a secret of the job", {}
+        fields.WEBHOOK_HEADERS, "headers of the webhook; {secrets.NAME} is the value of a secret of the job", {}
     )
     tags: dict[str, str] = item(fields.TAGS, "labels of the job on the platform", {})
     options: dict[str, dict[str, Any]] = item(
-        fields.JSON_TABLES, "by provider: merged last into the native request, verbatim", {}
+        fields.JSON_TABLES, "fields of the native request, by provider; cloudtrain merges them last and unchanged", {}
     )
     on: dict[str, dict[str, Any]] = item(
-        fields.JSON_TABLES, "by provider: fields of this job that are different there", {}
+        fields.JSON_TABLES, "fields of this job with other values for one provider, by provider", {}
     )
 
     def __post_init__(self) -> None:

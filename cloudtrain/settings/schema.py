@@ -37,10 +37,11 @@ def job_schema() -> Schema:
     tables = {
         table: {
             "type": "object",
+            "description": text,
             "properties": {name: flat[key] for key, (owner, name) in FLAT_FIELDS.items() if owner == table},
             "additionalProperties": False,
         }
-        for table in ("source", "resources")
+        for table, text in (("source", "code of the job"), ("resources", "machines of the job"))
     }
     flat["on"]["additionalProperties"] = {"$ref": "#/$defs/on"}
     return {
@@ -49,7 +50,14 @@ def job_schema() -> Schema:
         "type": "object",
         "properties": {**flat, **tables},
         "additionalProperties": False,
-        "$defs": {"on": {"type": "object", "properties": on, "additionalProperties": False}},
+        "$defs": {
+            "on": {
+                "type": "object",
+                "description": "fields of the job for one provider",
+                "properties": on,
+                "additionalProperties": False,
+            }
+        },
     }
 
 
@@ -75,8 +83,12 @@ def settings_schema() -> Schema:
         "properties": {
             **general,
             **{name: {"$ref": f"#/$defs/profile/properties/{name}"} for name in providers},
-            "profile": {"type": "string", "description": "the profile that counts when none is asked for"},
-            "profiles": {"type": "object", "additionalProperties": {"$ref": "#/$defs/profile"}},
+            "profile": {"type": "string", "description": "profile if the command and the environment name none"},
+            "profiles": {
+                "type": "object",
+                "description": "profiles by name",
+                "additionalProperties": {"$ref": "#/$defs/profile"},
+            },
         },
         "additionalProperties": False,
         "$defs": {"profile": layer},
@@ -123,7 +135,7 @@ def _provider(kind: type[Any]) -> Schema:
         properties[spec.name] = _of(hints[spec.name])
         if text := spec.metadata.get("help"):
             properties[spec.name]["description"] = text
-    properties["store"] = {"type": "string", "description": "of this provider's jobs"}
+    properties["store"] = {"type": "string", "description": "URL of the store for this provider's jobs"}
     if "prices" in properties:
         properties["prices"]["additionalProperties"] = {"type": "number", "exclusiveMinimum": 0}
     return {"type": "object", "properties": properties, "additionalProperties": False}

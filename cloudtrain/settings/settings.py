@@ -95,17 +95,18 @@ class Settings:
     ``origins`` has the source of each: of ``store``, of ``NAME.role``; ``file`` is the file read.
     """
 
-    provider: str = field(default="local", metadata={"help": "provider when none is given"})
-    store: str = field(default="./.cloudtrain", metadata={"help": "URL under which code, data and runs live"})
+    provider: str = field(default="local", metadata={"help": "provider if the command names none"})
+    store: str = field(default="./.cloudtrain", metadata={"help": "URL of the store for code, data and runs"})
     fallback: tuple[str, ...] = field(
-        default=(), metadata={"help": "profiles that a job tries next, in order, if there are no machines"}
+        default=(), metadata={"help": "profiles to try next, in order, if there are no machines"}
     )
-    max_code_mb: int = field(default=50, metadata={"help": "largest source that ships, in MiB before compression"})
-    concurrency: int = field(default=8, metadata={"help": "files that move to or from a store at a time, at most 64"})
-    sse: str = field(default="", metadata={"help": "how S3 encrypts what is written: AES256, aws:kms, aws:kms:dsse"})
-    sse_kms_key_id: str = field(default="", metadata={"help": "the key of aws:kms; default: the bucket's"})
+    max_code_mb: int = field(default=50, metadata={"help": "maximum size of the code, in MiB before compression"})
+    concurrency: int = field(default=8, metadata={"help": "number of files to transfer at the same time, at most 64"})
+    sse: str = field(default="", metadata={"help": "encryption of files in S3: AES256, aws:kms or aws:kms:dsse"})
+    sse_kms_key_id: str = field(default="", metadata={"help": "key for aws:kms; default: the key of the bucket"})
     confirm_above_usd: float = field(
-        default=100.0, metadata={"help": "US dollars above which submit asks on a terminal; 0: asks whatever it costs"}
+        default=100.0,
+        metadata={"help": "US dollars above which submit asks on a terminal; 0: it asks for any known cost"},
     )
     budget: str = field(default="", metadata={"help": "budget in the store from which each run reserves its limits"})
     profile: str = ""
