@@ -50,6 +50,7 @@ from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.outcome import iso_time
 from cloudtrain.runs.retry import deliver
 from cloudtrain.runs.run import Run, open_run
+from cloudtrain.storage.files import LocalFiles
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
 from cloudtrain.validate import unix_seconds
@@ -1608,14 +1609,49 @@ def test_a_refusal_after_a_takeover_waits_for_the_request_of_the_last_holder(
     assert unsure.store.refused("r1", 0) is None
 
 
-def test_a_client_that_may_only_read_goes_by_its_own_clock(cut_off: World) -> None:
-    def refuse(key: str, data: bytes) -> None:
-        raise AuthError("read only")
+READ_ONLY = [AuthError("read only"), StorageError("Permission denied")]  # a bucket's, a disk's
 
-    store = cut_off.store
-    store.files.write = refuse  # type: ignore[method-assign]
+
+@pytest.fixture(params=READ_ONLY, ids=["bucket", "disk"])
+def read_only(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[[], None]:
+    """Return a function from whose call on no client can write to a store."""
+
+    def refuse(*given: Any, **named: Any) -> None:
+        raise request.param
+
+    def begin() -> None:
+        for name in ("write", "create", "swap"):
+            monkeypatch.setattr(LocalFiles, name, refuse)
+
+    return begin
+
+
+def test_a_client_that_may_only_read_goes_by_its_own_clock(cut_off: World, read_only: Callable[[], None]) -> None:
     cut_off.write("cancelled.json", {"time": T0})
-    assert store.seconds_since_cancel("r1", T0 + 7) == 7
+    read_only()
+    assert cut_off.store.seconds_since_cancel("r1", T0 + 7) == 7
+    assert cut_off.run().status().state == "pending"
+
+
+def test_a_client_that_may_only_read_sees_a_job_that_is_not_recorded(
+    tmp_path: Path, read_only: Callable[[], None]
+) -> None:
+    world = World(root=tmp_path / "store").recorded().attempt(0, RUNNING, submitted=False)
+    world.platform.accepted[0] = "job-0"
+    read_only()
+    assert world.run().status() == RUNNING
+    assert world.run().result()["native_id"] == "job-0"
+
+
+def test_a_client_with_a_fast_clock_also_waits_for_a_request_on_its_way(tmp_path: Path) -> None:
+    world = World(root=tmp_path / "store", platform=ClientRetried()).recorded().attempt(0, submitted=False)
+    with pytest.raises(KeyboardInterrupt), sending(world.store, "r1", request(0), arrival=1.0, say=print):
+        raise KeyboardInterrupt
+    world.write("cancelled.json", {"time": T0 - 60})
+    run, soon = world.run(), time.time() - 2
+    run.cancel()
+    os.utime(world.folder / "cancelled.json", (soon, soon))
+    assert run.status().state == "pending"
 
 
 def test_a_run_whose_platform_is_silent_can_be_cancelled(world: World) -> None:
