@@ -204,9 +204,11 @@ class Sim:
         if client is not None:
             client.pause(seconds)
 
-    def call(self, what: str, carry_out: Callable[[], T], faults: Sequence[str] = ()) -> tuple[T | None, str]:
+    def call(
+        self, what: str, carry_out: Callable[[], T], faults: Sequence[str] = (), rate: float = 0.0
+    ) -> tuple[T | None, str]:
         """Make one call of the client with the baton. Return its result and its fault. The fault is ``before`` or
-        ``after`` the call's effect, or one of ``faults``, which the caller applies."""
+        ``after`` the call's effect, or one of ``faults``, which the caller applies. ``rate``: 0 for the schedule's."""
         client: Client | None = getattr(self.local, "client", None)
         if client is None:
             return carry_out(), ""
@@ -219,8 +221,8 @@ class Sim:
         held = not self.calm and self.draw.random() < self.slow
         client.pause(self.draw.choice([1.0, 20.0, 70.0, 200.0]) if held else self.draw.choice([0.0, 0.0, 0.05, 0.5]))
         self.count["client held up"] += held
-        rate = self.faulty * (4 if what.startswith(("platform.cancel", "store.create")) else 1)
-        rate = self.faulty * 6 if what.startswith("platform.submit") else rate
+        times = {"platform.cancel": 4, "store.create": 4, "platform.submit": 6}.get(what.split()[0], 1)
+        rate = rate or self.faulty * times
         fault = self.draw.choice(faults) if faults and not self.calm and self.draw.random() < rate else ""
         if fault:
             self.count[f"{what.split()[0]} {fault}"] += 1
@@ -550,6 +552,7 @@ class Provider(ProviderExtras):
     max_wait_by: ClassVar[str] = "client"
     min_poll_s: ClassVar[float] = 5.0
     max_poll_s: ClassVar[float] = 60.0
+    loses = False  # the first answer of each attempt
 
     def __init__(self, sim: Sim | None = None, cloud: Cloud | None = None) -> None:
         self.settings = NoSettings()
@@ -578,20 +581,24 @@ class Provider(ProviderExtras):
         return found  # type: ignore[return-value]
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
-        """Create the job, or find it: a repeated request is never refused."""
+        """Create the job, or find it. A request may be refused while an earlier one without an answer is on its way."""
         key, create = (request.attempt, request.gpu_index), partial(self.cloud.create, request)
         there, coming = key in self.cloud.jobs, key in self.cloud.coming
-        rare = () if coming else ("denied",) if there else ("late", "denied", "refused")
+        rare = ("denied", "refused") if coming else ("denied",) if there else ("late", "denied", "refused")
         client = getattr(self.sim.local, "client", None)
         if client is not None and client.is_cut_off:
             client.dies_at = 0
+        faults, rate = ("before", "after", *rare), 0.0
+        if self.loses and not there:
+            faults, rate = (("denied", "refused"), 0.8) if coming else (("late",), 1.0)
         try:
-            native, fault = self.sim.call(f"platform.submit {request.attempt}", create, ("before", "after", *rare))
+            native, fault = self.sim.call(f"platform.submit {request.attempt}", create, faults, rate)
         except Dead:
             if not (there or coming or self.sim.aborted):
                 self._leave(request)  # it was killed while it sent the request
             raise
-        if fault == "late":
+        self.sim.count["refused while a request arrives"] += coming and fault in ("denied", "refused")
+        if fault == "late" and f"runs/{RUN_ID}/cancelled.json" not in self.cloud.data:  # it may have been held up
             self._leave(request)
         if fault in ("before", "after", "late"):
             raise LostContactError("submit: no answer")
@@ -705,10 +712,12 @@ def plans(folder: Path) -> list[Plan]:
 class Schedule:
     """The seed's plan, clients and platform; `play` runs it and returns its problems.
 
-    ``cuts_off``: its first sender dies while it sends, and a client cancels the run.
+    - ``cuts_off``: its first sender dies while it sends, and a client cancels the run.
+    - ``loses``: the first answer of each attempt is lost. The platform may refuse the next request before the first one
+      is a job.
     """
 
-    def __init__(self, seed: str, known: Sequence[Plan], *, cuts_off: bool = False) -> None:
+    def __init__(self, seed: str, known: Sequence[Plan], *, cuts_off: bool = False, loses: bool = False) -> None:
         self.sim = sim = Sim(seed)
         self.data: dict[str, tuple[bytes, float]] = {}
         self.cloud = Cloud(sim, self.data)
@@ -720,6 +729,7 @@ class Schedule:
             self.data[url.removeprefix(f"{STORE}/")] = (b"staged", BEGAN)
         self.plan = dataclasses.replace(plan, provider=self.provider, store=self.store())
         self.cuts_off = cuts_off or sim.draw.random() < 0.2
+        self.provider.loses = loses or sim.draw.random() < 0.1
         self.results: list[tuple[str, str]] = []
 
     def store(self) -> Store:
@@ -928,7 +938,7 @@ def simulated(schedule: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("retry", "reconcile"):
             patch.setattr(f"cloudtrain.runs.{module}.patiently", patient)
-        for module in ("runs.submit", "store.store", "storage.lease"):
+        for module in ("runs.retry", "runs.submit", "store.store", "storage.lease"):
             patch.setattr(f"cloudtrain.{module}.time", Clock)
         patch.setattr("cloudtrain.runs.handover.time", Clock)
         patch.setattr("cloudtrain.runs.reconcile.FallbackPolicy", timed(sim))
@@ -937,9 +947,9 @@ def simulated(schedule: Any) -> Iterator[None]:
         yield
 
 
-def played(seed: str, known: Sequence[Plan], *, cuts_off: bool = False) -> Schedule:
-    """Play the schedule of ``seed`` to its end and return it."""
-    schedule = Schedule(seed, known, cuts_off=cuts_off)
+def played(seed: str, known: Sequence[Plan], **kind: bool) -> Schedule:
+    """Play the schedule of ``seed`` to its end and return it. ``kind`` are arguments of `Schedule`."""
+    schedule = Schedule(seed, known, **kind)
     with simulated(schedule):
         schedule.play()
     return schedule

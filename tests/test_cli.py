@@ -317,6 +317,21 @@ def test_a_refused_command_line_is_one_line_and_exit_2(
         assert out == ""
 
 
+@pytest.mark.parametrize("verb", ["submit", "plan", "rehearse"])
+def test_a_job_file_that_is_here_but_not_named_is_the_hint(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text('entry_point = "train.py"\n')
+    code, _, err = main_of(verb, "--gpu", "H100", capsys=capsys)
+    assert (code, err.splitlines()) == (2, [
+        "error: source.entry_point: no script and no job file",
+        "hint: to use job.toml, put it after the verb, as in: cloudtrain plan job.toml",
+    ])  # fmt: skip
+    assert "no script and no job file" not in main_of(verb, "train.txt", capsys=capsys)[2]
+    assert main_of("plan", "--launcher", "command", "--", "true", capsys=capsys)[0] == 0
+
+
 def test_unforeseen_errors_are_one_line_and_exit_9(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -293,6 +293,17 @@ def test_two_nodes_files_never_get_one_path(world: World, tmp_path: Path, word: 
     assert pull(world.store, "r1", tmp_path / "out").transferred == 0
 
 
+@pytest.mark.parametrize("word", ["artifacts", "outputs"])
+def test_a_node_s_own_copy_takes_the_place_of_a_removed_file(world: World, tmp_path: Path, word: str) -> None:
+    world.write(f"live/{word}/node-0/node-1", "called like a node")
+    world.write(f"live/{word}/node-0/x", "of node 0")
+    pull(world.store, "r1", tmp_path / "out")
+    (world.folder / f"live/{word}/node-0/node-1").unlink()
+    world.write(f"live/{word}/node-1/x", "of node 1")
+    pull(world.store, "r1", tmp_path / "out")
+    assert (tmp_path / "out" / word / "node-1/x").read_text() == "of node 1"
+
+
 def checkpoint_of(world: World, name: str, seq: int, files: dict[str, str]) -> None:
     """Write a checkpoint of these files, by node and path."""
     key, listed = f"live/checkpoints/{name}/0.0-{seq}", {}

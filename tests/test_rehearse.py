@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from jobs import Done, Jobs
@@ -27,7 +28,7 @@ from cloudtrain.engine.node_folders import NodeFolders
 from cloudtrain.engine.rehearse import plan_rehearsal
 from cloudtrain.engine.supervisor import Supervisor, SupervisorLog, _Mounts
 from cloudtrain.engine.url_map import stand_in_for
-from cloudtrain.errors import SpecError
+from cloudtrain.errors import SpecError, StorageError
 from cloudtrain.estimator import Estimator
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
@@ -450,6 +451,22 @@ def test_an_output_that_the_script_removes_leaves_a_remote_store_too(tmp_path: P
     shutil.rmtree(mounts.live)  # a disk that is gone
     mounts._sync(target)
     assert sorted(target.list()) == ["logs/a", "outputs/node-0/other"]
+
+
+def test_a_folder_that_is_an_output_now_is_removed_after_a_failure_of_the_store(tmp_path: Path) -> None:
+    mounts = _Mounts(folder=tmp_path, store=Store(f"memory://{uuid.uuid4().hex}/store"), run_id="r")
+    target, place = files(str(tmp_path / "there")), mounts.live / "outputs/node-0/a"
+    (place / "b").mkdir(parents=True)
+    (place / "b/c").write_text("in a folder")
+    mounts._sync(target)
+    shutil.rmtree(place)
+    place.write_text("a file")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(target), "remove", Mock(side_effect=StorageError("the service does not answer")))
+        with pytest.raises(StorageError):
+            mounts._sync(target)
+    mounts._sync(target)
+    assert target.read("outputs/node-0/a") == b"a file"
 
 
 def supervised(site: Site, job: Job | None = None, **given: Any) -> tuple[Supervisor, LaunchRules]:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from cloudtrain.errors import (
     LostContactError,
     NotFoundError,
     PlatformError,
+    QuotaError,
     SpecError,
     StorageError,
 )
@@ -41,12 +43,14 @@ from cloudtrain.provider_api.protocol import (
     Status,
 )
 from cloudtrain.runs.attempts import NOT_RETRIED
+from cloudtrain.runs.handover import cut_off as was_cut_off
 from cloudtrain.runs.handover import sending
 from cloudtrain.runs.listing import Wanted, list_page
 from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.outcome import iso_time
 from cloudtrain.runs.retry import deliver
 from cloudtrain.runs.run import Run, open_run
+from cloudtrain.storage.files import LocalFiles
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
 from cloudtrain.validate import unix_seconds
@@ -1516,14 +1520,138 @@ def test_a_client_that_takes_over_from_one_that_was_cut_off_leaves_the_lease(
     assert cut_off.run().status().state == "pending"
 
 
-def test_a_client_that_may_only_read_goes_by_its_own_clock(cut_off: World) -> None:
-    def refuse(key: str, data: bytes) -> None:
-        raise AuthError("read only")
+class Unsure(Slow):
+    """A platform that takes the first request without an answer, and refuses further ones."""
 
-    store = cut_off.store
-    store.files.write = refuse  # type: ignore[method-assign]
+    arrival_s: ClassVar[float] = 0.3
+    refusal: ClassVar[CloudtrainError] = QuotaError("no more GPUs")
+    arrives: ClassVar[bool] = True
+    throttled: ClassVar[bool] = False
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        self.asked.append("submit")
+        if self.asked.count("submit") > 1:
+            raise self.refusal
+        if self.arrives:
+            threading.Timer(0.1, self.accepted.setdefault, (request.attempt, f"job-{request.attempt}")).start()
+        raise LostContactError("no answer", throttled=self.throttled)
+
+
+@pytest.fixture
+def unsure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr("cloudtrain.runs.log_sources.random.uniform", lambda low, high: 0.0)
+    return World(root=tmp_path / "store", platform=Unsure()).recorded().attempt(0, submitted=False)
+
+
+@pytest.mark.parametrize("refusal", [QuotaError("no more GPUs"), AuthError("the token has expired")])
+def test_a_refusal_after_a_lost_answer_waits_for_the_first_request(
+    unsure: World, monkeypatch: pytest.MonkeyPatch, refusal: CloudtrainError
+) -> None:
+    monkeypatch.setattr(Unsure, "refusal", refusal)
+    said: list[str] = []
+    assert deliver(unsure.run(), request(0), {}, say=said.append) == "job-0"
+    why = f"attempt 0 was refused ({refusal}), but a request before that got no answer; looking for its job for 1 s"
+    assert said == [why]
+    assert unsure.store.refused("r1", 0) is None
+    assert unsure.store.submitted("r1", 0) is not None
+
+
+def test_a_refusal_counts_once_the_first_request_can_no_longer_arrive(
+    unsure: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Unsure, "arrives", False)
+    began = time.monotonic()
+    with pytest.raises(QuotaError):
+        deliver(unsure.run(), request(0), {})
+    assert time.monotonic() - began > Unsure.arrival_s
+    assert unsure.store.refused("r1", 0) is not None
+    assert not was_cut_off(unsure.store, "r1", 0)
+
+
+def test_a_throttled_request_is_no_lost_one(unsure: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Unsure, "arrives", False)
+    monkeypatch.setattr(Unsure, "throttled", True)
+    with pytest.raises(QuotaError):
+        deliver(unsure.run(), request(0), {}, say=pytest.fail)
+    assert unsure.platform.asked == ["submit", "submit"]
+
+
+def test_a_client_that_cannot_look_for_a_request_without_an_answer_leaves_the_lease(
+    unsure: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Unsure, request: Request) -> str | None:
+        raise AuthError("the token has expired")
+
+    monkeypatch.setattr(Unsure, "find", refuse)
+    with pytest.raises(AuthError):
+        deliver(unsure.run(), request(0), {})
+    assert unsure.store.refused("r1", 0) is None
+    assert was_cut_off(unsure.store, "r1", 0)
+
+
+def test_a_cancel_between_a_lost_answer_and_the_next_request_leaves_the_lease(
+    unsure: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cloudtrain.runs.log_sources.random.uniform", lambda *_: unsure.store.cancel("r1") or 0.0)
+    assert deliver(unsure.run(), request(0), {}) is None
+    assert was_cut_off(unsure.store, "r1", 0)
+
+
+def test_a_refusal_after_a_takeover_waits_for_the_request_of_the_last_holder(
+    unsure: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsure.platform.asked.append("submit")
+    with pytest.raises(KeyboardInterrupt), sending(unsure.store, "r1", request(0), arrival=0.3, say=print):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(CLIENT_TIMINGS, "lease_given_up", 0.0)
+    threading.Timer(0.1, unsure.platform.accepted.setdefault, (0, "job-0")).start()
+    assert deliver(unsure.run(), request(0), {}) == "job-0"
+    assert unsure.store.refused("r1", 0) is None
+
+
+READ_ONLY = [AuthError("read only"), StorageError("Permission denied")]  # a bucket's, a disk's
+
+
+@pytest.fixture(params=READ_ONLY, ids=["bucket", "disk"])
+def read_only(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[[], None]:
+    """Return a function from whose call on no client can write to a store."""
+
+    def refuse(*given: Any, **named: Any) -> None:
+        raise request.param
+
+    def begin() -> None:
+        for name in ("write", "create", "swap"):
+            monkeypatch.setattr(LocalFiles, name, refuse)
+
+    return begin
+
+
+def test_a_client_that_may_only_read_goes_by_its_own_clock(cut_off: World, read_only: Callable[[], None]) -> None:
     cut_off.write("cancelled.json", {"time": T0})
-    assert store.seconds_since_cancel("r1", T0 + 7) == 7
+    read_only()
+    assert cut_off.store.seconds_since_cancel("r1", T0 + 7) == 7
+    assert cut_off.run().status().state == "pending"
+
+
+def test_a_client_that_may_only_read_sees_a_job_that_is_not_recorded(
+    tmp_path: Path, read_only: Callable[[], None]
+) -> None:
+    world = World(root=tmp_path / "store").recorded().attempt(0, RUNNING, submitted=False)
+    world.platform.accepted[0] = "job-0"
+    read_only()
+    assert world.run().status() == RUNNING
+    assert world.run().result()["native_id"] == "job-0"
+
+
+def test_a_client_with_a_fast_clock_also_waits_for_a_request_on_its_way(tmp_path: Path) -> None:
+    world = World(root=tmp_path / "store", platform=ClientRetried()).recorded().attempt(0, submitted=False)
+    with pytest.raises(KeyboardInterrupt), sending(world.store, "r1", request(0), arrival=1.0, say=print):
+        raise KeyboardInterrupt
+    world.write("cancelled.json", {"time": T0 - 60})
+    run, soon = world.run(), time.time() - 2
+    run.cancel()
+    os.utime(world.folder / "cancelled.json", (soon, soon))
+    assert run.status().state == "pending"
 
 
 def test_a_run_whose_platform_is_silent_can_be_cancelled(world: World) -> None:

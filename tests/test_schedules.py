@@ -4,6 +4,7 @@
 - Nothing is sent after a result, or to a cancelled run by a client that could know.
 - The result is what happened, and never changes.
 - A request that was cut off before a cancel, and arrives in its time, becomes no job that runs on.
+- Nor does a request without an answer, if the platform refuses the next one.
 - Limits are exceeded by at most the time that the platform takes to stop a job.
 
 See `schedules`. `SEED` and the number of a schedule reproduce a failure.
@@ -33,6 +34,7 @@ WHAT = (
     "platform.submit after",
     "platform.submit before",
     "platform.submit late",
+    "refused while a request arrives",
 )
 """Events that must occur in many schedules, so that they prove something."""
 
@@ -42,11 +44,11 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Plan]:
     return plans(tmp_path_factory.mktemp("plans"))
 
 
-def check(known: Sequence[Plan], first: int, last: int, *, cuts_off: bool = False) -> Counter[str]:
+def check(known: Sequence[Plan], first: int, last: int, **kind: bool) -> Counter[str]:
     """Play all schedules with these numbers. Return the count of each event."""
     count: Counter[str] = Counter()
     for number in range(first, last):
-        schedule = played(f"{SEED} {number}", known, cuts_off=cuts_off)
+        schedule = played(f"{SEED} {number}", known, **kind)
         assert not schedule.sim.problems, told(number, schedule)
         count += schedule.sim.count
     return count
@@ -66,6 +68,13 @@ def test_schedules(known: Sequence[Plan]) -> None:
 def test_a_request_that_was_cut_off_before_a_cancel(known: Sequence[Plan], last: int) -> None:
     count = check(known, 0, last, cuts_off=True)
     assert count["arrived after a cancel"] > last / 20, count
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("last", [FEW, pytest.param(ALL // 10, marks=pytest.mark.proof)])
+def test_a_refusal_after_a_lost_answer(known: Sequence[Plan], last: int) -> None:
+    count = check(known, 0, last, loses=True)
+    assert count["refused while a request arrives"] > last / 20, count
 
 
 @pytest.mark.proof

@@ -697,11 +697,11 @@ class _Mounts:
         """Remove the outputs that the script has removed. Call it before new ones take their paths."""
         gone = [key for key in self._sent.keys() - found if key.startswith(OUTPUTS) and _is_gone(self.live / key)]
         target.discard(gone)
-        for key in gone:
-            del self._sent[key]
         folders = {str(folder) for key in gone for folder in PurePosixPath(key).parents}
         for key in found & folders:  # files now
             target.remove(key)
+        for key in gone:  # not before: after a failure of the store, all of this comes again
+            del self._sent[key]
 
 
 def _is_gone(path: Path) -> bool:

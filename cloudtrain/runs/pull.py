@@ -369,10 +369,10 @@ class _Pull:
 
         All such outputs go. An artifact goes if its path is now a folder, or is in a folder that is now a file.
         """
-        folders = {folder for path in groups for folder in _folders_of(path)}
         kept = {path for some in groups.values() for path in some}
+        folders = {folder for path in kept for folder in _folders_of(path)}
         for path in [path for path in self.known if path.startswith(f"{word}/")]:
-            over = groups.keys() & _folders_of(path)
+            over = kept & _folders_of(path)
             if path not in kept and (word == "outputs" or path in folders or over):
                 self._drop(path)
                 for file in over:

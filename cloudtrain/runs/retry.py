@@ -7,6 +7,7 @@ Job's limits.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import time
@@ -28,6 +29,7 @@ from ..errors import (
 from ..job.job import Job
 from ..provider_api.node_count import plan_attempt
 from ..provider_api.protocol import Layout, Request, extras_of
+from ..storage.lease import Lease
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, next_of
@@ -80,33 +82,44 @@ def deliver(
     """Send the request of an attempt, unless another client has, and record its native id.
 
     Return None if it was refused before, or cancelled before it was sent. Raises the errors of sending. ``refusals``
-    are recorded, so that no other client sends it. ``say`` is called if that means to wait for another client.
+    are recorded, so that no other client sends it. ``say`` is called before a wait for another client, or for the job
+    of a request without an answer.
     """
-    store, attempt = run.store, request.attempt
+    store, attempt, arrival = run.store, request.attempt, extras_of(run.provider).arrival_s
+    until: float | None = None  # by then a request without an answer has become a job, or never will
     budget = run.record.get("budget")
     if budget and store.result(run.run_id) is None and not store.cancelled(run.run_id):
         hold(store, budget, run.run_id, run.job.at(run.provider_name))
 
     def send() -> str | None:
+        nonlocal until
         # Checked again after a lost answer: nothing starts once the user knows that it was cancelled or refused.
         over = store.refused(run.run_id, attempt) is not None or store.result(run.run_id) is not None
         if over or store.cancelled(run.run_id):
             return run.provider.find(request)  # it may have been sent before
         lease.check()
-        return run.provider.submit(request, values)
+        try:
+            return run.provider.submit(request, values)
+        except LostContactError as exc:
+            until = until if exc.throttled else time.monotonic() + arrival
+            raise
 
-    with handover.sending(store, run.run_id, request, arrival=extras_of(run.provider).arrival_s, say=say) as lease:
+    with handover.sending(store, run.run_id, request, arrival=arrival, say=say) as lease:
+        until = None if lease.took_over is None else time.monotonic() + arrival - lease.took_over
         noted = store.submitted(run.run_id, attempt)
         if noted is None and store.refused(run.run_id, attempt) is not None:
             return None
         try:
             native = patiently(send) if noted is None else str(noted["native_id"])
-        except refusals as exc:
-            with contextlib.suppress(CloudtrainError):
-                store.write_refused(run.run_id, attempt, category=category_of(exc), reason=exc.with_hint())
-            raise
+        except (AuthError, *handover.REFUSALS) as exc:
+            native = None if until is None else _late_job(run, request, exc, until, lease, say)
+            if native is None:
+                if isinstance(exc, refusals):
+                    with contextlib.suppress(CloudtrainError):
+                        store.write_refused(run.run_id, attempt, category=category_of(exc), reason=exc.with_hint())
+                raise
         if native is None:
-            lease.kept = lease.took_over  # the last holder's request may still arrive
+            lease.kept = until is not None  # that request may still become a job
             return None
         if noted is None:
             store.write_submitted(run.run_id, attempt, native)
@@ -118,6 +131,26 @@ def deliver(
         with contextlib.suppress(NotFoundError):  # cancelled, or recorded as refused, while it was being sent
             patiently(partial(run.provider.cancel, native))
     return native
+
+
+def _late_job(
+    run: Run, request: Request, exc: CloudtrainError, until: float, lease: Lease, say: Callable[[str], None]
+) -> str | None:
+    """Return the job of a request without an answer, after the platform refused the next one with ``exc``.
+
+    Return None if there is none at ``until``, by the monotonic clock. If this fails, the lease stays.
+    """
+    lease.kept = True
+    if (left := until - time.monotonic()) > 0:
+        why = f"attempt {request.attempt} was refused ({exc}), but a request before that got no answer"
+        say(f"{why}; looking for its job for {math.ceil(left)} s")
+    while True:
+        is_last = time.monotonic() >= until
+        native = patiently(partial(run.provider.find, request))
+        if native is not None or is_last:
+            lease.kept = False
+            return native
+        time.sleep(min(CLIENT_TIMINGS.platform_pause, max(0.0, until - time.monotonic())))
 
 
 class Retry:

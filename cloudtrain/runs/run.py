@@ -327,7 +327,7 @@ class Run:
         while native is None and self._ticks() < until and handover.cut_off(store, self.run_id, attempt):
             self._sleep(0.5)
             native = self._native(attempt)
-        self._known.has_looked = True
+            self._known.has_looked = True
         return native
 
     def _found(self, attempt: int) -> str | None:
@@ -337,7 +337,8 @@ class Run:
             if self.store.cancelled(self.run_id):  # before it is recorded: then no client looks for it
                 with contextlib.suppress(NotFoundError):
                     self._stop(native)
-            self.store.write_submitted(self.run_id, attempt, native)
+            with contextlib.suppress(AuthError, StorageError):  # a client that may only read
+                self.store.write_submitted(self.run_id, attempt, native)
         elif self.store.refused(self.run_id, attempt) and self.store.attempt_request(self.run_id, attempt + 1):
             self._known.refused.add(attempt)
         return native

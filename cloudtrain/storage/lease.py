@@ -83,7 +83,8 @@ class Lease:
 
     ``say`` gets ``waits`` while another client holds it. Call `check` before each step. ``after`` is the time in
     seconds after which the lease of a process of this machine that has ended is free. Set ``kept`` in the block to
-    leave the lease to its expiry. ``took_over``: its last holder did not release it.
+    leave the lease to its expiry. ``took_over`` is None, or the seconds for which this client saw no sign of the last
+    holder, which did not release it.
     """
 
     def __init__(
@@ -102,7 +103,8 @@ class Lease:
         self._seen = ("", 0.0)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
-        self.kept = self.took_over = False
+        self.kept = False
+        self.took_over: float | None = None
 
     def __enter__(self) -> Lease:
         _HELD.add(self._token)
@@ -154,7 +156,8 @@ class Lease:
             self._swap(found, holder)
         except FileExistsError:
             return False
-        self._since, self.took_over = since, found is not None and not is_released(found)
+        self._since = since
+        self.took_over = None if found is None or is_released(found) else since[0] - self._seen[1]
         return True
 
     def _is_free(self, found: Loaded) -> bool:

@@ -397,11 +397,11 @@ class Store:
     def seconds_since_cancel(self, run_id: str, now: float) -> float:
         """Return the seconds since a cancelled run's cancel, by the store's clock.
 
-        ``now`` (Unix seconds) counts if the store has no times, or refuses to write the mark that shows its present
-        time.
+        ``now`` (Unix seconds) counts if the store has no times, or this client cannot write the mark that shows the
+        store's present time.
         """
         cancelled, mark = (f"{run_folder(run_id)}/{name}.json" for name in ("cancelled", "awaited"))
-        with contextlib.suppress(AuthError):
+        with contextlib.suppress(AuthError, StorageError):
             self.files.write(mark, to_json({"time": now}))
             since, until = (found.modified if (found := self.files.load(key)) else 0.0 for key in (cancelled, mark))
             if since and until:

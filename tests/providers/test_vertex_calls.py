@@ -162,10 +162,37 @@ def test_a_page_in_answer_to_a_creation_makes_no_second_job(
         provider.submit(request)
     monkeypatch.setattr(own, "SETTLE", 0.0)
     idle.plane.list_lag, idle.plane.quotas["custom_model_training_cpus"] = 1e9, 0
-    with pytest.raises(LostContactError, match="custom_model_training_cpus"):  # the first job uses up the quota
+    with pytest.raises(QuotaError, match="custom_model_training_cpus"):  # the first job uses up the quota
         provider.submit(request)
     idle.plane.list_lag = 0.0
     assert provider.submit(request) == only(idle).name
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_refusal_after_a_lost_answer_counts_if_no_job_comes(
+    idle: VertexWorld, comes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own, "SETTLE", 0.0)
+    monkeypatch.setattr(own, "FIRST_HOLD", 0.0)
+    monkeypatch.setattr(find_provider("vertex"), "arrival_s", 2.0)
+    plan, wire = idle.plan(run_id="unsure"), idle.plane.wire
+    wire.faults.append(Fault("POST customJobs", done=comes))
+    idle.plane.list_lag = 1.5
+    served = wire.answer
+
+    def answer(method: str, *words: Any) -> Any:
+        if wire.count("POST customJobs"):
+            idle.plane.quotas["custom_model_training_cpus"] = 0
+        return served(method, *words)
+
+    monkeypatch.setattr(wire, "answer", answer)
+    if comes:
+        assert idle.send(plan).result()["native_id"] == only(idle).name
+        return
+    with pytest.raises(QuotaError, match="custom_model_training_cpus"):
+        idle.send(plan)
+    assert plan.store.refused("unsure", 0) is not None
+    assert idle.plane.jobs == {}
 
 
 def test_contention_is_not_a_conflict_of_ids(idle: VertexWorld) -> None:
