@@ -131,7 +131,7 @@ def test_a_command_that_is_missing_is_named_as_the_user_wrote_it(
     context = {"resume": None, "run_id": "r", "checkpoint_paths": [], "entry_point": "", "args": ["./tool"]}
     head.site, head.context = replace(head.site, scratch=[str(tmp_path)], paths={"live": str(tmp_path)}), context
     head.nodes, head.attempt, head.go = 1, "0.0", {"t": "go", "resume": "", "url": "", "saved": None}
-    head.space = node.Workspace(context=context, site=head.site, log=head.log)
+    head.space = node.Workspace(context=context, site=head.site, log=head.log, wait=print)
     monkeypatch.setattr(head.space, "start", start)
     monkeypatch.setattr(head, "_watch_the_script", lambda *_: None)
     head._launch()
