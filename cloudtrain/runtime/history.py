@@ -19,7 +19,7 @@ from typing import Any
 
 from ..provider_api.node import attempt_key
 from .checkpoint_names import step_of
-from .checkpoints import write_whole
+from .checkpoints import names_in, patiently, write_whole
 from .timings import TIMINGS
 
 __all__ = ["FIRST", "Start", "failed_for_good", "restart_of", "was_direct"]
@@ -35,9 +35,11 @@ Record = dict[str, Any]
 def restart_of(live: Path, k: int, least: int = 0) -> str:
     """Return the number of this start of attempt ``k``: ``least``, and after all restarts that left files.
 
-    Claims it at once: a restart that dies before its first line is counted too.
+    Claims it at once: a restart that dies before its first line is counted too. Raises `OSError` if the disk or mount
+    fails: two restarts of one number would replace each other's files.
     """
-    restart = max((r for earlier, r in map(attempt_key, _attempts(live)) if earlier == k), default=-1) + 1
+    earlier = patiently(lambda: _attempts(live))
+    restart = max((r for attempt, r in map(attempt_key, earlier) if attempt == k), default=-1) + 1
     restart = max(restart, least)
     (live / "logs" / f"{k}.{restart}" / "node-0").mkdir(parents=True, exist_ok=True)
     return f"{k}.{restart}"
@@ -67,9 +69,10 @@ class Start:
     def __init__(self, live: Path, attempt: str, *, started: float, temporary: str = "") -> None:
         self._temporary = temporary
         self._live, self._path = live, live / "attempts" / f"{attempt}.json"
-        self.after = max(
-            (a for a in _attempts(live) if attempt_key(a) < attempt_key(attempt)), key=attempt_key, default=None
-        )
+        earlier = set[str]()
+        with contextlib.suppress(OSError):
+            earlier = {a for a in _attempts(live) if attempt_key(a) < attempt_key(attempt)}
+        self.after = max(earlier, key=attempt_key, default=None)
         self._record: Record = {"protocol": 1, "attempt": attempt, "started": started, "after": self.after}
         self._resumed_step: int | None = None
         self._reached: _Reached | None = None
@@ -140,8 +143,8 @@ class Start:
 
 
 def _attempts(live: Path) -> set[str]:
-    """Return every attempt that has left a file."""
-    names = [path.name for folder in ("attempts", "exit", "logs", "metrics") for path in (live / folder).glob("*")]
+    """Return every attempt that has left a file. Raises `OSError`."""
+    names = [name for folder in ("attempts", "exit", "logs", "metrics") for name in names_in(live / folder)]
     return {match[1] for name in names if (match := _ATTEMPT.fullmatch(name))}
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import faulty_disk
 
 from cloudtrain.runtime import history
 from cloudtrain.runtime.history import Start, failed_for_good, restart_of, was_direct
@@ -182,6 +184,22 @@ def test_it_is_known_whether_any_attempt_began_in_the_store(tmp_path: Path) -> N
 
 def test_a_platforms_own_restart_is_counted_by_what_the_one_before_left(tmp_path: Path) -> None:
     assert [restart_of(tmp_path, 0), restart_of(tmp_path, 0), restart_of(tmp_path, 1)] == ["0.0", "0.1", "1.0"]
+
+
+def test_a_restart_takes_no_earlier_ones_number_while_a_mount_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Path.glob` of Python 3.13 returns nothing then."""
+    monkeypatch.setattr(TIMINGS, "mount", 1.0)
+    monkeypatch.setattr(TIMINGS, "mount_pauses", (0.05, 0.1))
+    with faulty_disk(tmp_path / "live", tmp_path / "behind") as disk:
+        assert restart_of(disk.place, 0) == "0.0"
+        disk.fail(("readdir", "/logs", errno.EIO))
+        with pytest.raises(OSError, match="Input/output error"):
+            restart_of(disk.place, 0)
+        assert Start(disk.place, "0.1", started=1.0).after is None  # it ends no run
+        disk.heal_after(0.3)
+        assert restart_of(disk.place, 0) == "0.1"
 
 
 def ended(live: Path, attempt: str, node: int = 0, **fields: object) -> None:
