@@ -277,10 +277,10 @@ def patiently(work: Callable[[], T]) -> T:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in ``folder``, sorted; none if it does not exist. Raises `OSError`."""
+    """Return the names in ``folder``, sorted; none if there is no such folder. Raises `OSError`."""
     try:
         return sorted(os.listdir(folder))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 
