@@ -25,7 +25,6 @@ from .workspace import Workspace
 
 __all__ = ["Resume"]
 
-"""Seconds for which a silent store is asked, and between two questions, if it may hold all there is."""
 RUN_FOLDER = "/live/checkpoints"
 """Ending of the URL of another run's checkpoints; any other folder is the user's own."""
 _OF_RUN = re.compile(rf".*/runs/([^/]+){RUN_FOLDER}(?:/([^/]+).*)?")
