@@ -263,7 +263,7 @@ def is_fault(exc: OSError) -> bool:
     return exc.errno not in (*_ABSENT, *_CLOSED)
 
 
-def patiently(work: Callable[[], T]) -> T:
+def ask_again(work: Callable[[], T]) -> T:
     """Return ``work()``. If a disk or mount fails, call it again for `Timings.mount`. Raises `OSError`."""
     end, pause = time.monotonic() + TIMINGS.mount, TIMINGS.mount_pauses[0]
     while True:
@@ -524,7 +524,7 @@ def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
                 pass
         return found
 
-    return patiently(read)
+    return ask_again(read)
 
 
 # --------------------------------------------------------------------------------------- complete ones, and restoring

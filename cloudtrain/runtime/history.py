@@ -20,7 +20,7 @@ from typing import Any
 
 from ..provider_api.node import attempt_key
 from .checkpoint_names import step_of
-from .checkpoints import is_fault, names_in, patiently, write_whole
+from .checkpoints import ask_again, is_fault, names_in, write_whole
 from .timings import TIMINGS
 
 __all__ = ["FIRST", "Start", "failed_for_good", "restart_of", "was_direct"]
@@ -39,7 +39,7 @@ def restart_of(live: Path, k: int, least: int = 0) -> str:
     Claims it at once: a restart that dies before its first line is counted too. Raises `OSError` if the disk or mount
     fails: two restarts of one number would replace each other's files.
     """
-    earlier = patiently(lambda: _attempts(live))
+    earlier = ask_again(lambda: _attempts(live))
     restart = max((r for attempt, r in map(attempt_key, earlier) if attempt == k), default=-1) + 1
     restart = max(restart, least)
     (live / "logs" / f"{k}.{restart}" / "node-0").mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def failed_for_good(live: Path, k: int, code: int) -> Record | None:
     If a platform starts a failed container again in place, the script must not run a second time. Returns None if the
     newest record says anything else: a preemption, a lost node, a success. Raises `OSError` if the disk or mount fails.
     """
-    found = patiently(lambda: list(_json(live / "exit", f"{k}.*-node-0.json")))
+    found = ask_again(lambda: list(_json(live / "exit", f"{k}.*-node-0.json")))
     records = [record for record in found if isinstance(record.get("attempt"), str)]
     newest = max(records, key=lambda record: attempt_key(record["attempt"]), default=None)
     if newest is None or not newest.get("decided") or newest.get("outcome") != "failed":
@@ -65,7 +65,7 @@ def was_direct(live: Path) -> bool:
 
     Raises `OSError` if the disk or mount fails.
     """
-    return any(record.get("direct") is True for record in patiently(lambda: list(_json(live / "attempts", "*.json"))))
+    return any(record.get("direct") is True for record in ask_again(lambda: list(_json(live / "attempts", "*.json"))))
 
 
 class Start:
