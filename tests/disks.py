@@ -30,8 +30,8 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 @contextmanager
-def mounted(script: str, behind: Path, place: Path) -> Iterator[None]:
-    """Mount the folder ``behind`` at ``place`` by the FUSE program ``script``."""
+def mounted(script: str, behind: Path, place: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Mount the folder ``behind`` at ``place`` by the FUSE program ``script``. Yield its process."""
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
         pytest.skip("needs root and FUSE, to mount a disk that fails or hangs")
     for folder in (behind, place):
@@ -41,7 +41,7 @@ def mounted(script: str, behind: Path, place: Path) -> Iterator[None]:
             while not os.path.ismount(place):
                 assert process.poll() is None, "it could not be mounted"
                 time.sleep(0.05)
-            yield
+            yield process
         finally:
             subprocess.run(["umount", "--lazy", place], check=False)
             process.communicate(timeout=60)

@@ -14,7 +14,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -87,6 +88,8 @@ class World:
                     patch.setattr(module, name, getattr(self, name))
             if hasattr(module, "ThreadPoolExecutor"):
                 patch.setattr(module, "ThreadPoolExecutor", lambda *_, **__: Pool(self))
+            if getattr(module, "wait", None) is futures.wait:
+                patch.setattr(module, "wait", wait)
 
     # ------------------------------------------------------------------------------------------------------ scheduling
 
@@ -267,6 +270,10 @@ class Thread:
     def start(self) -> None:
         self._task = self._world.spawn(self._world.current.node, self._call, self._name)
 
+    @property
+    def over(self) -> bool:
+        return self._task is None or self._task.over
+
     def join(self, timeout: float | None = None) -> None:
         if self._task is not None and not self._task.over:
             self._task.joiners.append(self._world.current)
@@ -308,11 +315,23 @@ class Future:
         self._thread = Thread(world, target=work, name="pool", daemon=True)
         self._thread.start()
 
+    def done(self, timeout: float | None = 0.0) -> bool:
+        """Return whether it has ended. Wait for that at most ``timeout`` seconds."""
+        if not self._thread.over and timeout != 0.0:
+            self._thread.join(timeout)
+        return self._thread.over
+
     def result(self) -> Any:
         self._thread.join()
         if self._error is not None:
             raise self._error
         return self._value
+
+
+def wait(calls: Sequence[Future], timeout: float | None = None) -> tuple[set[Future], set[Future]]:
+    """`concurrent.futures.wait`, for one call."""
+    (call,) = calls
+    return ({call}, set()) if call.done(timeout) else (set(), {call})
 
 
 # ------------------------------------------------------------------------------------------------------------- sockets

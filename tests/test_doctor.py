@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slowfs
+from disks import mounted
 from doctoring import Examiner
 from faulty import FaultyS3
 from rows import for_each
@@ -462,6 +464,19 @@ def test_a_dead_mount_is_named_and_stops_nothing(tmp_path: Path, monkeypatch: py
     [wrong] = node_check.problems(report({"folders": node_check.folders(mounts)}, {}), nodes=2, gpus=8)
     assert wrong.startswith("node 0 gives no answer for its checkpoints in ")
     over.set()
+
+
+def test_a_mount_that_has_lost_its_program_is_no_folder_to_write_to(tmp_path: Path) -> None:
+    mounts, file = tmp_path / "mounts", tmp_path / "resolv.conf"
+    file.touch()
+    bucket = str(tmp_path / "bucket")
+    mounts.write_text(f"s3fs {bucket} fuse.s3fs rw 0 0\nserver:/file {file} nfs4 rw 0 0\n")
+    with mounted(slowfs.__file__, tmp_path / "behind", Path(bucket)) as program:
+        program.kill()
+        program.wait()
+        found = node_check.folders(mounts)
+    assert (found[bucket]["kind"], found[bucket]["writable"]) == ("fuse.s3fs", False)
+    assert str(file) not in found
 
 
 class Cancelled:

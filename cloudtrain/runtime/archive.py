@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..provider_api.node import NodeEnvironment, RunObjects
 from .checkpoint_model import Checkpoint
-from .checkpoints import COMMIT, in_parallel, write_whole
+from .checkpoints import COMMIT, in_parallel, names_in, write_whole
 
 __all__ = ["Archive", "archive_of"]
 
@@ -28,10 +28,11 @@ class Archive:
         self._live, self._objects, self._temporary = live, objects, temporary
 
     def found(self) -> list[Checkpoint]:
-        """Return the archived checkpoints that ``live/archive`` lists, oldest first."""
-        found = []
-        for path in sorted((self._live / "archive").glob("*/*.json")):
-            with contextlib.suppress(OSError, ValueError):
+        """Return the archived checkpoints that ``live/archive`` lists, oldest first. Raises `OSError`."""
+        found, index = [], self._live / "archive"
+        entries = (index / name / entry for name in names_in(index) for entry in names_in(index / name))
+        for path in (entry for entry in entries if entry.suffix == ".json"):
+            with contextlib.suppress(FileNotFoundError, ValueError):
                 folder = self._live / "checkpoints" / path.parent.name / path.stem
                 item = Checkpoint.of(json.loads(path.read_bytes()), str(folder), archived=True)
                 if _files(item):

@@ -68,12 +68,7 @@ FileState = tuple[int, int]
 _FOLDER = re.compile(r"(\d+\.\d+)-(\d+)")
 _NODE = re.compile(r"node-\d+")
 _ABSENT = errno.ENOENT, errno.ENOTDIR, errno.ELOOP
-_FAULTS = {
-    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV, errno.ENXIO,
-    errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
-    errno.ENETRESET, errno.ENETUNREACH, getattr(errno, "EREMOTEIO", errno.EIO), getattr(errno, "EUCLEAN", errno.EIO),
-}  # fmt: skip
-"""Errors of a disk or mount that fails. They do not show whether a file is there."""
+_CLOSED = errno.EACCES, errno.EPERM
 _VANISHED = "\0"
 """Signature of an entry that changed while it was read: never equal to another."""
 
@@ -232,14 +227,14 @@ def _entry(name: str, path: Path, place: str | None, aside: frozenset[Item]) -> 
             try:
                 stat = file.stat()
             except OSError as exc:
-                if exc.errno not in _FAULTS and file.is_symlink():
+                if not is_fault(exc) and file.is_symlink():
                     continue  # a link to nothing, or to itself
                 raise
             if S_ISREG(stat.st_mode):
                 signature.append((_relative(file, path), stat.st_size, stat.st_mtime_ns))
     except OSError as exc:
         signature = [(_VANISHED, 0, time.time_ns())]
-        fault = exc if exc.errno in _FAULTS else None
+        fault = exc if is_fault(exc) else None
     own = tuple(sorted(item for item in signature if item not in aside))
     return CheckpointEntry(name=name, path=path, signature=own, place=place, aside=aside, fault=fault)
 
@@ -259,8 +254,34 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _raise_fault(exc: OSError) -> None:
-    if exc.errno in _FAULTS:
+    if is_fault(exc):
         raise exc
+
+
+def is_fault(exc: OSError) -> bool:
+    """Return whether the disk or mount fails: ``exc`` does not show whether the file is there, or closed to us."""
+    return exc.errno not in (*_ABSENT, *_CLOSED)
+
+
+def ask_again(work: Callable[[], T]) -> T:
+    """Return ``work()``. If a disk or mount fails, call it again for `Timings.mount`. Raises `OSError`."""
+    end, pause = time.monotonic() + TIMINGS.mount, TIMINGS.mount_pauses[0]
+    while True:
+        try:
+            return work()
+        except OSError as exc:
+            if not is_fault(exc) or time.monotonic() >= end:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, TIMINGS.mount_pauses[1])
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in ``folder``, sorted; none if there is no such folder. Raises `OSError`."""
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def linked_folders(path: Path) -> list[str]:
@@ -486,14 +507,24 @@ def write_pointers(live: Path, node: int, pointers: Mapping[str, Pointer], *, te
 
 
 def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
-    """Return every pointer by node and name. One that cannot be read is left out."""
-    found = {}
-    for path in (live / "pointers").glob("node-*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            node = int(path.stem.removeprefix("node-"))
-            items = json.loads(path.read_bytes()).items()
-            found[node] = {str(n): Pointer(target=str(p["target"]), link=bool(p["link"])) for n, p in items}
-    return found
+    """Return every pointer by node and name. A damaged file is left out. Raises `OSError` if the disk or mount fails:
+    a checkpoint that a pointer names must not be removed."""
+    folder = live / "pointers"
+
+    def read() -> dict[int, dict[str, Pointer]]:
+        found = {}
+        for match in filter(None, map(re.compile(r"node-(\d+)\.json").fullmatch, names_in(folder))):
+            try:
+                items = json.loads((folder / match[0]).read_bytes()).items()
+                named = {str(n): Pointer(target=str(p["target"]), link=bool(p["link"])) for n, p in items}
+                found[int(match[1])] = named
+            except OSError as exc:
+                _raise_fault(exc)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                pass
+        return found
+
+    return ask_again(read)
 
 
 # --------------------------------------------------------------------------------------- complete ones, and restoring
@@ -507,7 +538,7 @@ def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tup
     """
     began, pause = time.monotonic(), TIMINGS.mount_pauses[0]
     while True:
-        found, half, unread = _survey(root)
+        found, half, unread = _survey(root, time.monotonic() + TIMINGS.mount)
         states = resumable(found)
         grave = [folder for folder in unread if not states or not _is_older(folder, states[-1])]
         if not unread or time.monotonic() - began >= (TIMINGS.mount if grave else TIMINGS.mount_older):
@@ -515,8 +546,9 @@ def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tup
         time.sleep(pause)
         pause = min(2 * pause, TIMINGS.mount_pauses[1])
     if grave:
-        hint = f"to resume from checkpoint {states[-1].name}, rename that folder" if states else ""
-        raise StorageError(f"cannot read {grave[0]}: {describe_fault(unread[grave[0]])}", hint=hint)
+        older = f"to resume from checkpoint {states[-1].name}, rename that folder to .{grave[0].name}" if states else ""
+        why = describe_fault(unread[grave[0]])
+        raise StorageError(f"cannot read {grave[0]}: {why}", hint=older if grave[0] != root else "")
     if say is not None:
         others = [(folder, f"is not complete ({missing})") for folder, missing in half.items()]
         others += [(folder, f"is not complete (no {COMMIT})") for folder in uncommitted(root, marks=marks)]
@@ -526,11 +558,12 @@ def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tup
     return found
 
 
-def _survey(root: Path) -> tuple[list[Checkpoint], dict[Path, str], dict[Path, OSError]]:
+def _survey(root: Path, end: float) -> tuple[list[Checkpoint], dict[Path, str], dict[Path, OSError]]:
     """Return the complete checkpoints below ``root``, oldest first, and the folders of the others.
 
     Those are incomplete, with the first missing file, or cannot be read, with the error. A folder that is closed to us
-    is left out.
+    cannot be read if it is ``root`` or has the name of a checkpoint; any other is left out. Raises `StorageError` at a
+    fault after ``end`` (monotonic seconds): each call to a mount may take half a minute to fail.
     """
     found, half, unread = list[Checkpoint](), dict[Path, str](), dict[Path, OSError]()
 
@@ -539,8 +572,11 @@ def _survey(root: Path) -> tuple[list[Checkpoint], dict[Path, str], dict[Path, O
         try:
             yield
         except OSError as exc:
-            if exc.errno in _FAULTS:
+            ours = folder == root or _FOLDER.fullmatch(folder.name)
+            if is_fault(exc) or (ours and exc.errno in _CLOSED):
                 unread[folder] = exc
+                if time.monotonic() >= end:
+                    raise StorageError(f"cannot read {folder}: {describe_fault(exc)}") from None
 
     def folders(above: Path) -> list[Path]:
         below = []
@@ -560,7 +596,7 @@ def _survey(root: Path) -> tuple[list[Checkpoint], dict[Path, str], dict[Path, O
                 missing = item.missing(lambda file: _size(folder / file))  # noqa: B023
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            except (PermissionError, IsADirectoryError, ValueError):
+            except (IsADirectoryError, ValueError):
                 pass
             if missing is None:
                 found.append(item)
@@ -606,11 +642,12 @@ def _lacks_commit(folder: Path, parts: Sequence[Path], marks: tuple[str, ...]) -
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of a file, or -1 without one. Raises `OSError` if the disk or mount fails."""
+    """Return the bytes of a file, or -1 without one. Raises `OSError` if that cannot be known."""
     try:
         return path.stat().st_size
     except OSError as exc:
-        _raise_fault(exc)
+        if exc.errno not in _ABSENT:
+            raise
         return -1
 
 

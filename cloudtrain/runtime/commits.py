@@ -103,10 +103,7 @@ class Commits:
         """Complete checkpoints since the last retention."""
         self._retain_due = 0.0
         self._removed: list[str] = []
-        self._pointers = {
-            node: {pointer.target for pointer in found.values()}
-            for node, found in checkpoints.read_pointers(live).items()
-        }
+        self._pointers: dict[int, set[str]] = {}
         self.finishing: str | None = None
         """The end of node 0's own script: ``clean`` or ``failed``; None while it runs."""
 
@@ -363,8 +360,15 @@ class Commits:
             self._aside(partial(self._archive.drop, key, item), lambda _: None)
 
     def _take_over(self) -> None:
-        """Read the earlier attempts' checkpoints: complete ones, half or damaged ones (to go), and their writers."""
+        """Read the earlier attempts' checkpoints: complete ones, half or damaged ones (to go), and their writers.
+
+        Raises `StorageError` and `OSError` before anything is changed.
+        """
         found = checkpoints.complete(self._root)
+        pointers = checkpoints.read_pointers(self._root.parent)
+        archived = self._archive.found() if self._archive is not None else []
+        for node, named in pointers.items():
+            self._pointers.setdefault(node, {pointer.target for pointer in named.values()})
         self._complete = [item for item in found if item.folder not in self._damaged]
         for item in found:
             if item.folder in self._damaged:
@@ -374,7 +378,7 @@ class Commits:
         self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root, marks=self._marks)]
         if self._archive is not None:
             here = {self._key(item.folder) for item in self._complete}
-            for item in self._archive.found():
+            for item in archived:
                 key = self._key(item.folder)
                 if self._root.parent / "archive" / key in self._damaged:
                     self._drop_archived(item)

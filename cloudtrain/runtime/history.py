@@ -8,6 +8,7 @@ know the next one's checkpoint.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from typing import Any
 
 from ..provider_api.node import attempt_key
 from .checkpoint_names import step_of
-from .checkpoints import write_whole
+from .checkpoints import ask_again, is_fault, names_in, write_whole
 from .timings import TIMINGS
 
 __all__ = ["FIRST", "Start", "failed_for_good", "restart_of", "was_direct"]
@@ -35,9 +36,11 @@ Record = dict[str, Any]
 def restart_of(live: Path, k: int, least: int = 0) -> str:
     """Return the number of this start of attempt ``k``: ``least``, and after all restarts that left files.
 
-    Claims it at once: a restart that dies before its first line is counted too.
+    Claims it at once: a restart that dies before its first line is counted too. Raises `OSError` if the disk or mount
+    fails: two restarts of one number would replace each other's files.
     """
-    restart = max((r for earlier, r in map(attempt_key, _attempts(live)) if earlier == k), default=-1) + 1
+    earlier = ask_again(lambda: _attempts(live))
+    restart = max((r for attempt, r in map(attempt_key, earlier) if attempt == k), default=-1) + 1
     restart = max(restart, least)
     (live / "logs" / f"{k}.{restart}" / "node-0").mkdir(parents=True, exist_ok=True)
     return f"{k}.{restart}"
@@ -47,9 +50,10 @@ def failed_for_good(live: Path, k: int, code: int) -> Record | None:
     """Return node 0's newest exit record of attempt ``k`` if it says that the attempt failed and ended with ``code``.
 
     If a platform starts a failed container again in place, the script must not run a second time. Returns None if the
-    newest record says anything else: a preemption, a lost node, a success.
+    newest record says anything else: a preemption, a lost node, a success. Raises `OSError` if the disk or mount fails.
     """
-    records = [r for r in _json(live / "exit", f"{k}.*-node-0.json") if isinstance(r.get("attempt"), str)]
+    found = ask_again(lambda: list(_json(live / "exit", f"{k}.*-node-0.json")))
+    records = [record for record in found if isinstance(record.get("attempt"), str)]
     newest = max(records, key=lambda record: attempt_key(record["attempt"]), default=None)
     if newest is None or not newest.get("decided") or newest.get("outcome") != "failed":
         return None
@@ -57,19 +61,23 @@ def failed_for_good(live: Path, k: int, code: int) -> Record | None:
 
 
 def was_direct(live: Path) -> bool:
-    """Return whether any attempt so far resumed from a checkpoint that the script wrote to the store by itself."""
-    return any(record.get("direct") is True for record in _json(live / "attempts", "*.json"))
+    """Return whether any attempt so far resumed from a checkpoint that the script wrote to the store by itself.
+
+    Raises `OSError` if the disk or mount fails.
+    """
+    return any(record.get("direct") is True for record in ask_again(lambda: list(_json(live / "attempts", "*.json"))))
 
 
 class Start:
-    """The record of an attempt of the run at ``live``; ``after`` is the one before. A failed write ends no run."""
+    """The record of an attempt of the run at ``live``; ``after`` is the one before. A store that fails ends no run."""
 
     def __init__(self, live: Path, attempt: str, *, started: float, temporary: str = "") -> None:
         self._temporary = temporary
         self._live, self._path = live, live / "attempts" / f"{attempt}.json"
-        self.after = max(
-            (a for a in _attempts(live) if attempt_key(a) < attempt_key(attempt)), key=attempt_key, default=None
-        )
+        earlier = set[str]()
+        with contextlib.suppress(OSError):
+            earlier = {a for a in _attempts(live) if attempt_key(a) < attempt_key(attempt)}
+        self.after = max(earlier, key=attempt_key, default=None)
         self._record: Record = {"protocol": 1, "attempt": attempt, "started": started, "after": self.after}
         self._resumed_step: int | None = None
         self._reached: _Reached | None = None
@@ -83,9 +91,10 @@ class Start:
         None if unknown). ``direct``: the script wrote it in the store itself.
         """
         lost = None
-        if self.after is not None:
-            reached = _reached(self._live, self.after)
-            lost = {"seconds": self._seconds(reached, saved), "steps": self._steps(reached, resumed)}
+        with contextlib.suppress(OSError):
+            if self.after is not None:
+                reached = _reached(self._live, self.after)
+                lost = {"seconds": self._seconds(reached, saved), "steps": self._steps(reached, resumed)}
         self._record.update(resumed_from=resumed, direct=direct, lost=lost)
         self._write()
         if lost is None or lost["seconds"] is None:
@@ -140,8 +149,8 @@ class Start:
 
 
 def _attempts(live: Path) -> set[str]:
-    """Return every attempt that has left a file."""
-    names = [path.name for folder in ("attempts", "exit", "logs", "metrics") for path in (live / folder).glob("*")]
+    """Return every attempt that has left a file. Raises `OSError`."""
+    names = [name for folder in ("attempts", "exit", "logs", "metrics") for name in names_in(live / folder)]
     return {match[1] for name in names if (match := _ATTEMPT.fullmatch(name))}
 
 
@@ -181,9 +190,13 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[Record]:
 
 
 def _json(folder: Path, pattern: str) -> Iterator[Record]:
-    for path in sorted(folder.glob(pattern)):
-        with contextlib.suppress(OSError):
-            yield from _parsed([path.read_bytes()])
+    """Yield the records in files that match ``pattern``. Raises `OSError` if the disk or mount fails."""
+    for name in fnmatch.filter(names_in(folder), pattern):
+        try:
+            yield from _parsed([(folder / name).read_bytes()])
+        except OSError as exc:
+            if is_fault(exc):
+                raise
 
 
 def _step(row: Record) -> int | None:

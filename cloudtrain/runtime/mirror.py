@@ -305,8 +305,8 @@ class Mirror:
         self._forget(entries.keys())
 
     def _look_for_life(self, entries: Iterable[CheckpointEntry]) -> None:
-        """Note a change of the newest time of all files, by any clock."""
-        times = [entry.newest for entry in entries]
+        """Note a change of the newest time of all files, by any clock. An entry that cannot be read shows none."""
+        times = [entry.newest for entry in entries if entry.fault is None]
         with contextlib.suppress(OSError):
             times.append(self._metrics.stat().st_mtime)
         if (newest := max(times, default=0.0)) != self._newest:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import CloudtrainError, SpecError, StorageError, reason_of
 from ..provider_api.node import NodeEnvironment
@@ -47,10 +47,9 @@ from .workspace import Workspace
 
 __all__ = ["Node"]
 
-"""Most time between a bad exit and torchrun stopping the others. A rank that left earlier may have left well."""
 UNMIRRORED = "not everything could be mirrored"
 
-
+T = TypeVar("T")
 Message = dict[str, Any]
 
 
@@ -243,13 +242,24 @@ class Node:
     def _pump_unless_over(self, until: Callable[[], bool]) -> None:
         self._pump(lambda: until() or self._over())
 
+    def _listening(self, work: Callable[[], T]) -> T | None:
+        """Return ``work()``, called in a thread: a store may be slow, and a notice must be heard meanwhile.
+
+        Return None if the node must leave before its end. Raises what ``work`` raises.
+        """
+        called = ThreadPoolExecutor(1, thread_name_prefix="store").submit(work)
+        wait([called], 0.1)
+        self._pump_unless_over(called.done)
+        return called.result() if called.done() else None
+
     def _join_deadline(self) -> float:
         return time.monotonic() + self.site.join_timeout
 
     def _agree_on_resume(self) -> None:
         """Find, on node 0, the newest complete checkpoint that every node can restore, or none; then start all."""
-        tried, direct = 0, self.resume.direct(self._space) if self.attempt != FIRST else None
-        for name, saved, message in self.resume.candidates():
+        tried, candidates = 0, self.resume.candidates()
+        direct = self._listening(lambda: self.resume.direct(self._space)) if self.attempt != FIRST else None
+        for name, saved, message in iter(lambda: self._listening(lambda: next(candidates, None)), None):
             if direct is not None and direct.saved >= saved:
                 break
             self.peers.clear()
@@ -273,6 +283,8 @@ class Node:
             tried += 1
             self.resume.pass_over(message)
             self.log.say(f"{why}; falling back to the checkpoint before")
+        if self._over():
+            return
         if direct is not None:
             self._go(url=direct.key, saved=direct.saved)
         elif why := self.resume.fallback(tried)[1]:
@@ -294,10 +306,12 @@ class Node:
         watch = space.watch()
         self.resume.set_aside(watch)
         try:  # before anything is mirrored: half of an artifact must not replace the whole one
-            space.bring_back(self.live)
+            self._listening(lambda: space.bring_back(self.live))
         except StorageError as exc:
+            self._fail(self._trouble(exc))
+        if self._over():
             self.code = 1
-            return self._fail(self._trouble(exc))
+            return
         name = self.go["resume"]
         resume = str(self.resume.path) if name else self.go["url"] or self.resume.fallback(0)[0]
         self.resumed = self.go["url"].rpartition("/")[2] or (resume and self.resume.title(name))
@@ -813,7 +827,10 @@ class Node:
     def _in_time(self, work: Callable[[], object]) -> bool:
         """Call ``work`` in a thread, as the store may hang. Return whether it ended in time, like all work before."""
         left = 0.0 if self._hangs else min(TIMINGS.record, self._grace_end() - time.monotonic())
-        self._hangs = bool(wait([self._recorder.submit(work)], max(TIMINGS.record_least, left)).not_done)
+        done, hanging = wait([self._recorder.submit(work)], max(TIMINGS.record_least, left))
+        self._hangs = bool(hanging)
+        for each in done:
+            each.result()
         return not self._hangs
 
     def _record(self, outcome: str, cause: Failure | None, *, decided: bool) -> dict[str, Any]:

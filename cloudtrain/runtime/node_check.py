@@ -120,7 +120,7 @@ def folders(mounts: Path = Path("/proc/mounts")) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
 
     def look(name: str, path: str, create: bool) -> None:
-        found[name] = _folder(path, kinds, create=create) if create or os.path.isdir(path) else {}
+        found[name] = _folder(path, kinds, create=create) if create or not os.path.isfile(path) else {}
 
     # A call to a dead mount never returns.
     looks = [threading.Thread(target=look, args=(name, *row), daemon=True) for name, row in wanted.items()]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import CloudtrainError, DigestError, SpecError, StorageError
+from ..errors import CloudtrainError, DigestError, SpecError, StorageError, reason_of
 from . import checkpoints
 from .archive import Archive
 from .checkpoint_model import Checkpoint, companions, resumable
@@ -25,7 +25,6 @@ from .workspace import Workspace
 
 __all__ = ["Resume"]
 
-"""Seconds for which a silent store is asked, and between two questions, if it may hold all there is."""
 RUN_FOLDER = "/live/checkpoints"
 """Ending of the URL of another run's checkpoints; any other folder is the user's own."""
 _OF_RUN = re.compile(rf".*/runs/([^/]+){RUN_FOLDER}(?:/([^/]+).*)?")
@@ -154,6 +153,8 @@ class Resume:
         def work() -> None:
             try:
                 why, damaged = self.restore(message, space)
+            except OSError as exc:
+                why, damaged = reason_of(exc), False
             except Exception as exc:  # noqa: BLE001  in any case node 0 waits for an answer
                 why, damaged = f"{type(exc).__name__}: {exc}", False
             tell({"t": "restored", "why": why, "damaged": damaged, "failures": []})

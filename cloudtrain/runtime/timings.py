@@ -38,7 +38,7 @@ class Timings:
     reserve: float = 15.0
     """Longest part of the platform's grace that is kept for stopping ranks and mirroring."""
     launcher: float = 2.0
-    """For torchrun to report each exit code, after the end of its ranks."""
+    """For torchrun to report each exit code, after the end of its ranks; for pip to end after its kill."""
     pipes: float = 2.0
     """For the last lines of ranks after the launcher's end: a grandchild may keep a pipe open for ever."""
     mirror_failed: float = 15.0

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import venv
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -29,6 +30,7 @@ from .nccl import Recorder
 from .outputs import Outputs
 from .stall import Look
 from .store_checkpoints import find_newest
+from .timings import TIMINGS
 from .unpack import unpack
 
 if TYPE_CHECKING:
@@ -165,7 +167,9 @@ class Workspace:
             if pip.poll() is None:  # a notice came, or another node failed
                 with contextlib.suppress(OSError):
                     os.killpg(pip.pid, signal.SIGKILL)
-                pip.wait()
+                end = threading.Thread(target=pip.wait, name="pip", daemon=True)
+                end.start()
+                end.join(TIMINGS.launcher)  # if it hangs in a mount, it does not end
                 return
             output.seek(0)
             lines = output.read().splitlines()

@@ -264,6 +264,9 @@ FAULTS = [
     ("open", "/step-2/0.0-2/commit.json", errno.ETIMEDOUT),
     ("read", "/step-2/0.0-2/commit.json", errno.EIO),
     ("getattr", "/step-2/0.0-2/node-0/step-2/a.pt", errno.ENOTCONN),
+    ("readdir", "/", errno.EACCES),  # a store that does not know this node yet
+    ("open", "/step-2/0.0-2/commit.json", errno.EPERM),
+    ("open", "/step-2/0.0-2/commit.json", errno.EMFILE),
 ]
 
 
@@ -286,9 +289,36 @@ def test_a_mount_that_fails_for_long_fails_the_attempt(disk: FaultyDisk, fault: 
     assert (
         str(error.value) == f"cannot read {disk.place}{folder}: {os.strerror(fault[2])} ({errno.errorcode[fault[2]]})"
     )
-    assert error.value.hint == (fault[1] != "/") * "to resume from checkpoint step-1, rename that folder"
+    name = folder.rpartition("/")[2]
+    assert error.value.hint == (fault[1] != "/") * f"to resume from checkpoint step-1, rename that folder to .{name}"
     assert checkpoints.uncommitted(disk.place) == []
     assert tree(disk.behind) == before
+    if name:
+        unread = disk.behind / folder.strip("/")
+        unread.rename(unread.with_name(f".{name}"))
+        assert [item.name for item in complete(disk.place)] == ["step-1"]
+
+
+def test_a_mount_whose_calls_take_long_to_fail_is_not_asked_for_each_checkpoint(
+    disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFS mount may take 30 s for each error, and a run may have a thousand checkpoints."""
+    asked: list[str] = []
+
+    def listing(folder: Path) -> Iterator[os.DirEntry[str]]:
+        if folder == disk.place:
+            return real(folder)
+        asked.append(folder.name)
+        time.sleep(0.6)
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    real = os.scandir
+    for step in range(3, 100):
+        (disk.behind / f"step-{step}").mkdir()
+    monkeypatch.setattr(os, "scandir", listing)
+    with pytest.raises(StorageError, match=r"cannot read \S+/step-\d+: Connection timed out \(ETIMEDOUT\)"):
+        complete(disk.place)
+    assert len(asked) == 2
 
 
 @for_each("fault", [
@@ -329,6 +359,22 @@ def test_a_closed_folder_fails_no_attempt(disk: FaultyDisk, fault: tuple[str, st
     write(disk.behind / "lost+found" / COMMIT)
     disk.fail(fault)
     assert [item.name for item in complete(disk.place)] == ["step-1", "step-2"]
+
+
+def test_pointers_are_not_forgotten_while_a_mount_fails(disk: FaultyDisk) -> None:
+    """Without its pointer, retention would remove a script's best checkpoint."""
+    best = {"best": Pointer(target="step-1", link=False)}
+    checkpoints.write_pointers(disk.behind, 0, best)
+    write(disk.behind / "pointers" / "node-1.json", "damaged")
+    disk.fail(("readdir", "/pointers", errno.EIO))
+    disk.heal_after(0.3)
+    assert read_pointers(disk.place) == {0: best}
+    for fault in (("readdir", "/pointers", errno.EIO), ("open", "/pointers/node-0.json", errno.ESTALE)):
+        disk.fail(fault)
+        with pytest.raises(OSError, match=os.strerror(fault[2])):
+            read_pointers(disk.place)
+    disk.fail(("open", "/pointers/node-0.json", errno.ENOENT))  # it was removed meanwhile
+    assert read_pointers(disk.place) == {}
 
 
 def test_no_checkpoint_of_another_version_is_removed(tmp_path: Path) -> None:

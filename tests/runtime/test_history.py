@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import FaultyDisk, faulty_disk
+from rows import for_each
 
 from cloudtrain.runtime import history
 from cloudtrain.runtime.history import Start, failed_for_good, restart_of, was_direct
@@ -182,6 +187,53 @@ def test_it_is_known_whether_any_attempt_began_in_the_store(tmp_path: Path) -> N
 
 def test_a_platforms_own_restart_is_counted_by_what_the_one_before_left(tmp_path: Path) -> None:
     assert [restart_of(tmp_path, 0), restart_of(tmp_path, 0), restart_of(tmp_path, 1)] == ["0.0", "0.1", "1.0"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyDisk]:
+    """A disk for ``live``, which a node asks again for a second."""
+    monkeypatch.setattr(TIMINGS, "mount", 1.0)
+    monkeypatch.setattr(TIMINGS, "mount_pauses", (0.05, 0.1))
+    with faulty_disk(tmp_path / "live", tmp_path / "behind") as found:
+        yield found
+
+
+def test_a_restart_takes_no_earlier_ones_number_while_a_mount_fails(disk: FaultyDisk) -> None:
+    """`Path.glob` of Python 3.13 returns nothing then."""
+    assert restart_of(disk.place, 0) == "0.0"
+    disk.fail(("readdir", "/logs", errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        restart_of(disk.place, 0)
+    disk.heal_after(0.3)
+    assert restart_of(disk.place, 0) == "0.1"
+
+
+@for_each("fault", [("readdir", "/{}", errno.EIO), ("open", "/{}/*.json", errno.ESTALE)])
+def test_no_record_is_forgotten_while_a_mount_fails(disk: FaultyDisk, fault: tuple[str, str, int]) -> None:
+    """A failed script would run a second time, and a run begin afresh."""
+    operation, path, number = fault
+    Start(disk.place, "0.0", started=1.0).begin(resumed="", saved=None, direct=True)
+    ended(disk.place, "0.0")
+    for folder, is_there in (("attempts", was_direct), ("exit", lambda live: failed_for_good(live, 0, 1))):
+        disk.fail((operation, path.format(folder), number))
+        with pytest.raises(OSError, match=os.strerror(number)):
+            is_there(disk.place)
+        disk.heal_after(0.3)
+        assert is_there(disk.place)
+
+
+@for_each("folder", ["attempts", "exit", "logs", "metrics"])
+def test_an_attempt_begins_all_the_same_while_a_mount_fails(disk: FaultyDisk, folder: str) -> None:
+    earlier(disk.place, range(1, 51))
+    ended(disk.place, "0.0")
+    (disk.place / "logs" / "0.0").mkdir(parents=True, exist_ok=True)
+    (disk.place / "attempts" / "1.0.json").unlink(missing_ok=True)
+    whole = Start(disk.place, "1.0", started=1.0)
+    disk.fail(("readdir", f"/{folder}", errno.EIO), ("open", f"/{folder}/0.0*", errno.EIO))
+    for start in (whole, Start(disk.place, "1.0", started=1.0)):
+        start.begin(resumed="", saved=None)
+    disk.fail()
+    assert record(disk.place)["attempt"] == "1.0"
 
 
 def ended(live: Path, attempt: str, node: int = 0, **fields: object) -> None:

@@ -205,6 +205,7 @@ def test_a_folder_that_cannot_be_listed_is_not_left_out(cluster: Callable[..., C
         trouble = f"cannot read {disk.place}/step-1/deep: Input/output error (EIO)"
         assert run.mirrors[0].trouble == trouble
         assert run.said.count(f"mirror: {trouble}; trying again") == 1
+        assert run.mirrors[0].sign() < time.monotonic() - 0.5  # else a script that hangs would seem to write
         disk.fail()
         run.finish()
         assert [sorted(one.files) for one in run.complete() if one.name == "step-1"] == [
@@ -863,6 +864,28 @@ def test_what_a_pointer_names_is_kept(cluster: Callable[..., Cluster], link: boo
     assert run.names() == ["step-1/0.0-1", "step-3/0.0-3"]
     pointers = checkpoints.read_pointers(run.live)
     assert pointers == {0: {"best": checkpoints.Pointer(target="step-1", link=link)}}
+
+
+def test_what_a_pointer_names_is_kept_after_its_mount_failed(
+    cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TIMINGS, "mount", 0.1)
+    monkeypatch.setattr(TIMINGS, "hold_answer", 0.5)
+    with faulty_disk(tmp_path / "live", tmp_path / "behind") as disk:
+        first = cluster(1, keep=1)
+        first.write(0, "step-1/model.pt")
+        first.until(first.complete)
+        checkpoints.write_pointers(disk.place, 1, {"best": checkpoints.Pointer(target="step-1", link=False)})
+        first.stop()
+        disk.fail(("open", "/pointers/node-1.json", errno.EIO))
+        run = cluster(1, attempt="0.1", keep=1)
+        for step in (2, 3):
+            run.write(0, f"step-{step}/model.pt")
+            run.until(lambda: any("Input/output error" in line for line in run.said))
+            disk.fail()
+            run.until(lambda step=step: run.names()[-1].startswith(f"step-{step}/"))  # type: ignore[misc]
+        run.settle()
+        assert [item.name for item in run.complete()] == ["step-1", "step-3"]
 
 
 def test_of_what_is_written_again_the_two_newest_stay(cluster: Callable[..., Cluster]) -> None:

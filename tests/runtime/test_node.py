@@ -11,6 +11,7 @@ import queue
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from cloudtrain.runtime import node, notices
 from cloudtrain.runtime.cause import Failure
 from cloudtrain.runtime.checkpoints import Watch
 from cloudtrain.runtime.history import FIRST
+from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.node import Node
 from cloudtrain.runtime.resume import Resume
 from cloudtrain.runtime.timings import TIMINGS
@@ -131,7 +133,7 @@ def test_a_command_that_is_missing_is_named_as_the_user_wrote_it(
     context = {"resume": None, "run_id": "r", "checkpoint_paths": [], "entry_point": "", "args": ["./tool"]}
     head.site, head.context = replace(head.site, scratch=[str(tmp_path)], paths={"live": str(tmp_path)}), context
     head.nodes, head.attempt, head.go = 1, "0.0", {"t": "go", "resume": "", "url": "", "saved": None}
-    head.space = node.Workspace(context=context, site=head.site, log=head.log)
+    head.space = node.Workspace(context=context, site=head.site, log=head.log, wait=print)
     monkeypatch.setattr(head.space, "start", start)
     monkeypatch.setattr(head, "_watch_the_script", lambda *_: None)
     head._launch()
@@ -196,6 +198,7 @@ def test_a_store_that_hangs_does_not_keep_the_node(
 ) -> None:
     """Its mount takes no write for minutes. The machine costs money until the node ends."""
     monkeypatch.setattr(TIMINGS, "record", 1.0)
+    head.log = LogWriter(node=0, flush_seconds=0.1)
     head.nodes, head.live = 1, tmp_path / "place" / "live"
     head.site = replace(head.site, attempt="0.0", failure_file=str(tmp_path / "failure"), stop_grace=4.0)
     record = tmp_path / "behind" / "live" / "exit" / "0.0-node-0.json"
@@ -203,7 +206,8 @@ def test_a_store_that_hangs_does_not_keep_the_node(
         head._begin("0.0")
         (tmp_path / "behind" / slowfs.HANGS).touch()
         head.log.say("the last line")
-        time.sleep(6)  # until the thread of the log hangs
+        while not head.log._disk.locked():  # until the thread of the log hangs
+            time.sleep(0.02)
         began = time.monotonic()
         if noticed:
             head._handle(0, {"t": "signal", "number": signal.SIGTERM, "at": began})
@@ -218,6 +222,11 @@ def test_a_store_that_hangs_does_not_keep_the_node(
         head._recorder.shutdown()  # all comes in the right order once the store answers
         assert json.loads(record.read_text())["outcome"] == ("preempted" if noticed else "failed")
     assert noticed or (tmp_path / "failure").read_text() == "rank 0 on node 0 raised ValueError: x"
+
+
+def test_a_record_that_cannot_be_made_is_no_store_that_hangs(head: Node) -> None:
+    with pytest.raises(ZeroDivisionError):
+        head._in_time(lambda: 1 / 0)
 
 
 def test_a_consequence_of_a_node_that_says_nothing_more_is_that_node_lost(
@@ -281,6 +290,51 @@ def test_a_node_that_never_restores_is_named(head: Node) -> None:
     (failure,) = head.failures
     assert (failure.kind, failure.node) == ("lost", 1)
     assert failure.exception.startswith("has not restored checkpoint b in ")
+
+
+@pytest.fixture
+def hanging(head: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Return an event that stands for a store without an answer. Node 0, alone, gets a stop signal meanwhile."""
+    monkeypatch.setattr("cloudtrain.runtime.link.Link.send_all", lambda *_: None)
+    head.nodes, head.attempt, answer = 1, "0.1", threading.Event()
+    stop = {"t": "signal", "number": signal.SIGTERM, "at": time.monotonic()}
+    threading.Timer(0.3, head.inbox.put, [(-1, stop)]).start()
+    yield answer
+    answer.set()
+
+
+def left_by_the_notice(head: Node) -> bool:
+    return head.notice.why == "node 0 got a stop signal (SIGTERM)" and head._finish() == "preempted"
+
+
+@pytest.mark.parametrize("question", ["direct", "candidates", "the next candidate"])
+def test_a_notice_is_heard_while_the_store_is_searched(
+    head: Node, hanging: threading.Event, tmp_path: Path, question: str
+) -> None:
+    """A mount that fails is asked for a minute, a silent store for five."""
+
+    def candidates() -> Iterator[tuple[str, float, dict[str, object]]]:
+        if question == "the next candidate":
+            yield "b", 2.0, {"t": "restore", "root": "own", "folder": "", "also": []}
+        hanging.wait()
+
+    direct = hanging.wait if question == "direct" else lambda: None
+    head.space = SimpleNamespace(direct=direct, preempt=tmp_path / "preempt")  # type: ignore[assignment]
+    head.resume.candidates = candidates  # type: ignore[assignment, method-assign]
+    head.resume.restore = lambda message, space: ("damaged", True)  # type: ignore[method-assign]
+    head._agree_on_resume()
+    assert head.go is None
+    assert left_by_the_notice(head)
+
+
+def test_a_notice_is_heard_while_artifacts_come_back(head: Node, hanging: threading.Event, tmp_path: Path) -> None:
+    head.space = SimpleNamespace(  # type: ignore[assignment]
+        preempt=tmp_path / "preempt", watch=lambda: None, bring_back=lambda _: hanging.wait()
+    )
+    head.go = {"t": "go", "resume": "", "url": "", "saved": None}
+    head._launch()
+    assert head.ranks is None
+    assert left_by_the_notice(head)
 
 
 def test_a_checkpoint_that_another_job_kept_elsewhere_is_resumed_from_where_it_is(

@@ -3,6 +3,7 @@ arrives."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import faulty_disk
 
 from cloudtrain.engine.node_folders import LocalObjects, Sync
 from cloudtrain.errors import DigestError, StorageError
@@ -577,11 +579,26 @@ def test_a_restart_takes_over_the_archive(fleet: Callable[..., Fleet], objects: 
         until(lambda number=number: first.stored() == [f"step-{number}"])
     until(lambda: archived(tmp_path) == ["step-1", "step-2"])
     first.stop()
+    (first.local(0) / "archive" / "notes").write_text("not ours")
     second = fleet(keep=3, attempt="0.1", objects=objects)
     second.save("step-4")
     until(lambda: second.stored() == ["step-4"])
     until(lambda: archived(tmp_path) == ["step-2", "step-3"])
     assert len(list((second.store / "archive").rglob("*.json"))) == 2
+
+
+def test_a_disk_that_fails_does_not_make_the_archive_empty(objects: FolderObjects, tmp_path: Path) -> None:
+    commit: dict[str, Any] = {"protocol": 1, "name": "step-1", "attempt": "0.0", "seq": 1, "time": 1.0}
+    commit["files"] = {"node-0/step-1/a": {"size": 1, "sha256": ""}}
+    with faulty_disk(tmp_path / "live", tmp_path / "behind") as disk:
+        archive = Archive(disk.place, objects, temporary="")
+        assert archive.found() == []
+        write_whole(disk.behind / "archive/step-1/0.0-1.json", json.dumps(commit).encode(), temporary="")
+        assert [item.name for item in archive.found()] == ["step-1"]
+        for operation, path in (("readdir", "/archive"), ("open", "/archive/step-1/0.0-1.json")):
+            disk.fail((operation, path, errno.EIO))
+            with pytest.raises(OSError, match="Input/output error"):
+                archive.found()
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_archive(

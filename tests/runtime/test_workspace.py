@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from cloudtrain.errors import StorageError
 from cloudtrain.provider_api.node import NodeEnvironment, SyncAgent, Topology
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.outputs import Outputs
+from cloudtrain.runtime.timings import TIMINGS
 from cloudtrain.runtime.workspace import Workspace
 
 
@@ -126,6 +129,23 @@ def known(tmp_path: Path, capfd: pytest.CaptureFixture[str], *, made: str = "") 
     with pytest.raises(StorageError):  # there is no code: only the steps before it count here
         space.fill()
     return folder, space, capfd.readouterr().out
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_pip_is_killed_when_the_node_leaves_and_not_waited_for_in_vain(
+    space: Workspace, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """A process that hangs in a mount outlives its SIGKILL."""
+    monkeypatch.setattr(TIMINGS, "launcher", 0.2 if held else 10.0)
+    kill, groups = os.killpg, list[int]()
+    monkeypatch.setattr(os, "killpg", lambda group, number: groups.append(group) if held else kill(group, number))
+    for name, text in (("pip.py", "import time; time.sleep(30)"), ("requirements.txt", "")):
+        put(space.code / name, text)
+    began = time.monotonic()
+    space._install(space.code / "requirements.txt")  # `wait` returns at once, as after a notice
+    assert time.monotonic() - began < 10
+    for group in groups:
+        kill(group, signal.SIGKILL)
 
 
 def test_a_folder_that_scripts_know_leads_to_ours(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
