@@ -272,11 +272,6 @@ class Account:
             if isinstance(exc, LostContactError):
                 raise
             raise LostContactError(f"create job: the answer names no job ({exc})") from None
-        except CloudtrainError as exc:
-            if name in self._unsure:  # it may be our own first job that uses the quota
-                hint = "look for the job in the console"
-                raise LostContactError(f"{exc}; an earlier call may have created the job", hint=hint) from None
-            raise
         return self._first(request, ours)
 
     def _first(self, request: Request, ours: str) -> str:

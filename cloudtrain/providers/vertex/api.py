@@ -407,21 +407,9 @@ class Account:
         The API takes no id from its caller. One client at a time calls this (`handover.sending`), and looks for the job
         first.
         """
-        name, parent = request.body["displayName"], _parent(request)
         self._check_buckets(request)
         send = self._prepared(request)
-        if (found := self._found(request)) is not None:
-            return found
-        try:
-            ours = send()
-        except LostContactError:
-            raise
-        except CloudtrainError as exc:
-            if name in self._unsure:  # it may be our own first job that uses the quota
-                why = f"{exc}; an earlier call may have created the job"
-                raise LostContactError(why, hint=f"look for the job in {parent}") from None
-            raise
-        return self._first(request, ours)
+        return self._found(request) or self._first(request, send())
 
     def _first(self, request: Request, ours: str) -> str:
         """Return the job that counts. A client that slept for longer than its lease may have come second."""
