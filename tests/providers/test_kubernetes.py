@@ -173,7 +173,7 @@ class TestWholeRuns:
         """Check with pipes, and at a terminal, whose size the shell passes on."""
         check_shell(client.world)
         script = client.jobs.write("hold/hold.py", HOLD)
-        process = client.jobs.start(*client.words(str(script), "terminal"))
+        process = client.jobs.start(*client.words(str(script), "terminal", shape=PLAIN))
         client.until("terminal", "the script begins")
         ours, theirs = pty.openpty()
         words = ["shell", "terminal", "--store", client.store, "--node", "1", "--", "bash", "-c", SIZES]

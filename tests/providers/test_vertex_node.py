@@ -655,14 +655,14 @@ def test_a_script_does_not_detect_kubeflow(tmp_path: Path, service: Any) -> None
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> Iterator[Callable[[], list[subprocess.Popen[str]]]]:
-    """Start three nodes of one job as local processes, and wait until each script holds."""
+def three(tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
+    """Start three nodes of one job as local processes, with further arguments, and wait until each script holds."""
     stage(tmp_path, HOLD, instance_count=3, args=[str(tmp_path / "go")])
     addresses = [f"127.0.0.1:{free_port_pair()}", "127.0.0.1:1", "127.0.0.1:1"]
     cluster = {"workerpool0": addresses[:1], "workerpool1": addresses[1:]}
     start_bootstrap: list[subprocess.Popen[str]] = []
 
-    def start() -> list[subprocess.Popen[str]]:
+    def start(*more: str) -> list[subprocess.Popen[str]]:
         for pool, index in (("workerpool0", 0), ("workerpool1", 0), ("workerpool1", 1)):
             spec = json.dumps({"cluster": cluster, "task": {"type": pool, "index": index}})
             words = [
@@ -672,7 +672,7 @@ def three(tmp_path: Path) -> Iterator[Callable[[], list[subprocess.Popen[str]]]]
                 "--context",
                 str(tmp_path / "context.json"),
             ]
-            words += ["--path", f"live={tmp_path / 'live'}", "--path", f"code={tmp_path / 'code.tar.gz'}"]
+            words += ["--path", f"live={tmp_path / 'live'}", "--path", f"code={tmp_path / 'code.tar.gz'}", *more]
             environ = {**os.environ, "CLOUDTRAIN_NODES": "3", "CLUSTER_SPEC": spec}
             start_bootstrap.append(
                 subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -736,6 +736,6 @@ def test_a_failure_of_the_script_is_final(three: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_stopped_nodes_let_vertex_start_the_job_again(three: Any) -> None:
-    nodes = three()
+    nodes = three("--path", "grace=4")  # as spot machines have grace=15; each script uses three quarters of it
     nodes[1].terminate()
     assert codes(nodes) == [134, 134, 134]
