@@ -141,7 +141,9 @@ def test_a_message_says_what_the_field_is(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "job.toml").write_text('entry_point = "t.py"\n[resources]\ncpus = "many"\n')
     assert main(["plan", str(tmp_path / "job.toml")]) == 2
     err = capsys.readouterr().err
-    assert err == "error: resources.cpus: must be a whole number, not 'many' (minimum number of CPU cores of each node)\n"
+    assert (
+        err == "error: resources.cpus: must be a whole number, not 'many' (minimum number of CPU cores of each node)\n"
+    )
 
 
 def test_the_verb_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
