@@ -31,7 +31,7 @@ __all__ = ["Jobs", "RunContract"]
 FAULTS = ("capacity", "quota", "auth", "image")
 PLAIN: Fields = {"launcher": "python"}
 """A job that needs no torchrun, whose start imports torch on every node."""
-BY_RUNTIME = ("python", "command", "stalled", "oom", "retried")
+BY_RUNTIME = ("together", "python", "command", "stalled", "oom", "retried")
 """Jobs of which cloudtrain's own runtime decides on the nodes what happens, alike on every platform."""
 SUBMIT_PLAN = """
 import os, pathlib, sys

@@ -312,7 +312,7 @@ SCRIPT: dict[str, Row] = {
     ),
     "stall_timeout": _row("stalled", lambda seen: seen.result["category"] == "stalled", stall_timeout=2),
     "min_gpu_util": _row("torchrun", lambda seen: seen.result["state"] == "succeeded", min_gpu_util="5% for 30m"),
-    "node_check": _row("torchrun", lambda seen: bool(seen.texts("artifacts", "preflight.json")), node_check=True),
+    "node_check": _row("together", lambda seen: bool(seen.texts("artifacts", "preflight.json")), node_check=True),
     "debug_nccl": _row("python", _ranks(lambda rank: _DEBUG_NCCL.items() <= rank["env"].items()), debug_nccl=True),
     "metrics": _row(
         "command",
