@@ -326,7 +326,7 @@ def test_a_job_file_that_is_here_but_not_named_is_the_hint(
     code, _, err = main_of(verb, "--gpu", "H100", capsys=capsys)
     assert (code, err.splitlines()) == (2, [
         "error: source.entry_point: no script and no job file",
-        "hint: to use job.toml, put it after the verb, as in: cloudtrain plan job.toml",
+        "hint: to use job.toml, put it after the verb, as in: cloudtrain submit job.toml",
     ])  # fmt: skip
     assert "no script and no job file" not in main_of(verb, "train.txt", capsys=capsys)[2]
     assert main_of("plan", "--launcher", "command", "--", "true", capsys=capsys)[0] == 0

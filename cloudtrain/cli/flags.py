@@ -123,7 +123,7 @@ def job_of(script: str | None, module: str | None, flags: JobFlags, args: list[s
         from .init import JOB
 
         if exc.field == "source.entry_point" and script is None and not entries and (cwd / JOB).is_file():
-            hint = f"to use {JOB}, put it after the verb, as in: cloudtrain plan {JOB}"
+            hint = f"to use {JOB}, put it after the verb, as in: cloudtrain submit {JOB}"
             raise SpecError("no script and no job file", field=exc.field, hint=hint) from None
         raise described(exc) from None
 
