@@ -116,6 +116,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @for_each("flat", [f for f in FLAT_FIELDS if f not in flags.NOT_FLAGS])
 def test_each_flag_sets_its_field(flat: str) -> None:
     text, value = EXAMPLES[flat]
@@ -242,6 +243,7 @@ def test_strange_text_reaches_the_job_unchanged(
     assert (job.env, job.hyperparameters, list(job.args)) == (env, hp, args)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100), deadline=None)
 @given(value=JSON)
 def test_any_json_value_reaches_options(value: Any) -> None:

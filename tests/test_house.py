@@ -158,6 +158,7 @@ def test_the_design_page_draws_the_same_order() -> None:
     assert [frozenset(floor) for floor in floors] == list(ORDER)
 
 
+@pytest.mark.slow
 def test_imports_go_one_way() -> None:
     wrong = []
     for path in sources():
@@ -354,6 +355,7 @@ def shipped(*folders: str) -> list[Path]:
     ]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_for_later() -> None:
     marks = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
     found = [f"{name_of(p)}:{line}: {text}" for p in shipped() for line, text in comments(p) if marks.search(text)]

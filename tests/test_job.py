@@ -129,6 +129,7 @@ def jobs(draw: st.DrawFn) -> Job:
     )
 
 
+@pytest.mark.slow
 @given(jobs())
 def test_every_job_round_trips_through_json_toml_and_pickle(job: Job) -> None:
     assert Job.from_json(job.to_json()) == job

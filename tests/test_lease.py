@@ -274,6 +274,7 @@ def test_an_answer_that_was_lost_is_no_reason_to_wait_for_oneself(tmp_path: Path
 # ----------------------------------------------------------------------------------------------- renewal, loss, release
 
 
+@pytest.mark.slow
 def test_a_live_one_renews_its_mark(store: Files, elsewhere: None) -> None:
     with Lease(store, MARK, seconds=5) as lease:
         words, began = {content(store)}, time.monotonic()
@@ -471,6 +472,7 @@ def test_a_process_that_the_system_hides_has_not_ended(monkeypatch: pytest.Monke
     assert is_ended(None), "a process of this user is never hidden, so this is one that nothing waits for"
 
 
+@pytest.mark.slow
 def test_the_lease_of_a_killed_process_elsewhere_expires(url: str, holder: Any, close_looks: None) -> None:
     process = holder(120, "elsewhere")
     process.kill()
@@ -478,6 +480,7 @@ def test_the_lease_of_a_killed_process_elsewhere_expires(url: str, holder: Any, 
     assert taken_over(url, 3) >= 1.5, "it was watched, whatever the store's clock says"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_who_was_stopped_for_too_long_does_not_go_on(url: str, holder: Any, close_looks: None) -> None:
     process = holder(3, "elsewhere")
@@ -501,6 +504,7 @@ def test_who_was_stopped_for_too_long_does_not_go_on(url: str, holder: Any, clos
     assert not held(files(url))
 
 
+@pytest.mark.slow
 def test_a_mark_of_an_earlier_version_counts_until_it_expires(store: Files) -> None:
     """Each has its own store, and all run at once, because nearly all of the time is waiting."""
 

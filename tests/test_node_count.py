@@ -136,6 +136,7 @@ GPUS = ([], ["A100-80GB"], ["H100:8"])
 NODES = ([], ["2:4"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_each_choice_of_a_hint_ends_in_a_plan(
     provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

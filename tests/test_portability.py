@@ -21,6 +21,7 @@ def test_the_page_is_made_of_its_record() -> None:
     assert made == portability.PAGE.read_text(encoding="utf-8"), "run: python proof/portability.py --page"
 
 
+@pytest.mark.slow
 def test_the_record_is_of_the_cells_as_they_are() -> None:
     assert portability.stale(portability.read()) == [], "run: python proof/portability.py --new"
 
@@ -48,6 +49,7 @@ def test_losses_of_other_bits_are_told(record: dict[str, Any]) -> None:
     assert "no clean run on local of the same machine" in portability.wrong(record, CELLS[name])
 
 
+@pytest.mark.slow
 def test_a_record_that_is_not_of_the_code_is_stale(record: dict[str, Any]) -> None:
     record["gone/local"] = record.pop("fsdp clean/local")
     record["ddp clean/local"]["job"] = "0"

@@ -40,6 +40,7 @@ def copy_of_the_package(folder: Path) -> Path:
 CODE = "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from cloudtrain.store import runtime_zip as z; print(z.digest(), hashlib.sha256(z.build()).hexdigest(), z.__file__)"  # noqa: E501
 
 
+@pytest.mark.slow
 def test_digest_and_bytes_are_the_same_in_every_process_and_whatever_the_dates(tmp_path: Path) -> None:
     copy = copy_of_the_package(tmp_path / "other place")
     for number, path in enumerate(sorted(copy.rglob("*.py"))):

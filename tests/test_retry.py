@@ -339,6 +339,7 @@ def test_what_a_rival_recorded_who_died_is_sent_by_whoever_waits(tmp_path: Path)
     assert CLIENT_TIMINGS.unsent <= clock.now <= CLIENT_TIMINGS.unsent + 30
 
 
+@pytest.mark.slow
 def test_a_platform_that_is_silent_just_then_gets_the_next_attempt_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -547,6 +548,7 @@ def test_what_is_cancelled_while_it_is_recorded_is_not_sent(tmp_path: Path) -> N
     assert platform.sent == []
 
 
+@pytest.mark.slow
 def test_what_is_cancelled_while_the_platform_is_silent_is_not_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def told(number: int, schedule: Schedule) -> str:
     return f"schedule {number} of seed {SEED}:\n  {said}\nits last calls:\n" + "\n".join(schedule.sim.history[-60:])
 
 
+@pytest.mark.slow
 def test_schedules(known: Sequence[Plan]) -> None:
     check(known, 0, FEW)
 
@@ -70,6 +71,7 @@ def test_a_request_that_was_cut_off_before_a_cancel(known: Sequence[Plan], last:
     assert count["arrived after a cancel"] > last / 20, count
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("last", [FEW, pytest.param(ALL // 10, marks=pytest.mark.proof)])
 def test_a_refusal_after_a_lost_answer(known: Sequence[Plan], last: int) -> None:
@@ -131,6 +133,7 @@ def leased(seed: str, *, swaps: bool) -> Sim:
     return sim
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swaps", [True, False], ids=["swaps", "only creates"])
 @pytest.mark.parametrize("count", [100, pytest.param(ALL, marks=[pytest.mark.proof, pytest.mark.timeout(3600)])])
 def test_no_two_clients_have_one_lease(count: int, swaps: bool) -> None:

@@ -216,6 +216,7 @@ def test_words_are_those_of_the_code() -> None:
     assert shared["run_id"]["pattern"].strip("^$") == fields._ID.pattern.strip("^$")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tool", "page"),
     [

@@ -58,11 +58,13 @@ class Behind(Log):
         return super().add(entry)
 
 
+@pytest.mark.slow
 def test_a_client_that_ignores_the_prefix_breaks_the_limits() -> None:
     _, problems = played(0, MUTANT, log=Behind)
     assert len({text.partition(":")[0] for text in problems}) > MUTANT // 4
 
 
+@pytest.mark.slow
 def test_a_client_that_counts_only_finished_trials_breaks_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     def finished(state: State, currency: str) -> float:
         return states.used(state, currency)

@@ -254,6 +254,7 @@ def test_a_refused_submission_is_over_for_every_verb(place: Place, kind: str, ca
     assert place.platform.jobs() == []
 
 
+@pytest.mark.slow
 def test_the_wait_has_a_length_of_its_own(place: Place) -> None:
     code, said, err = place.done(*SUBMIT, "--wait-timeout", "1s")
     assert (code, said["exit_code"]) == (7, 7)
@@ -275,6 +276,7 @@ def test_credentials_that_expire_while_it_waits_are_lost_contact(place: Place) -
     assert (code, said["exit_code"]) == (3, 3)
 
 
+@pytest.mark.slow
 def test_the_same_step_again_comes_back_to_its_run(place: Place) -> None:
     assert place.done(*SUBMIT, "--detach")[0] == 0
     with place.client(*SUBMIT) as process:

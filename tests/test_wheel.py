@@ -162,6 +162,7 @@ def test_the_readme_works_from_the_wheel_alone(built: tuple[Path, Path], tmp_pat
     assert list((home / "out" / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_init_writes_the_examples_of_a_clone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

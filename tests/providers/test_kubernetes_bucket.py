@@ -50,6 +50,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketWor
     made.close()
 
 
+@pytest.mark.slow
 def test_a_node_saves_and_resumes_through_a_bucket_without_rename(world: BucketWorld, tmp_path: Path) -> None:
     code, data = tmp_path / "code", tmp_path / "data"
     for folder in (code, data):

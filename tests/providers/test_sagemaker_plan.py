@@ -81,6 +81,7 @@ def test_translated_patterns_of_java_match_the_same() -> None:
 # ---------------------------------------------------------------------------------------------------------------- names
 
 
+@pytest.mark.slow
 @given(st.from_regex(r"[a-z0-9](-?[a-z0-9]){0,39}", fullmatch=True), st.integers(0, 100), st.integers(0, 40))
 def test_names_are_legal_and_contain_the_attempt(run_id: str, attempt: int, gpu_index: int) -> None:
     if len(run_id) > 40:
@@ -605,6 +606,7 @@ def _planned(given: dict[str, Any], fields: dict[str, Any]) -> Request | SpecErr
         return exc
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SETTINGS, JOBS)
 def test_what_is_planned_is_what_the_service_takes(given: dict[str, Any], fields: dict[str, Any]) -> None:

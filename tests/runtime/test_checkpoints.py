@@ -361,6 +361,7 @@ def test_a_closed_folder_fails_no_attempt(disk: FaultyDisk, fault: tuple[str, st
     assert [item.name for item in complete(disk.place)] == ["step-1", "step-2"]
 
 
+@pytest.mark.slow
 def test_pointers_are_not_forgotten_while_a_mount_fails(disk: FaultyDisk) -> None:
     """Without its pointer, retention would remove a script's best checkpoint."""
     best = {"best": Pointer(target="step-1", link=False)}
@@ -487,6 +488,7 @@ def test_a_commit_cannot_name_what_is_outside_it(tmp_path: Path, key: str) -> No
     assert not (tmp_path / "ck").exists() or tree(tmp_path / "ck") == {}
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_nothing_is_a_storage_error(tmp_path: Path) -> None:
     one = committed(tmp_path / "live")
     write(tmp_path / "ck", b"a file where the folder should be")

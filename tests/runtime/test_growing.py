@@ -277,6 +277,7 @@ def test_what_was_brought_back_is_not_copied_again(tmp_path: Path) -> None:
     assert (target / "new").read_text() == "new"
 
 
+@pytest.mark.slow
 def test_a_file_that_takes_long_to_copy_takes_a_tenth_of_the_time(one: One, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second file is copied as often as before."""
     copies: dict[str, int] = {"big": 0, "quick": 0}

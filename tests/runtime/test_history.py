@@ -208,6 +208,7 @@ def test_a_restart_takes_no_earlier_ones_number_while_a_mount_fails(disk: Faulty
     assert restart_of(disk.place, 0) == "0.1"
 
 
+@pytest.mark.slow
 @for_each("fault", [("readdir", "/{}", errno.EIO), ("open", "/{}/*.json", errno.ESTALE)])
 def test_no_record_is_forgotten_while_a_mount_fails(disk: FaultyDisk, fault: tuple[str, str, int]) -> None:
     """A failed script would run a second time, and a run begin afresh."""

@@ -390,6 +390,7 @@ def test_a_command_that_is_not_there_raises(tmp_path: Path, start: Callable[...,
         start(["/no/such/program"], shim=False)
 
 
+@pytest.mark.slow
 def test_a_grandchild_that_keeps_the_pipe_open_does_not_hold_the_end(
     tmp_path: Path, start: Callable[..., Started]
 ) -> None:

@@ -161,6 +161,7 @@ def test_a_megabyte_in_one_message(ends: Callable[..., End]) -> None:
     assert len(head.get("big", 30)[1]["text"]) == 1 << 20
 
 
+@pytest.mark.slow
 def test_a_part_of_a_checkpoint_may_have_half_a_million_files(ends: Callable[..., End]) -> None:
     """Node 0 would wait for this message until the end of the run, and the run would fail without its checkpoint."""
     head, peer = ends(0), ends(1)
@@ -452,6 +453,7 @@ def test_a_silent_peer_is_lost_in_time(
     peer.sock.close()
 
 
+@pytest.mark.slow
 def test_pings_keep_a_quiet_connection(ends: Callable[..., End], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TIMINGS, "silence", 1.0)
     monkeypatch.setattr(TIMINGS, "ping", 0.2)

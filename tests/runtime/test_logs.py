@@ -78,6 +78,7 @@ def test_a_line_end_that_comes_in_two_parts_is_one() -> None:
     assert read(b"a\r", b"\nb\r", b"\n", pause=0.1) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_a_progress_bar_shows_its_newest_state_once_a_second() -> None:
     chunks = [f"\r{i:3d}%".encode() for i in range(0, 101, 4)]
     lines = read(b"start\n", *chunks, b"\nend\n", pause=0.1)

@@ -72,6 +72,7 @@ def test_what_fails_after_our_own_signal_is_no_failure_either(head: Node) -> Non
     assert head._outcome() == "preempted"
 
 
+@pytest.mark.slow
 def test_a_peer_that_comes_after_the_notice_hears_of_it_and_is_waited_for(
     head: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_peer_that_comes_after_the_notice_hears_of_it_and_is_waited_for(
     assert [message["t"] for node, message in sent if node == 1] == ["attempt", "preempt"]
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_meet_node_0_soon_after_the_notice_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +194,7 @@ def test_a_reason_that_is_no_text_reaches_the_platform_too(head: Node, tmp_path:
     assert (tmp_path / "failure").read_text() == "rank 0 on node 0 raised ValueError: caf?.txt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noticed", [False, True])
 def test_a_store_that_hangs_does_not_keep_the_node(
     head: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], noticed: bool
@@ -562,6 +565,7 @@ class Copying:
     stop = freeze = lambda self: None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "outcome"), [(0.5, "succeeded"), (60.0, "preempted")])
 def test_a_notice_after_the_script_has_ended_well(at_work: Node, seconds: float, outcome: str) -> None:
     """The attempt succeeds if everything is mirrored in time."""

@@ -62,6 +62,7 @@ def check(
     return found
 
 
+@pytest.mark.slow
 @for_each(
     ("scripts", "gpus", "text", "node"),
     [

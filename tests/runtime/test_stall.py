@@ -247,6 +247,7 @@ def test_the_main_thread_is_found_among_others_and_behind_a_progress_bar(node: C
     assert ranks.look()[0] == found  # a second look is a new one
 
 
+@pytest.mark.slow
 def test_a_stack_that_is_cut_and_a_name_that_is_escaped(node: Callable[..., Node]) -> None:
     ranks = node(
         "import time\ndef tief_größer(n):\n    if n: return tief_größer(n - 1)\n"
@@ -256,6 +257,7 @@ def test_a_stack_that_is_cut_and_a_name_that_is_escaped(node: Callable[..., Node
     assert ranks.look()[0] == [(4, ("rank0.py", 4, "tief_größer"))]
 
 
+@pytest.mark.slow
 def test_a_main_thread_that_is_left_out_is_no_other_thread(node: Callable[..., Node]) -> None:
     ranks = node(
         "import threading, time\n"
@@ -266,6 +268,7 @@ def test_a_main_thread_that_is_left_out_is_no_other_thread(node: Callable[..., N
     assert ranks.look()[0] == [(4, "did not answer")]
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_answer(node: Callable[..., Node]) -> None:
     stopped = "import os, signal\nprint('up', flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
     ranks = node(stopped, "print('up', flush=True)", SLEEPS, "")
@@ -386,6 +389,7 @@ def test_a_node_without_ranks_answers_all_the_same() -> None:
     assert when < LIMIT + TIMINGS.stacks
 
 
+@pytest.mark.slow
 def test_signs_of_life_of_any_node_put_it_off_and_count_from_when_they_were() -> None:
     nodes = Nodes([], [], [])
     last = time.monotonic()
