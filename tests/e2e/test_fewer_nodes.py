@@ -29,6 +29,9 @@ SLOW = """
 DDP = ("ddp.py", "digits", DIGITS, ("--max-steps", "132", "--save-every", "10"))
 SMALL = ("--layers", "2", "--heads", "2", "--width", "32", "--context", "32", "--global-batch", "16")
 FSDP = ("fsdp.py", "gpt", TEXT, ("--max-steps", "120", "--save-every", "10", *SMALL))
+NEAR = 20
+"""Steps after the resume in which another order of sums changes a loss by less than 1e-4. The difference grows with
+each step: after 99 steps of `DDP` it was 7e-3."""
 Script = tuple[str, str, Path, tuple[str, ...]]
 
 
@@ -75,7 +78,9 @@ def check_curve(jobs: Jobs, script: Script, most: int, result: dict[str, Any]) -
     assert {step: expected[step] for step in first} == first
     assert min(last) == int(result["attempts"][-1]["resumed_step"]) + 1
     assert max(last) == max(expected)
-    assert list(last.values()) == pytest.approx([expected[step] for step in last], rel=1e-4)
+    pairs = [(loss, expected[step]) for step, loss in last.items()]
+    for some, bound in ((pairs[:NEAR], 1e-4), (pairs[NEAR:], 0.02)):
+        assert [loss for loss, _ in some] == pytest.approx([other for _, other in some], rel=bound)
 
 
 def rows_of(result: dict[str, Any]) -> list[tuple[str, str | None, int]]:
