@@ -477,7 +477,7 @@ def test_the_lease_of_a_killed_process_elsewhere_expires(url: str, holder: Any, 
     process = holder(120, "elsewhere")
     process.kill()
     process.wait()
-    assert taken_over(url, 3) >= 1.5, "it was watched, whatever the store's clock says"
+    assert taken_over(url, 3) >= 1.5, "the client watches the lease; it does not trust the store's clock"
 
 
 @pytest.mark.slow

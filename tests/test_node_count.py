@@ -148,12 +148,12 @@ def test_each_choice_of_a_hint_ends_in_a_plan(
     def follow(flags: dict[str, list[str]], hints: int) -> None:
         words = [word for name, values in flags.items() for value in values for word in (name, value) if word]
         code = cli.main(["plan", "train.py", "--provider", provider, *PROVIDERS[provider].split(), *words])
-        told = capsys.readouterr().err.splitlines()
+        lines = capsys.readouterr().err.splitlines()
         if code == 0:
             return
-        assert (code, len(told), hints > 0) == (2, 2, True), (words, told)
-        choices = re.findall(r"(?:--(?:gpus|nodes|gpu) (?!NAME)[A-Z0-9-]+(?::\d+)? ?)+|--spot", told[1])
-        assert choices, (words, told)
+        assert (code, len(lines), hints > 0) == (2, 2, True), (words, lines)
+        choices = re.findall(r"(?:--(?:gpus|nodes|gpu) (?!NAME)[A-Z0-9-]+(?::\d+)? ?)+|--spot", lines[1])
+        assert choices, (words, lines)
         for choice in choices:
             changed: dict[str, list[str]] = {}
             for name, value in re.findall(r"(--\w+)(?: (\S+))?", choice):

@@ -64,19 +64,17 @@ def test_schedules(known: Sequence[Plan]) -> None:
     check(known, 0, FEW)
 
 
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("last", [FEW, pytest.param(ALL // 10, marks=pytest.mark.proof)])
-def test_a_request_that_was_cut_off_before_a_cancel(known: Sequence[Plan], last: int) -> None:
-    count = check(known, 0, last, cuts_off=True)
-    assert count["arrived after a cancel"] > last / 20, count
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("last", [FEW, pytest.param(ALL // 10, marks=pytest.mark.proof)])
-def test_a_refusal_after_a_lost_answer(known: Sequence[Plan], last: int) -> None:
-    count = check(known, 0, last, loses=True)
-    assert count["refused while a request arrives"] > last / 20, count
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    [("cuts_off", "arrived after a cancel"), ("loses", "refused while a request arrives")],
+    ids=["cut off before a cancel", "refused after a lost answer"],
+)
+def test_a_request_that_arrives_late(known: Sequence[Plan], kind: str, event: str, last: int) -> None:
+    count = check(known, 0, last, **{kind: True})
+    assert count[event] > last / 20, count
 
 
 @pytest.mark.proof

@@ -32,7 +32,7 @@ __all__ = [
 STATES = ("pending", "running", "succeeded", "failed", "cancelled")
 FINAL = ("succeeded", "failed", "cancelled")
 ABANDONED = "abandoned"
-"""`Status.native` of a run whose supervisor was killed. Its nodes go one after the other: a lost one is no cause."""
+"""`Status.native` of a run whose supervisor was killed. Its nodes then end, so a lost node is not the cause."""
 NPU = "ASCEND"
 """The names of devices without CUDA and nvidia-smi begin so."""
 NO_SMI = "nvidia-smi does not know Ascend"

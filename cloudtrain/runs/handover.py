@@ -93,9 +93,6 @@ def _lease_key(run_id: str, request: Request) -> str:
     return f"{run_folder(run_id)}/attempts/{request.attempt}/sending-{request.gpu_index}.json"
 
 
-# ------------------------------------------------------------------------------------------------------------ decisions
-
-
 def moving(store: Store, run_id: str) -> Lease:
     """Return a lease that shows the clients that follow the run that this client moves it to its next place.
 
@@ -111,6 +108,9 @@ def is_moving(store: Store, run_id: str, seen: dict[str, tuple[str, float]], now
 
 def _moving_folder(run_id: str) -> str:
     return f"{run_folder(run_id)}/moving"
+
+
+# ------------------------------------------------------------------------------------------------------------ decisions
 
 
 def decide(store: Store, run_id: str, following: str, result: Record) -> bool:

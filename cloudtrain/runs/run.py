@@ -114,8 +114,8 @@ class _Known:
     natives: dict[int, str] = field(default_factory=dict)
     refused: set[int] = field(default_factory=set)  # refused attempts that another one has followed
     unsent: int | None = None  # the newest attempt, if it was last seen recorded but not submitted
-    is_arriving: bool = False  # if a request that was cut off before a cancel may still become a job
-    has_looked: bool = False  # for a request on its way, in the moment after a cancel
+    is_arriving: bool = False  # if the request of a cancelled run was cut off, and may still become a job
+    has_looked: bool = False  # if this client has looked for the job of such a request for `ClientTimings.arrival`
     stopped: set[str] = field(default_factory=set)  # jobs that were found after a cancel, and were asked to stop
     max_wait: MaxWait | None = None
     over: dict[int, float] = field(default_factory=dict)  # when each attempt was first seen over
@@ -302,7 +302,7 @@ class Run:
 
     @property
     def _longest_arrival(self) -> float:
-        """The seconds after which a request that was cut off is a job that the platform finds, or will never be one."""
+        """The seconds after which the platform finds the job of a request that was cut off, or has none."""
         return max(0.0 if self._known.has_looked else CLIENT_TIMINGS.arrival, extras_of(self.provider).arrival_s)
 
     def _arrival_left(self, attempt: int) -> float | None:

@@ -48,7 +48,7 @@ KINDS = (
 SCAN_SHARE = 20
 """After a look at all entries that took a second, the mirror makes none for so many seconds."""
 CLOCK_STEP = 1.0
-"""Seconds. A clock that differs by more from the monotonic one than before was set; a service for time slews less."""
+"""Seconds. A clock that moved by more against the monotonic one was set. A time service moves it by less at a time."""
 ENTRIES = 2
 """Checkpoints that a node copies at the same moment."""
 

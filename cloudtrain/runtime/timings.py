@@ -61,7 +61,7 @@ class Timings:
     """Longest wait for a store that takes the last lines and the exit record: a mount may hang. With `mirror_failed` it
     is less than `peers`."""
     record_least: float = 2.0
-    """The same after a notice whose grace is over, or while the store hangs."""
+    """The same if the grace is over or the store already hangs."""
     notice_look: float = 1.0
     """Between two questions for a notice: Azure gives 30 s from the notice to the end."""
     notice_seldom: float = 60.0

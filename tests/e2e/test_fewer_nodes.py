@@ -21,17 +21,19 @@ SLOW = """
     from {task} import *
     from {task} import compute_loss as quick
 
+    calls = 0
+
     def compute_loss(model, batch):
-        if os.environ.get("CLOUDTRAIN_ATTEMPT") == "0.0":  # the drill waits for a checkpoint in the store
-            time.sleep(0.2)
+        global calls
+        calls += 1
+        if os.environ.get("CLOUDTRAIN_ATTEMPT") == "0.0" and calls > 20:
+            time.sleep(1)  # the drill waits for a checkpoint in the store
         return quick(model, batch)
 """
-DDP = ("ddp.py", "digits", DIGITS, ("--max-steps", "132", "--save-every", "10"))
+DDP = ("ddp.py", "digits", DIGITS, ("--max-steps", "50", "--save-every", "20"))
+"""Few steps: another order of sums changes a loss by more with each step, by 6e-4 after 36 and by 7e-3 after 99."""
 SMALL = ("--layers", "2", "--heads", "2", "--width", "32", "--context", "32", "--global-batch", "16")
-FSDP = ("fsdp.py", "gpt", TEXT, ("--max-steps", "120", "--save-every", "10", *SMALL))
-NEAR = 20
-"""Steps after the resume in which another order of sums changes a loss by less than 1e-4. The difference grows with
-each step: after 99 steps of `DDP` it was 7e-3."""
+FSDP = ("fsdp.py", "gpt", TEXT, ("--max-steps", "50", "--save-every", "20", *SMALL))
 Script = tuple[str, str, Path, tuple[str, ...]]
 
 
@@ -78,9 +80,7 @@ def check_curve(jobs: Jobs, script: Script, most: int, result: dict[str, Any]) -
     assert {step: expected[step] for step in first} == first
     assert min(last) == int(result["attempts"][-1]["resumed_step"]) + 1
     assert max(last) == max(expected)
-    pairs = [(loss, expected[step]) for step, loss in last.items()]
-    for some, bound in ((pairs[:NEAR], 1e-4), (pairs[NEAR:], 0.02)):
-        assert [loss for loss, _ in some] == pytest.approx([other for _, other in some], rel=bound)
+    assert list(last.values()) == pytest.approx([expected[step] for step in last], rel=1e-4)
 
 
 def rows_of(result: dict[str, Any]) -> list[tuple[str, str | None, int]]:

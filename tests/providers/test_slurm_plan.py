@@ -333,16 +333,16 @@ def test_messages_of_slurm_become_errors(message: str, kind: type[Exception]) ->
 
 
 def test_tools_without_a_cluster_say_so_in_one_line() -> None:
-    told = "\n".join([
+    answer = "\n".join([
         "sinfo: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host",
         "sinfo: error: fetch_config: DNS SRV lookup failed",
         "sinfo: error: _establish_config_source: failed to fetch config",
         "sinfo: fatal: Could not establish a configuration source",
     ])  # fmt: skip
-    error = error_of(told, what="ask for the nodes", where="this machine")
+    error = error_of(answer, what="ask for the nodes", where="this machine")
     assert str(error) == "ask for the nodes: the tools of Slurm on this machine find no cluster"
     assert (error.hint, type(error)) == (HELP["none"], LostContactError)
-    assert str(error_of(told, what="submit", code=75, where="login")).endswith(
+    assert str(error_of(answer, what="submit", code=75, where="login")).endswith(
         "the tools of Slurm on login find no cluster"
     )
 
