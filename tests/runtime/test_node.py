@@ -20,6 +20,7 @@ import pytest
 import slowfs
 from disks import slow_disk
 
+from cloudtrain.engine.processes import free_port_pair
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import node, notices
 from cloudtrain.runtime.cause import Failure
@@ -34,7 +35,7 @@ from cloudtrain.runtime.timings import TIMINGS
 @pytest.fixture
 def head(tmp_path: Path) -> Node:
     """Return node 0 of two, whose own rank has had no signal."""
-    topology = Topology(nodes=2, node_rank=0, master_addr="127.0.0.1", master_port=5000)
+    topology = Topology(nodes=2, node_rank=0, master_addr="127.0.0.1", master_port=free_port_pair())
     site = NodeEnvironment(topology=topology, paths={"live": str(tmp_path)}, scratch=[])
     return Node(context={"resume": None}, site=site, attempt=0, key=b"k", inbox=queue.SimpleQueue())
 
@@ -99,7 +100,7 @@ def test_a_node_that_does_not_meet_node_0_soon_after_the_notice_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node.Workspace, "fill", lambda _: None)
-    topology = Topology(nodes=2, node_rank=1, master_addr="127.0.0.1", master_port=5000)
+    topology = Topology(nodes=2, node_rank=1, master_addr="127.0.0.1", master_port=free_port_pair())
     site = NodeEnvironment(topology=topology, paths={"live": str(tmp_path)}, scratch=[str(tmp_path)], stop_grace=30)
     peer = Node(context={"resume": None, "run_id": "r"}, site=site, attempt=0, key=b"k", inbox=queue.SimpleQueue())
     peer.inbox.put((-1, {"t": "signal", "number": signal.SIGTERM, "at": time.monotonic()}))
