@@ -6,8 +6,10 @@ provider.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -72,11 +74,11 @@ class Provider(ProviderExtras):
         if refusal.exists() and not path.exists():
             category, _, reason = refusal.read_text().partition(": ")
             raise {"quota": QuotaError, "capacity": CapacityError, "user_error": SpecError}[category](reason)
-        try:
-            with open(path, "x") as stream:
-                json.dump({"state": "pending"}, stream)
-        except FileExistsError:
-            pass  # the file is of this same attempt
+        temp = self._job(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+        temp.write_text(json.dumps({"state": "pending"}))
+        with contextlib.suppress(FileExistsError):  # the file is of this same attempt
+            os.link(temp, path)  # at once: a client that is killed now leaves a whole file or none
+        temp.unlink()
         while self._job(".slow").exists():  # the answer takes its time
             time.sleep(0.02)
         return path.name

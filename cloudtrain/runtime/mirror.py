@@ -133,9 +133,16 @@ class Mirror:
         self._progress_logged = self._passed_on = 0.0
         self._newest = self._stirred = 0.0
         self._ahead, self._set_back = time.time() - time.monotonic(), 0.0
-        self.trouble = ""
-        """Reason why the last checkpoint could not be copied to the store; empty after a copy that succeeded."""
+        self._unreadable = self._not_copied = ""
         self._thread = threading.Thread(target=self._loop, name="mirror", daemon=True)
+
+    @property
+    def trouble(self) -> str:
+        """Why a checkpoint cannot be read, or why the last one could not be copied to the store; empty if all is well.
+
+        A copy of another checkpoint that succeeds does not make one readable.
+        """
+        return self._unreadable or self._not_copied
 
     def start(self) -> None:
         for growing in self._growing:
@@ -284,11 +291,13 @@ class Mirror:
     def _scan(self) -> None:
         entries = self._watch.entries()
         self._look_for_life(entries.values())
+        unreadable = ""
         for entry in entries.values():
             if entry.fault is not None:
                 why = checkpoints.describe_fault(entry.fault)
-                self.trouble = f"cannot read {entry.fault.filename or entry.path}: {why}"
-                self._complain(self.trouble)
+                unreadable = f"cannot read {entry.fault.filename or entry.path}: {why}"
+                self._complain(unreadable)
+        self._unreadable = unreadable
         self._tell_pointers()
         fresh = [entry for entry in entries.values() if not self._finished.is_done(entry)]
         if self._finishing is None and not self._is_frozen():
@@ -401,10 +410,10 @@ class Mirror:
             files = checkpoints.copy_entry(entry, target, self._moved, links=links, temporary=self._temporary)
         except OSError as exc:
             self._complain(f"cannot copy checkpoint {entry.name} to {self._live}: {exc.strerror}")
-            self.trouble = exc.strerror or type(exc).__name__
+            self._not_copied = exc.strerror or type(exc).__name__
             files = None
         else:
-            self.trouble = ""
+            self._not_copied = ""
         if files is None or self._written_to(entry):
             shutil.rmtree(target, ignore_errors=True)
             return None
