@@ -405,7 +405,12 @@ def test_a_cancel_ends_a_pull_that_stalls(jobs: Jobs, engine: Any, images: Calla
     with registry(images("nopython"), user="", password="", stalls=True) as address:
         image = f"{address}/team/stalls:1"
         process = Containers(jobs, engine, image).start("train.py", "stalls")
-        jobs.wait_for(lambda: "pulling" in jobs.cli("status", "stalls", "--store", str(jobs.store), "--json").out)
+        deadline, status = time.monotonic() + 60, ""
+        while "pulling" not in status:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, status
+            time.sleep(0.2)
+            status = jobs.cli("status", "stalls", "--store", str(jobs.store), "--json").out
         assert jobs.cli("cancel", "stalls", "--store", str(jobs.store)).code == 0
         out, err = process.communicate(timeout=15)
     assert process.returncode == EXIT_CODES["cancelled"], err
