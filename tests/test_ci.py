@@ -17,7 +17,7 @@ from test_docs import commands
 
 from cloudtrain import cli
 from cloudtrain.cli.output import Screen
-from cloudtrain.job.job import check_run_id
+from cloudtrain.job.run_id import check_run_id
 
 ROOT = Path(__file__).parents[1]
 GITHUB = [ROOT / "examples/ci/github-actions.yml", *sorted((ROOT / ".github/workflows").glob("*.yml"))]

@@ -26,9 +26,8 @@ from cloudtrain.job.job import (
     Job,
     Resources,
     Source,
-    check_run_id,
-    new_run_id,
 )
+from cloudtrain.job.run_id import check_run_id, new_run_id
 from cloudtrain.validate import did_you_mean, parse_duration, similar, url_scheme
 
 

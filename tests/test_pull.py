@@ -21,7 +21,8 @@ from test_run import RUNNING, SUCCEEDED, T0, ClientRetried, World, failed
 
 from cloudtrain.errors import ConflictError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from cloudtrain.runs import pull as pull_module
-from cloudtrain.runs.pull import PullReport, parse_selection, pull
+from cloudtrain.runs.pull import PullReport, pull
+from cloudtrain.runs.pull_kinds import parse_selection
 from cloudtrain.storage.files import files
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 

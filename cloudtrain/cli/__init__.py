@@ -110,6 +110,8 @@ VERBS: dict[str, Verb] = {
         "Print a shell's completion: bash, zsh or fish.",
         "completion bash > ~/.local/share/bash-completion/completions/cloudtrain"),
 }  # fmt: skip
+SCRIPT_VERBS = ("submit", "plan", "rehearse")
+"""Verbs that take a script, and its arguments after ``--``."""
 ALSO = {"ls": "list", "ps": "list"}
 """Second names of verbs; no help shows them."""
 NEWEST = "@newest"
@@ -152,7 +154,6 @@ def make_app(*, formatter: Literal["plain"] | None = None) -> App:
     from cyclopts import App, Group
 
     from .._version import __version__
-    from .advice import SCRIPT_VERBS
 
     app = App(
         name="cloudtrain",
@@ -237,7 +238,7 @@ def _usage_error(exc: Exception, app: App, tokens: list[str], args: list[str] | 
     from cyclopts import UnknownOptionError, UnusedCliTokensError
 
     from ..errors import SpecError
-    from .advice import SCRIPT_VERBS, about_flag
+    from .advice import about_flag
     from .key_value import first_spelling
 
     verb = tokens[0]

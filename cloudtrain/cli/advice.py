@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from ..settings.settings import is_setting
+from . import SCRIPT_VERBS
 
 __all__ = ["about_flag", "about_verb"]
 
-SCRIPT_VERBS = ("submit", "plan", "rehearse")
 _MEANT = {
     "cancel": "stop kill abort terminate interrupt down",
     "submit": "run launch start train create fit",

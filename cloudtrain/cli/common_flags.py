@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -80,6 +79,8 @@ def run_on_end(command: str | None, result: Mapping[str, Any], say: Callable[[st
     """
     if command is None:
         return
+    import subprocess
+
     values = {name: result.get(name) for name in ("state", "category", "reason", "exit_code")}
     values |= {name: result.get(name, result.get(name.replace("run", "sweep"))) for name in ("run_id", "run")}
     given = {f"CLOUDTRAIN_{name.upper()}": "" if value is None else str(value) for name, value in values.items()}

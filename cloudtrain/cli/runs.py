@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from cyclopts import Parameter
 
 from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
-from ..estimator import log_line, ranks
 from ..provider_api.protocol import FINAL, NativeObject, ProviderExtras, extras_of, extras_of_type
 from ..provider_api.registry import find_provider
 from ..runs.outcome import CANCELLING
@@ -196,6 +195,8 @@ def logs(
     screen: Ours[Screen],
 ) -> int:
     """Print every line of every node, each once, in order for each node."""
+    from ..estimator import log_line, ranks
+
     handle = open_one(run, at, screen)
     run = _called(run, screen.about)
     if newest is not None and newest < 0:
@@ -303,7 +304,7 @@ def pull(
     screen: Ours[Screen],
 ) -> int:
     """Copy complete checkpoints, artifacts, outputs, logs and metrics, verified. Files already here are skipped."""
-    from ..runs.pull import PULL_KINDS, parse_selection
+    from ..runs.pull_kinds import PULL_KINDS, parse_selection
     from ..runs.run import Run
 
     parse_selection(what or PULL_KINDS)
@@ -553,7 +554,7 @@ def pull_into(
     follow: bool = False,
 ) -> dict[str, Any]:
     """Copy ``what`` (None: all) to ``folder`` and print the result. Return the report as JSON."""
-    from ..runs.pull import PULL_KINDS
+    from ..runs.pull_kinds import PULL_KINDS
 
     with screen.progress() as say:
         moved = format.Moved("pulled", say if screen.interactive else None)

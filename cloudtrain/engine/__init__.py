@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -89,6 +88,8 @@ def make_engine(name: str, *, folder: Path, run: str, environ: Mapping[str, str]
 
 def staged(spec: NodeSpec, root: Path, local: Mapping[str, Path]) -> None:
     """Recreate ``root`` with the node's files and every mount of kind ``copy``."""
+    import shutil  # a plan starts no node
+
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     for mount in spec.mounts:

@@ -32,7 +32,7 @@ from ..provider_api.registry import find_provider
 from ..runs.attempts import AttemptPolicy, Ending, History, Next, Usage, exception_of
 from ..runs.handover import nodes_of
 from ..runs.outcome import records_of, was_lost
-from ..runs.resume import nodes_that_restore
+from ..runs.resume_nodes import nodes_that_restore
 from ..runs.run import Run
 from ..runtime.checkpoint_model import Checkpoint, newest_checkpoint, resumable
 from ..runtime.checkpoints import COMMIT, complete

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import warnings
-import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,6 +25,8 @@ KEEPS_BATCH = re.compile(
 """Uses of the planned number of ranks, or of a flag for the global batch, which the script splits."""
 LISTED = 3
 """Most scripts that a hint names."""
+_ZIP_END = b"PK\5\6"
+"""Begins the last record of a zip file."""
 USUAL = ("main.py", "train.py", "__main__.py")
 """Usual names of a folder's script."""
 NEWER: tuple[tuple[tuple[int, int], re.Pattern[str]], ...] = (
@@ -89,12 +90,18 @@ def check_script(root: Path, entry_point: str) -> None:
     module = entry_point.removeprefix("-m ").strip() if entry_point.startswith("-m ") else ""
     path = _module_file(str(root), module) if module else os.path.join(root, entry_point)
     name = os.path.relpath(path, root).replace(os.sep, "/")
+    if name.endswith(".pyc"):
+        return
     try:
-        if name.endswith(".pyc") or zipfile.is_zipfile(path):
-            return
-        with open(path, "rb") as file, warnings.catch_warnings():
+        source = Path(path).read_bytes()
+        if _ZIP_END in source:
+            from zipfile import is_zipfile  # it loads every kind of compression
+
+            if is_zipfile(path):
+                return
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            compile(file.read(), name, "exec", dont_inherit=True)
+            compile(source, name, "exec", dont_inherit=True)
     except OSError as exc:
         raise StorageError(f"cannot read {name}: {exc.strerror or exc}") from None
     except SyntaxError as exc:

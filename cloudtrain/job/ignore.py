@@ -29,6 +29,8 @@ class Rules:
 
     def plus(self, base: str, lines: Mapping[str, str], *, above: str = "") -> Rules:
         """Add the ``lines`` (name: pattern) of a file in folder ``base``, or in the folder ``above`` levels over it."""
+        if not lines:
+            return self
         from pathspec import GitIgnoreSpec, PathSpec
 
         rules: list[Rule] = []

@@ -12,9 +12,7 @@ import dataclasses
 import hashlib
 import json
 import re
-import secrets as _secrets
 import shlex
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -37,8 +35,7 @@ from .fields import DURATION, PATH, SWITCH, TEXT, check_fields, choice, item, pa
 
 __all__ = [
     "DEFAULT_MAX_OUTPUTS", "DEFAULT_MAX_RUNTIME", "DEFAULT_STALL_TIMEOUT", "FIELDS", "FLAT_FIELDS", "Gpu", "Input",
-    "Job", "Resources", "Scalar", "Source", "anchored", "check_run_id", "is_run_id", "job_name", "new_run_id",
-    "run_tag",
+    "Job", "Resources", "Scalar", "Source", "anchored", "job_name", "run_tag",
 ]  # fmt: skip
 
 Scalar = str | int | float | bool
@@ -77,30 +74,6 @@ _PLACEHOLDER_INPUT = re.compile(r"\{inputs\.([A-Za-z][A-Za-z0-9_-]*)\}")
 
 
 # --------------------------------------------------------------------------------------------------------------- names
-
-
-def check_run_id(run_id: str) -> str:
-    """Return ``run_id`` if it is lower-case letters, digits and single inner dashes, at most 40; else `SpecError`."""
-    if not is_run_id(run_id):
-        raise SpecError(
-            f"{run_id!r} is not a run id: lower-case letters, digits and single inner dashes, at most {fields.MAX_ID}",
-            field="run_id",
-            hint=f"call it {fields.slug(run_id)!r}",
-        )
-    return run_id
-
-
-def is_run_id(name: str) -> bool:
-    """Return whether `check_run_id` accepts ``name``."""
-    return fields.is_slug(name)
-
-
-def new_run_id(name: str, *, now: float | None = None, token: str | None = None) -> str:
-    """Return ``<UTC yyyymmdd-hhmmss>-<name>-<4 hex>``; the name is cut so that the id has at most 40 characters."""
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
-    tail = token or _secrets.token_hex(2)
-    room = fields.MAX_ID - len(stamp) - len(tail) - 2
-    return check_run_id(f"{stamp}-{name[:room].rstrip('-')}-{tail}")
 
 
 def run_tag(run: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -95,6 +94,8 @@ class Provider(SupervisedProvider):
         return request
 
     def check(self, request: Request) -> None:
+        import shutil  # a plan does not need it
+
         from ..engine.processes import check_gpus, has_torch
         from ..storage.extras import not_installed
 

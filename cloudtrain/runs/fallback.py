@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import itertools
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -65,8 +64,6 @@ def plan_with_fallbacks(
     is asked where that run has moved to. Errors of a fallback are raised now, not when its turn comes. Provider `AUTO`
     takes the fallback profiles alone, in the order of their price, without those that refuse the job.
     """
-    from .resume import is_bare
-
     if settings.budget and settings.fallback:
         raise SpecError(
             f"{settings.budget!r} holds in one store, so a run cannot use {', '.join(settings.fallback)}",
@@ -84,8 +81,11 @@ def plan_with_fallbacks(
                 raise
             raise SpecError(f"{exc.message} (fallback {own.profile})", field=exc.field, hint=exc.hint) from None
         run_id = run_id or (None if preview else plans[0].run_id)
-        if not number and (resumed := job.resume_from) and is_bare(resumed):  # a run of the first store
-            job = job.replace(resume_from=f"{plans[0].store.url}/runs/{resumed}")
+        if not number and job.resume_from:
+            from .resume import is_bare
+
+            if is_bare(job.resume_from):  # a run of the first store
+                job = job.replace(resume_from=f"{plans[0].store.url}/runs/{job.resume_from}")
     return link_fallbacks(plans)
 
 
@@ -421,6 +421,8 @@ class FallbackPolicy(Retry):
         if listed is None:
             again = f"submit the same job again with --run-id {self._run.run_id} on a machine that has the data"
             raise StorageError(f"inputs.{name}: {old.url} has no copy of it for {store.url}", hint=again)
+        import tempfile
+
         self._say(f"copying {name} to {store.url}")
         with tempfile.TemporaryDirectory(prefix="cloudtrain-") as folder:
             for path, item in sorted(listed["files"].items()):

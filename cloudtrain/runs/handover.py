@@ -24,7 +24,7 @@ from ..storage.lease import Lease, held_leases, is_released, load_lease
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, next_of, run_folder, to_json
 from .attempts import NO_MACHINES, AttemptPolicy, History
-from .resume import nodes_that_restore
+from .resume_nodes import nodes_that_restore
 
 if TYPE_CHECKING:
     from ..job.job import Resources

@@ -12,18 +12,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CloudtrainError, NotFoundError, SpecError, StorageError
-from ..job.job import Job
-from ..provider_api.protocol import Provider
 from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import parallel
 from ..storage.local_disk import local_path
 from ..store.store import EARLY, Store, checked_run, run_folder
 from .metrics import MetricsReader
 from .outcome import first_line, iso_time, one_line
-from .run import Run
+
+if TYPE_CHECKING:
+    from ..provider_api.protocol import Provider
+    from .run import Run
 
 __all__ = ["PAGE", "Listed", "Wanted", "list_page", "newest_run", "recorded_runs", "run_ids"]
 
@@ -305,6 +306,8 @@ def _records(
             if isinstance(record, Exception) or record is None:
                 yield row, record
                 continue
+            from .run import Run  # finished runs need none
+
             try:
                 key = json.dumps([record["provider"], record["settings"]], sort_keys=True)
                 if key not in shared:
@@ -322,6 +325,8 @@ def _read(store: Store, reads_job: bool, run_id: str) -> tuple[Row, dict[str, An
         result = store.result(run_id)
         if result is not None and "created" in result and not reads_job:
             return _row(run_id, result), None
+        from ..job.job import Job
+
         record = _run_record(store, run_id)
         row = _row(run_id, {**record, **(result or {})}, name=Job.from_dict(record["job"]).name)
         return row, record if result is None else None

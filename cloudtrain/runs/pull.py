@@ -29,16 +29,12 @@ from ..storage.local_disk import disk_errors, inside, local_path, safe
 from ..storage.replace_folder import aside, discard, files_below, prune, swap, take, tidy
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, expect, run_folder, to_json
-from ..validate import json_loads, near_or_all
+from ..validate import json_loads
 from .log_sources import index_segments
 from .metrics import json_rows, merge_metrics
+from .pull_kinds import PULL_KINDS, parse_selection
 
-__all__ = ["PULL_KINDS", "PullReport", "merge_metrics", "newest_pulled", "parse_selection", "pull"]
-
-PULL_KINDS = ("checkpoints", "artifacts", "outputs", "logs", "metrics")
-"""Kinds that `pull` can fetch. Artifacts include the platform's own files; result.json and run.json always come. For
-checkpoints also ``checkpoints:latest``, ``checkpoints:best``, ``checkpoints:step=N``, and ``checkpoints:all``, which is
-the same as ``checkpoints``: the newest of each name."""
+__all__ = ["PullReport", "merge_metrics", "newest_pulled", "pull"]
 
 _PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "outputs", "result.json", "run.json")
 _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
@@ -46,7 +42,6 @@ _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, geta
 TRIES = 3  # for a checkpoint, or a log, that changes while it is fetched
 _METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
 _NODE = re.compile(r"node-(\d+)/(.+)")
-_CHOICE = re.compile(r"latest|best|all|step=\d+")
 _BEST = re.compile(r"(?:.*[-_.])?best(?:[-_.=].*)?")
 
 
@@ -64,26 +59,6 @@ class PullReport:
     checkpoints: tuple[str, ...]
     refused: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-
-
-def parse_selection(what: str | Iterable[str]) -> dict[str, list[str]]:
-    """Return the kinds of `PULL_KINDS` to pull, with the choices of checkpoints. Raises `SpecError`."""
-    found: dict[str, list[str]] = {}
-    for text in [what] if isinstance(what, str) else what:
-        for part in text.split(","):
-            word, colon, choice = part.strip().partition(":")
-            if _CHOICE.fullmatch(part.strip()):
-                raise SpecError(
-                    f"{part.strip()!r} names no kind of result", field="what", hint=f"write checkpoints:{part}"
-                )
-            if word not in PULL_KINDS:
-                hint = near_or_all(word, PULL_KINDS)
-                raise SpecError(f"{word!r} is not a kind of result", field="what", hint=hint)
-            if colon and (word != "checkpoints" or not _CHOICE.fullmatch(choice)):
-                hint = "write checkpoints:latest, :best, :step=N or :all"
-                raise SpecError(f"{part.strip()!r} names no checkpoints", field="what", hint=hint)
-            found.setdefault(word, []).append(choice or "all")
-    return found
 
 
 def pull(

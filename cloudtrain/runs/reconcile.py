@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, LostContactError, NotFoundError
-from ..job.job import is_run_id
+from ..job.run_id import is_run_id
 from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.local_disk import local_path, normalize
 from ..storage.timings import CLIENT_TIMINGS

@@ -1,4 +1,4 @@
-"""Resolve ``resume_from``: a run, a pulled folder, or a folder of the user's own. Find the nodes that can restore it.
+"""Resolve ``resume_from``: a run, a pulled folder, or a folder of the user's own.
 
 A word is the id of a run, even if a folder has that name: `pull` makes one. A path or a URL is a run's folder, a folder
 that `pull` filled, or the user's own.
@@ -6,23 +6,21 @@ that `pull` filled, or the user's own.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from pathlib import Path, PurePath
 
-from ..errors import AuthError, NotFoundError, SpecError, StorageError
-from ..job.job import is_run_id
-from ..runtime.checkpoint_model import Checkpoint, resumable
+from ..errors import AuthError, NotFoundError, SpecError
+from ..job.run_id import is_run_id
+from ..runtime.checkpoint_model import resumable
 from ..settings.settings import Settings
-from ..storage.files import Files, files
 from ..storage.local_disk import local_path, normalize
-from ..store.copies import COMMIT, followed
+from ..store.copies import followed
 from ..store.store import Store, in_store
-from ..validate import did_you_mean, json_loads, url_scheme
+from ..validate import did_you_mean, url_scheme
 from .pull import newest_pulled
 
-__all__ = ["checkpoints_url", "is_bare", "nodes_that_restore"]
+__all__ = ["checkpoints_url", "is_bare"]
 
 FIELD = "resume_from"
 _RUN = re.compile(r"(.+)/runs/([^/]+?)(?:/live/checkpoints)?")
@@ -128,55 +126,3 @@ def _check_run(place: str, run_id: str, settings: Settings, *, sends: bool, fold
         return
     if wrong is not None:
         raise wrong
-
-
-def nodes_that_restore(
-    own: Checkpoint | None, resume: str | None, wanted: tuple[int, ...], *, store: Store, settings: Settings
-) -> tuple[tuple[int, ...], str]:
-    """Return the numbers of ``wanted`` nodes (the most first) that can resume the run, and why no others can.
-
-    The run resumes from its ``own`` newest checkpoint, else from what is at the URL ``resume``. If that cannot be
-    read, only the most nodes may try.
-    """
-    found = own
-    if own is None and resume:
-        parent, _, name = resume.rpartition("/")
-        if parent.endswith("/"):  # a whole bucket
-            parent, name = resume, ""
-        try:
-            if resume.startswith(f"{store.url}/"):
-                found = _newest_in(store.files, resume[len(store.url) + 1 :])
-            else:
-                found = settings.let_in(resume, lambda caller: _newest_in(files(parent, storage=caller), name))
-        except (AuthError, NotFoundError, SpecError, StorageError) as exc:
-            why = exc.message if isinstance(exc, SpecError) else str(exc)
-            return wanted[:1], f"{FIELD}: {why}, so it needs {wanted[0]} nodes"
-    counts, why = found.node_counts(wanted) if found is not None else (wanted, "")
-    return counts or wanted[:1], why
-
-
-def _newest_in(there: Files, root: str) -> Checkpoint:
-    """Return the newest complete checkpoint below the folder ``root``, else all files there as one: the user's own.
-
-    Raises `NotFoundError` if there are none.
-    """
-    cut, committed = len(f"{root}/".lstrip("/")), []
-    sizes = {key[cut:]: size for key, size in there.list(root).items()}
-    for folder, name in (key.rpartition("/")[::2] for key in sizes):
-        if name == COMMIT and folder.count("/") < 2:
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                at = f"{root}/{folder}".strip("/")
-                item = Checkpoint.of(json_loads(there.read(f"{at}/{COMMIT}")), at)
-                if item.missing(lambda path: sizes.get(f"{folder}/{path}".lstrip("/"))) is None:  # noqa: B023
-                    committed.append(item)
-    if states := resumable(sorted(committed, key=lambda item: item.order)):
-        return states[-1]
-    if not sizes and not (root and there.exists(root)):
-        raise NotFoundError(f"nothing at {there.url}/{root}".rstrip("/"))
-    return Checkpoint(
-        name=f"{there.url}/{root}".rstrip("/").rpartition("/")[2],
-        key=root,
-        committed=0.0,
-        saved=0.0,
-        files=dict.fromkeys(sizes, (0, "")),
-    )

@@ -36,7 +36,6 @@ from ..store.store import Store, next_of
 from ..validate import did_you_mean
 from . import handover
 from .attempts import NO_MACHINES, AttemptPolicy, Ending, Next, exception_of, usage_of
-from .budget import hold
 from .log_sources import patiently
 from .machines import bad_machines, without_bad_machines
 from .run import Run
@@ -47,6 +46,7 @@ __all__ = [
     "category_of",
     "deliver",
     "error_of",
+    "reserve",
     "secret_values",
     "write_context",
 ]
@@ -71,6 +71,14 @@ def write_context(store: Store, layout: Layout, run_id: str) -> None:
             return
 
 
+def reserve(store: Store, budget: str, run_id: str, job: Job) -> None:
+    """Reserve the cap of a run in its ``budget`` (empty: none), unless it is cancelled. Raises as `budget.hold`."""
+    if budget and not store.cancelled(run_id):
+        from .budget import hold  # it loads the sweeps, and a plan needs neither
+
+        hold(store, budget, run_id, job)
+
+
 def deliver(
     run: Run,
     request: Request,
@@ -88,8 +96,8 @@ def deliver(
     store, attempt, arrival = run.store, request.attempt, extras_of(run.provider).arrival_s
     until: float | None = None  # by then a request without an answer has become a job, or never will
     budget = run.record.get("budget")
-    if budget and store.result(run.run_id) is None and not store.cancelled(run.run_id):
-        hold(store, budget, run.run_id, run.job.at(run.provider_name))
+    if budget and store.result(run.run_id) is None:
+        reserve(store, budget, run.run_id, run.job.at(run.provider_name))
 
     def send() -> str | None:
         nonlocal until

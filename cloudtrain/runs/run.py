@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from ..errors import (
     AuthError,
@@ -26,7 +26,8 @@ from ..errors import (
     StorageError,
     UnsupportedError,
 )
-from ..job.job import Job, check_run_id
+from ..job.job import Job
+from ..job.run_id import check_run_id
 from ..provider_api import catalog
 from ..provider_api.node import attempt_key
 from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Shell, Status, extras_of
@@ -60,8 +61,11 @@ from .outcome import (
     with_start,
     without_machines,
 )
-from .pull import PULL_KINDS, PullReport, pull
+from .pull_kinds import PULL_KINDS
 from .summary import columns, nodes_text, run_rows, table_html
+
+if TYPE_CHECKING:
+    from .pull import PullReport
 
 __all__ = [
     "INTERNAL",
@@ -895,6 +899,8 @@ class Run:
         `NotFoundError` for a missing checkpoint and `SpecError` for an unknown word in ``what``. With ``follow``, it
         also raises the errors of `logs`.
         """
+        from .pull import pull  # most verbs bring nothing
+
         bring = partial(pull, run_id=self.run_id, folder=Path(folder), what=what, on_pull=on_pull, progress=progress)
         self._follow_handover()
         while True:

@@ -23,8 +23,9 @@ from .. import _version
 from ..errors import AuthError, CloudtrainError, ConflictError, SpecError, StorageError, UnsupportedError, scrubbed
 from ..job.bundle import Bundle, build_bundle, changes
 from ..job.entry_point import check_keeps_batch, check_script
-from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, check_run_id, new_run_id
+from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source
 from ..job.provenance import digest_of, in_background, origin_of
+from ..job.run_id import check_run_id, new_run_id
 from ..provider_api import catalog
 from ..provider_api.limits import THIS_MACHINE
 from ..provider_api.node_count import plan_attempt, with_node_count
@@ -32,15 +33,15 @@ from ..provider_api.protocol import Layout, Provider, Request, extras_of, extras
 from ..provider_api.registry import provider_names, suggested_provider
 from ..settings.needs import find_missing, refusal, stand_ins, with_placeholders
 from ..settings.settings import NO_SETTINGS, Settings
+from ..storage.digest_cache import LocalTree
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..store import runtime_zip
-from ..store.store import LocalTree, Staged, Store
+from ..store.store import Staged, Store
 from ..validate import json_loads, url_scheme, without_secrets
-from .budget import hold
 from .handover import REFUSALS, unsent_attempt
 from .outcome import one_line
-from .retry import deliver, error_of, secret_values, write_context
+from .retry import deliver, error_of, reserve, secret_values, write_context
 from .run import Run
 from .summary import columns, plan_rows, table_html
 from .warnings import append_cautions, cautions, gpu_memory_gib, gpu_memory_texts, memory_notes, total_gpus
@@ -500,10 +501,9 @@ def link_fallbacks(plans: Sequence[Plan]) -> Plan:
 
 def _check_names(job: Job) -> None:
     """Raise `SpecError` for an unknown provider in ``on`` or ``options`` with a similar name to a known one."""
-    known = provider_names()
     for field, table in (("on", job.on), ("options", job.options)):
         for name in table:
-            if name not in known and (near := suggested_provider(name)):
+            if name not in provider_names() and (near := suggested_provider(name)):
                 raise SpecError(f"no provider {name!r}", field=field, hint=near)
 
 
@@ -547,8 +547,8 @@ def send_plan(
     staged = _staged(plan, say, moved)
     say("recording the run")
     record = {**_record(plan), "origin": origin()}
-    if known is None and plan.settings.budget and not plan.store.cancelled(plan.run_id):
-        hold(plan.store, plan.settings.budget, plan.run_id, plan.job)
+    if known is None:
+        reserve(plan.store, plan.settings.budget, plan.run_id, plan.job)
     if not plan.store.create_run(plan.layout, record):
         plan = with_recorded_origin(plan) or plan
     if decide is not None:

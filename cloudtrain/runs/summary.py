@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -301,5 +300,7 @@ def _checkpoint(checkpoint: Mapping[str, Any], now: float | None) -> str:
 
 def table_html(rows: Sequence[tuple[str, str]]) -> str:
     """Return rows as a small HTML table, for a notebook; every text is escaped."""
+    import html
+
     cells = (f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in rows)
     return f"<table>{''.join(cells)}</table>"

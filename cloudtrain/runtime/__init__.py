@@ -11,7 +11,6 @@ import json
 import math
 import operator
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -147,6 +146,8 @@ def saving(name: str, *, every_rank: bool = False) -> Iterator[Path]:
     write their parts, and leave once the checkpoint is in place. It replaces one of that name. Raises ValueError for an
     invalid name, and for a further rank of a node that saves alone; RuntimeError for many ranks without a group.
     """
+    import shutil  # it loads every kind of compression, and only this function needs it
+
     if not name or name != os.path.basename(name) or name.startswith(".") or name.endswith(".tmp"):
         raise ValueError(f"saving: {name!r} is no checkpoint: no slash, no dot in front, no .tmp at the end")
     if not every_rank and os.environ.get("LOCAL_RANK", "0") != "0":

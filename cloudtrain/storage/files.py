@@ -10,12 +10,11 @@ that read one key raise the builtin `FileNotFoundError` if it is missing: often 
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
 import errno
 import hashlib
 import os
-import shutil
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -258,7 +257,7 @@ def parallel(work: Callable[[T], R], items: Sequence[T], *, jobs: int = 8) -> li
     """Return ``work`` of each item, in order, ``jobs`` at a time. Raises the first failure, and starts no more."""
     if len(items) < 2:
         return [work(item) for item in items]
-    todo: collections.deque[tuple[int, T]] = collections.deque(enumerate(items))
+    todo, failures = collections.deque(enumerate(items)), list[BaseException]()
     done: dict[int, R] = {}
 
     def some() -> None:
@@ -267,17 +266,25 @@ def parallel(work: Callable[[T], R], items: Sequence[T], *, jobs: int = 8) -> li
                 number, item = todo.popleft()
             except IndexError:
                 return
-            done[number] = work(item)
+            try:
+                done[number] = work(item)
+            except BaseException as exc:  # noqa: BLE001 - the caller raises it
+                failures.append(exc)
+                todo.clear()
 
-    with concurrent.futures.ThreadPoolExecutor(max_workers=jobs) as pool:
-        # Not a future for each item: for thousands of small ones they would be half the cost.
-        futures = [pool.submit(some) for _ in range(min(jobs, len(items)))]
-        try:
-            ended, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-            for future in ended:
-                future.result()
-        finally:
-            todo.clear()
+    # Not `concurrent.futures`: importing it takes longer than reading some records.
+    threads = [threading.Thread(target=some) for _ in range(min(jobs, len(items)))]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        todo.clear()  # after Ctrl-C, start no more
+        for thread in filter(threading.Thread.is_alive, threads):
+            thread.join()
+    if failures:
+        raise failures[0]
     return [done[number] for number in range(len(items))]
 
 
@@ -470,6 +477,8 @@ class LocalFiles(Files):
         path = self._path(prefix)
         with disk_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if path.is_dir() and not path.is_symlink():
+                import shutil  # it loads every kind of compression
+
                 shutil.rmtree(path)
             else:
                 path.unlink()

@@ -15,10 +15,10 @@ import re
 import threading
 from collections.abc import Callable, Collection, Generator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..errors import AuthError, CloudtrainError, ConflictError, DigestError, SpecError, StorageError, scrubbed
-from ..job.job import is_run_id
+from ..job.run_id import is_run_id
 from ..provider_api.protocol import Layout, LayoutInput
 from ..runtime.checkpoint_model import Checkpoint, resumable
 from ..settings.settings import Settings
@@ -26,10 +26,12 @@ from ..storage.errors import CannotSwapError, TransientError, translate
 from ..storage.files import PIECE, Entry, Progress, parallel
 from ..storage.fsspec_pool import STREAMED
 from ..storage.local_disk import local_path, safe
-from ..storage.remote import RemoteFiles
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import json_loads, url_scheme, without_secrets
-from .store import Store, copied_input_url, expect, in_store, next_of, to_json
+from .store import COMMIT, Store, copied_input_url, expect, in_store, next_of, to_json
+
+if TYPE_CHECKING:
+    from ..storage.remote import RemoteFiles
 
 __all__ = [
     "Copy",
@@ -49,7 +51,6 @@ __all__ = [
 Say = Callable[[str], None]
 
 FIELD = "resume_from"
-COMMIT = "commit.json"
 TRIES = 4
 """Tries for a streamed file, which starts again; ranges are retried by the client."""
 LOOKS = 4
@@ -339,6 +340,8 @@ class RemoteInput(CopySource):
         self._source = self._opened()
 
     def _opened(self) -> RemoteFiles:
+        from ..storage.remote import RemoteFiles  # loaded for remote data only
+
         return RemoteFiles(url=self._url)
 
     def entries(self) -> dict[str, Entry]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NotFoundError, StorageError
-from ..job.job import is_run_id
+from ..job.run_id import is_run_id
 from ..provider_api.protocol import NativeObject, ProviderExtras
 from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.files import Entry, parallel

@@ -13,7 +13,6 @@ import importlib.util
 import io
 import marshal
 import sys
-import zipfile
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -76,10 +75,8 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 def _members(provider: type[Provider] | None) -> list[tuple[str, bytes]]:
     root = Path(__file__).parents[1]
     members = [("__main__.py", _MAIN)]
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if _matches(name, (*_NODE, *_SCRIPT)):
-            members.append((f"cloudtrain/{name}", path.read_bytes()))
+    for path in sorted({path for pattern in (*_NODE, *_SCRIPT) for path in root.glob(pattern)}):
+        members.append((f"cloudtrain/{path.relative_to(root).as_posix()}", path.read_bytes()))
     if provider is not None and not provider.__module__.startswith("cloudtrain.providers."):
         members += _third_party(provider)
     return members
@@ -106,6 +103,8 @@ def digest(provider: type[Provider] | None = None) -> str:
 
 def build(provider: type[Provider] | None = None) -> bytes:
     """Return the zip's bytes."""
+    import zipfile  # a plan needs the digest alone
+
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in _members(provider):

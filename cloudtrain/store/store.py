@@ -18,29 +18,31 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import AuthError, DigestError, NotFoundError, SpecError, StorageError, scrubbed
-from ..job.job import Input, Job, check_run_id, is_run_id
+from ..job.run_id import check_run_id, is_run_id
 from ..provider_api.node import PROTOCOL, attempt_key
 from ..provider_api.protocol import Layout, LayoutInput, Request
 from ..runtime.checkpoint_model import Checkpoint, newest_checkpoint, written_directly
 from ..settings.settings import Settings
-from ..storage.digest_cache import LocalTree, TreeFile, check_unchanged, hash_tree
 from ..storage.files import Progress, ProgressWithTotal, Storage, TransferOptions, files, parallel
 from ..storage.lease import announce, withdraw
 from ..storage.local_disk import local_path, normalize, safe
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import did_you_mean, json_loads, url_scheme
 
+if TYPE_CHECKING:
+    from ..job.job import Input, Job
+    from ..storage.digest_cache import LocalTree, TreeFile
+
 __all__ = [
+    "COMMIT",
     "EARLY",
     "RELAYED",
     "SOURCES",
-    "LocalTree",
     "Staged",
     "Store",
-    "TreeFile",
     "check_listable",
     "copied_input_url",
     "existing_path",
@@ -75,12 +77,14 @@ _MEANT = (
 
 EARLY = frozenset({"cancelled.json", "inputs", "resume"})
 """Names in a run's folder that may exist before its run.json: its copies, and the cancel of a sweep's trial."""
+COMMIT = "commit.json"
+"""File of a complete checkpoint that lists its files."""
 SOURCES = "data/sources"
 """Folder of the records that lead from the listing of a staged source to the digest of its content."""
 _STAGING = 5 * 86400.0  # seconds from an announcement to run.json: well below those for which it counts
 _TOKEN = "created_by"
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}$")
-_COMMIT = re.compile(r"([^/]+)/(\d+\.\d+)-(\d+)/commit\.json")
+_COMMIT = re.compile(rf"([^/]+)/(\d+\.\d+)-(\d+)/{re.escape(COMMIT)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +152,8 @@ class Store:
 
     def local_tree(self, path: Path, where: str) -> LocalTree:
         """Return the tree at ``path`` to stage. Raises `SpecError` with the field ``where`` if this store is in it."""
+        from ..storage.digest_cache import hash_tree
+
         root = local_path(self.url)
         if root is not None and Path(os.path.realpath(root)).is_relative_to(os.path.realpath(path)):
             hint = "give a folder without the store, or set store to another folder"
@@ -231,6 +237,8 @@ class Store:
         known: Mapping[tuple[int, str], str],
         progress: Progress | None,
     ) -> int:
+        from ..storage.digest_cache import check_unchanged
+
         key = f"data/{tree.digest}/{item.path}"
         if present.get(key) == item.size:
             return 0

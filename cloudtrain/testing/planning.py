@@ -17,7 +17,8 @@ import pytest
 
 from ..engine import ENGINE_PREFIX
 from ..errors import SpecError, UnsupportedError
-from ..job.job import Job, check_run_id
+from ..job.job import Job
+from ..job.run_id import check_run_id
 from ..provider_api.launch_spec import LaunchSpec
 from ..provider_api.node import NodeEnvironment
 from ..provider_api.protocol import Layout, LayoutInput, Provider, Request, context_of

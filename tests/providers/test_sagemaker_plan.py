@@ -19,7 +19,8 @@ from worlds.sagemaker.strict import broken_rules, model_errors
 
 from cloudtrain.cli.format import plan_text
 from cloudtrain.errors import SpecError, UnsupportedError
-from cloudtrain.job.job import Job, check_run_id, job_name
+from cloudtrain.job.job import Job, job_name
+from cloudtrain.job.run_id import check_run_id
 from cloudtrain.provider_api import catalog
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.sagemaker import SAMPLE, Provider

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ... import _version
 from ...errors import CloudtrainError, ConflictError, LostContactError, NotFoundError, SpecError, StorageError
-from ...job.job import Job, new_run_id
+from ...job.job import Job
+from ...job.run_id import new_run_id
 from ...provider_api.protocol import Provider
 from ...settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ...storage.local_disk import local_path
