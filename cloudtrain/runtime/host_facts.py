@@ -7,13 +7,17 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import tempfile
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import StorageError
 
-__all__ = ["cpu_count", "handles_sigterm", "kill_users", "machine_name", "oom_kills", "scratch_folder", "users"]
+__all__ = [
+    "cpu_count", "end_child", "handles_sigterm", "kill_users", "machine_name", "oom_kills", "scratch_folder", "users",
+]  # fmt: skip
 
 
 DMI = Path("/sys/class/dmi/id")
@@ -85,6 +89,18 @@ def kill_users(folder: Path) -> None:
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def end_child(process: subprocess.Popen[bytes]) -> threading.Thread:
+    """Kill a child's process group. Return the thread that waits for its end: a driver or mount may hold it for ever.
+
+    The child has a session of its own.
+    """
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    waiter = threading.Thread(target=process.wait, name="end-child", daemon=True)
+    waiter.start()
+    return waiter
 
 
 def _environ(process: Path) -> bytes:

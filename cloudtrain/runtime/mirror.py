@@ -25,6 +25,7 @@ from .checkpoint_names import family
 from .checkpoints import CheckpointEntry, Pointer, Signature, Watch
 from .commits import Commits, remove_parts
 from .mirror_files import Growing
+from .mounts import describe_fault
 from .outputs import GrowingOutputs, Outputs
 from .timings import TIMINGS
 from .uploads import Uploads
@@ -286,7 +287,7 @@ class Mirror:
         self._look_for_life(entries.values())
         for entry in entries.values():
             if entry.fault is not None:
-                why = checkpoints.describe_fault(entry.fault)
+                why = describe_fault(entry.fault)
                 self.trouble = f"cannot read {entry.fault.filename or entry.path}: {why}"
                 self._complain(self.trouble)
         self._tell_pointers()
@@ -351,11 +352,15 @@ class Mirror:
 
     def _when(self, entry: CheckpointEntry) -> float:
         """Return the Unix seconds of its last change, as if this machine's clock had never been set back."""
-        ahead = (now := time.time()) - time.monotonic()
+        return min(entry.newest, time.time()) + self.set_back()
+
+    def set_back(self) -> float:
+        """Return the seconds by which this machine's clock has been set back in this attempt."""
+        ahead = time.time() - time.monotonic()
         if abs(ahead - self._ahead) > CLOCK_STEP:
             self._set_back += max(0.0, self._ahead - ahead)
             self._ahead = ahead
-        return min(entry.newest, now) + self._set_back
+        return self._set_back
 
     def _between_writes(self, entry: CheckpointEntry) -> bool:
         """Return whether it is finished now: a file that never rests may have changed since the last look."""
