@@ -31,7 +31,7 @@ from .checkpoints import Watch
 from .commits import Commits
 from .decisions import Notice, conclude, hear, node_outcome, restore_verdict, signal_due, with_reports
 from .history import FIRST, Start, restart_of
-from .host_facts import kill_users, machine_name, oom_kills
+from .host_facts import Clock, kill_users, machine_name, oom_kills
 from .idle import IdleGpus
 from .launch import Ranks, reap
 from .link import Link
@@ -87,7 +87,7 @@ class Node:
         self.attempt = self.resumed = ""
         self.notice = Notice()
         self.space: Workspace | None = None
-        self.started = time.time()
+        self.started, self.clock = time.time(), Clock()
         self.failures: list[Failure] = []
         self.seen: dict[int, set[str]] = {}
         self.eof: dict[int, int] = {}
@@ -358,6 +358,7 @@ class Node:
             skip={name: entry.signature for name, entry in watch.entries().items()},
             shapes=self.resume.shapes,
             uploads=self.uploads,
+            clock=self.clock,
         )
         mirror.start()
         rule = self.context.get("min_gpu_util")
@@ -859,7 +860,7 @@ class Node:
             "lost": decided and self.lost,
             "exit_code": self._exit_code(outcome) if decided else None,
         }
-        if self.mirror is not None and (back := self.mirror.set_back()):
+        if back := self.clock.set_back():
             record["set_back"] = back
         if cause:
             write_cause(self.site.failure_file, line)

@@ -307,9 +307,10 @@ def test_a_closed_folder_of_the_user_is_named_at_once(disk: FaultyDisk, fault: t
     """No wait opens it. The run's own folder may only be waiting for a role of its node."""
     disk.fail(fault)
     url = "s3://bucket/mine"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SpecError) as error:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
-        complete(disk.place, url=url)
+        with pytest.raises(SpecError) as error:
+            complete(disk.place, url=url)
     folder = "/step-2/0.0-2" if "0.0-2" in fault[1] else ""
     why = f"{os.strerror(fault[2])} ({errno.errorcode[fault[2]]})"
     assert str(error.value) == f"resume_from: cannot read {url}{folder}: {why}"
