@@ -279,10 +279,8 @@ def test_a_drill_reads_as_it_is_told() -> None:
 
 
 def test_drills_come_in_their_time_and_once() -> None:
-    told = InjectionPlan.to_body(
-        [Injection.parse("kill", f"node=0,after={when}", nodes=1) for when in ("9s", "2s", "checkpoint")]
-    )
-    drills = InjectionPlan(json.loads(json.dumps(told)))
+    told = [Injection.parse("kill", f"node=0,after={when}", nodes=1) for when in ("9s", "2s", "checkpoint")]
+    drills = InjectionPlan(json.loads(json.dumps([dataclasses.asdict(drill) for drill in told])))
 
     def due(seconds: float, *, saved: bool = False) -> float | str | None:
         drill = drills.due(seconds, lambda: saved)
@@ -451,6 +449,24 @@ def test_an_output_that_the_script_removes_leaves_a_remote_store_too(tmp_path: P
     shutil.rmtree(mounts.live)  # a disk that is gone
     mounts._sync(target)
     assert sorted(target.list()) == ["logs/a", "outputs/node-0/other"]
+
+
+def test_what_is_removed_while_no_supervisor_runs_leaves_a_remote_store_too(tmp_path: Path) -> None:
+    target, store = files(str(tmp_path / "there")), Store(f"memory://{uuid.uuid4().hex}/store")
+    for folder in ("killed", "next"):
+        (tmp_path / folder).mkdir()
+    killed, following = (_Mounts(folder=tmp_path / name, store=store, run_id="r") for name in ("killed", "next"))
+    for name in ("kept", "removed"):
+        (killed.live / "outputs/node-0").mkdir(parents=True, exist_ok=True)
+        (killed.live / "outputs/node-0" / name).write_text(name)
+    killed._sync(target)
+    (killed.live / "outputs/node-0/removed").unlink()
+    target.write("outputs/node-0/kept", b"not sent again")
+    target.write("outputs/node-1/other", b"of another machine")
+    following.take_over(tmp_path / "killed")
+    following._sync(target)
+    assert sorted(target.list()) == ["outputs/node-0/kept", "outputs/node-1/other"]
+    assert target.read("outputs/node-0/kept") == b"not sent again"
 
 
 def test_a_folder_that_is_an_output_now_is_removed_after_a_failure_of_the_store(tmp_path: Path) -> None:

@@ -515,7 +515,7 @@ def flaky(memory: RemoteFiles) -> Callable[..., tuple[RemoteFiles, Flaky, list[f
     def make(*errors: Exception, **options: Any) -> tuple[RemoteFiles, Flaky, list[float]]:
         fs, waits = Flaky(list(errors), **options), list[float]()
         retries = Retries(tries=4, sleep=waits.append)
-        clients = Clients(lambda: (fs, "/bucket/store"), most=8)
+        clients = Clients(lambda: (fs, "/bucket/store"))
         mover = FsspecMover(url=memory.url, clients=clients, retries=retries)
         tree = RemoteFiles(url=memory.url, retries=retries)
         tree._connect = lambda: mover  # type: ignore[method-assign]

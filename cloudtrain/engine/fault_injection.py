@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,8 +71,3 @@ class InjectionPlan:
     def left(self) -> Sequence[Injection]:
         """Return the drills that are not due yet."""
         return tuple(self._left)
-
-    @staticmethod
-    def to_body(drills: Iterable[Injection]) -> list[dict[str, Any]]:
-        """Return the drills as a request holds them."""
-        return [dataclasses.asdict(drill) for drill in drills]

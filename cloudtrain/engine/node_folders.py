@@ -7,7 +7,6 @@ import dataclasses
 import os
 import re
 import shutil
-import stat as modes
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import Protocol
 from ..provider_api.launch_spec import LaunchSpec, Mount
 from ..storage.timings import CLIENT_TIMINGS
 
-__all__ = ["LocalObjects", "NodeFolders", "Objects", "Sync"]
+__all__ = ["LocalObjects", "NodeFolders", "Objects", "Sync", "states_below"]
 
 
 class Objects(Protocol):
@@ -45,17 +44,18 @@ class Sync:
     def __init__(self, store: Objects, url: str, folder: Path, *, lag: float, marks: str = "") -> None:
         self.store, self.url, self.folder, self.lag = store, url.rstrip("/") + "/", folder, lag
         self._marks = marks
+        self._marked = re.compile(rf"{re.escape(marks)}-\w+$" if marks else "(?!)")
         self._sent: dict[str, tuple[int, int]] = {}
 
     def restore(self) -> None:
         """Fill the folder from the store."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.store.fetch(self.url, self.folder)
-        self._sent = self._local()
+        self._sent = states_below(self.folder, self._marked)
 
     def step(self, *, whole: bool = False) -> None:
         """Scan the folder once. ``whole`` sends the last changes too."""
-        local, now = self._local(), time.time()
+        local, now = states_below(self.folder, self._marked), time.time()
         for name, state in sorted(local.items()):
             old = now - state[1] / 1e9 >= self.lag
             if self._sent.get(name) != state and (whole or old):
@@ -78,17 +78,20 @@ class Sync:
             finally:
                 begun.replace(done)
 
-    def _local(self) -> dict[str, tuple[int, int]]:
-        """Return (size, time of change) of every file, by name."""
-        found = {}
-        for root, _, names in os.walk(self.folder):  # folders may vanish during the walk
-            kept = [name for name in names if not (self._marks and re.search(rf"{self._marks}-\w+$", name))]
-            for path in (Path(root, name) for name in kept):
-                with contextlib.suppress(OSError):
+
+def states_below(folder: Path, skipped: re.Pattern[str]) -> dict[str, tuple[int, int]]:
+    """Return (size, nanosecond of the last change) of every regular file by its path below ``folder``.
+
+    Leaves out names in which ``skipped`` finds something. Files and folders may vanish meanwhile. Raises `OSError`.
+    """
+    found = {}
+    for root, _, names in os.walk(folder):
+        for path in (Path(root, name) for name in names if not skipped.search(name)):
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file():
                     stat = path.stat()
-                    if modes.S_ISREG(stat.st_mode):  # no pipe, no socket
-                        found[path.relative_to(self.folder).as_posix()] = (stat.st_size, stat.st_mtime_ns)
-        return found
+                    found[path.relative_to(folder).as_posix()] = (stat.st_size, stat.st_mtime_ns)
+    return found
 
 
 # --------------------------------------------------------------------------------------- a store that is a local folder

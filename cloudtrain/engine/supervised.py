@@ -450,12 +450,18 @@ def all_succeeded(folder: Path, attempt: AttemptInfo) -> bool:
     from ..storage.local_disk import local_path
 
     request = _read(folder / "request.json")
-    live, records = local_path(f"{request['run']}/live") or folder / "live", []
-    for path in (live / "exit").glob("*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            records.append(_read(path))
+    records = exit_records(local_path(f"{request['run']}/live") or folder / "live")
     ended = {record["node"] for record in records_of(attempt, records) if record["outcome"] == "succeeded"}
     return len(ended) == (attempt.nodes or int(request["context"]["nodes"]))
+
+
+def exit_records(live: Path) -> list[dict[str, Any]]:
+    """Return the exit records of all nodes so far, as the nodes wrote them."""
+    found = []
+    for path in sorted((live / "exit").glob("*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(json.loads(path.read_bytes()))
+    return found
 
 
 def image_id(launch: LaunchSpec) -> str:

@@ -44,8 +44,8 @@ from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store
 from . import Engine, NodeError, NodeHandle, boot_id, last_line, make_engine
 from .fault_injection import Injection, InjectionPlan
-from .node_folders import NodeFolders
-from .supervised import SupervisedProvider, all_succeeded, last_sign, locked, refuse, write_json
+from .node_folders import NodeFolders, states_below
+from .supervised import SupervisedProvider, all_succeeded, exit_records, last_sign, locked, refuse, write_json
 from .url_map import stand_in_for
 
 __all__ = ["Supervisor", "SupervisorLog", "main"]
@@ -54,6 +54,7 @@ T = TypeVar("T")
 
 KILLED = (137, 143)
 """Exit codes of nodes that a platform itself ended, by SIGKILL or SIGTERM."""
+_UNFINISHED = re.compile(r"^\..*\.part$", re.DOTALL)
 CHECKPOINTS, OUTPUTS = "checkpoints/", "outputs/"
 CANCELLED = ("cancelled", "cancelled", "cancelled by the user")
 
@@ -62,24 +63,16 @@ def main(folder: str, engine: str) -> None:
     """Run the supervisor of ``folder``, unless another one does already. Secrets come as JSON on stdin."""
     secrets = json.load(sys.stdin)
     sys.stderr = SupervisorLog(sys.stderr)
-    import fcntl
-
-    with open(Path(folder) / "lock", "ab") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                # Another supervisor, which will write its status, or a brief reader.
-                if (Path(folder) / "status.json").exists():
-                    return
-                time.sleep(0.02)
-        os.set_inheritable(lock.fileno(), False)
-        supervisor = Supervisor(folder=Path(folder), engine=engine, secrets=secrets, environ=os.environ)
+    place = Path(folder)
+    # Another supervisor holds the lock for good, and will write its status; a reader holds it for a moment.
+    with locked(place / "lock", float("inf"), (place / "status.json").exists) as free:
+        if not free:
+            return
+        supervisor = Supervisor(folder=place, engine=engine, secrets=secrets, environ=os.environ)
         try:
             supervisor.check()
         except CloudtrainError as exc:
-            refuse(Path(folder) / "refused.json", exc)
+            refuse(place / "refused.json", exc)
         else:
             supervisor.run()
 
@@ -256,8 +249,7 @@ class Supervisor:
         for row in rows:
             row["ended"] = row["ended"] or ended
         succeeded = bool(rows) and all_succeeded(earlier, AttemptInfo(**rows[-1]))
-        if (earlier / "live").is_dir() and mounts.live.parent == self.folder and not mounts.live.exists():
-            shutil.move(earlier / "live", mounts.live)  # not all of it may be in the store
+        mounts.take_over(earlier)
         for name in ("mounts", "folders"):
             shutil.rmtree(earlier / name, ignore_errors=True)
         killed = "the run's supervisor was killed"
@@ -417,7 +409,8 @@ class Supervisor:
         while any(node.poll() is None for node in nodes):
             now = time.monotonic()
             if not stopped:
-                stopped = self._reason_to_stop(self.spent + now - began, rules, mounts)
+                late = self.spent + now - began > rules.time_limit
+                stopped = "cancelled" if self._cancelled(mounts) else "timeout" if late else ""
                 if not stopped and (first := self._drill(self.spent + now - began, nodes, mounts, folders)) is not None:
                     stopped = "preempted"
                 if rules.primary is not None and nodes[rules.primary].poll() == 0:
@@ -430,13 +423,10 @@ class Supervisor:
                         patience = CLIENT_TIMINGS.finish
                     else:
                         stopped = "peers"
-                if (
-                    failed_at
-                    and not missed
-                    and now - failed_at > CLIENT_TIMINGS.finish_lost
-                    and (missed := self._missed(mounts))
-                ):
-                    for node in nodes:
+                if failed_at and not missed and now - failed_at > CLIENT_TIMINGS.finish_lost:
+                    # A node that has ended says that another one was lost: that one may stand still.
+                    missed = any(was_lost(record["failure"]) for record in self._exits(mounts))
+                    for node in nodes if missed else ():
                         node.kill()
                 stop_at = now + rules.stop_grace
             if stopped and now > stop_at:
@@ -488,22 +478,13 @@ class Supervisor:
             return re.search(rb"cloudtrain: attempt \d+\.\d+:", stream.read(1 << 16)) is not None
         return False
 
-    def _missed(self, mounts: _Mounts) -> bool:
-        """Return whether a node that has ended says that another one was lost: that one may stand still."""
-        return any(was_lost(record["failure"]) for record in self._exits(mounts))
-
     def _exits(self, mounts: _Mounts) -> list[Mapping[str, Any]]:
         """Return the exit records of the newest attempt so far.
 
         Nodes number an attempt by what they find in live/, where a start that was cut short has left nothing.
         """
         last = self.attempts[-1]
-        return list(records_of(AttemptInfo(number=last["number"], started=last["started"]), mounts.exits()))
-
-    def _reason_to_stop(self, spent: float, rules: LaunchRules, mounts: _Mounts) -> str:
-        if self._cancelled(mounts):
-            return "cancelled"
-        return "timeout" if spent > rules.time_limit else ""
+        return list(records_of(AttemptInfo(number=last["number"], started=last["started"]), exit_records(mounts.live)))
 
     def _judge(
         self, nodes: Sequence[NodeHandle], rules: LaunchRules, stopped: str, exits: Sequence[Mapping[str, Any]]
@@ -592,6 +573,17 @@ class _Mounts:
         self._stop, self._cancelled = threading.Event(), False
         self._thread: threading.Thread | None = None
 
+    def take_over(self, earlier: Path) -> None:
+        """Keep the files that a killed supervisor has left in its folder, unless ``live`` is the store's own.
+
+        Not all of them may be in the store. Files that the nodes have removed since are still there.
+        """
+        if (earlier / "live").is_dir() and self.live.parent == self._folder and not self.live.exists():
+            shutil.move(earlier / "live", self.live)
+            with contextlib.suppress(OSError, ValueError):
+                sent = json.loads((earlier / "sent.json").read_bytes())
+                self._sent = {key: (size, changed) for key, (size, changed) in sent.items()}
+
     def fetch(self, mounts: Iterable[Mount]) -> dict[str, Path]:
         """Return local paths by URL. Remote ones are downloaded once; folders that nodes write to are created."""
         out: dict[str, Path] = {}
@@ -616,14 +608,6 @@ class _Mounts:
                 files(url).download_tree("", target)
             whole.touch()
         return target
-
-    def exits(self) -> list[dict[str, Any]]:
-        """Return the exit records of all nodes so far, as the nodes wrote them."""
-        out = []
-        for path in sorted((self.live / "exit").glob("*.json")):
-            with contextlib.suppress(OSError, ValueError):
-                out.append(json.loads(path.read_bytes()))
-        return out
 
     def complete(self) -> list[Checkpoint]:
         """Return the complete checkpoints. If the disk or mount fails, return none: the next nodes report why."""
@@ -665,6 +649,7 @@ class _Mounts:
         # All of it is in the store now; only the nodes' output stays here.
         shutil.rmtree(self.live, ignore_errors=True)
         shutil.rmtree(self._folder / "mounts", ignore_errors=True)
+        (self._folder / "sent.json").unlink(missing_ok=True)
 
     def _sync(self, target: Files) -> None:
         """Upload new and changed files; those that make others valid (commit.json) come last.
@@ -672,26 +657,23 @@ class _Mounts:
         A checkpoint deleted here is deleted there, commit.json first, but never the last one, even after a disk
         failure. So is an output.
         """
-        changed, found = [], set()
-        below = (Path(folder, name) for folder, _, names in os.walk(self.live) for name in names)
-        for path in (path for path in below if path.is_file() and not path.match(".*.part")):
-            with contextlib.suppress(FileNotFoundError):
-                stat = path.stat()
-                key = path.relative_to(self.live).as_posix()
-                found.add(key)
-                if self._sent.get(key) != (stat.st_size, stat.st_mtime_ns):
-                    changed.append((path.name == COMMIT, key, path, (stat.st_size, stat.st_mtime_ns)))
+        before, states = dict(self._sent), states_below(self.live, _UNFINISHED)
+        found = states.keys()
         if found:
             self._remove_outputs(target, found)
-        for _, key, path, state in sorted(changed):
+        changed = [key for key, state in states.items() if self._sent.get(key) != state]
+        for key in sorted(changed, key=lambda key: (key.rpartition("/")[2] == COMMIT, key)):
             with contextlib.suppress(FileNotFoundError):
-                target.upload(path, key)
-                self._sent[key] = state
+                target.upload(self.live / key, key)
+                self._sent[key] = states[key]
         gone = [key for key in self._sent.keys() - found if key.startswith(CHECKPOINTS)]
         if any(key.startswith(CHECKPOINTS) and key.endswith(f"/{COMMIT}") for key in found):
             for key in sorted(gone, key=lambda key: (not key.endswith(f"/{COMMIT}"), key)):
                 target.remove(key)
                 del self._sent[key]
+        if self._sent != before:
+            with contextlib.suppress(StorageError):  # then a later supervisor sends more than it must
+                write_json(self._folder / "sent.json", self._sent)
 
     def _remove_outputs(self, target: Files, found: Set[str]) -> None:
         """Remove the outputs that the script has removed. Call it before new ones take their paths."""

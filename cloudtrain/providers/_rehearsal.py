@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..engine.fault_injection import Injection, InjectionPlan
+from ..engine.fault_injection import Injection
 from ..engine.supervised import SupervisedProvider, clear_containers, image_id
 from ..engine.url_map import map_urls, stand_in_for
 from ..errors import SpecError
@@ -138,7 +138,7 @@ class Provider(SupervisedProvider):
                 "target": own.target,
                 "request": request.to_dict(),
                 "differences": differences,
-                "drills": InjectionPlan.to_body(drills),
+                "drills": [dataclasses.asdict(drill) for drill in drills],
                 **launch.to_dict(),
             },
             # Code that writes to the store by itself cannot reach the cloud's store.

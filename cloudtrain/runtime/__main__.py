@@ -21,6 +21,7 @@ from ..errors import CloudtrainError, SpecError, reason_of
 from ..provider_api.node import PROTOCOL, NodeEnvironment
 from ..provider_api.registry import find_provider
 from .history import failed_for_good
+from .mounts import in_thread
 from .node import Node
 from .record import write_cause
 
@@ -67,7 +68,8 @@ def _failure_before(site: NodeEnvironment, attempt: int) -> dict[str, Any] | Non
 
     The platform's own message about the failure shows the last lines of a container, so these lines name the cause.
     """
-    record = failed_for_good(Path(site.paths["live"]), attempt, site.exit_code["failed"])
+    live = Path(site.paths["live"])
+    record = in_thread(lambda: failed_for_good(live, attempt, site.exit_code["failed"]), [live])
     if record is not None:
         lines = [str((record.get("failure") or {}).get("traceback") or "").rstrip()]
         lines.append(f"attempt {record['attempt']} has failed: {record.get('reason') or 'no reason was recorded'}")

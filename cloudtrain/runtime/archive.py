@@ -14,7 +14,8 @@ from pathlib import Path
 
 from ..provider_api.node import NodeEnvironment, RunObjects
 from .checkpoint_model import Checkpoint
-from .checkpoints import COMMIT, in_parallel, names_in, write_whole
+from .checkpoints import COMMIT, in_parallel, write_whole
+from .mounts import names_in
 
 __all__ = ["Archive", "archive_of"]
 

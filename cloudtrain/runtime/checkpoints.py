@@ -24,12 +24,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from ..errors import DigestError, StorageError
+from ..errors import DigestError, SpecError, StorageError
 from ..provider_api.node import attempt_key
 from .checkpoint_model import METADATA, Checkpoint, resumable
 from .checkpoint_names import family, is_earlier
+from .mounts import ABSENT, CLOSED, ask_again, describe_fault, is_fault, names_in, raise_fault
 from .timings import TIMINGS
 
 __all__ = [
@@ -67,8 +68,6 @@ FileState = tuple[int, int]
 
 _FOLDER = re.compile(r"(\d+\.\d+)-(\d+)")
 _NODE = re.compile(r"node-\d+")
-_ABSENT = errno.ENOENT, errno.ENOTDIR, errno.ELOOP
-_CLOSED = errno.EACCES, errno.EPERM
 _VANISHED = "\0"
 """Signature of an entry that changed while it was read: never equal to another."""
 
@@ -231,7 +230,8 @@ def _entry(name: str, path: Path, place: str | None, aside: frozenset[Item]) -> 
                     continue  # a link to nothing, or to itself
                 raise
             if S_ISREG(stat.st_mode):
-                signature.append((_relative(file, path), stat.st_size, stat.st_mtime_ns))
+                relative = file.relative_to(path).as_posix() if file != path else ""
+                signature.append((relative, stat.st_size, stat.st_mtime_ns))
     except OSError as exc:
         signature = [(_VANISHED, 0, time.time_ns())]
         fault = exc if is_fault(exc) else None
@@ -244,55 +244,19 @@ def _files(path: Path) -> Iterator[Path]:
     try:
         is_folder = S_ISDIR(path.stat().st_mode)
     except OSError as exc:
-        _raise_fault(exc)
+        raise_fault(exc)
         return
     if not is_folder:
         yield path
         return
-    for folder, _, names in os.walk(path, onerror=_raise_fault):
+    for folder, _, names in os.walk(path, onerror=raise_fault):
         yield from (Path(folder, name) for name in names)
-
-
-def _raise_fault(exc: OSError) -> None:
-    if is_fault(exc):
-        raise exc
-
-
-def is_fault(exc: OSError) -> bool:
-    """Return whether the disk or mount fails: ``exc`` does not show whether the file is there, or closed to us."""
-    return exc.errno not in (*_ABSENT, *_CLOSED)
-
-
-def ask_again(work: Callable[[], T]) -> T:
-    """Return ``work()``. If a disk or mount fails, call it again for `Timings.mount`. Raises `OSError`."""
-    end, pause = time.monotonic() + TIMINGS.mount, TIMINGS.mount_pauses[0]
-    while True:
-        try:
-            return work()
-        except OSError as exc:
-            if not is_fault(exc) or time.monotonic() >= end:
-                raise
-        time.sleep(pause)
-        pause = min(2 * pause, TIMINGS.mount_pauses[1])
-
-
-def names_in(folder: Path) -> list[str]:
-    """Return the names in ``folder``, sorted; none if there is no such folder. Raises `OSError`."""
-    try:
-        return sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def linked_folders(path: Path) -> list[str]:
     """Return the links to folders below an entry, relative to it. The copy does not follow them."""
     links = (Path(folder, name) for folder, names, _ in os.walk(path) for name in names)
     return [link.relative_to(path).as_posix() for link in links if link.is_symlink()]
-
-
-def _relative(file: Path, entry: Path) -> str:
-    """Return the path of ``file`` below ``entry``; empty when the entry is a file itself."""
-    return "" if file == entry else file.relative_to(entry).as_posix()
 
 
 def open_for_writing(entries: list[CheckpointEntry]) -> set[str]:
@@ -359,7 +323,7 @@ def copy_patiently(source: Path, target: Path, moved: Moved = lambda source, don
 
 def _is_gone(source: Path, exc: OSError) -> bool:
     """Return whether ``exc`` shows that ``source`` is gone. `Path.exists` cannot tell while a mount fails."""
-    return exc.errno in _ABSENT and str(exc.filename) == str(source)
+    return exc.errno in ABSENT and str(exc.filename) == str(source)
 
 
 def copy_with_digest(source: Path, target: Path, moved: Moved = lambda source, done: None) -> tuple[int, str]:
@@ -519,7 +483,7 @@ def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
                 named = {str(n): Pointer(target=str(p["target"]), link=bool(p["link"])) for n, p in items}
                 found[int(match[1])] = named
             except OSError as exc:
-                _raise_fault(exc)
+                raise_fault(exc)
             except (ValueError, KeyError, TypeError, AttributeError):
                 pass
         return found
@@ -530,40 +494,66 @@ def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
 # --------------------------------------------------------------------------------------- complete ones, and restoring
 
 
-def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tuple[str, ...] = ()) -> list[Checkpoint]:
+def complete(
+    root: Path, *, url: str = "", say: Callable[[str], None] | None = None, marks: tuple[str, ...] = ()
+) -> list[Checkpoint]:
     """Return the complete checkpoints below ``root``, oldest first. Call ``say`` for each of the others.
 
     Files whose names end in one of ``marks`` are those of a platform's agent. A disk or mount that fails is asked again
     for `Timings.mount`. Raises `StorageError` if it still fails then, unless only older checkpoints cannot be read.
+
+    With ``url``, ``root`` is the folder of the user with that URL. A part of it that is closed to us stays so: then
+    this raises `SpecError` at once.
     """
-    began, pause = time.monotonic(), TIMINGS.mount_pauses[0]
-    while True:
-        found, half, unread = _survey(root, time.monotonic() + TIMINGS.mount)
-        states = resumable(found)
-        grave = [folder for folder in unread if not states or not _is_older(folder, states[-1])]
-        if not unread or time.monotonic() - began >= (TIMINGS.mount if grave else TIMINGS.mount_older):
-            break
-        time.sleep(pause)
-        pause = min(2 * pause, TIMINGS.mount_pauses[1])
-    if grave:
-        older = f"to resume from checkpoint {states[-1].name}, rename that folder to .{grave[0].name}" if states else ""
-        why = describe_fault(unread[grave[0]])
-        raise StorageError(f"cannot read {grave[0]}: {why}", hint=older if grave[0] != root else "")
+
+    def patience(survey: _Survey) -> float:
+        if url and all(exc.errno in CLOSED for exc in survey.unread.values()):
+            return 0.0
+        return TIMINGS.mount if survey.grave else TIMINGS.mount_older if survey.unread else 0.0
+
+    survey = ask_again(lambda: _survey(root, time.monotonic() + TIMINGS.mount), patience)
+    if folder := next(iter(survey.grave), None):
+        exc, place, hint = survey.unread[folder], str(folder), ""
+        why = f"cannot read {place.replace(str(root), url, 1) if url else place}: {describe_fault(exc)}"
+        if folder != root and survey.newest is not None:
+            hint = f"to resume from checkpoint {survey.newest.name}, rename that folder to .{folder.name}"
+        if url and exc.errno in CLOSED:
+            raise SpecError(why, field="resume_from", hint=hint)
+        raise StorageError(why, hint=hint)
     if say is not None:
-        others = [(folder, f"is not complete ({missing})") for folder, missing in half.items()]
+        others = [(folder, f"is not complete ({missing})") for folder, missing in survey.half.items()]
         others += [(folder, f"is not complete (no {COMMIT})") for folder in uncommitted(root, marks=marks)]
-        others += [(folder, f"cannot be read ({describe_fault(why)})") for folder, why in unread.items()]
+        others += [(folder, f"cannot be read ({describe_fault(exc)})") for folder, exc in survey.unread.items()]
         for folder, state in others:
             say(f"checkpoint {folder.parent.name}/{folder.name} {state}; skipped")
-    return found
+    return survey.found
 
 
-def _survey(root: Path, end: float) -> tuple[list[Checkpoint], dict[Path, str], dict[Path, OSError]]:
-    """Return the complete checkpoints below ``root``, oldest first, and the folders of the others.
+class _Survey(NamedTuple):
+    """The complete checkpoints below a folder, oldest first; and the folders of the others: those that are ``half``
+    there, with the first missing file, and those that cannot be read, with the error."""
 
-    Those are incomplete, with the first missing file, or cannot be read, with the error. A folder that is closed to us
-    cannot be read if it is ``root`` or has the name of a checkpoint; any other is left out. Raises `StorageError` at a
-    fault after ``end`` (monotonic seconds): each call to a mount may take half a minute to fail.
+    found: list[Checkpoint]
+    half: dict[Path, str]
+    unread: dict[Path, OSError]
+
+    @property
+    def newest(self) -> Checkpoint | None:
+        return next(iter(resumable(self.found)[-1:]), None)
+
+    @property
+    def grave(self) -> list[Path]:
+        """Return the folders that cannot be read and may hold a newer checkpoint than all others."""
+        newest = self.newest
+        return [folder for folder in self.unread if newest is None or not _is_older(folder, newest)]
+
+
+def _survey(root: Path, end: float) -> _Survey:
+    """Return the survey of the folder ``root``.
+
+    A folder that is closed to us cannot be read if it is ``root`` or has the name of a checkpoint; any other is left
+    out. Raises `StorageError` at a fault after ``end`` (monotonic seconds): each call to a mount may take half a minute
+    to fail.
     """
     found, half, unread = list[Checkpoint](), dict[Path, str](), dict[Path, OSError]()
 
@@ -573,7 +563,7 @@ def _survey(root: Path, end: float) -> tuple[list[Checkpoint], dict[Path, str], 
             yield
         except OSError as exc:
             ours = folder == root or _FOLDER.fullmatch(folder.name)
-            if is_fault(exc) or (ours and exc.errno in _CLOSED):
+            if is_fault(exc) or (ours and exc.errno in CLOSED):
                 unread[folder] = exc
                 if time.monotonic() >= end:
                     raise StorageError(f"cannot read {folder}: {describe_fault(exc)}") from None
@@ -602,7 +592,7 @@ def _survey(root: Path, end: float) -> tuple[list[Checkpoint], dict[Path, str], 
                 found.append(item)
             else:
                 half[folder] = missing
-    return sorted(found, key=lambda item: item.order), half, unread
+    return _Survey(sorted(found, key=lambda item: item.order), half, unread)
 
 
 def _is_older(folder: Path, newest: Checkpoint) -> bool:
@@ -646,14 +636,9 @@ def _size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as exc:
-        if exc.errno not in _ABSENT:
+        if exc.errno not in ABSENT:
             raise
         return -1
-
-
-def describe_fault(exc: OSError) -> str:
-    """Return the error and its short name: ``Input/output error (EIO)``."""
-    return f"{exc.strerror} ({errno.errorcode.get(exc.errno or 0, exc.errno)})"
 
 
 def restore(checkpoint: Checkpoint, target: Path, *, node: int) -> None:

@@ -6,15 +6,14 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .cause import BROKEN_GPU
+from .host_facts import end_child
 from .timings import TIMINGS
 
 __all__ = ["compat_library_path", "count", "driver_version", "trouble"]
@@ -120,10 +119,7 @@ def trouble(
 def _answer(
     command: list[str], environ: Mapping[str, str], folder: Path, say: Callable[[str], None], wait: Wait
 ) -> bytes:
-    """Return the command's output; nothing if it takes too long. Raises `OSError`.
-
-    A process that the driver holds (state D) does not end when it is killed, so nothing here waits for its end.
-    """
+    """Return the command's output; nothing if it takes too long. Raises `OSError`."""
     end = time.monotonic() + TIMINGS.gpu_check
     with tempfile.TemporaryFile(dir=folder) as output:
         process = subprocess.Popen(
@@ -140,9 +136,7 @@ def _answer(
             if time.monotonic() >= end:
                 waited = f"{TIMINGS.gpu_check:.0f} s"
                 say(f"PyTorch has not begun to use the GPUs within {waited}; the ranks start all the same")
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-            threading.Thread(target=process.wait, name="gpu-check", daemon=True).start()
+            end_child(process)
             return b""
         output.seek(0)
         return output.read()

@@ -20,7 +20,8 @@ from typing import Any
 
 from ..provider_api.node import attempt_key
 from .checkpoint_names import step_of
-from .checkpoints import ask_again, is_fault, names_in, write_whole
+from .checkpoints import write_whole
+from .mounts import ask_again, names_in, raise_fault
 from .timings import TIMINGS
 
 __all__ = ["FIRST", "Start", "failed_for_good", "restart_of", "was_direct"]
@@ -29,6 +30,8 @@ FIRST = "0.0"
 
 _ATTEMPT = re.compile(r"(\d+\.\d+)(?:-node-\d+\.jsonl?|\.json)?")
 HEAD_BYTES = 1 << 16
+CLOCKS = 5.0
+"""Seconds by which two clocks, or the times of a file system, may differ. More shows that a clock was set back."""
 
 Record = dict[str, Any]
 
@@ -136,16 +139,23 @@ class Start:
             write_whole(self._path, json.dumps(self._record).encode(), temporary=self._temporary)
 
     def _seconds(self, reached: _Reached, saved: float | None) -> float | None:
-        """Return the seconds from the save, or the attempt's start if later, to the attempt's last sign of life."""
+        """Return the seconds from the save, or the attempt's start if later, to the attempt's last sign of life.
+
+        ``saved`` is a time as if no clock had been set back, so the times of each node's own clock are made such too.
+        Returns None if that cannot be done, as the end would lie before the save.
+        """
         exits = list(_json(self._live / "exit", f"{self.after}-node-*.json"))
-        failed = [ns / 1e9 for r in exits if isinstance(f := r.get("failure"), dict) and (ns := _number(f, "time_ns"))]
-        ended = failed or _numbers(exits, "ended") or reached.times
-        segments = [] if ended else list((self._live / "logs" / str(self.after)).rglob("*.log"))
+        failed = [ns / 1e9 + _set_back(r) for r in exits
+                  if isinstance(f := r.get("failure"), dict) and (ns := _number(f, "time_ns"))]  # fmt: skip
+        ended = [at + _set_back(r) for r in exits if (at := _number(r, "ended"))] or ([] if failed else reached.times)
+        segments = [] if failed or ended else list((self._live / "logs" / str(self.after)).rglob("*.log"))
         with contextlib.suppress(OSError):
             ended += [path.stat().st_mtime for path in segments]
-        began = _numbers(_json(self._live / "attempts", f"{self.after}.json"), "started")
-        since = [*began, *([saved] if saved else [])]
-        return round(max(0.0, max(ended) - max(since)), 1) if ended and since else None
+        began = [at for r in _json(self._live / "attempts", f"{self.after}.json") if (at := _number(r, "started"))]
+        since = max([*began, *([saved] if saved else [])], default=None)
+        if since is None or not (failed or ended) or max(*failed, *ended, 0.0) < since - CLOCKS:
+            return None
+        return round(max(0.0, max(failed or ended) - since), 1)
 
 
 def _attempts(live: Path) -> set[str]:
@@ -195,8 +205,7 @@ def _json(folder: Path, pattern: str) -> Iterator[Record]:
         try:
             yield from _parsed([(folder / name).read_bytes()])
         except OSError as exc:
-            if is_fault(exc):
-                raise
+            raise_fault(exc)
 
 
 def _step(row: Record) -> int | None:
@@ -204,8 +213,8 @@ def _step(row: Record) -> int | None:
     return None if step is None else int(step)
 
 
-def _numbers(records: Iterable[Record], key: str) -> list[float]:
-    return [number for record in records if (number := _number(record, key))]
+def _set_back(record: Record) -> float:
+    return _number(record, "set_back") or 0.0
 
 
 def _number(record: Record, key: str) -> float | None:

@@ -7,16 +7,39 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import StorageError
 
-__all__ = ["cpu_count", "handles_sigterm", "kill_users", "machine_name", "oom_kills", "scratch_folder", "users"]
+__all__ = [
+    "Clock", "cpu_count", "end_child", "handles_sigterm", "kill_users", "machine_name", "oom_kills", "scratch_folder",
+    "users",
+]  # fmt: skip
 
 
+CLOCK_STEP = 1.0
+"""Seconds. A clock that moved by more against the monotonic one was set. A time service moves it by less at a time."""
 DMI = Path("/sys/class/dmi/id")
+
+
+class Clock:
+    """This machine's clock, as it was when this object was made."""
+
+    def __init__(self) -> None:
+        self._ahead, self._set_back = time.time() - time.monotonic(), 0.0
+
+    def set_back(self) -> float:
+        """Return the seconds by which the clock has been set back since."""
+        ahead = time.time() - time.monotonic()
+        if abs(ahead - self._ahead) > CLOCK_STEP:
+            self._set_back += max(0.0, self._ahead - ahead)
+            self._ahead = ahead
+        return self._set_back
 
 
 def scratch_folder(wanted: Iterable[str], prefix: str) -> Path:
@@ -85,6 +108,18 @@ def kill_users(folder: Path) -> None:
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def end_child(process: subprocess.Popen[bytes]) -> threading.Thread:
+    """Kill a child's process group. Return the thread that waits for its end: a driver or mount may hold it for ever.
+
+    The child has a session of its own.
+    """
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    waiter = threading.Thread(target=process.wait, name="end-child", daemon=True)
+    waiter.start()
+    return waiter
 
 
 def _environ(process: Path) -> bytes:

@@ -24,7 +24,9 @@ from .checkpoint_done import Finished
 from .checkpoint_names import family
 from .checkpoints import CheckpointEntry, Pointer, Signature, Watch
 from .commits import Commits, remove_parts
+from .host_facts import Clock
 from .mirror_files import Growing
+from .mounts import describe_fault
 from .outputs import GrowingOutputs, Outputs
 from .timings import TIMINGS
 from .uploads import Uploads
@@ -47,8 +49,6 @@ KINDS = (
 """Messages of the node link that belong to the mirror."""
 SCAN_SHARE = 20
 """After a look at all entries that took a second, the mirror makes none for so many seconds."""
-CLOCK_STEP = 1.0
-"""Seconds. A clock that moved by more against the monotonic one was set. A time service moves it by less at a time."""
 ENTRIES = 2
 """Checkpoints that a node copies at the same moment."""
 
@@ -98,6 +98,7 @@ class Mirror:
         skip: Mapping[str, Signature] | None = None,
         shapes: Mapping[str, Counter[str]] | None = None,
         uploads: Uploads | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._uploads, self._temporary = uploads, uploads.agent.temporary if uploads is not None else ""
         self._node, self._live, self._watch, self._send, self._say = node, live, watch, send, say
@@ -132,7 +133,7 @@ class Mirror:
         """Time at which bytes were last copied, here or on another node, or a checkpoint was committed."""
         self._progress_logged = self._passed_on = 0.0
         self._newest = self._stirred = 0.0
-        self._ahead, self._set_back = time.time() - time.monotonic(), 0.0
+        self._clock = clock or Clock()
         self._unreadable = self._not_copied = ""
         self._thread = threading.Thread(target=self._loop, name="mirror", daemon=True)
 
@@ -294,7 +295,7 @@ class Mirror:
         unreadable = ""
         for entry in entries.values():
             if entry.fault is not None:
-                why = checkpoints.describe_fault(entry.fault)
+                why = describe_fault(entry.fault)
                 unreadable = f"cannot read {entry.fault.filename or entry.path}: {why}"
                 self._complain(unreadable)
         self._unreadable = unreadable
@@ -360,11 +361,7 @@ class Mirror:
 
     def _when(self, entry: CheckpointEntry) -> float:
         """Return the Unix seconds of its last change, as if this machine's clock had never been set back."""
-        ahead = (now := time.time()) - time.monotonic()
-        if abs(ahead - self._ahead) > CLOCK_STEP:
-            self._set_back += max(0.0, self._ahead - ahead)
-            self._ahead = ahead
-        return min(entry.newest, now) + self._set_back
+        return min(entry.newest, time.time()) + self._clock.set_back()
 
     def _between_writes(self, entry: CheckpointEntry) -> bool:
         """Return whether it is finished now: a file that never rests may have changed since the last look."""

@@ -31,12 +31,13 @@ from .checkpoints import Watch
 from .commits import Commits
 from .decisions import Notice, conclude, hear, node_outcome, restore_verdict, signal_due, with_reports
 from .history import FIRST, Start, restart_of
-from .host_facts import kill_users, machine_name, oom_kills
+from .host_facts import Clock, kill_users, machine_name, oom_kills
 from .idle import IdleGpus
 from .launch import Ranks, reap
 from .link import Link
 from .logs import LogWriter
 from .mirror import KINDS, Mirror, nothing
+from .mounts import in_thread
 from .notices import watch
 from .record import write_cause, write_record
 from .resume import Resume
@@ -86,7 +87,7 @@ class Node:
         self.attempt = self.resumed = ""
         self.notice = Notice()
         self.space: Workspace | None = None
-        self.started = time.time()
+        self.started, self.clock = time.time(), Clock()
         self.failures: list[Failure] = []
         self.seen: dict[int, set[str]] = {}
         self.eof: dict[int, int] = {}
@@ -134,7 +135,8 @@ class Node:
             for number, look in enumerate(self.site.notices):
                 watch(look, partial(self._heard_of, number))
             if self.me == 0:
-                self._begin(self.site.attempt or restart_of(self.live, self.k, self.site.restart))
+                find = partial(restart_of, self.live, self.k, self.site.restart)
+                self._begin(self.site.attempt or in_thread(find, [self.live]) or "")
             self._prepare_and_join()
             if self.go is not None and not self._over():
                 self._launch()
@@ -245,12 +247,10 @@ class Node:
     def _listening(self, work: Callable[[], T]) -> T | None:
         """Return ``work()``, called in a thread: a store may be slow, and a notice must be heard meanwhile.
 
-        Return None if the node must leave before its end. Raises what ``work`` raises.
+        Return None if the node must leave before its end. Raises what ``work`` raises, and `StorageError` if the folder
+        of the run or of ``resume_from`` does not answer.
         """
-        called = ThreadPoolExecutor(1, thread_name_prefix="store").submit(work)
-        wait([called], 0.1)
-        self._pump_unless_over(called.done)
-        return called.result() if called.done() else None
+        return in_thread(work, [self.live, *self.resume.given], self._pump_unless_over)
 
     def _join_deadline(self) -> float:
         return time.monotonic() + self.site.join_timeout
@@ -305,21 +305,18 @@ class Node:
             self.resume.clear()
         watch = space.watch()
         self.resume.set_aside(watch)
+        name, url = self.go["resume"], self.go["url"]
+        resume = str(self.resume.path) if name else url or self.resume.fallback(0)[0]
+        self.resumed = url.rpartition("/")[2] or (resume and self.resume.title(name))
         try:  # before anything is mirrored: half of an artifact must not replace the whole one
             self._listening(lambda: space.bring_back(self.live))
+            if self.me == 0 and not self._over():
+                self._listening(self._note_start)
         except StorageError as exc:
             self._fail(self._trouble(exc))
         if self._over():
             self.code = 1
             return
-        name = self.go["resume"]
-        resume = str(self.resume.path) if name else self.go["url"] or self.resume.fallback(0)[0]
-        self.resumed = self.go["url"].rpartition("/")[2] or (resume and self.resume.title(name))
-        if self.me == 0:
-            self.start = Start(self.live, self.attempt, started=self.started, temporary=self.site.temporary)
-            lost = self.start.begin(resumed=self.resumed, saved=self.go["saved"], direct=bool(self.go["url"]))
-            begins = f"resuming from {self.resumed}" if resume else "a fresh start"
-            self.log.say(f"attempt {self.attempt}: {begins}{lost}")
         self._watch_the_script(space, watch)
         try:
             self.ranks = space.start(
@@ -331,6 +328,15 @@ class Node:
             why = space.readable(reason_of(exc)).removesuffix(f": {name}")
             self._fail(self._setup(f"cannot start {name}: {why}", "user_error"))
             self.code = 1
+
+    def _note_start(self) -> None:
+        """Record the attempt's start, on node 0."""
+        assert self.go is not None
+        start = Start(self.live, self.attempt, started=self.started, temporary=self.site.temporary)
+        lost = start.begin(resumed=self.resumed, saved=self.go["saved"], direct=bool(self.go["url"]))
+        begins = f"resuming from {self.resumed}" if self.resumed else "a fresh start"
+        self.log.say(f"attempt {self.attempt}: {begins}{lost}")
+        self.start = start
 
     def _watch_the_script(self, space: Workspace, watch: Watch) -> None:
         """Start the mirror of the script's files and the watch for a silence. Entries of ``watch`` were restored."""
@@ -352,6 +358,7 @@ class Node:
             skip={name: entry.signature for name, entry in watch.entries().items()},
             shapes=self.resume.shapes,
             uploads=self.uploads,
+            clock=self.clock,
         )
         mirror.start()
         rule = self.context.get("min_gpu_util")
@@ -853,6 +860,8 @@ class Node:
             "lost": decided and self.lost,
             "exit_code": self._exit_code(outcome) if decided else None,
         }
+        if back := self.clock.set_back():
+            record["set_back"] = back
         if cause:
             write_cause(self.site.failure_file, line)
         name, temporary = f"{self.attempt or self.k}-node-{self.me}", self.site.temporary or ".part"

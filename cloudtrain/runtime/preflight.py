@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +13,7 @@ from ..provider_api.node import Topology
 from ..validate import duration
 from . import node_check
 from .cause import BROKEN_GPU, Failure
+from .host_facts import end_child
 from .launch import without_sigterm
 from .node_check import Finding
 from .timings import TIMINGS
@@ -53,9 +51,7 @@ def run_check(
         return _findings(ranks, site, folder, gpus, wait, over)
     finally:
         for process in ranks.values():
-            with contextlib.suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-            threading.Thread(target=process.wait, daemon=True).start()  # a stuck driver may hold it for ever
+            end_child(process)
 
 
 def _findings(

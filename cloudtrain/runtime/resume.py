@@ -53,6 +53,8 @@ class Resume:
     ) -> None:
         self._archive, self._marks, self._nodes = archive, marks, nodes
         self._live, self._given = live, Path(given).absolute() if given and url else None
+        self.given = [self._given] if self._given is not None else []
+        """The folder of ``resume_from`` here, if there is one."""
         self._of_run = bool(url) and str(url).endswith(RUN_FOLDER)
         self._source = source or url or ""
         self._root_of_restored = ""
@@ -82,7 +84,7 @@ class Resume:
         for item in reversed(resumable(found)):
             yield self._candidate("archive" if item.archived else "own", own, item, here)
         if self._given is not None:
-            given = checkpoints.complete(self._given, say=self._say)
+            given = checkpoints.complete(self._given, url=self._source, say=self._say)
             for item in reversed(resumable(given)):
                 yield self._candidate("given", self._given, item, ())
 

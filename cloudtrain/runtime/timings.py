@@ -113,7 +113,8 @@ class Timings:
     copy_pauses: tuple[float, ...] = (0.5, 2.0, 5.0)
     """Before a failed copy is tried again: a mount's hiccup must not cost the whole checkpoint."""
     mount: float = 60.0
-    """For which a disk or mount that fails is asked for the newest checkpoint, before the attempt fails."""
+    """For which a disk or mount that fails is asked for the newest checkpoint, before the attempt fails. So does an
+    attempt whose folder in the store does not answer for so long."""
     mount_older: float = 5.0
     """The same if only older checkpoints cannot be read, before they are skipped."""
     mount_pauses: tuple[float, ...] = (0.5, 8.0)

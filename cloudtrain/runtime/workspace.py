@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import venv
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -22,7 +19,7 @@ from . import gpus, launch
 from .cause import Failure
 from .checkpoint_model import Checkpoint
 from .checkpoints import Watch
-from .host_facts import cpu_count, scratch_folder
+from .host_facts import cpu_count, end_child, scratch_folder
 from .launch import Ranks
 from .logs import LogWriter
 from .metrics import PrintedMetrics
@@ -165,11 +162,7 @@ class Workspace:
             self.note_group(pip.pid)
             self._wait(lambda: pip.poll() is not None)
             if pip.poll() is None:  # a notice came, or another node failed
-                with contextlib.suppress(OSError):
-                    os.killpg(pip.pid, signal.SIGKILL)
-                end = threading.Thread(target=pip.wait, name="pip", daemon=True)
-                end.start()
-                end.join(TIMINGS.launcher)  # if it hangs in a mount, it does not end
+                end_child(pip).join(TIMINGS.launcher)
                 return
             output.seek(0)
             lines = output.read().splitlines()

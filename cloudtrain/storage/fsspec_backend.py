@@ -15,7 +15,7 @@ from urllib.parse import quote
 from ..errors import AuthError, StorageError
 from ..validate import unix_seconds, url_scheme
 from .errors import CannotSwapError, Retries, classify
-from .files import MOST_PIECES, PIECE, Entry, Loaded, Names, TransferOptions
+from .files import MOST_PIECES, PIECE, Entry, Loaded, Names
 from .fsspec_pool import BUCKETS, GOOGLE, SFTP, STREAMED, WEB, Clients, check_store, get_range, open_url, streamed, tree
 from .local_disk import parts_of
 
@@ -43,10 +43,9 @@ class FsspecMover:
         self._is_store = False
 
     @classmethod
-    def open(cls, url: str, options: Mapping[str, Any], *, moving: TransferOptions, retries: Retries) -> FsspecMover:
+    def open(cls, url: str, options: Mapping[str, Any], *, retries: Retries) -> FsspecMover:
         """Open the file systems of ``url``. Raises `SpecError` if their package is not installed."""
-        # One more than a large transfer uses: a lease must be renewed meanwhile.
-        return cls(url=url, clients=open_url(url, options, most=max(2, moving.concurrency)), retries=retries)
+        return cls(url=url, clients=open_url(url, options), retries=retries)
 
     def at(self, key: str) -> str:
         """Return the file system's own path of ``key``."""

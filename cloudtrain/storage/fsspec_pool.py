@@ -1,4 +1,4 @@
-"""Open fsspec's file systems, one a thread where fsspec requires that, and check which of them can be a store.
+"""Open fsspec's file systems, and check which of them can be a store.
 
 A store needs atomic writes and exclusive creation. Object stores have both. Other classes have both if their own
 ``pipe_file`` takes ``mode``. All others are refused: fsspec's default checks first and writes afterwards.
@@ -18,7 +18,6 @@ from typing import Any
 
 from ..errors import SpecError
 from ..validate import url_scheme
-from .errors import classify
 from .timings import CLIENT_TIMINGS
 
 __all__ = [
@@ -42,14 +41,16 @@ SFTP = frozenset({"sftp", "ssh"})
 WEB = frozenset({"http", "https"})
 STREAMED = WEB | {"ftp"}
 """Schemes whose files come as one stream: some servers ignore ranges, or stop only when the connection closes."""
+_ALONE = SFTP | {"ftp", "hf"}
+"""Schemes of inputs alone, for which one connection at a time is enough."""
 #: Schemes that create exclusively, as tests show; the signatures of some of these classes do not say so.
 _EXCLUSIVE = BUCKETS | {"memory"}
 #: Logger by scheme, where it is not the package of fsspec's class.
 _LOGS = dict.fromkeys(SFTP, "paramiko")
 
 
-def open_url(url: str, options: Mapping[str, Any], *, most: int) -> Clients:
-    """Return at most ``most`` file systems of ``url``. Raises `SpecError` if their package is not installed."""
+def open_url(url: str, options: Mapping[str, Any]) -> Clients:
+    """Return the file systems of ``url``. Raises `SpecError` if their package is not installed."""
     scheme = url_scheme(url)
     if os.environ.get("STORAGE_EMULATOR_HOST"):
         # gcsfs finds the bucket's type by gRPC over TLS. No emulator answers that: 60 s an operation.
@@ -88,7 +89,7 @@ def open_url(url: str, options: Mapping[str, Any], *, most: int) -> Clients:
             fs.client.get_transport().set_keepalive(CLIENT_TIMINGS.sftp_keepalive)
         return fs, str(root).rstrip("/")
 
-    return Clients(make, most=most)
+    return Clients(make, alone=scheme in _ALONE)
 
 
 def _uninstalled(scheme: str, package: str, exc: ImportError) -> SpecError:
@@ -110,16 +111,15 @@ def _uninstalled(scheme: str, package: str, exc: ImportError) -> SpecError:
 
 
 class Clients:
-    """A pool of the file systems of one URL, for any number of threads and at most ``most`` connections.
+    """The file systems of one URL, for any number of threads: ``alone``, one for all of them, in turn.
 
-    ``make`` returns a file system and the URL's path in it: ``root``.
-
-    By fsspec's contract a synchronous file system belongs to one thread. Two threads on one SFTP or FTP connection may
-    get each other's answers, or none.
+    ``make`` returns a file system and the URL's path in it: ``root``. By fsspec's contract a synchronous file system
+    belongs to one thread: two threads on one connection may get each other's answers, or none.
     """
 
-    def __init__(self, make: Callable[[], tuple[Any, str]], *, most: int) -> None:
-        self._make, self._slots, self._lock = make, threading.BoundedSemaphore(most), threading.Lock()
+    def __init__(self, make: Callable[[], tuple[Any, str]], *, alone: bool = False) -> None:
+        self._make = make
+        self._turn = threading.Lock() if alone else contextlib.nullcontext()
         first, self.root = make()
         self.kind: type[Any] = type(first)
         self.shared: Any = first if getattr(first, "async_impl", False) else None
@@ -133,39 +133,31 @@ class Clients:
         if self.shared is not None:
             yield self.shared
             return
-        with self._slots:
-            with self._lock:
-                fs = self._idle.pop() if self._idle else None
-            fs = self._make()[0] if fs is None else fs
+        with self._turn:
+            try:
+                fs = self._idle.pop()
+            except IndexError:
+                fs = self._make()[0]
             try:
                 yield fs
             except (FileNotFoundError, FileExistsError):
-                self._keep(fs)
                 raise
-            except BaseException as exc:
-                # The call was interrupted, so the connection's next answer may belong to it.
-                gone = [fs]
-                if isinstance(exc, Exception) and classify(exc) == "transient":
-                    with self._lock:
-                        gone += self._idle  # these connections are as old
-                        self._idle.clear()
-                _close_all(gone, self._owner)
+            except BaseException:
+                # The call was interrupted, so the connection's next answer may belong to it. The others are as old.
+                _close_all(self._idle, self._owner)
+                _close_all([fs], self._owner)
+                fs = None
                 raise
-            self._keep(fs)
-
-    def _keep(self, fs: Any) -> None:
-        with self._lock:
-            self._idle.append(fs)
+            finally:
+                if fs is not None:
+                    self._idle.append(fs)
 
 
 def _close_all(clients: list[Any], owner: int) -> None:
     """Close the connections, which have threads of their own; a forked child does not close its parent's."""
-    if os.getpid() != owner:
-        return
-    for fs in clients:
-        with contextlib.suppress(Exception):  # most have no client to close
-            fs.client.close()
-    clients.clear()
+    while clients and os.getpid() == owner:
+        with contextlib.suppress(Exception):  # most have no client to close; another thread may take the last one
+            clients.pop().client.close()
 
 
 # --------------------------------------------------------------------------------------------------------------- stores

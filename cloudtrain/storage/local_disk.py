@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from ..errors import DigestError, SpecError, StorageError
 from ..validate import url_scheme
@@ -370,15 +369,11 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _pour(source: BinaryIO, target: BinaryIO, report: Callable[[int], None]) -> None:
-    while chunk := source.read(_CHUNK):
-        target.write(chunk)
-        report(len(chunk))
-
-
 def copy_file(source: Path, target: Path, report: Callable[[int], None]) -> None:
     with open(source, "rb") as stream, open(target, "wb") as out:
-        _pour(stream, out, report)
+        while chunk := stream.read(_CHUNK):
+            out.write(chunk)
+            report(len(chunk))
 
 
 def verify(path: Path, key: str, sha256: str | None, size: int | None) -> None:

@@ -569,7 +569,8 @@ def _refusal(exc: Exception, unsigned: Exception | None) -> Exception:
 
 
 def _answered(text: str, status: int, body: str) -> Exception:
-    said = [" ".join(found[1].split()) for tag in ("Code", "Message") if (found := _element(tag).search(text))]
+    found = (re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("Code", "Message"))
+    said = [" ".join(match[1].split()) for match in found if match]
     code = said[0] if said else ""
     if code == "NoSuchUpload":  # the upload completed, but its answer was lost
         return ConnectionError(": ".join(said))
@@ -578,7 +579,3 @@ def _answered(text: str, status: int, body: str) -> Exception:
     if status == 400 and code in _PASSING:
         return ConnectionError(": ".join(said))
     return _Refusal(f"{status} {': '.join(said) or body}".strip(), status, bare=not body)
-
-
-def _element(tag: str) -> re.Pattern[str]:
-    return re.compile(f"<{tag}>(.*?)</{tag}>", re.DOTALL)

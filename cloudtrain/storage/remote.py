@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..errors import SpecError, StorageError
 from ..validate import url_scheme
@@ -40,68 +40,12 @@ COPY_BYTES = 5 << 30
 _LAZY_COPY = frozenset({"abfs", "abfss", "az"})
 
 
-class Mover(Protocol):
-    """A client library for the files below one URL. Methods raise the library's errors and retry only by ``retries``.
+Mover = ObstoreMover | FsspecMover
+"""A client library for the files below one URL, whose keys are checked. A missing file is FileNotFoundError.
 
-    Keys are checked. A missing file is FileNotFoundError.
-    """
-
-    retries: Retries
-
-    @property
-    def swaps(self) -> bool:
-        """True if `swap` replaces contents too."""
-
-    def read(self, key: str) -> bytes:
-        """Return the content."""
-
-    def write(self, key: str, data: bytes) -> None:
-        """Replace the content."""
-
-    def load(self, key: str) -> Loaded:
-        """Return the content, with the version that `swap` takes."""
-
-    def swap(self, key: str, version: str | None, data: bytes) -> str:
-        """Replace the content of that version, or write a new file for None; return the new version.
-
-        Raises FileExistsError or the like, or FileNotFoundError, for another version.
-        """
-
-    def entry(self, key: str) -> Entry | None:
-        """Return the entry of a file; None for anything else. ``size`` is -1 if the server does not say."""
-
-    def entries(self, prefix: str) -> dict[str, Entry]:
-        """Return every file below ``prefix``, perhaps others too, by key. Only a bucket can be missing."""
-
-    def names(self, prefix: str) -> Names:
-        """Return keys of files and folders directly below ``prefix``, perhaps more. Only a bucket can be missing."""
-
-    def upload(self, path: Path, key: str, size: int, report: Callable[[int], None]) -> None:
-        """Store the local file of ``size`` bytes; ``report`` gets the number moved so far."""
-
-    def content(self, key: str, most: int) -> memoryview | None:
-        """Return the content; None if there is, or may be, more than ``most``."""
-
-    def fetch(self, key: str, temp: Path, size: int | None, report: Callable[[int], None]) -> None:
-        """Fill the new file ``temp``; ``size`` is the expected size."""
-
-    def piece(self, key: str, start: int, end: int) -> bytes:
-        """Return the bytes from ``start`` to ``end`` (exclusive), which exist."""
-
-    def receive(self, key: str, pieces: Iterator[bytes], size: int) -> None:
-        """Store ``pieces``, ``size`` bytes in all. If they raise, nothing is stored."""
-
-    def copy(self, source: str, target: str) -> None:
-        """Copy on the server."""
-
-    def remove(self, prefix: str) -> None:
-        """Remove the file or folder."""
-
-    def discard(self, keys: Sequence[str]) -> None:
-        """Remove these files; some may be gone already."""
-
-    def prune(self, prefix: str) -> None:
-        """Remove the folder and those below it, or their markers, if they hold no file."""
+Its methods raise the library's errors, and retry only by ``retries``. They may list more than was asked for. ``report``
+gets the number of bytes moved so far. A size is -1 if the server does not say it.
+"""
 
 
 class _Opened(NamedTuple):
@@ -169,7 +113,7 @@ class RemoteFiles(Files):
             if scheme == "obs":
                 from .obs import ObsMover as kind  # its imports are those of a client
             return kind.open(self._url, options, moving=self._moving, retries=self._retries)
-        return FsspecMover.open(self._url, options, moving=self._moving, retries=self._retries or Retries())
+        return FsspecMover.open(self._url, options, retries=self._retries or Retries())
 
     def _call(self, key: str, work: Callable[[Mover], R], *, again: bool = True) -> R:
         """Check ``key``, and call ``work(mover)`` with its `Retries`; its errors go through the table."""

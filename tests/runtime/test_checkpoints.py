@@ -299,6 +299,30 @@ def test_a_mount_that_fails_for_long_fails_the_attempt(disk: FaultyDisk, fault: 
         assert [item.name for item in complete(disk.place)] == ["step-1"]
 
 
+@for_each("fault", [
+    ("readdir", "/", errno.EACCES),
+    ("open", "/step-2/0.0-2/commit.json", errno.EPERM),
+])  # fmt: skip
+def test_a_closed_folder_of_the_user_is_named_at_once(disk: FaultyDisk, fault: tuple[str, str, int]) -> None:
+    """No wait opens it. The run's own folder may only be waiting for a role of its node."""
+    disk.fail(fault)
+    url = "s3://bucket/mine"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
+        with pytest.raises(SpecError) as error:
+            complete(disk.place, url=url)
+    folder = "/step-2/0.0-2" if "0.0-2" in fault[1] else ""
+    why = f"{os.strerror(fault[2])} ({errno.errorcode[fault[2]]})"
+    assert str(error.value) == f"resume_from: cannot read {url}{folder}: {why}"
+    assert error.value.hint == bool(folder) * "to resume from checkpoint step-1, rename that folder to .0.0-2"
+    disk.fail(("readdir", "/", errno.EIO))
+    disk.heal_after(0.3)
+    assert [item.name for item in complete(disk.place, url=url)] == ["step-1", "step-2"]
+    disk.fail(("readdir", "/step-1", errno.EIO), ("readdir", "/", errno.EIO))
+    with pytest.raises(StorageError, match=f"^cannot read {url}: Input/output error"):
+        complete(disk.place, url=url)
+
+
 def test_a_mount_whose_calls_take_long_to_fail_is_not_asked_for_each_checkpoint(
     disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,24 @@ def test_no_step_done_again_leaves_the_seconds_as_they_are(tmp_path: Path) -> No
     assert record(tmp_path)["lost"] == {"seconds": 29.0, "steps": 0}
 
 
+def test_a_clock_that_was_set_back_hides_no_lost_work(tmp_path: Path) -> None:
+    """The save counts as if the clock had never been set back, so the end must, too."""
+    earlier(tmp_path, range(1, 51))
+    failure = {"time_ns": int((150.0 - 3600.0) * 1e9)}
+    ended(tmp_path, "0.0", ended=151.0 - 3600.0, failure=failure, set_back=3600.0)
+    begun(tmp_path, "step-30", 120.0)
+    assert record(tmp_path)["lost"] == {"seconds": 30.0, "steps": 20}
+
+
+def test_an_end_long_before_the_save_is_unknown_and_not_nothing(tmp_path: Path) -> None:
+    """A killed node records nothing of its clock."""
+    earlier(tmp_path, range(1, 51))
+    assert begun(tmp_path, "step-30", 5000.0)._record["lost"] == {"seconds": None, "steps": 20}
+    ended(tmp_path, "0.0", ended=151.0, failure={"time_ns": int(140e9)})
+    begun(tmp_path, "step-50", 150.0)  # saved after the first failure
+    assert record(tmp_path)["lost"] == {"seconds": 0.0, "steps": 0}
+
+
 def test_an_attempt_without_a_row_says_nothing_of_steps(tmp_path: Path) -> None:
     earlier(tmp_path, range(0))
     start = begun(tmp_path, "step-5", 120.0)

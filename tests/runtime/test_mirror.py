@@ -1216,6 +1216,7 @@ def test_a_checkpoint_after_the_clock_was_set_back_is_the_newest(
         (run.ck(0) / f".step-{number}").rename(run.ck(0) / f"step-{number}")
         run.until(lambda: len(run.complete()) == number)  # noqa: B023
     assert [item.name for item in run.complete()] == ["step-1", "step-2", "step-3", "step-4"]
+    assert run.mirrors[0]._clock.set_back() == pytest.approx(9000.0, abs=5.0)
 
 
 def test_a_time_in_the_future_keeps_nothing_from_being_finished(cluster: Callable[..., Cluster]) -> None:

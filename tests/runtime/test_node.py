@@ -21,6 +21,7 @@ import slowfs
 from disks import slow_disk
 
 from cloudtrain.engine.processes import free_port_pair
+from cloudtrain.errors import StorageError
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import node, notices
 from cloudtrain.runtime.cause import Failure
@@ -226,6 +227,48 @@ def test_a_store_that_hangs_does_not_keep_the_node(
         head._recorder.shutdown()  # all comes in the right order once the store answers
         assert json.loads(record.read_text())["outcome"] == ("preempted" if noticed else "failed")
     assert noticed or (tmp_path / "failure").read_text() == "rank 0 on node 0 raised ValueError: x"
+
+
+@pytest.fixture
+def silent(head: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    """Node 0 whose folder in the store is on a mount that never answers."""
+    healed, real = threading.Event(), os.listdir
+
+    def listing(folder: Path) -> list[str]:
+        if str(folder).startswith(str(head.live)):
+            healed.wait()
+        return real(folder)
+
+    monkeypatch.setattr(os, "listdir", listing)
+    monkeypatch.setattr(TIMINGS, "mount", 0.5)
+    yield head
+    healed.set()
+
+
+def test_a_mount_that_never_answers_ends_the_node_before_its_number_is_known(silent: Node) -> None:
+    began = time.monotonic()
+    with pytest.raises(StorageError) as error:
+        silent.run()
+    assert str(error.value) == f"{silent.live} has not answered for 0 s"
+    assert time.monotonic() - began < 5
+
+
+def test_a_mount_that_never_answers_fails_the_attempt_at_its_start(
+    silent: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node.Workspace, "fill", lambda _: None)
+    monkeypatch.setattr(node.Workspace, "gpu_trouble", lambda _: None)
+    monkeypatch.setattr("cloudtrain.runtime.checkpoints._survey", lambda root, _: os.listdir(root))
+    silent.site, silent.context = (
+        replace(silent.site, scratch=[str(tmp_path / "scratch")]),
+        {"resume": None, "run_id": "r"},
+    )
+    silent.nodes, silent.attempt = 1, "0.0"
+    began = time.monotonic()
+    silent._prepare_and_join()
+    assert time.monotonic() - began < 5
+    (failure,) = silent.failures
+    assert (failure.category, failure.exception) == ("infra", f"{silent.live} has not answered for 0 s")
 
 
 def test_a_record_that_cannot_be_made_is_no_store_that_hangs(head: Node) -> None:
