@@ -38,7 +38,7 @@ from .link import Link
 from .logs import LogWriter
 from .mirror import KINDS, Mirror, nothing
 from .notices import watch
-from .record import write_cause, write_record
+from .record import UNMIRRORED, write_cause, write_record
 from .resume import Resume
 from .timings import TIMINGS
 from .uploads import Uploads
@@ -46,8 +46,6 @@ from .usage import UsageSampler
 from .workspace import Workspace
 
 __all__ = ["Node"]
-
-UNMIRRORED = "not everything could be mirrored"
 
 T = TypeVar("T")
 Message = dict[str, Any]
