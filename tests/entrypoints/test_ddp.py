@@ -166,7 +166,7 @@ def test_accumulation_is_the_same_batch(script: str, trainings: Trainings, tmp_p
 
 
 def test_one_process_resumes_on_the_curve_of_two(trainings: Trainings, tmp_path: Path) -> None:
-    """Check within the order of sums, for a run that resumes on fewer machines. tests/e2e/test_fewer_nodes.py has it."""
+    """Check within the order of sums, for runs that resume on fewer machines, as in tests/e2e/test_fewer_nodes.py."""
     two = trainings.run(tmp_path / "two", "ddp.py", *ODD, processes=2)
     one = trainings.run(tmp_path / "one", "ddp.py", *ODD, "--resume", str(two.checkpoint("step-6")))
     assert list(one.losses()) == list(range(7, 19))

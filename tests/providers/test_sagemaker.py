@@ -218,6 +218,15 @@ class TestTrouble:
         )
         assert idle.plane.wire.count("CreateTrainingJob") > 8, "no creation was throttled"
 
+    def test_many_clients_at_once_create_one_job(self, idle: SageMakerWorld) -> None:
+        plans = [idle.plan(run_id="race") for _ in range(4)]
+        again = type(idle.provider)
+        clients = [dataclasses.replace(p, provider=again(**dataclasses.asdict(p.provider.settings))) for p in plans]
+        with ThreadPoolExecutor(4) as pool:
+            runs = list(pool.map(idle.send, clients))
+        assert len(idle.plane.jobs) == 1
+        assert {run.result()["native_id"] for run in runs} == {idle.provider.find(plans[0].request)}
+
     def test_a_foreign_job_of_that_name_is_a_conflict(self, idle: SageMakerWorld) -> None:
         plan = idle.plan(run_id="taken")
         for channel in plan.request.body["InputDataConfig"]:

@@ -133,7 +133,9 @@ def test_two_jobs_on_one_node_do_not_collide(ddp: SlurmPlatform, clean: str) -> 
 def test_a_machine_that_fails_twice_is_excluded(ddp: SlurmPlatform) -> None:
     """Check that attempt 2 runs on other nodes: attempts 0 and 1 get n1 and n2, and the check fails on n2."""
     env = {"PYTHONPATH": str(FAULTY), "FAULTY": "n2"}
-    run = ddp.send(ddp.plan(PLAIN, {"instance_count": 2, "env": env, "node_check": True, "retries": 3}, run_id="bad-node"))
+    run = ddp.send(
+        ddp.plan(PLAIN, {"instance_count": 2, "env": env, "node_check": True, "retries": 3}, run_id="bad-node")
+    )
     result = run.wait(retry=Retry(run), timeout=150, poll=0.3)
     assert result["state"] == "succeeded", (result["reason"], texts(run))
     assert [row.get("machine") for row in result["attempts"]] == ["n2", "n2", None]
