@@ -208,15 +208,15 @@ class TestTrouble:
 
     def test_many_clients_at_one_create_a_second(self, idle: SageMakerWorld) -> None:
         """Check that each run is one job, however often its creation was throttled."""
-        idle.plane.creates_a_second = 2.0  # slower than any machine sends eight
-        plans = {f"throttled-{number}": idle.plan(run_id=f"throttled-{number}") for number in range(8)}
-        with ThreadPoolExecutor(8) as pool:
+        idle.plane.creates_a_second = 1.0  # AWS's own, and slower than any machine sends four
+        plans = {f"throttled-{number}": idle.plan(run_id=f"throttled-{number}") for number in range(4)}
+        with ThreadPoolExecutor(4) as pool:
             runs = list(pool.map(idle.send, plans.values()))
-        assert [run.status().state for run in runs] == ["pending"] * 8
+        assert [run.status().state for run in runs] == ["pending"] * 4
         assert sorted(name for _, name in idle.plane.jobs) == sorted(
             plan.request.body["TrainingJobName"] for plan in plans.values()
         )
-        assert idle.plane.wire.count("CreateTrainingJob") > 8, "no creation was throttled"
+        assert idle.plane.wire.count("CreateTrainingJob") > 4, "no creation was throttled"
 
     def test_many_clients_at_once_create_one_job(self, idle: SageMakerWorld) -> None:
         plans = [idle.plan(run_id="race") for _ in range(4)]
