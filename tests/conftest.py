@@ -100,6 +100,8 @@ LIKE_LOCAL = (
 
 RACED = {
     "test_docker": "tests/providers/test_local.py: it has the same supervisor, and its lock",
+    "test_sagemaker": "tests/providers/test_sagemaker.py::TestTrouble::test_many_clients_at_once_create_one_job",
+    "test_azureml": "tests/providers/test_azureml_calls.py::test_many_clients_at_once_create_one_job",
     "test_vertex": "tests/providers/test_vertex_calls.py::test_many_clients_at_once_create_one_job",
     "test_slurm": "tests/providers/test_slurm_fire.py::test_clients_at_once_with_strikes_leave_one_job",
     "test_kubernetes": "tests/providers/test_kubernetes_fire.py::test_clients_at_once_under_fire_leave_one_job",

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
@@ -25,9 +25,9 @@ from profiles import PROFILE
 from cloudtrain import cli, schemas
 from cloudtrain.runs.run import Run, open_run
 from cloudtrain.runtime.timings import Timings
-from cloudtrain.storage.timings import ClientTimings
+from cloudtrain.storage.timings import CLIENT_TIMINGS, ClientTimings
 from cloudtrain.store import runtime_zip
-from cloudtrain.validate import TEST_TIMINGS
+from cloudtrain.validate import TEST_TIMINGS, timings_of
 
 CLI = [sys.executable, "-m", "cloudtrain"]
 Once = Callable[[str, Callable[[], Any]], Any]
@@ -53,6 +53,20 @@ sys.exit(main())
 def dying(call: str, moment: str) -> list[str]:
     """Return a replacement of `CLI` that exits at once ``before`` or ``after`` the call ``module:Class.method``."""
     return [sys.executable, "-c", DIES, f"{call}@{moment}"]
+
+
+def called(*argv: str, cwd: Path, environ: Mapping[str, str] | None = None) -> Done:
+    """Run the command in this process, with the variables ``environ`` alone. Return its output and exit code."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(cwd)
+        if environ is not None:
+            for name in os.environ.keys() - environ.keys():
+                patch.delenv(name)
+            for name, value in environ.items():
+                patch.setenv(name, value)
+        code = cli.main(list(argv))
+    return Done(code, out.getvalue(), err.getvalue(), verb=argv[0])
 
 
 class Jobs:
@@ -82,26 +96,20 @@ class Jobs:
         return process
 
     def cli(self, *argv: str, timeout: float = 120, **environ: str) -> Done:
-        """Run the command to its end. It runs in this process. In a proof, or with variables of its own, it runs the
-        console script. `start` and tests/test_cli.py always run the script. So do tests of the pages and of clients
-        that die."""
-        if PROFILE != "proof" and not environ and "client." not in self.environ[TEST_TIMINGS]:
-            return self.here(*argv)
+        """Run the command to its end. It runs in this process. In a proof, it runs the console script. `start` always
+        runs the script. So do tests of the pages and of clients that die."""
+        if PROFILE != "proof":
+            return self.here(*argv, **environ)
         process = self.start(*argv, **environ)
         out, err = process.communicate(timeout=timeout)
         return Done(process.returncode, out, err, verb=argv[0])
 
-    def here(self, *argv: str) -> Done:
+    def here(self, *argv: str, **environ: str) -> Done:
         """Run the command in this process: starting a client takes a quarter of a second, and two with an SDK."""
-        out, err = io.StringIO(), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-            patch.chdir(self.code)
-            for name in os.environ.keys() - self.environ.keys():
-                patch.delenv(name)
-            for name, value in self.environ.items():
-                patch.setenv(name, value)
-            code = cli.main(list(argv))
-        return Done(code, out.getvalue(), err.getvalue(), verb=argv[0])
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in vars(timings_of(ClientTimings, "client", self.environ[TEST_TIMINGS])).items():
+                patch.setattr(CLIENT_TIMINGS, name, value)
+            return called(*argv, cwd=self.code, environ={**self.environ, **environ})
 
     def submit(self, script: str, *flags: str, timeout: float = 120, **environ: str) -> Done:
         """Submit and wait; the script's arguments follow ``--`` in the flags."""

@@ -130,11 +130,16 @@ print(json.dumps([k for k in range(int(sys.argv[2])) if store.create_attempt("ru
 
 
 #: moto's server. It checks the conditions of a write and writes in two steps. A lock serves one request an object at a
-#: time, because S3 decides atomically.
+#: time, because S3 decides atomically. moto looks at the folders of all its services for each request: once is enough.
 _MOTO = """
-import threading
+import functools, threading
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler
 from moto.s3.responses import S3Response
 from moto.server import main
+
+find = DomainDispatcherApplication.get_backend_for_host
+DomainDispatcherApplication.get_backend_for_host = functools.cache(find)
+MotoRequestHandler.log_request = lambda self, *given: None
 
 respond, one_at_a_time = S3Response._key_response, threading.Lock()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -16,7 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from profiles import examples
+from jobs import called
+from profiles import PROFILE, examples
 from rows import for_each
 
 from cloudtrain import cli
@@ -40,12 +40,12 @@ def job_of(*argv: str, cwd: Path = Path()) -> Job:
     return flags.job_of(script, given.module, given.flags, call.keywords["args"], cwd=cwd)
 
 
-def run_cli(
-    *argv: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 120
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*CLI, *argv], cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout
-    )
+def run_cli(*argv: str, cwd: Path, script: bool = PROFILE == "proof") -> subprocess.CompletedProcess[str]:
+    """Run the command in this process, or by the console ``script``."""
+    if script:
+        return subprocess.run([*CLI, *argv], cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    done = called(*argv, cwd=cwd)
+    return subprocess.CompletedProcess([*CLI, *argv], done.code, done.out, done.err)
 
 
 def main_of(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -580,7 +580,7 @@ ODD_TEXT = 'it\'s "q" $HOME `id` \\ é {"a": {"b": 1}} {x}\nnl'
 def good(demo: Path) -> subprocess.CompletedProcess[str]:
     return run_cli(
         "submit", "good.py", "--run-id", "good-1", "--env", f"ODD={ODD_TEXT}", "--hp", f"msg={ODD_TEXT}",
-        "--hp", "v=1.10", "--", "--log", "x", "", ODD_TEXT, cwd=demo,
+        "--hp", "v=1.10", "--", "--log", "x", "", ODD_TEXT, cwd=demo, script=True,
     )  # fmt: skip
 
 

@@ -522,13 +522,14 @@ def test_only_a_job_has_a_grace(examiner: Examiner, capsys: pytest.CaptureFixtur
     assert "without --job" in capsys.readouterr().err
 
 
-def check_report(done: subprocess.CompletedProcess[str]) -> None:
+def check_report(done: subprocess.CompletedProcess[str], each: int = 2) -> None:
+    """Check the report of two nodes with ``each`` ranks."""
     assert done.returncode == 0, done.stderr
     output = json.loads(done.stdout)
     assert (output["state"], output["problems"], output["exit_code"]) == ("succeeded", [], 0)
     found = output["report"]
     assert set(found["nodes"]) == {"0", "1"}
-    assert {row["ranks"] for row in found["nodes"].values()} == {2}
+    assert {row["ranks"] for row in found["nodes"].values()} == {each}
     assert found["links"]["0"]["1"]["error"] == found["links"]["1"]["0"]["error"] == ""
     ports = found["ports"]
     assert set(ports["ports"].values()) == {"in use", "chosen by the system"}
@@ -536,18 +537,25 @@ def check_report(done: subprocess.CompletedProcess[str]) -> None:
     folders = found["nodes"]["1"]["folders"]
     assert all(folders[name]["writable"] for name in ("checkpoints", "artifacts", "current folder"))
     speeds = found["allreduce"]
-    assert (speeds["backend"], speeds["ranks"], speeds["right"]) == ("gloo", 4, True)
+    assert (speeds["backend"], speeds["ranks"], speeds["right"]) == ("gloo", 2 * each, True)
     assert [row["bytes"] for row in speeds["rows"]] == list(node_check.CPU_SIZES)
     for row in speeds["rows"]:
         assert row["algbw"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
-        assert row["busbw"] == pytest.approx(row["algbw"] * 1.5)
+        assert row["busbw"] == pytest.approx(row["algbw"] * (2 - 1 / each))
 
 
 @pytest.mark.slow
-def test_all_nodes_are_looked_at(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cloudtrain", "doctor", "local", "--job", *SHAPE, "--json"]
+@pytest.mark.parametrize(
+    ("shape", "each"),
+    [
+        pytest.param(("--nodes", "2", "--launcher", "python"), 1, id="python"),
+        pytest.param(SHAPE, 2, id="torchrun", marks=pytest.mark.proof),
+    ],
+)
+def test_all_nodes_are_looked_at(tmp_path: Path, shape: tuple[str, ...], each: int) -> None:
+    command = [sys.executable, "-m", "cloudtrain", "doctor", "local", "--job", *shape, "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
-    check_report(done)
+    check_report(done, each)
 
 
 @pytest.mark.proof

@@ -36,7 +36,7 @@ from ..runs.resume_nodes import nodes_that_restore
 from ..runs.run import Run
 from ..runtime.checkpoint_model import Checkpoint, newest_checkpoint, resumable
 from ..runtime.checkpoints import COMMIT, complete
-from ..runtime.node import UNMIRRORED
+from ..runtime.record import UNMIRRORED
 from ..settings.settings import NO_SETTINGS
 from ..storage.files import Files, TransferOptions, files
 from ..storage.local_disk import local_path

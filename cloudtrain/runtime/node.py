@@ -39,7 +39,7 @@ from .logs import LogWriter
 from .mirror import KINDS, Mirror, nothing
 from .mounts import in_thread
 from .notices import watch
-from .record import write_cause, write_record
+from .record import UNMIRRORED, write_cause, write_record
 from .resume import Resume
 from .timings import TIMINGS
 from .uploads import Uploads
@@ -47,8 +47,6 @@ from .usage import UsageSampler
 from .workspace import Workspace
 
 __all__ = ["Node"]
-
-UNMIRRORED = "not everything could be mirrored"
 
 T = TypeVar("T")
 Message = dict[str, Any]

@@ -13,7 +13,10 @@ from typing import Any
 
 from .checkpoints import write_whole
 
-__all__ = ["write_cause", "write_record"]
+__all__ = ["UNMIRRORED", "write_cause", "write_record"]
+
+UNMIRRORED = "not everything could be mirrored"
+"""Start of the remark about files that are in no store."""
 
 
 def write_cause(file: str | None, text: str) -> None:

@@ -23,6 +23,8 @@ from .tables import RUN_ID, SECRET, Fields, Place, Sample, Seen, plan_of
 
 __all__ = ["FakePlatform", "Impossible", "numbered"]
 
+POLL = 0.5
+"""Seconds between two looks at a job of the suite. A look at a run in a bucket is a dozen calls of its store."""
 PATIENCE = 120.0
 """Longest time of a job of the suite, and longest wait for one of its lines, in seconds."""
 
@@ -91,11 +93,11 @@ class FakePlatform(abc.ABC):
         while not nodes <= {line.node for line in run.logs() if line.text == text}:
             if time.monotonic() > deadline or run.status().final:
                 raise AssertionError(f"{run!r} did not print {text!r} on every node")
-            time.sleep(0.2)
+            time.sleep(POLL)
 
     def seen(self, run: Run) -> Seen:
         """Wait for the run, pull it, and read its ranks' records."""
-        result = run.wait(timeout=PATIENCE, poll=0.2)
+        result = run.wait(timeout=PATIENCE, poll=POLL)
         folder = self.folder / "pulled" / run.run_id
         run.pull(folder)
         found = sorted(folder.glob("artifacts/rank-*.json"), key=lambda p: int(p.stem.removeprefix("rank-")))

@@ -23,7 +23,7 @@ from ..runs.run import Run
 from ..runs.submit import Plan
 from ..storage.files import files
 from . import probe
-from .platform import FakePlatform, Impossible, numbered
+from .platform import POLL, FakePlatform, Impossible, numbered
 from .tables import CASES, JOBS, SCRIPT, SECRET, Fields, Seen
 
 __all__ = ["Jobs", "RunContract"]
@@ -99,7 +99,7 @@ class Jobs:
             last = run.job.resources.instance_count - 1
             {"cancel": lambda *_: run.cancel(), "kill": world.kill, "preempt": world.preempt}[case.act](run, last)
         states = self.states.setdefault(name, [])
-        run.wait(timeout=120, poll=0.2, on_status=lambda status: states.append(status.state))
+        run.wait(timeout=120, poll=POLL, on_status=lambda status: states.append(status.state))
         return world.seen(run)
 
     def _changes(self, name: str) -> list[Fields]:
@@ -313,10 +313,10 @@ class RunContract:
     @pytest.mark.slow
     @pytest.mark.by_runtime
     def test_ranks_train_together(self, jobs: Jobs) -> None:
-        """Check an all_reduce of four ranks. Each imports torch, so most platforms show only that torchrun meets."""
+        """Check an all_reduce of two ranks. Each imports torch, so most platforms show only that torchrun meets."""
         seen = jobs.script("together")
         assert seen.result["state"] == "succeeded", seen.result["reason"]
-        assert [rank["sum"] for rank in seen.ranks] == [1.0 + 2 + 3 + 4] * 4
+        assert [rank["sum"] for rank in seen.ranks] == [1.0 + 2] * 2
 
     @pytest.mark.slow
     def test_ranks_know_each_other(self, jobs: Jobs) -> None:
@@ -400,7 +400,7 @@ class RunContract:
 def _end(world: FakePlatform, plan: Plan) -> Mapping[str, Any] | CloudtrainError:
     """Return the result of the submitted plan, or the error of submit."""
     try:
-        return world.send(plan).wait(timeout=120, poll=0.2)
+        return world.send(plan).wait(timeout=120, poll=POLL)
     except CloudtrainError as exc:
         return exc
 
@@ -418,7 +418,7 @@ def _to_end(provider: Provider, native_id: str, cursor: Any) -> tuple[list[LogLi
 
 def _check_ran_once(world: FakePlatform, run: Run, native: str) -> None:
     """Check that one job ran, one time: one attempt, one exit record, and each line once in the platform's own log."""
-    result = run.wait(timeout=120, poll=0.2)
+    result = run.wait(timeout=120, poll=POLL)
     assert (result["state"], result["native_id"]) == ("succeeded", native)
     assert [attempt["number"] for attempt in result["attempts"]] == ["0.0"]
     assert run.store.attempts(run.run_id) == [0]

@@ -468,7 +468,7 @@ def test_the_time_limit(jobs: Jobs) -> None:
 # ---------------------------------------------------------------------------------------------- attempts and preemption
 
 TRAINS = """
-import json, os, pathlib, sys, time
+import glob, json, os, pathlib, sys, time
 folder = pathlib.Path(os.environ["CLOUDTRAIN_CHECKPOINT_DIR"])
 resume = os.environ["CLOUDTRAIN_RESUME_FROM"]
 rank, attempt = os.environ["RANK"], os.environ["CLOUDTRAIN_ATTEMPT"]
@@ -623,12 +623,13 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(jobs: Jobs) -> None:
 if not resume:
     for step in (1, 2):
         save(step)
-        time.sleep(2)
+        while not glob.glob(f"{os.environ['LIVE']}/checkpoints/step-{step}/*/commit.json"): time.sleep(0.05)
     raise ValueError("now")
 print("resumed step", first - 1, flush=True)
 """,
     )
-    run = jobs.detach("train.py", *ALONE, "--retries", "0", "--run-id", "whole")
+    live = ("--env", f"LIVE={jobs.store / 'runs/whole/live'}")
+    run = jobs.detach("train.py", *ALONE, "--retries", "0", "--run-id", "whole", *live)
     assert jobs.cli("wait", run.url, "--json").code == 1
     folder = jobs.store / "runs/whole/live/checkpoints/step-2"
     (victim,) = folder.glob("*/node-0/step-2/rank-0")
@@ -647,19 +648,20 @@ def test_checkpoints_in_the_scripts_own_folder_are_restored_there(jobs: Jobs) ->
     jobs.write(
         "train.py",
         """
-        import os, pathlib, time
+        import glob, os, pathlib, time
         path = pathlib.Path("out/checkpoint-5")
         if os.environ["CLOUDTRAIN_ATTEMPT"] == "0.0":
             path.mkdir(parents=True)
             (path / "model.bin").write_text("weights")
-            time.sleep(2)
+            while not glob.glob(f"{os.environ['LIVE']}/checkpoints/*/*/commit.json"): time.sleep(0.05)
             raise ValueError("now")
         assert (path / "model.bin").read_text() == "weights"
         assert pathlib.Path(os.environ["CLOUDTRAIN_RESUME_FROM"]).samefile(path)
         print("found again")
         """,
     )
-    done = jobs.submit("train.py", *ALONE, "--retries", "1", "--checkpoint-paths", "out/checkpoint-*")
+    run = ("--run-id", "own", "--env", f"LIVE={jobs.store / 'runs/own/live'}")
+    done = jobs.submit("train.py", *ALONE, "--retries", "1", "--checkpoint-paths", "out/checkpoint-*", *run)
     assert done.code == 0, done.err
     assert "found again" in done.err
 

@@ -165,6 +165,14 @@ def test_accumulation_is_the_same_batch(script: str, trainings: Trainings, tmp_p
             assert (gradient - wanted[name]).norm() <= 1e-6 * max(wanted[name].norm(), 1e-3), name
 
 
+def test_one_process_resumes_on_the_curve_of_two(trainings: Trainings, tmp_path: Path) -> None:
+    """Check within the order of sums, for runs that resume on fewer machines, as in tests/e2e/test_fewer_nodes.py."""
+    two = trainings.run(tmp_path / "two", "ddp.py", *ODD, processes=2)
+    one = trainings.run(tmp_path / "one", "ddp.py", *ODD, "--resume", str(two.checkpoint("step-6")))
+    assert list(one.losses()) == list(range(7, 19))
+    assert list(one.losses().values()) == pytest.approx([two.losses()[step] for step in one.losses()], rel=1e-4)
+
+
 @pytest.mark.proof
 def test_means_are_over_all_tokens(trainings: Trainings, tmp_path: Path) -> None:
     """Check validation too, with any number of processes: 2 and 4 do not divide its 21 samples."""

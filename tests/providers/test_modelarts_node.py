@@ -24,9 +24,10 @@ from cloudtrain.testing.tables import Place, Sample, plan_of
 
 ROOT = Path(__file__).parents[2]
 TWO = {"MA_NUM_HOSTS": "2", "VC_TASK_INDEX": "1", "VC_WORKER_HOSTS": "job-worker-0.job,job-worker-1.job"}
-NO_NPU = """
+IMPORTED = "print('torch_npu is imported')"
+NO_NPU = f"""
 import types, torch
-print("torch_npu is imported")
+{IMPORTED}
 torch.npu = types.SimpleNamespace(device_count=lambda: 0)
 """
 
@@ -118,10 +119,10 @@ def test_a_node_with_npus_imports_torch_npu_and_waits_longer() -> None:
     assert site(TWO).export_env == {}
 
 
-def stub(folder: Path) -> dict[str, str]:
-    """Return an environment with a torch_npu without cards."""
+def stub(folder: Path, text: str = IMPORTED) -> dict[str, str]:
+    """Return an environment with a torch_npu. ``NO_NPU`` has no cards, and imports torch, which takes seconds."""
     (folder / "torch_npu/contrib").mkdir(parents=True)
-    (folder / "torch_npu/__init__.py").write_text(NO_NPU)
+    (folder / "torch_npu/__init__.py").write_text(text)
     (folder / "torch_npu/contrib/__init__.py").write_text("")
     (folder / "torch_npu/contrib/transfer_to_npu.py").write_text("print('transfer_to_npu is imported')\n")
     clean = {name: text for name, text in os.environ.items() if not name.startswith(("CLOUDTRAIN_", "RANK", "LOCAL_"))}
@@ -164,7 +165,7 @@ def test_an_image_without_torch_npu_fails_by_that_name(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_example_takes_the_device_npu(tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "examples/resnet_cifar10.py"), "--device", "npu", "--train", str(tmp_path)]
-    done = subprocess.run(words, env=stub(tmp_path / "site"), capture_output=True, text=True, check=False)
+    done = subprocess.run(words, env=stub(tmp_path / "site", NO_NPU), capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["torch_npu is imported"]
     assert "holds no data_batch_*.bin" in done.stderr, "it must stop at its data, after the import"
 

@@ -132,8 +132,10 @@ def test_two_jobs_on_one_node_do_not_collide(ddp: SlurmPlatform, clean: str) -> 
 
 def test_a_machine_that_fails_twice_is_excluded(ddp: SlurmPlatform) -> None:
     """Check that attempt 2 runs on other nodes: attempts 0 and 1 get n1 and n2, and the check fails on n2."""
-    env = {"STEPS": "3", "PYTHONPATH": str(FAULTY), "FAULTY": "n2"}
-    run = send(ddp, "bad-node", env=env, node_check=True, retries=3)
+    env = {"PYTHONPATH": str(FAULTY), "FAULTY": "n2"}
+    run = ddp.send(
+        ddp.plan(PLAIN, {"instance_count": 2, "env": env, "node_check": True, "retries": 3}, run_id="bad-node")
+    )
     result = run.wait(retry=Retry(run), timeout=150, poll=0.3)
     assert result["state"] == "succeeded", (result["reason"], texts(run))
     assert [row.get("machine") for row in result["attempts"]] == ["n2", "n2", None]
@@ -160,10 +162,12 @@ def test_all_runs_share_one_squeue(ddp: SlurmPlatform, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(api, "SQUEUE_S", 5.0)
     monkeypatch.setattr(api.Cluster, "run", counted)
-    native = send(ddp, "clean").store.submitted("clean", 0)
+    run = ddp.send(ddp.plan(PLAIN, {"env": {"PROBE": "hold"}}, run_id="listed"))
+    native = run.store.submitted("listed", 0)
     assert native is not None
     for _ in range(20):
         ddp.provider.status(str(native["native_id"]))
+    run.cancel()
     assert sum("squeue -h --me" in script and '-o "%A|%T' in script for script in calls) <= 1
 
 

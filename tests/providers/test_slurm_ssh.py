@@ -99,7 +99,7 @@ def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
 def test_a_run_over_ssh_is_like_one_on_the_login_node(login: Login) -> None:
     world: SlurmPlatform = login.world  # type: ignore[attr-defined]
     run = world.send(world.plan({"launcher": "python", "env": {"PROBE": ""}}, run_id="by-ssh"))
-    result = run.wait(timeout=120, poll=0.3)
+    result = run.wait(timeout=120, poll=1)
     assert (result["state"], [row["number"] for row in result["attempts"]]) == ("succeeded", ["0.0"]), result
     lines = numbered(world.provider, str(result["native_id"]))
     assert len(lines) == len(set(lines)) == run.store.exits("by-ssh")[0]["lines"]
@@ -125,7 +125,7 @@ def test_a_lost_login_node_is_lost_contact_and_no_second_job(login: Login) -> No
     login.start()
     assert world.provider.submit(request) == native
     run.cancel()
-    assert run.wait(timeout=60, poll=0.3)["state"] == "cancelled"
+    assert run.wait(timeout=60, poll=1)["state"] == "cancelled"
     assert world.provider.status(native).state == "cancelled"
 
 

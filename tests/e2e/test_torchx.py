@@ -115,6 +115,7 @@ def test_torchx_cancels_a_run(torchx: Call) -> None:
     end = time.monotonic() + 60
     while "CANCELLED" not in (said := torchx("status", handle).stdout):
         assert time.monotonic() < end, said
+        time.sleep(0.5)  # each look is a start of torchx
     torchx("status", "cloudtrain://torchx/no-such-run", code=1)
 
 
