@@ -19,6 +19,7 @@ from typing import Any
 import foldercloud
 import pytest
 import tomli_w
+from dates import date_back
 from earlier import Ran, recorded_with_lists
 from foldercloud import NAME, Provider
 
@@ -54,7 +55,6 @@ built = cache(runtime_zip.build)
 TRIALS = int(os.environ.get("CLOUDTRAIN_TRIALS") or 0)
 SEED = os.environ.get("CLOUDTRAIN_SEED") or "0"
 NONE = {"state": "failed", "category": "capacity", "reason": "no machines came"}
-LATER = "runs/r/attempts/0/submitted.json"
 
 
 class Places:
@@ -99,9 +99,7 @@ class Places:
 
     def long_ago(self, place: int = 0) -> None:
         """Date the submission of its job two days back."""
-        files = self.stores[place].files
-        record = json.loads(files.read(LATER))
-        files.write(LATER, json.dumps({**record, "time": record["time"] - 2 * 86400}).encode())
+        date_back(self.stores[place].files, "runs/r/attempts/0/submitted.json", 2 * 86400)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ Job's limits.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import secrets
@@ -77,22 +78,24 @@ def deliver(
     values: Mapping[str, str],
     *,
     refusals: tuple[type[CloudtrainError], ...] = handover.REFUSALS,
-    say: Callable[[str], None] = lambda _: None,
+    say: Callable[[str], None] | None = None,
 ) -> str | None:
     """Send the request of an attempt, unless another client has, and record its native id.
 
     Return None if it was refused before, or cancelled before it was sent. Raises the errors of sending. ``refusals``
     are recorded, so that no other client sends it. ``say`` is called before a wait for another client, or for the job
-    of a request without an answer.
+    of a request without an answer. Without it, Python's log gets a warning.
     """
+    say = say or logging.getLogger("cloudtrain").warning
     store, attempt, arrival = run.store, request.attempt, extras_of(run.provider).arrival_s
     until: float | None = None  # by then a request without an answer has become a job, or never will
+    is_ours = False  # if that request is of this client
     budget = run.record.get("budget")
     if budget and store.result(run.run_id) is None and not store.cancelled(run.run_id):
         hold(store, budget, run.run_id, run.job.at(run.provider_name))
 
     def send() -> str | None:
-        nonlocal until
+        nonlocal until, is_ours
         # Checked again after a lost answer: nothing starts once the user knows that it was cancelled or refused.
         over = store.refused(run.run_id, attempt) is not None or store.result(run.run_id) is not None
         if over or store.cancelled(run.run_id):
@@ -101,7 +104,10 @@ def deliver(
         try:
             return run.provider.submit(request, values)
         except LostContactError as exc:
-            until = until if exc.throttled else time.monotonic() + arrival
+            if not exc.throttled and extras_of(run.provider).may_have_sent(request):
+                until, is_ours = time.monotonic() + arrival, True
+                with contextlib.suppress(CloudtrainError, OSError):
+                    lease.renew()  # from now on the request may arrive, for clients that look at a cancelled run
             raise
 
     with handover.sending(store, run.run_id, request, arrival=arrival, say=say) as lease:
@@ -112,12 +118,16 @@ def deliver(
         try:
             native = patiently(send) if noted is None else str(noted["native_id"])
         except (AuthError, *handover.REFUSALS) as exc:
-            native = None if until is None else _late_job(run, request, exc, until, lease, say)
+            native = None if until is None else _late_job(run, request, f"was refused ({exc})", until, lease, say)
             if native is None:
                 if isinstance(exc, refusals):
                     with contextlib.suppress(CloudtrainError):
                         store.write_refused(run.run_id, attempt, category=category_of(exc), reason=exc.with_hint())
                 raise
+        if native is None and until is not None and is_ours:
+            # It may have been held up before it sent the request, so that no other client looks for the job any more.
+            native = _late_job(run, request, "was cancelled", until, lease, say)
+            until = None
         if native is None:
             lease.kept = until is not None  # that request may still become a job
             return None
@@ -134,15 +144,15 @@ def deliver(
 
 
 def _late_job(
-    run: Run, request: Request, exc: CloudtrainError, until: float, lease: Lease, say: Callable[[str], None]
+    run: Run, request: Request, why: str, until: float, lease: Lease, say: Callable[[str], None]
 ) -> str | None:
-    """Return the job of a request without an answer, after the platform refused the next one with ``exc``.
+    """Return the job of a request without an answer, after the platform refused the next one, or a cancel.
 
     Return None if there is none at ``until``, by the monotonic clock. If this fails, the lease stays.
     """
     lease.kept = True
     if (left := until - time.monotonic()) > 0:
-        why = f"attempt {request.attempt} was refused ({exc}), but a request before that got no answer"
+        why = f"attempt {request.attempt} {why}, but a request before that got no answer"
         say(f"{why}; looking for its job for {math.ceil(left)} s")
     while True:
         is_last = time.monotonic() >= until
@@ -170,6 +180,7 @@ class Retry:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._run, self._say, self._clock = run, say or (lambda _: None), clock
+        self._say_wait = say
         self._environ = os.environ if environ is None else environ
         self._due: dict[tuple[str, int], float] = {}
         attempts = run.store.attempts(run.run_id)
@@ -316,7 +327,7 @@ class Retry:
         if max(run.store.attempts(run.run_id)) > request.attempt:
             return  # another client sent it, saw it fail and has continued
         try:
-            deliver(run, request, values, say=self._say)
+            deliver(run, request, values, say=self._say_wait)
         except handover.REFUSALS as exc:
             self._say(f"attempt {request.attempt} was refused: {exc.with_hint()}")
 

@@ -568,7 +568,7 @@ def send_plan(
     say(f"submitting to {plan.provider_name}")
     try:
         # The submitter gets an error, so no other client may send it later.
-        native = deliver(run, plan.request, values, refusals=(AuthError, *REFUSALS), say=say)
+        native = deliver(run, plan.request, values, refusals=(AuthError, *REFUSALS), say=progress)
     except (AuthError, *REFUSALS):
         with contextlib.suppress(CloudtrainError):
             if run.result()["native_id"] is not None:  # else the result is kept, if nothing follows
