@@ -1,6 +1,6 @@
 """Clients of one run, its nodes and faults, on a simulated clock: an order of calls drawn from a seed.
 
-The clients are the real code (submit, wait with `FallbackPolicy`, reconcile, cancel, status). Each is a thread that
+The clients are the real code (submit, wait with `Retry`, reconcile, cancel, status). Each is a thread that
 runs only while it has the baton. It passes the baton before every call to the store or the platform, and while it
 sleeps. The seed draws the next client and the faults. So others may act, and the client may die, between any two of its
 calls. Store and platform are in memory; no call really sleeps or starts anything.
@@ -41,9 +41,9 @@ from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, NodeSpe
 from cloudtrain.provider_api.limits import hard_limit
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, ProviderExtras, Request, Status, context_of
-from cloudtrain.runs.fallback import FallbackPolicy
 from cloudtrain.runs.log_sources import patiently
 from cloudtrain.runs.reconcile import reconcile_run
+from cloudtrain.runs.retry import Retry
 from cloudtrain.runs.run import Run
 from cloudtrain.runs.submit import Plan, make_plan, send_plan
 from cloudtrain.settings.settings import Settings
@@ -766,7 +766,7 @@ class Schedule:
 
     def _wait(self, timeout: float | None = 20_000) -> None:
         run, sim = self.run(), self.sim
-        result = run.wait(retry=timed(sim)(run, environ={}), timeout=timeout, patience=300)
+        result = run.wait(retry=Retry(run, environ={}, clock=sim.time), timeout=timeout, patience=300)
         self.results.append((result["state"], f"who waited saw {result['state']}"))
 
     def _reconcile(self) -> None:
@@ -915,18 +915,6 @@ class Schedule:
         return f"runs/{RUN_ID}/attempts/{attempt}/{name}" in self.data
 
 
-def timed(sim: Any) -> type[FallbackPolicy]:
-    """Return `FallbackPolicy` with the schedule's clock."""
-
-    class Timed(FallbackPolicy):
-        def __init__(self, *args: Any, **given: Any) -> None:
-            self._clock = sim.time
-            super().__init__(*args, **given)
-            self._clock = sim.time
-
-    return Timed
-
-
 @contextlib.contextmanager
 def simulated(schedule: Any) -> Iterator[None]:
     """Give all modules that read the time or sleep the schedule's clock. Replace parallel reads by serial ones, so that
@@ -940,12 +928,12 @@ def simulated(schedule: Any) -> Iterator[None]:
         sleep = staticmethod(sim.sleep)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("retry", "reconcile"):
+        for module in ("deliver", "retry", "reconcile"):
             patch.setattr(f"cloudtrain.runs.{module}.patiently", patient)
-        for module in ("runs.retry", "runs.submit", "store.store", "storage.lease"):
+        for module in ("runs.deliver", "runs.submit", "store.store", "storage.lease"):
             patch.setattr(f"cloudtrain.{module}.time", Clock)
         patch.setattr("cloudtrain.runs.handover.time", Clock)
-        patch.setattr("cloudtrain.runs.reconcile.FallbackPolicy", timed(sim))
+        patch.setattr("cloudtrain.runs.reconcile.Retry", partial(Retry, clock=sim.time))
         patch.setattr("cloudtrain.store.store.parallel", lambda work, items, jobs=1: [work(item) for item in items])
         patch.setattr("cloudtrain.runs.log_sources.random", random.Random(0))
         yield

@@ -43,12 +43,12 @@ from cloudtrain.provider_api.protocol import (
     Status,
 )
 from cloudtrain.runs.attempts import NOT_RETRIED
+from cloudtrain.runs.deliver import deliver
 from cloudtrain.runs.handover import cut_off as was_cut_off
 from cloudtrain.runs.handover import sending
 from cloudtrain.runs.listing import Wanted, list_page
 from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.outcome import iso_time
-from cloudtrain.runs.retry import deliver
 from cloudtrain.runs.run import Run, open_run
 from cloudtrain.storage.files import LocalFiles
 from cloudtrain.storage.timings import CLIENT_TIMINGS

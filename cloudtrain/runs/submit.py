@@ -38,9 +38,9 @@ from ..store import runtime_zip
 from ..store.store import LocalTree, Staged, Store
 from ..validate import json_loads, url_scheme, without_secrets
 from .budget import hold
+from .deliver import deliver, error_of, secret_values, write_context
 from .handover import REFUSALS, unsent_attempt
 from .outcome import one_line
-from .retry import deliver, error_of, secret_values, write_context
 from .run import Run
 from .summary import columns, plan_rows, table_html
 from .warnings import append_cautions, cautions, gpu_memory_gib, gpu_memory_texts, memory_notes, total_gpus

@@ -26,7 +26,7 @@ from worlds.vertex.life import RESOURCE_EXHAUSTED, STOCKOUT, CustomJob
 from worlds.vertex.world import VertexWorld
 
 from cloudtrain.estimator import Estimator
-from cloudtrain.runs.fallback import FallbackPolicy
+from cloudtrain.runs.retry import Retry
 from cloudtrain.runs.run import Run
 from cloudtrain.store import runtime_zip
 
@@ -78,7 +78,7 @@ class Waiting:
 
     def look(self, run: Run) -> bool:
         """Reconcile as any client does. Return True if the run is then in the second place."""
-        run.reconcile(retry=FallbackPolicy(run))
+        run.reconcile(retry=Retry(run))
         return f"{run.run_id}.0" in self.second.jobs()
 
 
