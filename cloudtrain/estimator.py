@@ -134,9 +134,9 @@ def _make_plan(job: Job, settings: Settings, run_id: str | None, *, preview: boo
 
 def _following(run: Run) -> Run:
     """Return ``run``, whose `wait` starts the attempts that the job allows."""
-    from .runs.fallback import FallbackPolicy
+    from .runs.retry import Retry
 
-    run._policy = FallbackPolicy
+    run._policy = Retry
     return run
 
 

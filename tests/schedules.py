@@ -1,6 +1,6 @@
 """Clients of one run, its nodes and faults, on a simulated clock: an order of calls drawn from a seed.
 
-The clients are the real code (submit, wait with `FallbackPolicy`, reconcile, cancel, status). Each is a thread that
+The clients are the real code (submit, wait with `Retry`, reconcile, cancel, status). Each is a thread that
 runs only while it has the baton. It passes the baton before every call to the store or the platform, and while it
 sleeps. The seed draws the next client and the faults. So others may act, and the client may die, between any two of its
 calls. Store and platform are in memory; no call really sleeps or starts anything.
@@ -41,9 +41,9 @@ from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, NodeSpe
 from cloudtrain.provider_api.limits import hard_limit
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, ProviderExtras, Request, Status, context_of
-from cloudtrain.runs.fallback import FallbackPolicy
 from cloudtrain.runs.log_sources import patiently
 from cloudtrain.runs.reconcile import reconcile_run
+from cloudtrain.runs.retry import Retry
 from cloudtrain.runs.run import Run
 from cloudtrain.runs.submit import Plan, make_plan, send_plan
 from cloudtrain.settings.settings import Settings
@@ -399,16 +399,17 @@ class Cloud:
         self.tells_starts, self.ends_waits = draw.random() < 0.5, draw.random() < 0.5
         self.restarts, self.lag, self.late = draw.random() < 0.5, draw.choice([0.0, 5.0, 40.0]), draw.random() < 0.25
 
-    def arrive(self, request: Request) -> Iterator[float]:
-        """Make a job of a request whose client got no answer, after a while."""
+    def arrive(self, request: Request, by: Client | None) -> Iterator[float]:
+        """Make a job of a request whose client got no answer, after a while. It was sent by ``by`` after a cancel."""
         yield self.sim.draw.uniform(0, self.arrival)
         self.coming.discard((request.attempt, request.gpu_index))
-        self.create(request, is_late=True)
+        self.create(request, is_late=True, by=by)
 
-    def create(self, request: Request, *, is_late: bool = False) -> str:
+    def create(self, request: Request, *, is_late: bool = False, by: Client | None = None) -> str:
         key = (request.attempt, request.gpu_index)
         if key not in self.jobs:
-            late_by, awaited = self._check(request, is_late=is_late), is_late and self._is_awaited()
+            late_by = self._check(request, is_late=is_late, by=by)
+            awaited = is_late and by is None and self._is_awaited()
             self.sim.count["arrived after a cancel"] += awaited
             self.created[request.attempt] += 1
             draw = self.sim.draw
@@ -433,13 +434,16 @@ class Cloud:
         if alive:
             self.sim.wrong(f"the run has ended, and {alive} arrived and was not stopped")
 
-    def _check(self, request: Request, *, is_late: bool) -> Client | None:
+    def _check(self, request: Request, *, is_late: bool, by: Client | None) -> Client | None:
         """Check the rules for every job that begins. Return the client if it sent the job just after a cancel."""
         sim, client = self.sim, None if is_late else getattr(self.sim.local, "client", None)
         if alive := [job.id for job in self.jobs.values() if job.alive]:
             sim.wrong(f"attempt {request.attempt} is sent while {alive} is alive")
         if self.created[request.attempt]:
             sim.wrong(f"attempt {request.attempt} gets a second job")
+        if by is not None:
+            sim.count["sent after a cancel, without an answer"] += 1
+            return by
         if is_late and f"runs/{RUN_ID}/result.json" in self.data:
             if self._is_awaited():
                 sim.wrong(f"attempt {request.attempt} arrives after the result of the cancelled run")
@@ -598,8 +602,8 @@ class Provider(ProviderExtras):
                 self._leave(request)  # it was killed while it sent the request
             raise
         self.sim.count["refused while a request arrives"] += coming and fault in ("denied", "refused")
-        if fault == "late" and f"runs/{RUN_ID}/cancelled.json" not in self.cloud.data:  # it may have been held up
-            self._leave(request)
+        if fault == "late":  # the client may have been held up since its look for a cancel
+            self._leave(request, client if f"runs/{RUN_ID}/cancelled.json" in self.cloud.data else None)
         if fault in ("before", "after", "late"):
             raise LostContactError("submit: no answer")
         if fault == "denied":
@@ -608,11 +612,11 @@ class Provider(ProviderExtras):
             raise self.sim.draw.choice([QuotaError, CapacityError])("there is none")
         return native
 
-    def _leave(self, request: Request) -> None:
-        """Let the request arrive later; its client hears nothing."""
+    def _leave(self, request: Request, by: Client | None = None) -> None:
+        """Let the request arrive later; its client, which sent it after a cancel if it is ``by``, hears nothing."""
         self.sim.count["platform.submit late"] += 1
         self.cloud.coming.add((request.attempt, request.gpu_index))
-        self.sim.actors.append(Events(self.sim, self.cloud.arrive(request), self.sim.now))
+        self.sim.actors.append(Events(self.sim, self.cloud.arrive(request, by), self.sim.now))
 
     def find(self, request: Request) -> str | None:
         def look() -> str | None:
@@ -762,7 +766,7 @@ class Schedule:
 
     def _wait(self, timeout: float | None = 20_000) -> None:
         run, sim = self.run(), self.sim
-        result = run.wait(retry=timed(sim)(run, environ={}), timeout=timeout, patience=300)
+        result = run.wait(retry=Retry(run, environ={}, clock=sim.time), timeout=timeout, patience=300)
         self.results.append((result["state"], f"who waited saw {result['state']}"))
 
     def _reconcile(self) -> None:
@@ -911,18 +915,6 @@ class Schedule:
         return f"runs/{RUN_ID}/attempts/{attempt}/{name}" in self.data
 
 
-def timed(sim: Any) -> type[FallbackPolicy]:
-    """Return `FallbackPolicy` with the schedule's clock."""
-
-    class Timed(FallbackPolicy):
-        def __init__(self, *args: Any, **given: Any) -> None:
-            self._clock = sim.time
-            super().__init__(*args, **given)
-            self._clock = sim.time
-
-    return Timed
-
-
 @contextlib.contextmanager
 def simulated(schedule: Any) -> Iterator[None]:
     """Give all modules that read the time or sleep the schedule's clock. Replace parallel reads by serial ones, so that
@@ -936,12 +928,12 @@ def simulated(schedule: Any) -> Iterator[None]:
         sleep = staticmethod(sim.sleep)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("retry", "reconcile"):
+        for module in ("deliver", "retry", "reconcile"):
             patch.setattr(f"cloudtrain.runs.{module}.patiently", patient)
-        for module in ("runs.retry", "runs.submit", "store.store", "storage.lease"):
+        for module in ("runs.deliver", "runs.submit", "store.store", "storage.lease"):
             patch.setattr(f"cloudtrain.{module}.time", Clock)
         patch.setattr("cloudtrain.runs.handover.time", Clock)
-        patch.setattr("cloudtrain.runs.reconcile.FallbackPolicy", timed(sim))
+        patch.setattr("cloudtrain.runs.reconcile.Retry", partial(Retry, clock=sim.time))
         patch.setattr("cloudtrain.store.store.parallel", lambda work, items, jobs=1: [work(item) for item in items])
         patch.setattr("cloudtrain.runs.log_sources.random", random.Random(0))
         yield

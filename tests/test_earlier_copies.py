@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from cloudtrain import Estimator
 from cloudtrain.provider_api.protocol import Layout
-from cloudtrain.runs.fallback import FallbackPolicy
+from cloudtrain.runs.retry import Retry
 from cloudtrain.runs.run import Run
 from cloudtrain.store.gc import collect
 from cloudtrain.store.store import Store
@@ -59,7 +59,7 @@ def test_it_moves_with_its_copies_and_has_them_for_itself(run: Run, tmp_path: Pa
     before = copies(run.store)
     assert before["train"] == b"1,2\n"
     Provider(folder=str(tmp_path / "cloud-0")).stand("r.0", **NO_MACHINES)
-    run.reconcile(retry=FallbackPolicy(run))
+    run.reconcile(retry=Retry(run))
     assert run.url == "memory://bucket/store-1/runs/r"
     layout = Layout.from_dict(run.record["layout"])
     assert layout.inputs["train"].url == f"{run.url}/inputs/train/data/x.csv"

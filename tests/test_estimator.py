@@ -19,8 +19,8 @@ from cloudtrain import errors
 from cloudtrain.errors import NotFoundError, SpecError
 from cloudtrain.estimator import Estimator, RunFailedError, log_line, ranks
 from cloudtrain.job.job import FLAT_FIELDS, Input, Job
-from cloudtrain.runs.fallback import FallbackPolicy
 from cloudtrain.runs.log_order import Line
+from cloudtrain.runs.retry import Retry
 from cloudtrain.store.store import Store
 
 SCRIPT = """
@@ -184,7 +184,7 @@ def test_waiting_starts_the_attempts_that_the_job_allows(folder: Path) -> None:
         calls.append(run.run_id)
         return lambda result: False
 
-    assert run._policy is cloudtrain.attach("f-2")._policy is FallbackPolicy
+    assert run._policy is cloudtrain.attach("f-2")._policy is Retry
     run._policy = policy
     run.wait(retry=lambda result: False)
     assert calls == []

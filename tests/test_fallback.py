@@ -19,6 +19,7 @@ from typing import Any
 import foldercloud
 import pytest
 import tomli_w
+from dates import date_back
 from earlier import Ran, recorded_with_lists
 from foldercloud import NAME, Provider
 
@@ -37,9 +38,9 @@ from cloudtrain.errors import (
 from cloudtrain.estimator import Estimator
 from cloudtrain.provider_api.checks import Check, failed, ok
 from cloudtrain.provider_api.protocol import Layout, ProviderExtras
-from cloudtrain.runs import fallback, handover, retry
-from cloudtrain.runs.fallback import FallbackPolicy
+from cloudtrain.runs import deliver, handover, retry
 from cloudtrain.runs.reconcile import reconcile
+from cloudtrain.runs.retry import Retry
 from cloudtrain.runs.run import Run
 from cloudtrain.runs.submit import Plan, load_plan
 from cloudtrain.settings.settings import Settings
@@ -54,7 +55,6 @@ built = cache(runtime_zip.build)
 TRIALS = int(os.environ.get("CLOUDTRAIN_TRIALS") or 0)
 SEED = os.environ.get("CLOUDTRAIN_SEED") or "0"
 NONE = {"state": "failed", "category": "capacity", "reason": "no machines came"}
-LATER = "runs/r/attempts/0/submitted.json"
 
 
 class Places:
@@ -99,9 +99,7 @@ class Places:
 
     def long_ago(self, place: int = 0) -> None:
         """Date the submission of its job two days back."""
-        files = self.stores[place].files
-        record = json.loads(files.read(LATER))
-        files.write(LATER, json.dumps({**record, "time": record["time"] - 2 * 86400}).encode())
+        date_back(self.stores[place].files, "runs/r/attempts/0/submitted.json", 2 * 86400)
 
 
 @pytest.fixture
@@ -180,13 +178,13 @@ def test_a_follower_waits_while_another_client_copies_data_to_the_next_place(
     places.submit()
     places.clouds[0].stand("r.0", state="failed", category="capacity")
     monkeypatch.setattr(lease, "_RENEWED", 30_000)
-    send, copied, now, files = fallback.send, threading.Event(), [time.time()], places.stores[0].files
+    send, copied, now, files = retry.send_plan, threading.Event(), [time.time()], places.stores[0].files
 
     def slowly(plan: Plan, **given: Any) -> Run:
         assert copied.wait(30)
         return send(plan, **given)
 
-    monkeypatch.setattr(fallback, "send", slowly)
+    monkeypatch.setattr(retry, "send_plan", slowly)
     mover = threading.Thread(target=places.reconcile)
 
     def marks() -> list[bytes]:
@@ -260,7 +258,7 @@ def test_a_refusal_at_create_leads_to_the_next_place(places: Places, category: s
         "gpu": None, "category": category, "reason": "the quota of X is 0",
     }  # fmt: skip
     places.clouds[1].stand("r.0", state="succeeded")
-    result = run.wait(retry=FallbackPolicy(run))
+    result = run.wait(retry=Retry(run))
     assert (result["state"], result["refusals"]) == ("succeeded", [refusal])
     left = places.stores[0].result("r")
     assert left is not None
@@ -270,11 +268,11 @@ def test_a_refusal_at_create_leads_to_the_next_place(places: Places, category: s
 
 def test_what_waits_for_machines_too_long_is_cancelled_for_certain_and_goes_on(places: Places) -> None:
     run = places.submit(max_wait=3600)
-    assert FallbackPolicy(run)(run.result()) is False
+    assert Retry(run)(run.result()) is False
     places.long_ago()
     messages: list[str] = []
     run = places.attach()
-    result = run.reconcile(retry=FallbackPolicy(run, messages.append))
+    result = run.reconcile(retry=Retry(run, messages.append))
     assert (result["state"], result["run"]) == ("pending", f"{places.stores[1].url}/runs/r")
     assert [cloud.status("r.0").state for cloud in places.clouds] == ["cancelled", "pending"]
     assert [item["reason"] for item in result["refusals"]] == ["no machines within max_wait (1h)"]
@@ -292,7 +290,7 @@ def test_a_job_that_never_got_machines_goes_on_while_somebody_waits(places: Plac
             started.start()
 
     looked.every = True  # type: ignore[attr-defined]
-    result = run.wait(retry=FallbackPolicy(run), on_status=looked, on_line=lambda line: None)
+    result = run.wait(retry=Retry(run), on_status=looked, on_line=lambda line: None)
     started.join()
     assert (result["state"], result["run"]) == ("succeeded", f"{places.stores[1].url}/runs/r")
 
@@ -301,7 +299,7 @@ def test_a_job_that_never_got_machines_goes_on_while_somebody_waits(places: Plac
 def test_nothing_else_leads_on(places: Places, category: str) -> None:
     run = places.submit()
     places.clouds[0].stand("r.0", **NONE | {"category": category})
-    assert run.wait(retry=FallbackPolicy(run))["category"] == category
+    assert run.wait(retry=Retry(run))["category"] == category
     assert places.jobs() == [["r.0"], []]
     assert handover.next_of(places.stores[0], "r") is None
 
@@ -319,14 +317,14 @@ def test_a_run_that_has_run_stays_where_its_checkpoints_are(places: Places, trac
     record = {"attempt": "0.0", "node": 0, "started": 1.0, "ended": 2.0, "outcome": "preempted"}
     places.stores[0].files.write(f"runs/r/{trace}", json.dumps(record).encode())
     places.clouds[0].stand("r.0", **NONE)
-    assert run.wait(retry=FallbackPolicy(run))["category"] == "capacity"
+    assert run.wait(retry=Retry(run))["category"] == "capacity"
     assert places.jobs() == [["r.0"], []]
 
 
 def test_what_the_platform_says_has_had_machines_stays(places: Places) -> None:
     run = places.submit(retries=0)
     places.clouds[0].stand("r.0", **NONE, started=1.0, finished=2.0)
-    assert run.wait(retry=FallbackPolicy(run))["category"] == "capacity"
+    assert run.wait(retry=Retry(run))["category"] == "capacity"
     assert places.jobs() == [["r.0"], []]
 
 
@@ -334,7 +332,7 @@ def test_a_want_of_machines_of_which_no_attempt_tells_leads_on(places: Places) -
     run = places.submit()
     row = {"number": "0.0", "category": "preempted", "reason": "it was taken"}
     places.clouds[0].stand("r.0", **NONE, attempts=[row])
-    assert [item["reason"] for item in run.reconcile(retry=FallbackPolicy(run))["refusals"]] == ["no machines came"]
+    assert [item["reason"] for item in run.reconcile(retry=Retry(run))["refusals"]] == ["no machines came"]
     assert places.alive() == [1]
 
 
@@ -483,7 +481,7 @@ def test_a_saved_plan_of_a_run_that_has_moved_since_is_refused_with_where_it_is(
     saved.write_text(json.dumps(places.estimator(resume_from=old.url).plan(run_id="r").document()))
     load_plan(saved, settings=Settings(), cwd=places.folder)
     places.clouds[0].stand("old.0", **NONE)
-    old.reconcile(retry=FallbackPolicy(old))
+    old.reconcile(retry=Retry(old))
     moved = r"^resume_from: \S+store-0/runs/old/\S+ continued at \S+store-1/runs/old/\S+\nhint: plan again"
     with pytest.raises(SpecError, match=moved):
         load_plan(saved, settings=Settings(), cwd=places.folder)
@@ -523,7 +521,7 @@ def test_a_further_gpu_that_was_recorded_and_not_sent_is_sent_by_the_same_comman
 ) -> None:
     places.clouds[0].refuse("quota", "no H100")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retry, "patiently", lambda call: call())
+        patch.setattr(deliver, "patiently", lambda call: call())
         silent_to(patch, "r.1")
         with pytest.raises(LostContactError, match="no answer"):
             places.submit(gpu=["H100:8", "A100:8"])
@@ -534,16 +532,16 @@ def test_a_further_gpu_that_was_recorded_and_not_sent_is_sent_by_the_same_comman
 
 def test_who_waits_sends_a_further_gpu_whose_client_died(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     places.clouds[0].refuse("quota", "no H100")
-    send = FallbackPolicy.send
+    send = Retry.send
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retry, "patiently", lambda call: call())
+        patch.setattr(deliver, "patiently", lambda call: call())
         silent_to(patch, "r.1")
         with pytest.raises(LostContactError):
             places.submit(gpu=["H100:8", "A100:8"])
-    monkeypatch.setattr(FallbackPolicy, "send", lambda self, number: None)  # another client is about to
+    monkeypatch.setattr(Retry, "send", lambda self, number: None)  # another client is about to
     run = places.attach()
-    waits = FallbackPolicy(run)
-    monkeypatch.setattr(FallbackPolicy, "send", send)
+    waits = Retry(run)
+    monkeypatch.setattr(Retry, "send", send)
     monkeypatch.setattr(CLIENT_TIMINGS, "unsent", 0.0)
     result = run.wait(retry=waits, on_status=lambda status: [
         places.clouds[0].stand("r.1", state="succeeded") for _ in places.jobs()[0]
@@ -626,7 +624,7 @@ def test_a_cancel_forbids_the_next_place(places: Places) -> None:
     run = places.submit(max_wait=3600)
     places.clouds[0].stand("r.0", **NONE)
     run.cancel()
-    assert run.wait(retry=FallbackPolicy(run))["category"] == "capacity"
+    assert run.wait(retry=Retry(run))["category"] == "capacity"
     assert places.jobs() == [["r.0"], []]
 
 
@@ -639,7 +637,7 @@ def died_on_the_way(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     places.submit()
     places.clouds[0].stand("r.0", **NONE)
     run = places.attach()
-    onward = FallbackPolicy(run)
+    onward = Retry(run)
     with monkeypatch.context() as patch:
         patch.setattr(Store, "create_attempt", dies)
         with pytest.raises(Died):
@@ -662,7 +660,7 @@ def test_who_may_only_read_is_told_how_a_run_stands_that_was_moved(
 ) -> None:
     run = places.submit()
     places.clouds[0].stand("r.0", **NONE)
-    run.reconcile(retry=FallbackPolicy(run))
+    run.reconcile(retry=Retry(run))
     places.stores[0].files.remove("runs/r/result.json")
 
     def denied(*args: Any, **options: Any) -> None:
@@ -821,12 +819,12 @@ def test_who_waits_too_goes_along_when_another_client_moves_the_run(places: Plac
     def looked(status: Any) -> None:
         if not places.clouds[1].jobs():
             places.clouds[0].stand("r.0", **NONE)
-            other.reconcile(retry=FallbackPolicy(other))
+            other.reconcile(retry=Retry(other))
         else:
             places.clouds[1].stand("r.0", state="succeeded")
 
     looked.every = True  # type: ignore[attr-defined]
-    result = waiting.wait(retry=FallbackPolicy(waiting), on_status=looked, timeout=20)
+    result = waiting.wait(retry=Retry(waiting), on_status=looked, timeout=20)
     assert (result["state"], result["run"]) == ("succeeded", f"{places.stores[1].url}/runs/r")
 
 
@@ -840,7 +838,7 @@ def test_each_place_has_a_max_wait_of_its_own(places: Places) -> None:
         sleep=lambda seconds: now.__setitem__(0, now[0] + max(seconds, 1)),
     )  # fmt: skip
     with pytest.raises(LostContactError, match="has not ended within the timeout"):
-        run.wait(retry=FallbackPolicy(run), poll=30, timeout=600)
+        run.wait(retry=Retry(run), poll=30, timeout=600)
     assert places.alive() == [1]
     assert [store.expired("r", 0) is not None for store in places.stores] == [True, False]
 
@@ -862,12 +860,12 @@ def of(places: Places, run_id: str, place: int = 0) -> Run:
 def test_a_run_sent_with_lists_moves_to_its_next_place(earlier: Places) -> None:
     earlier.clouds[0].stand("waits.0", **NONE)
     run = of(earlier, "waits")
-    run.reconcile(retry=FallbackPolicy(run))
+    run.reconcile(retry=Retry(run))
     assert run.url == of(earlier, "waits").url == f"{earlier.stores[1].url}/runs/waits"
     assert "waits.0" in earlier.clouds[1].alive()
     earlier.clouds[0].stand("refused.1", **NONE)
     run = of(earlier, "refused")
-    result = run.reconcile(retry=FallbackPolicy(run))
+    result = run.reconcile(retry=Retry(run))
     assert [(item["gpu"], item["category"]) for item in result["refusals"]] == [
         ("H100:8", "quota"), ("A100-80GB:8", "capacity"),
     ]  # fmt: skip
@@ -959,10 +957,10 @@ def again(places: Places, how: str) -> None:
     """Act as the next client. Only the same command starts a run whose first attempt was never recorded."""
     if how == "submit" or not places.stores[0].attempts("r"):
         run = places.submit()
-        run.reconcile(retry=FallbackPolicy(run))
+        run.reconcile(retry=Retry(run))
     elif how == "attach":
         run = places.attach()
-        run.reconcile(retry=FallbackPolicy(run))
+        run.reconcile(retry=Retry(run))
     else:
         assert places.reconcile()[0]["error"] is None
 
@@ -973,7 +971,7 @@ def move(places: Places, kind: str) -> None:
         places.submit()
     else:
         run = places.attach()
-        run.reconcile(retry=FallbackPolicy(run))
+        run.reconcile(retry=Retry(run))
 
 
 def begun(folder: Path, kind: str) -> Places:
@@ -997,7 +995,7 @@ def one_job(places: Places) -> None:
     places.clouds[1].stand("r.0", state="succeeded")
     for place in range(2):
         run = places.attach(place)
-        result = run.reconcile(retry=FallbackPolicy(run))
+        result = run.reconcile(retry=Retry(run))
         assert (result["state"], result["run"]) == ("succeeded", f"{places.stores[1].url}/runs/r")
         assert [item["category"] for item in result["refusals"]] == [places_category(places)]
     left = places.stores[0].result("r")

@@ -367,9 +367,10 @@ def test_a_file_may_become_a_folder_between_two_pulls(
     shutil.rmtree(world.folder / "live" / word)
     world.write(f"live/{word}/node-0/{names[0]}", "again")
     (tmp_path / "out" / word / names[1]).write_text("the user's")
-    with pytest.raises(StorageError, match=f"out/{word}/x"):
-        pull(world.store, "r1", tmp_path / "out")
-    assert (tmp_path / "out" / word / names[1]).read_text() == "the user's"
+    pull(world.store, "r1", tmp_path / "out")
+    assert (tmp_path / "out" / word / names[0]).read_text() == "again"
+    files = [path for path in (tmp_path / "out" / word).rglob("*") if path.is_file() and ".yours" in str(path)]
+    assert [path.read_text() for path in files] == ["the user's"]
 
 
 @pytest.mark.parametrize("later", ["file", "pointer"])
@@ -406,6 +407,52 @@ def test_the_folder_of_a_checkpoint_stays_until_the_file_that_replaces_it_is_her
     pull(world.store, "r1", tmp_path / "out")
     assert (out / "best/model.pt").read_text() == "newest"
     assert pulled(tmp_path / "out") == {"best"}
+
+
+@pytest.mark.parametrize("later", ["file", "pointer"])
+def test_the_user_s_files_in_a_checkpoint_that_becomes_a_file_stay(world: World, tmp_path: Path, later: str) -> None:
+    out = tmp_path / "out/checkpoints"
+    for number in range(2):
+        shutil.rmtree(world.folder / "live/checkpoints", ignore_errors=True)
+        checkpoint_of(world, "best", 1, {"node-0/best/model.pt": "old"})
+        pull(world.store, "r1", tmp_path / "out")
+        (out / "best/mine.txt").write_text(f"the user's {number}")
+        shutil.rmtree(world.folder / "live/checkpoints/best")
+        name, path = ("best", "node-0/best") if later == "file" else ("step-1", "node-0/step-1/model.pt")
+        checkpoint_of(world, name, 2, {path: "new"})
+        point(world, best="step-1")
+        pull(world.store, "r1", tmp_path / "out")
+        assert (out / "best").read_text() == ("new" if later == "file" else "step-1\n")
+    kept = {"best.yours/mine.txt": "the user's 0", "best.yours-2/mine.txt": "the user's 1"}
+    assert {name: (out / name).read_text() for name in kept} == kept
+    assert not (out / "best.yours/model.pt").exists()
+    assert pull(world.store, "r1", tmp_path / "out").transferred == 0
+
+
+def test_the_user_s_file_where_a_checkpoint_needs_a_folder_stays(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "out/checkpoints"
+    world.checkpoint("step-1")
+    pull(world.store, "r1", tmp_path / "out")
+    (out / "best").write_text("the user's")
+    checkpoint_of(world, "best", 1, {"node-0/best/model.pt": "new"})
+    pull(world.store, "r1", tmp_path / "out")
+    assert (out / "best/model.pt").read_text() == "new"
+    assert (out / "best.yours").read_text() == "the user's"
+
+
+@pytest.mark.parametrize(("mine", "now"), [("part/mine.txt", "part"), ("part", "part/model.pt")])
+def test_the_user_s_file_in_a_checkpoint_makes_way_for_another_one(
+    world: World, tmp_path: Path, mine: str, now: str
+) -> None:
+    out = tmp_path / "out/checkpoints/best"
+    checkpoint_of(world, "best", 1, {"node-0/best/model.pt": "old"})
+    pull(world.store, "r1", tmp_path / "out")
+    (out / mine).parent.mkdir(exist_ok=True)
+    (out / mine).write_text("the user's")
+    checkpoint_of(world, "best", 2, {"node-0/best/model.pt": "new", f"node-0/best/{now}": "new"})
+    pull(world.store, "r1", tmp_path / "out")
+    assert (out / now).read_text() == "new"
+    assert (out / mine.replace("part", "part.yours")).read_text() == "the user's"
 
 
 def test_empty_folders_behind_a_link_stay(world: World, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from dates import date_back
 from foldercloud import NAME, Provider, install
 from jobs import Jobs, dying
 
@@ -70,9 +71,7 @@ class Place:
 
     def long_ago(self, run: Run, attempt: int = 0) -> None:
         """Date the attempt's submission two days back."""
-        key = f"runs/{run.run_id}/attempts/{attempt}/submitted.json"
-        record = json.loads(self.store.files.read(key))
-        self.store.files.write(key, json.dumps({**record, "time": record["time"] - 2 * 86400}).encode())
+        date_back(self.store.files, f"runs/{run.run_id}/attempts/{attempt}/submitted.json", 2 * 86400)
 
 
 @pytest.fixture

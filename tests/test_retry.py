@@ -343,7 +343,7 @@ def test_what_a_rival_recorded_who_died_is_sent_by_whoever_waits(tmp_path: Path)
 def test_a_platform_that_is_silent_just_then_gets_the_next_attempt_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cloudtrain.runs.retry.patiently", lambda call: call())
+    monkeypatch.setattr("cloudtrain.runs.deliver.patiently", lambda call: call())
     begin, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
     clock, said = Clock(), list[str]()
     run = Run(store=begin.store, run_id="r", provider=platform, clock=clock, sleep=clock.sleep)  # type: ignore[arg-type]
@@ -553,7 +553,7 @@ def test_what_is_cancelled_while_the_platform_is_silent_is_not_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "cloudtrain.runs.retry.patiently", lambda call: patiently(call, sleep=lambda _: run.store.cancel("r"))
+        "cloudtrain.runs.deliver.patiently", lambda call: patiently(call, sleep=lambda _: run.store.cancel("r"))
     )
     run, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
     platform.failing = 1

@@ -43,16 +43,16 @@ from cloudtrain.provider_api.protocol import (
     Status,
 )
 from cloudtrain.runs.attempts import NOT_RETRIED
+from cloudtrain.runs.deliver import deliver
 from cloudtrain.runs.handover import cut_off as was_cut_off
 from cloudtrain.runs.handover import sending
 from cloudtrain.runs.listing import Wanted, list_page
 from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.outcome import iso_time
-from cloudtrain.runs.retry import deliver
 from cloudtrain.runs.run import Run, open_run
 from cloudtrain.storage.files import LocalFiles
 from cloudtrain.storage.timings import CLIENT_TIMINGS
-from cloudtrain.store.store import Store
+from cloudtrain.store.store import Store, StoreClock
 from cloudtrain.validate import unix_seconds
 
 T0 = 1_700_000_000.0
@@ -1455,7 +1455,8 @@ def cancelled_ago(world: World, seconds: float) -> None:
     """Let the cancel be so old by the store's clock. The clock of the client that cancelled is off by an hour."""
     path = world.folder / "cancelled.json"
     path.write_text(json.dumps({"time": time.time() - 3600}))
-    os.utime(path, (time.time() - seconds,) * 2)
+    for file in (path, *world.folder.glob("attempts/*/sending-*.json")):  # its client was cut off before the cancel
+        os.utime(file, (time.time() - seconds,) * 2)
 
 
 @pytest.mark.parametrize("look", ["status", "result", "cancel", "reconcile", "wait"])
@@ -1489,15 +1490,26 @@ def test_a_cut_off_run_ends_once_no_request_can_arrive(cut_off: World) -> None:
 
 def test_a_job_that_arrives_in_the_last_moment_is_stopped(cut_off: World, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled_ago(cut_off, 301)
-    since, platform = Store.seconds_since_cancel, cut_off.platform
+    since, platform = StoreClock.age, cut_off.platform
 
-    def late(store: Store, *given: Any) -> float:
+    def late(clock: StoreClock, key: str) -> float | None:
         platform.accepted[0], platform.jobs["job-0"] = "job-0", PENDING
-        return since(store, *given)
+        return since(clock, key)
 
-    monkeypatch.setattr(Store, "seconds_since_cancel", late)
+    monkeypatch.setattr(StoreClock, "age", late)
     assert cut_off.run().status() == PENDING
     assert platform.cancelled == ["job-0"]
+
+
+def test_a_run_is_not_over_while_a_client_still_sends_it(tmp_path: Path) -> None:
+    """It was held up between its look for a cancel and the request."""
+    world = World(root=tmp_path / "store", platform=Slow()).recorded().attempt(0, submitted=False)
+    with sending(world.store, "r1", request(0), arrival=300.0, say=print) as lease:
+        world.store.cancel("r1")
+        cancelled_ago(world, 301)
+        lease.renew()
+        assert world.run().status().state == "pending"
+    assert world.run().status().state == "cancelled"
 
 
 def test_a_later_attempt_that_was_cut_off_is_awaited_too(tmp_path: Path) -> None:
@@ -1557,13 +1569,15 @@ def test_a_refusal_after_a_lost_answer_waits_for_the_first_request(
 
 
 def test_a_refusal_counts_once_the_first_request_can_no_longer_arrive(
-    unsure: World, monkeypatch: pytest.MonkeyPatch
+    unsure: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A caller of the Python interface sees the wait in the log."""
     monkeypatch.setattr(Unsure, "arrives", False)
     began = time.monotonic()
     with pytest.raises(QuotaError):
         deliver(unsure.run(), request(0), {})
     assert time.monotonic() - began > Unsure.arrival_s
+    assert "attempt 0 was refused (no more GPUs), but a request before that got no answer" in caplog.text
     assert unsure.store.refused("r1", 0) is not None
     assert not was_cut_off(unsure.store, "r1", 0)
 
@@ -1574,6 +1588,13 @@ def test_a_throttled_request_is_no_lost_one(unsure: World, monkeypatch: pytest.M
     with pytest.raises(QuotaError):
         deliver(unsure.run(), request(0), {}, say=pytest.fail)
     assert unsure.platform.asked == ["submit", "submit"]
+
+
+def test_a_request_that_was_never_sent_is_no_lost_one(unsure: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Unsure, "may_have_sent", lambda *_: False)
+    with pytest.raises(QuotaError):
+        deliver(unsure.run(), request(0), {}, say=pytest.fail)
+    assert unsure.store.refused("r1", 0) is not None
 
 
 def test_a_client_that_cannot_look_for_a_request_without_an_answer_leaves_the_lease(
@@ -1589,12 +1610,58 @@ def test_a_client_that_cannot_look_for_a_request_without_an_answer_leaves_the_le
     assert was_cut_off(unsure.store, "r1", 0)
 
 
-def test_a_cancel_between_a_lost_answer_and_the_next_request_leaves_the_lease(
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_job_of_a_request_without_an_answer_is_stopped_after_a_cancel(
+    unsure: World, monkeypatch: pytest.MonkeyPatch, arrives: bool
+) -> None:
+    monkeypatch.setattr(Unsure, "arrives", arrives)
+    monkeypatch.setattr("cloudtrain.runs.log_sources.random.uniform", lambda *_: unsure.store.cancel("r1") or 0.0)
+    said: list[str] = []
+    assert deliver(unsure.run(), request(0), {}, say=said.append) == ("job-0" if arrives else None)
+    assert unsure.platform.cancelled == (["job-0"] if arrives else [])
+    assert said == ["attempt 0 was cancelled, but a request before that got no answer; looking for its job for 1 s"]
+    assert not was_cut_off(unsure.store, "r1", 0)
+
+
+def test_a_request_that_was_sent_after_the_end_of_a_cancelled_run_is_looked_for(
     unsure: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cloudtrain.runs.log_sources.random.uniform", lambda *_: unsure.store.cancel("r1") or 0.0)
-    assert deliver(unsure.run(), request(0), {}) is None
-    assert was_cut_off(unsure.store, "r1", 0)
+    """The client was held up after its look for a cancel. No other client looks for the job of a run that is over."""
+    submit, said = unsure.platform.submit, list[str]()
+
+    def held_up(*given: Any) -> str:
+        unsure.store.cancel("r1")
+        unsure.store.write_result("r1", {"state": "cancelled", "native_id": None})
+        return submit(*given)
+
+    monkeypatch.setattr(unsure.platform, "submit", held_up)
+    assert deliver(unsure.run(), request(0), {}, say=said.append) == "job-0"
+    assert unsure.platform.cancelled == ["job-0"]
+    assert said == ["attempt 0 was cancelled, but a request before that got no answer; looking for its job for 1 s"]
+    assert not was_cut_off(unsure.store, "r1", 0)
+
+
+def test_a_run_is_pending_for_a_request_that_got_no_answer_after_the_cancel(
+    unsure: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    submit = unsure.platform.submit
+    monkeypatch.setattr(Unsure, "arrival_s", 300.0)
+    monkeypatch.setattr(unsure.platform, "find", dies)
+
+    def held_up(*given: Any) -> str:
+        unsure.store.cancel("r1")
+        cancelled_ago(unsure, 301)
+        return submit(*given)
+
+    monkeypatch.setattr(unsure.platform, "submit", held_up)
+    with pytest.raises(KeyboardInterrupt):
+        deliver(unsure.run(), request(0), {})
+    monkeypatch.undo()
+    monkeypatch.setattr(Unsure, "arrival_s", 300.0)
+    assert unsure.run().status().state == "pending"
 
 
 def test_a_refusal_after_a_takeover_waits_for_the_request_of_the_last_holder(
@@ -1629,7 +1696,8 @@ def read_only(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 def test_a_client_that_may_only_read_goes_by_its_own_clock(cut_off: World, read_only: Callable[[], None]) -> None:
     cut_off.write("cancelled.json", {"time": T0})
     read_only()
-    assert cut_off.store.seconds_since_cancel("r1", T0 + 7) == 7
+    clock = StoreClock(cut_off.store, "r1", now=lambda: T0 + 7, ticks=time.monotonic)
+    assert clock.age("runs/r1/cancelled.json") == 7
     assert cut_off.run().status().state == "pending"
 
 
@@ -1648,10 +1716,10 @@ def test_a_client_with_a_fast_clock_also_waits_for_a_request_on_its_way(tmp_path
     with pytest.raises(KeyboardInterrupt), sending(world.store, "r1", request(0), arrival=1.0, say=print):
         raise KeyboardInterrupt
     world.write("cancelled.json", {"time": T0 - 60})
-    run, soon = world.run(), time.time() - 2
-    run.cancel()
-    os.utime(world.folder / "cancelled.json", (soon, soon))
-    assert run.status().state == "pending"
+    world.run().cancel()
+    assert 4 < world.time.now - T0 <= CLIENT_TIMINGS.arrival
+    cancelled_ago(world, 2)
+    assert world.run().status().state == "pending"
 
 
 def test_a_run_whose_platform_is_silent_can_be_cancelled(world: World) -> None:

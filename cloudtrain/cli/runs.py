@@ -230,7 +230,7 @@ def wait(
     screen: Ours[Screen],
 ) -> int:
     """Wait until the run has ended. Exit by its outcome."""
-    from ..runs.fallback import FallbackPolicy
+    from ..runs.retry import Retry
     from ..runs.run import Run
 
     seconds = seconds_of(timeout, "timeout")
@@ -241,7 +241,7 @@ def wait(
             opened = _open_any(run, at, screen)
             if isinstance(opened, Run):
                 handle, run = opened, _called(run, screen.about)
-                retry = FallbackPolicy(handle, screen.talk)
+                retry = Retry(handle, screen.talk)
                 result = handle.wait(timeout=seconds, on_status=changes, retry=retry)
         except KeyboardInterrupt:
             if handle is None and on_signal != "cancel":

@@ -458,7 +458,7 @@ def _detached(run: Run, at: Where, screen: Screen) -> int:
 
 def _follow(run: Run, at: Where, seconds: float | None, following: Following, screen: Screen) -> int:
     """Print log lines until the end, then the outcome, and pull. Ctrl-C leaves the run alone."""
-    from ..runs.fallback import FallbackPolicy
+    from ..runs.retry import Retry
 
     write = screen.relay if screen.json else screen.data
     many_ranks = ranks(run.job.at(run.provider_name)) > 1
@@ -467,7 +467,7 @@ def _follow(run: Run, at: Where, seconds: float | None, following: Following, sc
             timeout=seconds,
             on_line=lambda line: write(log_line(line, many=many_ranks)),
             on_status=format.Changes(screen.talk),
-            retry=FallbackPolicy(run, screen.talk),
+            retry=Retry(run, screen.talk),
         )
     except (AuthError, LostContactError) as exc:
         raise left(exc, run, run.run_id, at, screen) from None

@@ -357,6 +357,10 @@ class ProviderExtras:
         """
         return None
 
+    def may_have_sent(self, request: Request) -> bool:
+        """Return False if `submit` has raised a `LostContactError`, but never got as far as to create the job."""
+        return True
+
     def abandoned(self, native_id: str) -> bool:
         """Return True if the process that would start further attempts has died: clients then start them."""
         return False

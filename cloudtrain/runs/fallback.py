@@ -2,15 +2,13 @@
 
 Each of them has a run of its own in its own store, with the same id. `handover` decides when a run may move on, and how
 another client continues from the records. `submit_with_fallbacks` loops around sending,
-`FallbackPolicy` around waiting.
+`Retry` around waiting.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,26 +21,22 @@ from ..errors import (
     LostContactError,
     QuotaError,
     SpecError,
-    StorageError,
 )
 from ..job.job import Job
-from ..provider_api.protocol import Layout, extras_of
 from ..settings.needs import refusal
 from ..settings.settings import AUTO, Settings
 from ..storage.files import Progress
-from ..store.store import Store, in_store, next_of
+from ..store.store import in_store, next_of
 from ..validate import without_secrets
 from . import handover
-from .attempts import NO_MACHINES
-from .retry import Retry, error_of
+from .deliver import error_of
+from .retry import Retry, check_installed, name_of, refusal_text
 from .run import Run
-from .submit import Fallbacks, Plan, link_fallbacks, plan_of_record, run_of_plan, with_recorded_origin
+from .submit import Plan, link_fallbacks, run_of_plan, with_recorded_origin
 from .submit import make_plan as plan_of
 from .submit import send_plan as send
 
 __all__ = [
-    "FallbackPolicy",
-    "name_of",
     "only_first",
     "plan_with_fallbacks",
     "submit_with_fallbacks",
@@ -187,11 +181,6 @@ def where(settings: Settings) -> str:
         return without_secrets(settings.store)
 
 
-def name_of(plan: Plan) -> str:
-    """Return the provider and region of a plan, for people."""
-    return " ".join(filter(None, [plan.provider_name, handover.region_of_provider(plan.provider)]))
-
-
 def submit_with_fallbacks(
     plan: Plan,
     *,
@@ -207,7 +196,7 @@ def submit_with_fallbacks(
     `SpecError` before anything is sent if the packages of a fallback's provider are not installed.
     """
     for further in plan.fallbacks.further:
-        _check_installed(further)
+        check_installed(further)
     say = note or progress or (lambda _: None)
     deliver = partial(send, environ=environ, progress=progress, moved=moved)
     others = len(plan.job.resources.gpu) > 1 or plan.job.resources.min_instance_count
@@ -226,7 +215,7 @@ def submit_with_fallbacks(
         if over and next_of(run.store, run.run_id) is None:  # else another client has moved it on
             raise _nowhere(run, refused, hint=exc.hint) from None
         say(f"{name_of(newest)} refused it: {exc.with_hint()}")
-    onward = FallbackPolicy(run, say, environ=environ, plans=plans, progress=progress, moved=moved)
+    onward = Retry(run, say, environ=environ, plans=plans, progress=progress, moved=moved)
     while True:
         if (refused := _refused(run)) is not None:
             result = run.result()
@@ -241,15 +230,6 @@ def submit_with_fallbacks(
             if handover.unsent_attempt(run) == unsent:
                 again = f"run the same command again with --run-id {run.run_id}"
                 raise LostContactError(f"attempt {unsent} has not been sent", hint=again)
-
-
-def _check_installed(plan: Plan) -> None:
-    """Raise `SpecError` if the packages of a cloud's plan are not installed here, so this client could not send it."""
-    if "file" in plan.provider.schemes:
-        return
-    check = next(extras_of(plan.provider).checks("", None), None)
-    if check is not None and check.name == "sdk" and check.status == "failed":
-        raise SpecError(check.detail, field=f"fallback {plan.settings.profile}".strip(), hint=check.fix)
 
 
 def _newest(plans: Sequence[Plan]) -> Plan:
@@ -278,156 +258,8 @@ def _refused(run: Run) -> dict[str, Any] | None:
 def _nowhere(run: Run, refused: Mapping[str, Any], hint: str = "") -> CloudtrainError:
     """Return the error of a job that every region and provider refused."""
     refusals = handover.refusals_of(run)
-    before = [_refusal_text(item) for item in refusals[:-1]]
+    before = [refusal_text(item) for item in refusals[:-1]]
     reason = str(refused["reason"]) + (f" (before that, {'; '.join(before)})" if before else "")
     error = error_of(str(refused["category"]))(reason, hint=hint)
     error.refusals = tuple(refusals)
     return error
-
-
-def _refusal_text(refusal: Mapping[str, Any]) -> str:
-    where = " ".join(filter(None, [refusal["provider"], refusal["place"], refusal["gpu"]]))
-    return f"{where}: {refusal['reason']}"
-
-
-class FallbackPolicy(Retry):
-    """A `Retry` that moves the run, and its handle, to the next place if no further attempt can have machines.
-
-    ``plans`` are those of the submitting client. Any other client makes the next plan from the records, and copies code
-    and data from the store that is left. ``progress`` and ``moved`` are called as files are staged.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        say: Callable[[str], None] | None = None,
-        *,
-        environ: Mapping[str, str] | None = None,
-        plans: Sequence[Plan] = (),
-        progress: Callable[[str], None] | None = None,
-        moved: Progress | None = None,
-    ) -> None:
-        self._plans, self._progress, self._moved = {plan.run_url: plan for plan in plans}, progress, moved
-        run._follow_handover()
-        super().__init__(run, say, environ=environ)
-        self.begin()
-
-    def move(self, result: Mapping[str, Any]) -> bool:
-        """Move the run to its next place, which ended here with ``result``. Return True."""
-        run = self._run
-        refusals = list(result.get("refusals") or ())
-        for row in result["attempts"]:  # accepted, but ended without machines
-            request = run.store.attempt_request(run.run_id, int(str(row["number"]).partition(".")[0]))
-            if row["category"] in NO_MACHINES and request is not None:
-                refusals.append(handover.refusal_of(run, row, request.gpu_index))
-        if not refusals:
-            request = run.store.attempt_request(run.run_id, max(run.store.attempts(run.run_id)))
-            refusals.append(handover.refusal_of(run, result, request.gpu_index if request is not None else 0))
-        from ..store.copies import PreviousPlace
-
-        left = PreviousPlace(run.store, Layout.from_dict(run.record["layout"]))
-        (record, *rest) = handover.fallbacks_of(run)
-        following = self._plans.get(str(record["run"])) or self._recorded(record, rest)
-        chain = dataclasses.replace(following.fallbacks, refusals=tuple(refusals), left=left)
-        plan = dataclasses.replace(following, fallbacks=chain)
-        self._say(f"{_refusal_text(refusals[-1])}; continuing on {name_of(plan)}")
-
-        def leave() -> None:
-            reason = f"{result['reason']}; it continued at {plan.run_url}"
-            if not handover.decide(run.store, run.run_id, plan.run_url, run._kept({**result, "reason": reason})):
-                raise ConflictError(f"{run.url} was moved elsewhere by another client", field="run_id")
-            if run.store.cancelled(run.run_id):  # the cancelling client looks here next, so one of the two acts
-                plan.store.cancel(plan.run_id)
-
-        try:
-            with handover.moving(run.store, run.run_id):  # it may copy data for hours
-                self._send_plan(plan, decide=leave)
-        finally:
-            run._follow_handover()
-        return True
-
-    def begin(self) -> None:
-        """Start the run in its new place if the client that moved it there has died."""
-        run = self._run
-        if run._handed_over and not run.store.attempts(run.run_id) and not run.store.cancelled(run.run_id):
-            self._say(f"starting it in {run.store.url}, to which it had come")
-            self._send_plan(self._recorded(run.record, handover.fallbacks_of(run)))
-            run._follow_handover()
-
-    def _send_plan(self, plan: Plan, decide: Callable[[], object] | None = None) -> None:
-        """Send the plan; report a refusal for lack of machines."""
-        _check_installed(plan)  # before anything is decided: another client may have the packages
-        try:
-            send(plan, environ=self._environ, progress=self._progress, moved=self._moved, decide=decide)
-        except (CapacityError, QuotaError) as exc:
-            self._say(f"{name_of(plan)} refused it: {exc.with_hint()}")
-
-    # -------------------------------------------------------------------------------------- the next place, as recorded
-
-    def _recorded(self, record: Mapping[str, Any], rest: Sequence[Mapping[str, Any]]) -> Plan:
-        """Return the plan of a place made from its record alone; ``rest`` are the places after it."""
-        from ..store.copies import with_own_copies
-
-        settings = self._run._settings
-        provider = settings.provider_of(record)
-        layout, job = Layout.from_dict(record["layout"]), Job.from_dict(record["job"])
-        store = Store(layout.store, storage=provider.storage, moving=settings.moving_of(record))
-        own = with_own_copies(layout)  # else planned by an earlier version
-        if own != layout and not store.has_run(layout.run_id):
-            layout = own
-        fallbacks = Fallbacks(
-            rest=tuple(rest),
-            first=str(self._run.record.get("first") or self._run.url),
-            refusals=tuple(record.get("refusals") or ()),
-        )
-        plan = plan_of_record(
-            record,
-            job,
-            layout,
-            store=store,
-            provider=provider,
-            settings=settings,
-            fetch=self._held,
-            fallbacks=fallbacks,
-        )
-        try:
-            for name, item in layout.inputs.items():
-                if item.source is None and item.url.startswith(f"{layout.store}/data/"):
-                    self._bring(item.url.removeprefix(f"{layout.store}/data/").partition("/")[0], store, name)
-        except BaseException:
-            store.withdraw(plan.run_id)
-            raise
-        return plan
-
-    def _held(self, key: str) -> bytes:
-        """Return the previous place's content of ``key``. Raises `StorageError` if missing: this cloudtrain differs
-        from the submitter's, and a third-party provider needs a runtime of its own."""
-        run = self._run
-        try:
-            return run.store.files.read(key)
-        except FileNotFoundError:
-            again = f"submit the same job again with --run-id {run.run_id}, by the same version of cloudtrain"
-            raise StorageError(
-                f"{run.store.url}/{key} is missing, so the next store cannot get it", hint=again
-            ) from None
-
-    def _bring(self, digest: str, store: Store, name: str) -> None:
-        """Copy a data tree from this run's store into ``store`` and check each digest, unless it is complete there."""
-        old, manifest = self._run.store, f"data/manifests/{digest}.json"
-        store.announce(self._run.run_id, [digest], say=self._say)  # from here on no client deletes the tree
-        if store.files.exists(manifest):
-            return
-        listed = old.record(manifest)
-        if listed is None:
-            again = f"submit the same job again with --run-id {self._run.run_id} on a machine that has the data"
-            raise StorageError(f"inputs.{name}: {old.url} has no copy of it for {store.url}", hint=again)
-        import tempfile
-
-        self._say(f"copying {name} to {store.url}")
-        with tempfile.TemporaryDirectory(prefix="cloudtrain-") as folder:
-            for path, item in sorted(listed["files"].items()):
-                here = Path(folder, hashlib.sha256(path.encode()).hexdigest())
-                old.files.download(f"data/{digest}/{path}", here, sha256=item["sha256"], size=item["size"])
-                store.files.upload(here, f"data/{digest}/{path}", progress=self._moved)
-                os.unlink(here)
-        store.files.write(manifest, old.files.read(manifest))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import AuthError, CapacityError, NotFoundError, PlatformError, QuotaError, SpecError, StorageError
 from ..provider_api.protocol import Layout, Provider, Request, extras_of
+from ..storage.files import Loaded
 from ..storage.lease import Lease, held_leases, is_released, load_lease
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, next_of, run_folder, to_json
@@ -48,6 +49,7 @@ __all__ = [
     "refusals_of",
     "region_of_provider",
     "sending",
+    "unanswered",
     "unsent_attempt",
 ]
 
@@ -84,9 +86,14 @@ def sending(
 
 def cut_off(store: Store, run_id: str, attempt: int) -> bool:
     """Return whether a client has begun to send the attempt without an answer: the platform may have it."""
+    return unanswered(store, run_id, attempt) is not None
+
+
+def unanswered(store: Store, run_id: str, attempt: int) -> Loaded | None:
+    """Return the lease of a client that has begun to send the attempt without an answer; None if there is none."""
     request = store.attempt_request(run_id, attempt)
     found = load_lease(store.files, _lease_key(run_id, request)) if request is not None else None
-    return found is not None and not is_released(found)
+    return None if found is None or is_released(found) else found
 
 
 def _lease_key(run_id: str, request: Request) -> str:

@@ -6,27 +6,20 @@ cancels. The run then ends by that record, not as cancelled by a user.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from ..provider_api.node import attempt_key
 from ..provider_api.protocol import Status
 from ..storage.timings import CLIENT_TIMINGS
-from ..store.store import Store
+from ..store.store import Store, StoreClock, attempt_record
 from .attempts import AttemptPolicy, Wait
 
 __all__ = ["MaxWait"]
 
 
 class MaxWait:
-    """The rule for one run, by its ``policy``. ``clock`` gives Unix seconds, which the records have; this process
-    measures its own waits by the monotonic clock."""
+    """The rule for one run, by its ``policy``. Waits are counted by the store's ``clock``."""
 
-    def __init__(
-        self, *, store: Store, run_id: str, policy: AttemptPolicy, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, *, store: Store, run_id: str, policy: AttemptPolicy, clock: StoreClock) -> None:
         self._store, self._run_id, self._policy, self._clock = store, run_id, policy, clock
-        self._ticks = time.monotonic if clock is time.time else clock
         self._due: dict[tuple[int, int], float] = {}
 
     def ends(self, attempt: int, status: Status) -> str:
@@ -36,30 +29,29 @@ class MaxWait:
         """
         if self._policy.max_wait is None or status.state != "pending":
             return ""
-        key = (attempt, len(status.attempts))
-        if self._ticks() <= self._due.get(key, -1.0):
+        key, ticks = (attempt, len(status.attempts)), self._clock.ticks
+        if ticks() <= self._due.get(key, -1.0):
             return ""
         # Only the newest attempt counts, and one that a user cancelled ends as cancelled.
         if attempt < max(self._store.attempts(self._run_id)) or self._store.cancelled(self._run_id):
             return ""
-        decision = self._policy.decide_wait(self._clock() - self._since(attempt, status))
+        decision = self._policy.decide_wait(self._waited(attempt, status))
         if isinstance(decision, Wait):
-            self._due[key] = self._ticks() + decision.seconds
+            self._due[key] = ticks() + decision.seconds
             return ""
         reason = f"{decision.reason}: {status.reason}" if status.reason else decision.reason
         self._store.expire(self._run_id, attempt, reason)
-        self._due[key] = self._ticks() + CLIENT_TIMINGS.cancel_again
+        self._due[key] = ticks() + CLIENT_TIMINGS.cancel_again
         return reason
 
-    def _since(self, attempt: int, status: Status) -> float:
-        """Return in Unix seconds since when the attempt waits: its submission, or the loss of its machines."""
+    def _waited(self, attempt: int, status: Status) -> float:
+        """Return the seconds for which the attempt has waited: since its submission, or the loss of its machines."""
         begun = [info for info in status.attempts if info.started is not None]
         known = [r for r in self._store.starts(self._run_id) if attempt_key(str(r["attempt"]))[:1] == (attempt,)]
-        starts = max(len(begun), len(known))
+        if begun and (lost := begun[-1].ended) is not None:
+            return self._clock.since(lost)
+        starts, record = max(len(begun), len(known)), attempt_record(self._run_id, attempt, "submitted")
         # Its nodes may have no record yet: use the platform's, or that of a client that saw it running.
-        seen = status.started is not None or self._store.seen_running(self._run_id, attempt) is not None
-        if starts or seen:
-            lost = begun[-1].ended if begun else None
-            return self._store.waits_since(self._run_id, attempt, starts, self._clock()) if lost is None else lost
-        submitted = self._store.submitted(self._run_id, attempt)
-        return float(submitted["time"]) if submitted else self._clock()
+        if starts or status.started is not None or self._store.seen_running(self._run_id, attempt) is not None:
+            record = self._store.write_wait(self._run_id, attempt, starts, self._clock.now())
+        return self._clock.age(record) or 0.0

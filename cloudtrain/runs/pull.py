@@ -26,7 +26,7 @@ from ..runtime.checkpoint_model import Checkpoint, newest_checkpoint, resumable,
 from ..storage.digest_cache import DigestCache, stat_key
 from ..storage.files import Progress, files, parallel
 from ..storage.local_disk import disk_errors, inside, local_path, safe
-from ..storage.replace_folder import aside, discard, files_below, prune, swap, take, tidy
+from ..storage.replace_folder import aside, discard, files_below, keep, prune, swap, take, tidy
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, expect, run_folder, to_json
 from ..validate import json_loads
@@ -77,6 +77,7 @@ def pull(
     Checkpoints are the newest complete one of each name and those that a script wrote to the store itself. All nodes'
     files come together, checked against their digests. A pointer to one (``best``) is a file with its name. If two
     nodes wrote a file differently, the later one's is kept under ``node-<n>/``. Checkpoints appear whole or not at all.
+    If the user has put a folder in the place of a file, or a file in that of a folder, it becomes ``<name>.yours``.
 
     ``along`` are the statuses of an unfinished run: new results are brought while they come, and once more after the
     last. ``on_pull`` gets the report each time that something came. Without ``along``, a checkpoint requested by
@@ -190,7 +191,7 @@ class _Pull:
         self.run_id, self.run, self.wanted, self.marks = run_id, run_folder(run_id), wanted, marks
         self.folder = Path(os.path.abspath(folder))
         self.out = files(str(self.folder))
-        self.lock = threading.Lock()
+        self.lock, self.room = threading.Lock(), threading.Lock()
         self.moved = 0
         self.placed: set[str] = set()
         self.names: list[str] = []
@@ -279,7 +280,6 @@ class _Pull:
                 mark = hashlib.sha256(text).hexdigest()
                 source = _Source(key=f"{self.run}/live/pointers", size=len(text), mark=mark, sha256=mark)
                 if not self._fresh(f"checkpoints/{name}", [source]):
-                    self._clear(f"checkpoints/{name}")
                     self._write(f"checkpoints/{name}", text, [source])
 
     def _wanted(
@@ -335,11 +335,11 @@ class _Pull:
             first, *others = sorted(some, key=lambda pair: pair[0])
             own = {places.of_node(path, node, f"{word}/"): source for node, source in others}
             versions[path] = {path: first[1], **own}
-        self._make_way(word, versions)
+        self._remove_old(word, versions)
         self._expect(*[(path, some[path]) for path, some in versions.items()])
         parallel(lambda path: self._written(path, versions[path]), [*versions], jobs=self.jobs)
 
-    def _make_way(self, word: str, groups: Mapping[str, Mapping[str, _Source]]) -> None:
+    def _remove_old(self, word: str, groups: Mapping[str, Mapping[str, _Source]]) -> None:
         """Remove local files of an earlier pull that are no longer in the store.
 
         All such outputs go. An artifact goes if its path is now a folder, or is in a folder that is now a file.
@@ -447,31 +447,18 @@ class _Pull:
                 discard(aside(place))
                 raise FileNotFoundError(name)
             for item in theirs:
-                if not os.path.lexists(target := aside(place) / item.relative_to(place)):
-                    take(item, target)
+                take(item, _free_place(aside(place), item.relative_to(place)))
+            if place.is_file() and not self._intact(final):
+                keep(place)
             swap(place)
             for path, digest in took:
                 self._remember(f"checkpoints/{path}", [parts[path]], digest, parts[path].size)
         rest = [path for path in parts if path not in tree]
-        if name in rest and targets[name].is_dir() and not targets[name].is_symlink():
-            self._replace_folder(name, parts[name])
         parallel(lambda path: self._fetch(f"checkpoints/{path}", parts[path]), rest, jobs=self.jobs)
         for path in here:
             self._trust(f"checkpoints/{path}")  # a new link has changed its stat values
         for path in before:
             self._forget(path)
-
-    def _replace_folder(self, name: str, source: _Source) -> None:
-        """Fetch a checkpoint of one file, then remove the folder of its name that an earlier pull brought."""
-        final = f"checkpoints/{name}"
-        place = inside(self.folder, final)
-        if aside(place).is_dir():
-            discard(aside(place))
-        digest = self._bring(aside(place), source)
-        self._clear(final)
-        with disk_errors(place):
-            os.replace(aside(place), place)
-        self._remember(final, [source], digest, source.size)
 
     def _right(self, path: str, source: _Source) -> bool:
         """Return whether the file is here with the content of ``source``, and record it."""
@@ -513,32 +500,40 @@ class _Pull:
         read = [_Source(key=s.key, size=len(d), mark=s.mark) for s, d in zip(segments[same:], pieces, strict=True)]
         self._write(path, head + b"".join(pieces), [*segments[:same], *read])
 
-    def _fetch(self, path: str, source: _Source) -> None:
-        if not self._fresh(path, [source]):
-            self._remember(path, [source], self._bring(inside(self.folder, path), source), source.size)
+    def _fetch(self, path: str, source: _Source, *, as_is: bool = False) -> None:
+        """Fetch one file. ``as_is``: with any content, which later pulls check again."""
+        if self._fresh(path, [source]):
+            return
+        place = self._entered(path)
+        # A folder in its place goes only when the file is here.
+        target = aside(place) if _is_folder(place) else place
+        if target != place:
+            discard(target)
+        digest = self._bring(target, source, as_is=as_is)
+        if target != place:
+            self._make_room(path)
+            with disk_errors(place):
+                os.replace(target, place)
+        if as_is:
+            source = _Source(key=source.key, size=place.stat().st_size, mark="")
+        self._remember(path, [source], digest, source.size)
 
-    def _bring(self, target: Path, source: _Source) -> str:
+    def _bring(self, target: Path, source: _Source, *, as_is: bool = False) -> str:
         """Fetch one file, unless it is here already; return its digest."""
         if not self._already(target, source):
-            self.files.download(source.key, target, sha256=source.sha256, size=source.size, progress=self._count)
+            sha256, size = (None, None) if as_is else (source.sha256, source.size)
+            self.files.download(source.key, target, sha256=sha256, size=size, progress=self._count)
         return source.sha256 or self.digests.of(target)
 
     def _fetch_growing(self, path: str, source: _Source) -> bool:
-        """Fetch a file that may be rewritten at any time: then its current content, which later pulls check again.
-
-        Return False if it is gone.
-        """
-        target = inside(self.folder, path)
+        """Fetch a file that may be rewritten at any time: then its current content. Return False if it is gone."""
         try:
             try:
                 self._fetch(path, source)
-                return True
             except DigestError:
-                self.files.download(source.key, target, progress=self._count)
+                self._fetch(path, source, as_is=True)
         except FileNotFoundError:
             return False
-        again = _Source(key=source.key, size=target.stat().st_size, mark="")
-        self._remember(path, [again], self.digests.of(target), again.size)
         return True
 
     def _already(self, target: Path, source: _Source) -> bool:
@@ -552,7 +547,8 @@ class _Pull:
         return data
 
     def _write(self, path: str, data: bytes, sources: Sequence[_Source]) -> None:
-        inside(self.folder, path)
+        if _is_folder(self._entered(path)):
+            self._make_room(path)
         self.out.write(path, data)
         self._remember(path, sources, hashlib.sha256(data).hexdigest(), len(data))
 
@@ -562,11 +558,26 @@ class _Pull:
             self.out.remove(path)
         self._forget(path)
 
-    def _clear(self, folder: str) -> None:
-        """Drop the files of a folder that is now a file, and the folder if that leaves it empty."""
-        for path in [path for path in self.known if path.startswith(f"{folder}/")]:
-            self._drop(path)
-        self.out.prune(folder)
+    def _entered(self, path: str) -> Path:
+        """Return the place of a file, after making room for the folders that it is in."""
+        place = inside(self.folder, path)
+        for folder in _folders_of(path):
+            if (self.folder / folder).is_file():
+                with self.room:
+                    if (self.folder / folder).is_file():  # no other thread has made it
+                        self._make_room(folder)
+        return place
+
+    def _make_room(self, path: str) -> None:
+        """Remove what an earlier pull brought to ``path`` or below it, and rename what the user has there."""
+        with self.lock:
+            ours = [known for known in self.known if known == path or known.startswith(f"{path}/")]
+        for known in ours:
+            self._drop(known)
+        self.out.prune(path)
+        place = inside(self.folder, path)
+        if os.path.lexists(place):
+            keep(place)
 
     def _forget(self, path: str) -> None:
         with self.lock:
@@ -701,6 +712,19 @@ class _Places:
         place = next(filter(self.free, (f"{top}{name}/{path.removeprefix(top)}" for name in names)))
         self.take(place)
         return place
+
+
+def _free_place(folder: Path, path: Path) -> Path:
+    """Return the place in ``folder`` for the user's file at ``path``: not of another file, nor below one."""
+    for depth, part in enumerate(path.parts, 1):
+        place = folder / part
+        is_free = not os.path.lexists(place) or (_is_folder(place) and depth < len(path.parts))
+        folder = place if is_free else folder / f"{part}.yours"
+    return folder
+
+
+def _is_folder(place: Path) -> bool:
+    return place.is_dir() and not place.is_symlink()
 
 
 def _folders_of(path: str) -> set[str]:

@@ -18,10 +18,10 @@ from ..storage.local_disk import local_path, normalize
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, in_store
 from ..validate import url_scheme
-from .fallback import FallbackPolicy
 from .listing import recorded_runs
 from .log_sources import patiently
 from .outcome import one_line
+from .retry import Retry
 from .run import Run, open_run
 from .sweeps.sweep import open_sweep
 
@@ -81,9 +81,7 @@ def _row(run: Run, environ: Mapping[str, str], say: Say | None, patience: float)
     row = {"run": run.url, "run_id": run.run_id, "provider": None, **_STANDS, "done": done, "error": None}
     try:
         row["provider"] = run.provider_name
-        result = patiently(
-            lambda: run.reconcile(retry=FallbackPolicy(run, log, environ=environ), say=log), seconds=patience
-        )
+        result = patiently(lambda: run.reconcile(retry=Retry(run, log, environ=environ), say=log), seconds=patience)
     except Exception as exc:  # noqa: BLE001 - one unreadable run must not stop the others
         return {**row, "error": one_line(exc), "exit_code": _code(exc)}, exc
     now = {"run": run.url, "provider": run.provider_name}  # it may have moved to another place

@@ -1,172 +1,51 @@
-"""Start further attempts from a waiting client after a failure, if the platform does not.
+"""Take the next step of a waiting client: another attempt, if the platform starts none, or the run's next place.
 
 `Retry` sends attempts that an earlier client recorded but never sent. It starts the next attempt with the rest of the
-Job's limits.
+Job's limits. `attempts` and `handover` decide when.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
+import dataclasses
+import hashlib
 import os
-import secrets
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from ..errors import (
-    AuthError,
-    CapacityError,
-    CloudtrainError,
-    LostContactError,
-    NotFoundError,
-    PlatformError,
-    QuotaError,
-    SpecError,
-)
+from ..errors import CapacityError, ConflictError, LostContactError, QuotaError, SpecError, StorageError
 from ..job.job import Job
 from ..provider_api.node_count import plan_attempt
 from ..provider_api.protocol import Layout, Request, extras_of
-from ..storage.lease import Lease
+from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
-from ..store.store import Store, next_of
-from ..validate import did_you_mean
+from ..store.store import Store
 from . import handover
 from .attempts import NO_MACHINES, AttemptPolicy, Ending, Next, exception_of, usage_of
+from .deliver import deliver, secret_values, write_context
 from .log_sources import patiently
 from .machines import bad_machines, without_bad_machines
 from .run import Run
+from .submit import Fallbacks, Plan, plan_of_record, send_plan
 from .summary import plural
 
-__all__ = [
-    "Retry",
-    "category_of",
-    "deliver",
-    "error_of",
-    "reserve",
-    "secret_values",
-    "write_context",
-]
-
-_KINDS: Mapping[str, type[CloudtrainError]] = {
-    "quota": QuotaError,
-    "capacity": CapacityError,
-    "spec": SpecError,
-    "auth": AuthError,
-}
-
-
-def write_context(store: Store, layout: Layout, run_id: str) -> None:
-    """Write the context of the newest attempt, even if a slower client wrote another one meanwhile."""
-    while True:
-        newest = max(store.attempts(run_id))
-        request = store.attempt_request(run_id, newest)
-        # Another GPU may mean another number of ranks; most attempts have the same context.
-        if request is not None and store.context(layout) != request.context:
-            store.write_container(layout, request.context, secrets.token_bytes(32))
-        if max(store.attempts(run_id)) == newest:
-            return
-
-
-def reserve(store: Store, budget: str, run_id: str, job: Job) -> None:
-    """Reserve the cap of a run in its ``budget`` (empty: none), unless it is cancelled. Raises as `budget.hold`."""
-    if budget and not store.cancelled(run_id):
-        from .budget import hold  # it loads the sweeps, and a plan needs neither
-
-        hold(store, budget, run_id, job)
-
-
-def deliver(
-    run: Run,
-    request: Request,
-    values: Mapping[str, str],
-    *,
-    refusals: tuple[type[CloudtrainError], ...] = handover.REFUSALS,
-    say: Callable[[str], None] = lambda _: None,
-) -> str | None:
-    """Send the request of an attempt, unless another client has, and record its native id.
-
-    Return None if it was refused before, or cancelled before it was sent. Raises the errors of sending. ``refusals``
-    are recorded, so that no other client sends it. ``say`` is called before a wait for another client, or for the job
-    of a request without an answer.
-    """
-    store, attempt, arrival = run.store, request.attempt, extras_of(run.provider).arrival_s
-    until: float | None = None  # by then a request without an answer has become a job, or never will
-    budget = run.record.get("budget")
-    if budget and store.result(run.run_id) is None:
-        reserve(store, budget, run.run_id, run.job.at(run.provider_name))
-
-    def send() -> str | None:
-        nonlocal until
-        # Checked again after a lost answer: nothing starts once the user knows that it was cancelled or refused.
-        over = store.refused(run.run_id, attempt) is not None or store.result(run.run_id) is not None
-        if over or store.cancelled(run.run_id):
-            return run.provider.find(request)  # it may have been sent before
-        lease.check()
-        try:
-            return run.provider.submit(request, values)
-        except LostContactError as exc:
-            until = until if exc.throttled else time.monotonic() + arrival
-            raise
-
-    with handover.sending(store, run.run_id, request, arrival=arrival, say=say) as lease:
-        until = None if lease.took_over is None else time.monotonic() + arrival - lease.took_over
-        noted = store.submitted(run.run_id, attempt)
-        if noted is None and store.refused(run.run_id, attempt) is not None:
-            return None
-        try:
-            native = patiently(send) if noted is None else str(noted["native_id"])
-        except (AuthError, *handover.REFUSALS) as exc:
-            native = None if until is None else _late_job(run, request, exc, until, lease, say)
-            if native is None:
-                if isinstance(exc, refusals):
-                    with contextlib.suppress(CloudtrainError):
-                        store.write_refused(run.run_id, attempt, category=category_of(exc), reason=exc.with_hint())
-                raise
-        if native is None:
-            lease.kept = until is not None  # that request may still become a job
-            return None
-        if noted is None:
-            store.write_submitted(run.run_id, attempt, native)
-    more = handover.fallbacks_of(run) or run.job.at(run.provider_name).resources.min_instance_count
-    more = more or any(handover.next_gpu(run, request, c) is not None for c in NO_MACHINES)
-    left = more and (next_of(store, run.run_id) is not None or max(store.attempts(run.run_id)) > attempt)
-    ended = store.result(run.run_id)
-    if left or store.cancelled(run.run_id) or (ended is not None and ended["native_id"] is None):
-        with contextlib.suppress(NotFoundError):  # cancelled, or recorded as refused, while it was being sent
-            patiently(partial(run.provider.cancel, native))
-    return native
-
-
-def _late_job(
-    run: Run, request: Request, exc: CloudtrainError, until: float, lease: Lease, say: Callable[[str], None]
-) -> str | None:
-    """Return the job of a request without an answer, after the platform refused the next one with ``exc``.
-
-    Return None if there is none at ``until``, by the monotonic clock. If this fails, the lease stays.
-    """
-    lease.kept = True
-    if (left := until - time.monotonic()) > 0:
-        why = f"attempt {request.attempt} was refused ({exc}), but a request before that got no answer"
-        say(f"{why}; looking for its job for {math.ceil(left)} s")
-    while True:
-        is_last = time.monotonic() >= until
-        native = patiently(partial(run.provider.find, request))
-        if native is not None or is_last:
-            lease.kept = False
-            return native
-        time.sleep(min(CLIENT_TIMINGS.platform_pause, max(0.0, until - time.monotonic())))
+__all__ = ["Retry", "check_installed", "name_of", "refusal_text"]
 
 
 class Retry:
-    """The retry policy of a waiting client after a failed attempt, if clients start the next one.
+    """The next steps of a waiting client after a failed attempt: another attempt, or the next place of the run.
 
-    Creating it sends an attempt that an earlier client recorded but never sent; `resend` does so for a client that dies
-    later. `AttemptPolicy` decides what follows, on any client by the same records. ``environ`` has the values of
-    ``env:`` references. ``clock`` gives Unix seconds.
+    Clients start another attempt unless the platform does. If no further attempt can have machines, the run and its
+    handle move to the next place. Creating a `Retry` sends an attempt that an earlier client recorded but never sent;
+    `resend` does so for a client that dies later. `AttemptPolicy` decides what follows, on any client by the same
+    records.
+
+    ``environ`` has the values of ``env:`` references. ``clock`` gives Unix seconds. ``plans`` are those of the
+    submitting client. Any other client makes the next plan from the records, and copies code and data from the store
+    that is left. ``progress`` and ``moved`` are called as files are staged.
     """
 
     def __init__(
@@ -176,16 +55,20 @@ class Retry:
         *,
         environ: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.time,
+        plans: Sequence[Plan] = (),
+        progress: Callable[[str], None] | None = None,
+        moved: Progress | None = None,
     ) -> None:
         self._run, self._say, self._clock = run, say or (lambda _: None), clock
+        self._say_wait = say
         self._environ = os.environ if environ is None else environ
+        self._plans, self._progress, self._moved = {plan.run_url: plan for plan in plans}, progress, moved
         self._due: dict[tuple[str, int], float] = {}
+        run._follow_handover()
         attempts = run.store.attempts(run.run_id)
         if attempts and run.store.result(run.run_id) is None:
             self.send(max(attempts))
-
-    def begin(self) -> None:
-        """Do nothing: a run without fallbacks has no next place."""
+        self.begin()
 
     def resend(self, attempt: int, now: float) -> None:
         """Send the newest attempt if it has been recorded but unsent for `ClientTimings.unsent` of the caller's clock
@@ -236,11 +119,7 @@ class Retry:
                 return True
         elif decision.reason:
             self._say(f"no further attempt: {decision.reason}")
-        return policy.moves(history) and self.move(result)
-
-    def move(self, result: Mapping[str, Any]) -> bool:
-        """Return False: a run without fallbacks has no next place."""
-        return False
+        return policy.moves(history) and self._move(result)
 
     def _endings(self, attempt: int, result: Mapping[str, Any]) -> tuple[Ending, Ending | None]:
         """Return how the attempt and the one before ended, as clients recorded it first: all clients judge by that."""
@@ -251,7 +130,7 @@ class Retry:
         if run.provider.retried_by != "supervisor":  # a supervisor's death says nothing of the script
             exception = exception_of(result["category"], result.get("reason") or "", result.get("failure"))
         ending = Ending(exception=exception, checkpoint=checkpoint.key if checkpoint is not None else None)
-        recorded = store.write_ended(run.run_id, attempt, asdict(ending))
+        recorded = store.write_ended(run.run_id, attempt, dataclasses.asdict(ending))
         before = store.ended(run.run_id, attempt - 1) if attempt else None
         return Ending.of_record(recorded), Ending.of_record(before) if before else None
 
@@ -324,29 +203,148 @@ class Retry:
         if max(run.store.attempts(run.run_id)) > request.attempt:
             return  # another client sent it, saw it fail and has continued
         try:
-            deliver(run, request, values, say=self._say)
+            deliver(run, request, values, say=self._say_wait)
         except handover.REFUSALS as exc:
             self._say(f"attempt {request.attempt} was refused: {exc.with_hint()}")
 
+    # ----------------------------------------------------------------------------------------------- the next place
 
-def category_of(exc: Exception) -> str:
-    """Return the category of an attempt that a provider refused with ``exc``."""
-    return next((category for category, kind in _KINDS.items() if isinstance(exc, kind)), "infra")
+    def _move(self, result: Mapping[str, Any]) -> bool:
+        """Move the run to its next place, which ended here with ``result``. Return True."""
+        run = self._run
+        refusals = list(result.get("refusals") or ())
+        for row in result["attempts"]:  # accepted, but ended without machines
+            request = run.store.attempt_request(run.run_id, int(str(row["number"]).partition(".")[0]))
+            if row["category"] in NO_MACHINES and request is not None:
+                refusals.append(handover.refusal_of(run, row, request.gpu_index))
+        if not refusals:
+            request = run.store.attempt_request(run.run_id, max(run.store.attempts(run.run_id)))
+            refusals.append(handover.refusal_of(run, result, request.gpu_index if request is not None else 0))
+        from ..store.copies import PreviousPlace
+
+        left = PreviousPlace(run.store, Layout.from_dict(run.record["layout"]))
+        (record, *rest) = handover.fallbacks_of(run)
+        following = self._plans.get(str(record["run"])) or self._recorded(record, rest)
+        chain = dataclasses.replace(following.fallbacks, refusals=tuple(refusals), left=left)
+        plan = dataclasses.replace(following, fallbacks=chain)
+        self._say(f"{refusal_text(refusals[-1])}; continuing on {name_of(plan)}")
+
+        def leave() -> None:
+            reason = f"{result['reason']}; it continued at {plan.run_url}"
+            if not handover.decide(run.store, run.run_id, plan.run_url, run._kept({**result, "reason": reason})):
+                raise ConflictError(f"{run.url} was moved elsewhere by another client", field="run_id")
+            if run.store.cancelled(run.run_id):  # the cancelling client looks here next, so one of the two acts
+                plan.store.cancel(plan.run_id)
+
+        try:
+            with handover.moving(run.store, run.run_id):  # it may copy data for hours
+                self._send_plan(plan, decide=leave)
+        finally:
+            run._follow_handover()
+        return True
+
+    def begin(self) -> None:
+        """Start the run in its new place if the client that moved it there has died."""
+        run = self._run
+        if run._handed_over and not run.store.attempts(run.run_id) and not run.store.cancelled(run.run_id):
+            self._say(f"starting it in {run.store.url}, to which it had come")
+            self._send_plan(self._recorded(run.record, handover.fallbacks_of(run)))
+            run._follow_handover()
+
+    def _send_plan(self, plan: Plan, decide: Callable[[], object] | None = None) -> None:
+        """Send the plan; report a refusal for lack of machines."""
+        check_installed(plan)  # before anything is decided: another client may have the packages
+        try:
+            send_plan(plan, environ=self._environ, progress=self._progress, moved=self._moved, decide=decide)
+        except (CapacityError, QuotaError) as exc:
+            self._say(f"{name_of(plan)} refused it: {exc.with_hint()}")
+
+    # -------------------------------------------------------------------------------------- the next place, as recorded
+
+    def _recorded(self, record: Mapping[str, Any], rest: Sequence[Mapping[str, Any]]) -> Plan:
+        """Return the plan of a place made from its record alone; ``rest`` are the places after it."""
+        from ..store.copies import with_own_copies
+
+        settings = self._run._settings
+        provider = settings.provider_of(record)
+        layout, job = Layout.from_dict(record["layout"]), Job.from_dict(record["job"])
+        store = Store(layout.store, storage=provider.storage, moving=settings.moving_of(record))
+        own = with_own_copies(layout)  # else planned by an earlier version
+        if own != layout and not store.has_run(layout.run_id):
+            layout = own
+        fallbacks = Fallbacks(
+            rest=tuple(rest),
+            first=str(self._run.record.get("first") or self._run.url),
+            refusals=tuple(record.get("refusals") or ()),
+        )
+        plan = plan_of_record(
+            record,
+            job,
+            layout,
+            store=store,
+            provider=provider,
+            settings=settings,
+            fetch=self._held,
+            fallbacks=fallbacks,
+        )
+        try:
+            for name, item in layout.inputs.items():
+                if item.source is None and item.url.startswith(f"{layout.store}/data/"):
+                    self._bring(item.url.removeprefix(f"{layout.store}/data/").partition("/")[0], store, name)
+        except BaseException:
+            store.withdraw(plan.run_id)
+            raise
+        return plan
+
+    def _held(self, key: str) -> bytes:
+        """Return the previous place's content of ``key``. Raises `StorageError` if missing: this cloudtrain differs
+        from the submitter's, and a third-party provider needs a runtime of its own."""
+        run = self._run
+        try:
+            return run.store.files.read(key)
+        except FileNotFoundError:
+            again = f"submit the same job again with --run-id {run.run_id}, by the same version of cloudtrain"
+            raise StorageError(
+                f"{run.store.url}/{key} is missing, so the next store cannot get it", hint=again
+            ) from None
+
+    def _bring(self, digest: str, store: Store, name: str) -> None:
+        """Copy a data tree from this run's store into ``store`` and check each digest, unless it is complete there."""
+        old, manifest = self._run.store, f"data/manifests/{digest}.json"
+        store.announce(self._run.run_id, [digest], say=self._say)  # from here on no client deletes the tree
+        if store.files.exists(manifest):
+            return
+        listed = old.record(manifest)
+        if listed is None:
+            again = f"submit the same job again with --run-id {self._run.run_id} on a machine that has the data"
+            raise StorageError(f"inputs.{name}: {old.url} has no copy of it for {store.url}", hint=again)
+        self._say(f"copying {name} to {store.url}")
+        import tempfile
+
+        with tempfile.TemporaryDirectory(prefix="cloudtrain-") as folder:
+            for path, item in sorted(listed["files"].items()):
+                here = Path(folder, hashlib.sha256(path.encode()).hexdigest())
+                old.files.download(f"data/{digest}/{path}", here, sha256=item["sha256"], size=item["size"])
+                store.files.upload(here, f"data/{digest}/{path}", progress=self._moved)
+                os.unlink(here)
+        store.files.write(manifest, old.files.read(manifest))
 
 
-def error_of(category: str) -> type[CloudtrainError]:
-    """Return the error class for a refusal of ``category``, the inverse of `category_of`."""
-    return _KINDS.get(category, PlatformError)
+def name_of(plan: Plan) -> str:
+    """Return the provider and region of a plan, for people."""
+    return " ".join(filter(None, [plan.provider_name, handover.region_of_provider(plan.provider)]))
 
 
-def secret_values(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the ``env:`` references by variable. Raises `SpecError` for an unset variable."""
-    values = {}
-    for name, reference in job.secrets.items():
-        scheme, _, variable = reference.partition(":")
-        if scheme == "env":
-            if variable not in environ:
-                near = did_you_mean(variable, environ) or f"set it first: export {variable}=VALUE"
-                raise SpecError(f"{variable} is not set here", field=f"secrets.{name}", hint=near)
-            values[variable] = environ[variable]
-    return values
+def check_installed(plan: Plan) -> None:
+    """Raise `SpecError` if the packages of a cloud's plan are not installed here, so this client could not send it."""
+    if "file" in plan.provider.schemes:
+        return
+    check = next(extras_of(plan.provider).checks("", None), None)
+    if check is not None and check.name == "sdk" and check.status == "failed":
+        raise SpecError(check.detail, field=f"fallback {plan.settings.profile}".strip(), hint=check.fix)
+
+
+def refusal_text(refusal: Mapping[str, Any]) -> str:
+    """Return a refusal in one line, for people: the provider, its region, the GPU and the reason."""
+    where = " ".join(filter(None, [refusal["provider"], refusal["place"], refusal["gpu"]]))
+    return f"{where}: {refusal['reason']}"

@@ -36,7 +36,7 @@ from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
-from ..store.store import Staged, Store, next_of, split_ref
+from ..store.store import Staged, Store, StoreClock, cancel_record, next_of, split_ref
 from ..validate import did_you_mean, parse_since, whole_number
 from . import handover
 from .attempts import NO_MACHINES, AttemptPolicy
@@ -121,6 +121,7 @@ class _Known:
     is_arriving: bool = False  # if the request of a cancelled run was cut off, and may still become a job
     has_looked: bool = False  # if this client has looked for the job of such a request for `ClientTimings.arrival`
     stopped: set[str] = field(default_factory=set)  # jobs that were found after a cancel, and were asked to stop
+    clock: StoreClock | None = None
     max_wait: MaxWait | None = None
     over: dict[int, float] = field(default_factory=dict)  # when each attempt was first seen over
     retried: dict[int, bool] = field(default_factory=dict)  # for each attempt that is over, if another may follow
@@ -311,10 +312,22 @@ class Run:
 
     def _arrival_left(self, attempt: int) -> float | None:
         """Return the seconds for which an attempt of a cancelled run may still become a job; None if no client was cut
-        off while it sent it. Until then, each client that looks at the run stops such a job."""
-        if not handover.cut_off(self.store, self.run_id, attempt):
+        off while it sent it. Until then, each client that looks at the run stops such a job. A client that is still
+        sending it renews its lease."""
+        lease = handover.unanswered(self.store, self.run_id, attempt)
+        if lease is None:
             return None
-        return max(0.0, self._longest_arrival - self.store.seconds_since_cancel(self.run_id, self._clock()))
+        clock = self._store_clock
+        since = clock.age(cancel_record(self.run_id)) or 0.0
+        if lease.modified:
+            since = min(since, clock.since(lease.modified))
+        return max(0.0, self._longest_arrival - since)
+
+    @property
+    def _store_clock(self) -> StoreClock:
+        if self._known.clock is None:
+            self._known.clock = StoreClock(self.store, self.run_id, now=self._clock, ticks=self._ticks)
+        return self._known.clock
 
     def _arriving(self, status: Status, attempt: int) -> Status:
         within = f"within {self._longest_arrival:.0f} s of the cancel"
@@ -325,9 +338,9 @@ class Run:
         """Return the native id of an attempt that a client was sending when it was cut off, if the request becomes a
         job in the moment after a cancel."""
         store, arrival, native = self.store, CLIENT_TIMINGS.arrival, None
-        if (since := store.cancelled_since(self.run_id)) is None:
+        if (since := self._store_clock.age(cancel_record(self.run_id))) is None:
             return None
-        until = self._ticks() + min(arrival, since + arrival - self._clock())
+        until = self._ticks() + arrival - max(0.0, since)
         while native is None and self._ticks() < until and handover.cut_off(store, self.run_id, attempt):
             self._sleep(0.5)
             native = self._native(attempt)
@@ -427,7 +440,7 @@ class Run:
             return ""
         if self._known.max_wait is None:
             policy = AttemptPolicy.of_job(self.job.at(self.provider_name))
-            self._known.max_wait = MaxWait(store=self.store, run_id=self.run_id, policy=policy, clock=self._clock)
+            self._known.max_wait = MaxWait(store=self.store, run_id=self.run_id, policy=policy, clock=self._store_clock)
         if reason := self._known.max_wait.ends(max(natives), status):
             with contextlib.suppress(NotFoundError):
                 self._patiently(partial(self.provider.cancel, natives[max(natives)]))

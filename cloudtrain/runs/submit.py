@@ -39,9 +39,9 @@ from ..storage.local_disk import local_path
 from ..store import runtime_zip
 from ..store.store import Staged, Store
 from ..validate import json_loads, url_scheme, without_secrets
+from .deliver import deliver, error_of, reserve, secret_values, write_context
 from .handover import REFUSALS, unsent_attempt
 from .outcome import one_line
-from .retry import deliver, error_of, reserve, secret_values, write_context
 from .run import Run
 from .summary import columns, plan_rows, table_html
 from .warnings import append_cautions, cautions, gpu_memory_gib, gpu_memory_texts, memory_notes, total_gpus
@@ -568,7 +568,7 @@ def send_plan(
     say(f"submitting to {plan.provider_name}")
     try:
         # The submitter gets an error, so no other client may send it later.
-        native = deliver(run, plan.request, values, refusals=(AuthError, *REFUSALS), say=say)
+        native = deliver(run, plan.request, values, refusals=(AuthError, *REFUSALS), say=progress)
     except (AuthError, *REFUSALS):
         with contextlib.suppress(CloudtrainError):
             if run.result()["native_id"] is not None:  # else the result is kept, if nothing follows

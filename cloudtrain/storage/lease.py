@@ -101,7 +101,7 @@ class Lease:
         self._say = partial(say, waits) if say else None
         self._token, self._lost, self._since = secrets.token_hex(16), False, (0.0, 0.0)
         self._seen = ("", 0.0)
-        self._ended = threading.Event()
+        self._ended, self._renewing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._renew, daemon=True)
         self.kept = False
         self.took_over: float | None = None
@@ -178,14 +178,15 @@ class Lease:
 
     def renew(self) -> bool:
         """Renew the lease, as its thread does. Return False if another client has it."""
-        since = (time.monotonic(), time.time())
-        try:
-            self._lost = not self._replace_ours(self._token)
-        except FileExistsError:
-            self._lost = True
-        if not self._lost:
-            self._since = since
-        return not self._lost
+        with self._renewing:
+            since = (time.monotonic(), time.time())
+            try:
+                self._lost = not self._replace_ours(self._token)
+            except FileExistsError:
+                self._lost = True
+            if not self._lost:
+                self._since = since
+            return not self._lost
 
     def _replace_ours(self, holder: str) -> bool:
         """Write ``holder`` over our own lease; return False if it is not ours any more."""

@@ -7,6 +7,7 @@ former version is next to it; `tidy` puts it back.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 from collections.abc import Collection
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from .local_disk import disk_errors
 
-__all__ = ["aside", "discard", "files_below", "prune", "swap", "take", "tidy"]
+__all__ = ["aside", "discard", "files_below", "keep", "prune", "swap", "take", "tidy"]
 
 _NEXT = ".partial-"
 _FORMER = ".former-"
@@ -74,6 +75,13 @@ def take(source: Path, target: Path) -> None:
             os.link(source, target)
         except OSError:
             shutil.copy2(source, target, follow_symlinks=False)
+
+
+def keep(path: Path) -> None:
+    """Rename the user's own file or folder, which is in the way, to ``<name>.yours``, or ``.yours-2`` and so on."""
+    names = (f"{path.name}.yours{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
+    with disk_errors(path):
+        os.replace(path, next(free for name in names if not os.path.lexists(free := path.with_name(name))))
 
 
 def swap(final: Path) -> None:

@@ -43,6 +43,9 @@ __all__ = [
     "SOURCES",
     "Staged",
     "Store",
+    "StoreClock",
+    "attempt_record",
+    "cancel_record",
     "check_listable",
     "copied_input_url",
     "existing_path",
@@ -316,11 +319,13 @@ class Store:
 
     def create_attempt(self, run: Layout | str, k: int, request: Request) -> bool:
         """Write request.json of attempt ``k``; return False if another client has started that attempt."""
-        return self._create(_attempt(run if isinstance(run, str) else run.run_id, k, "request"), request.to_dict())
+        return self._create(
+            attempt_record(run if isinstance(run, str) else run.run_id, k, "request"), request.to_dict()
+        )
 
     def attempt_request(self, run_id: str, k: int) -> Request | None:
         """Return the request of attempt ``k``, or None if there is no such attempt."""
-        record = self._json(_attempt(run_id, k, "request"))
+        record = self._json(attempt_record(run_id, k, "request"))
         if record is None:
             return None
         record.pop(_TOKEN, None)
@@ -334,51 +339,54 @@ class Store:
 
     def write_submitted(self, run_id: str, k: int, native_id: str) -> None:
         """Record the platform's id of attempt ``k``. A second call keeps the time: `max_wait` counts from it."""
-        key, record = _attempt(run_id, k, "submitted"), to_json({"native_id": native_id, "time": time.time()})
+        key, record = attempt_record(run_id, k, "submitted"), to_json({"native_id": native_id, "time": time.time()})
         if not self.files.create(key, record) and (self._json(key) or {}).get("native_id") != native_id:
             self.files.write(key, record)
 
     def submitted(self, run_id: str, k: int) -> dict[str, Any] | None:
         """Return ``{"native_id": …, "time": …}`` of attempt ``k``, or None until the platform has accepted it."""
-        return self._json(_attempt(run_id, k, "submitted"))
+        return self._json(attempt_record(run_id, k, "submitted"))
 
     def write_refused(self, run_id: str, k: int, *, category: str, reason: str) -> None:
         """Record that the platform refused attempt ``k``."""
         record = {"category": category, "reason": reason, "time": time.time()}
-        self.files.write(_attempt(run_id, k, "refused"), to_json(record))
+        self.files.write(attempt_record(run_id, k, "refused"), to_json(record))
 
     def refused(self, run_id: str, k: int) -> dict[str, Any] | None:
         """Return ``{"category": …, "reason": …, "time": …}`` of a refused attempt, else None."""
-        return self._json(_attempt(run_id, k, "refused"))
+        return self._json(attempt_record(run_id, k, "refused"))
 
     def write_ended(self, run_id: str, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
         """Record how attempt ``k`` failed; return the first such record, by which all clients judge."""
-        return self._first(_attempt(run_id, k, "ended"), record)
+        return self._first(attempt_record(run_id, k, "ended"), record)
 
     def ended(self, run_id: str, k: int) -> dict[str, Any] | None:
         """Return the record of `write_ended`, or None if no client has judged attempt ``k``."""
-        return self._json(_attempt(run_id, k, "ended"))
+        return self._json(attempt_record(run_id, k, "ended"))
 
     def runs_since(self, run_id: str, k: int, now: float) -> float:
         """Record that attempt ``k`` was seen running at ``now``; return its first such time (Unix seconds)."""
-        return float(self._first(_attempt(run_id, k, "running"), {"time": now})["time"])
+        return float(self._first(attempt_record(run_id, k, "running"), {"time": now})["time"])
 
     def seen_running(self, run_id: str, k: int) -> float | None:
         """Return when a client first saw attempt ``k`` running (Unix seconds), or None."""
-        record = self._json(_attempt(run_id, k, "running"))
+        record = self._json(attempt_record(run_id, k, "running"))
         return float(record["time"]) if record is not None else None
 
-    def waits_since(self, run_id: str, k: int, starts: int, now: float) -> float:
-        """Return when attempt ``k``, after ``starts`` starts, was first seen waiting for machines again (maybe now)."""
-        return float(self._first(_attempt(run_id, k, f"waits-{int(starts)}"), {"time": now})["time"])
+    def write_wait(self, run_id: str, k: int, starts: int, now: float) -> str:
+        """Record that attempt ``k``, after ``starts`` starts, was seen waiting for machines again, unless that is
+        recorded; return the record's key."""
+        key = attempt_record(run_id, k, f"waits-{int(starts)}")
+        self.files.create(key, to_json({"time": now}))
+        return key
 
     def expire(self, run_id: str, k: int, reason: str) -> bool:
         """Decide that attempt ``k`` has waited for machines too long; return False if another client has."""
-        return self._create(_attempt(run_id, k, "expired"), {"reason": reason})
+        return self._create(attempt_record(run_id, k, "expired"), {"reason": reason})
 
     def expired(self, run_id: str, k: int) -> dict[str, Any] | None:
         """Return ``{"reason": …}`` of an attempt that waited for machines too long, else None."""
-        return self._json(_attempt(run_id, k, "expired"))
+        return self._json(attempt_record(run_id, k, "expired"))
 
     def context(self, layout: Layout) -> dict[str, Any] | None:
         """Return the nodes' context.json, or None."""
@@ -391,30 +399,16 @@ class Store:
 
     def cancel(self, run_id: str) -> None:
         """Forbid further attempts. Idempotent."""
-        self.files.create(f"{run_folder(run_id)}/cancelled.json", to_json({"time": time.time()}))
+        self.files.create(cancel_record(run_id), to_json({"time": time.time()}))
 
     def cancelled(self, run_id: str) -> bool:
         """Return whether further attempts are forbidden."""
-        return self.files.exists(f"{run_folder(run_id)}/cancelled.json")
+        return self.files.exists(cancel_record(run_id))
 
     def cancelled_since(self, run_id: str) -> float | None:
         """Return when the run was cancelled (Unix seconds), or None."""
-        record = self._json(f"{run_folder(run_id)}/cancelled.json")
+        record = self._json(cancel_record(run_id))
         return None if record is None else float(record.get("time") or 0.0)
-
-    def seconds_since_cancel(self, run_id: str, now: float) -> float:
-        """Return the seconds since a cancelled run's cancel, by the store's clock.
-
-        ``now`` (Unix seconds) counts if the store has no times, or this client cannot write the mark that shows the
-        store's present time.
-        """
-        cancelled, mark = (f"{run_folder(run_id)}/{name}.json" for name in ("cancelled", "awaited"))
-        with contextlib.suppress(AuthError, StorageError):
-            self.files.write(mark, to_json({"time": now}))
-            since, until = (found.modified if (found := self.files.load(key)) else 0.0 for key in (cancelled, mark))
-            if since and until:
-                return until - since
-        return now - (self.cancelled_since(run_id) or 0.0)
 
     def write_result(self, run_id: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Write result.json if absent and return the stored one. A late client cannot overwrite it."""
@@ -570,6 +564,44 @@ class Store:
         return found
 
 
+class StoreClock:
+    """The present time of a store for the clients of a run, whose own clocks may differ.
+
+    ``now`` gives this client's Unix seconds, and ``ticks`` the seconds of its waits. The first call writes a mark into
+    the run's folder: its time of change is the store's present time. This client's time counts if the store has no
+    times, or if this client may not write there.
+    """
+
+    def __init__(self, store: Store, run_id: str, *, now: Callable[[], float], ticks: Callable[[], float]) -> None:
+        self._store, self._run_id, self.now, self.ticks = store, run_id, now, ticks
+        self._ahead: float | None = None
+
+    def since(self, moment: float) -> float:
+        """Return the seconds since ``moment``, Unix seconds of the store or of its platform."""
+        known = self._learn()
+        return (self.now() if known is None else self.ticks() + known) - moment
+
+    def age(self, key: str) -> float | None:
+        """Return the seconds since the record at ``key``, with its ``time``, was written; None if there is none."""
+        found = self._store.files.load(key)
+        if found is None:
+            return None
+        if found.modified and self._learn() is not None:
+            return self.since(found.modified)
+        return self.now() - float((self._store.record(key) or {}).get("time") or 0.0)
+
+    def _learn(self) -> float | None:
+        """Return the seconds by which the store's clock is ahead of `ticks`; None if unknown."""
+        if self._ahead is None:
+            mark = f"{run_folder(self._run_id)}/awaited.json"
+            with contextlib.suppress(AuthError, StorageError):
+                self._store.files.write(mark, to_json({"time": self.now()}))
+                found = self._store.files.load(mark)
+                if found is not None and found.modified:
+                    self._ahead = found.modified - self.ticks()
+        return self._ahead
+
+
 # ------------------------------------------------------------------------------------------------------ pieces of Store
 
 
@@ -613,6 +645,11 @@ def run_folder(run_id: str) -> str:
     return f"runs/{check_run_id(run_id)}"
 
 
+def cancel_record(run_id: str) -> str:
+    """Return the key of the record that the run was cancelled."""
+    return f"{run_folder(run_id)}/cancelled.json"
+
+
 def sweep_folder(sweep_id: str) -> str:
     """Return the key of the sweep's folder. Raises `SpecError` for an invalid id."""
     return f"sweeps/{check_run_id(sweep_id)}"
@@ -622,7 +659,8 @@ def _log_entry(folder: str, number: int) -> str:
     return f"{folder}/log/{number:06d}.json"
 
 
-def _attempt(run_id: str, k: int, name: str) -> str:
+def attempt_record(run_id: str, k: int, name: str) -> str:
+    """Return the key of the record ``name`` of attempt ``k``."""
     return f"{run_folder(run_id)}/attempts/{int(k)}/{name}.json"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import foldercloud
 import pytest
 import tomli_w
+from dates import date_back
 from foldercloud import NAME, Provider
 from vertex_recorded import after_waiting
 from worlds.azureml.life import QUOTA
@@ -25,7 +26,7 @@ from worlds.vertex.life import RESOURCE_EXHAUSTED, STOCKOUT, CustomJob
 from worlds.vertex.world import VertexWorld
 
 from cloudtrain.estimator import Estimator
-from cloudtrain.runs.fallback import FallbackPolicy
+from cloudtrain.runs.retry import Retry
 from cloudtrain.runs.run import Run
 from cloudtrain.store import runtime_zip
 
@@ -40,7 +41,7 @@ class Waiting:
     """Runs whose jobs wait for machines in a cloud. Runs that leave it start in the second place."""
 
     def __init__(self, world: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, **table: Any) -> None:
-        self.world, self.name = world, name
+        self.world, self.name, self.patch = world, name, monkeypatch
         foldercloud.install(folder / "site")
         (folder / "site/foldercloud.py").unlink()  # the tests import the module in this process
         monkeypatch.syspath_prepend(str(folder / "site"))
@@ -72,14 +73,12 @@ class Waiting:
         waits = {} if self.name == "sagemaker" else {"max_wait": int(HOUR)}
         given: dict[str, Any] = {"max_runtime": 1200, "on": {self.name: fields}, **waits}
         run = Estimator(entry_point="train.py", **given).fit(wait=False, run_id=run_id)
-        key = f"runs/{run_id}/attempts/0/submitted.json"
-        record = json.loads(run.store.files.read(key))
-        run.store.files.write(key, json.dumps({**record, "time": record["time"] - 48 * HOUR}).encode())
+        date_back(run.store.files, f"runs/{run_id}/attempts/0/submitted.json", 48 * HOUR, self.patch)
         return run
 
     def look(self, run: Run) -> bool:
         """Reconcile as any client does. Return True if the run is then in the second place."""
-        run.reconcile(retry=FallbackPolicy(run))
+        run.reconcile(retry=Retry(run))
         return f"{run.run_id}.0" in self.second.jobs()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from dates import date_back
 from earlier import Ran
 from worlds.sagemaker import wire as aws_wire
 from worlds.sagemaker.world import SageMakerWorld
@@ -32,6 +33,7 @@ class Clouds:
     """An account of AWS and a project of Google Cloud with two places each and no machines."""
 
     def __init__(self, tmp_path: Path, moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch = monkeypatch
         self.aws = SageMakerWorld(tmp_path / "a", moto=moto, image="team/trainer:1", runs=False)
         self.google = VertexWorld(tmp_path / "g", image="team/none:1", log_drain=0)
         for plane in (self.aws.plane, self.google.plane):
@@ -88,9 +90,7 @@ class Clouds:
         return aws + [name.split("/")[3] for name, job in self.google.plane.jobs.items() if not job.over]
 
     def long_ago(self, run: Run) -> None:
-        key = "runs/r/attempts/0/submitted.json"
-        record = json.loads(run.store.files.read(key))
-        run.store.files.write(key, json.dumps({**record, "time": record["time"] - 2 * 86400}).encode())
+        date_back(run.store.files, "runs/r/attempts/0/submitted.json", 2 * 86400, self.patch)
 
 
 @pytest.fixture

@@ -82,6 +82,9 @@ class Provider(CloudProvider):
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         return str(self.account.create(request, secrets))
 
+    def may_have_sent(self, request: Request) -> bool:
+        return bool(self.account.may_have_sent(request))
+
     def principal(self) -> str | None:
         """Return the access key's id; None for a token."""
         return self.account.principal()  # type: ignore[no-any-return]

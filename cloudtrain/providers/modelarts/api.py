@@ -293,6 +293,10 @@ class Account:
                 return found
             time.sleep(0.5)
 
+    def may_have_sent(self, request: Request) -> bool:
+        """Return whether a call to create the request's job got no answer."""
+        return request.body["metadata"]["name"] in self._unsure
+
     def _with_secrets(self, request: Request, secrets: Mapping[str, str]) -> dict[str, Any]:
         """Return the body with the values of the secrets, sealed with the run's key, in place of nothing."""
         words = [word.partition("=") for word in words_of(request.body)]

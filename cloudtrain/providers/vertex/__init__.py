@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ...provider_api.protocol import Need
+from ...provider_api.protocol import Need, Request
 from ...validate import url_scheme
 from .._cloud import CloudProvider
 
@@ -90,6 +90,9 @@ class Provider(CloudProvider):
     object_mounts: ClassVar[tuple[str, ...]] = (
         *("/gcs/", "AIP_MODEL_DIR", "AIP_CHECKPOINT_DIR", "AIP_TENSORBOARD_LOG_DIR"),
     )
+
+    def may_have_sent(self, request: Request) -> bool:
+        return bool(self.account.may_have_sent(request))
 
     def principal(self) -> str | None:
         """Return the calling service account, or the user if gcloud has recorded the name; else None."""

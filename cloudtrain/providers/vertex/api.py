@@ -431,6 +431,10 @@ class Account:
                 return found
             time.sleep(0.5)
 
+    def may_have_sent(self, request: Request) -> bool:
+        """Return whether a call to create the request's job got no answer."""
+        return request.body["displayName"] in self._unsure
+
     def _prepared(self, request: Request) -> Callable[[], str]:
         """Prepare the creation up to its one call: the import of Google's client alone can take ten seconds."""
         name, parent = request.body["displayName"], _parent(request)

@@ -13,9 +13,9 @@ from ...provider_api.protocol import Layout, Provider
 from ...settings.settings import Settings
 from ...store.store import Store
 from ..attempts import NO_MACHINES, had_no_machines
-from ..fallback import FallbackPolicy
 from ..handover import REFUSALS, cut_off
 from ..metrics import MetricsReader
+from ..retry import Retry
 from ..run import Run
 from ..submit import Plan, plan_of_record, send_plan
 from .prune import Points, costs_of, value_of
@@ -72,7 +72,7 @@ class RunTrials:
                 # No client sends it any more: the cancel is older than any run.json.
                 return Outcome(trial=trial.n, state="cancelled", max_cost=0.0, max_gpu_hours=0.0, reason=str(exc))
             say = partial(self._line, trial)
-            run.reconcile(retry=FallbackPolicy(run, say, environ=self._environ))
+            run.reconcile(retry=Retry(run, say, environ=self._environ))
             result = self._store.result(trial.run)
         return None if result is None else self.outcome(trial, result, stop)
 
