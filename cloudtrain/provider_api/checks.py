@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import AuthError, CloudtrainError, LostContactError, NotFoundError, PlatformError, SpecError
 from ..storage.extras import not_installed
 
-__all__ = ["STATUSES", "Check", "failed", "failure", "gravest", "installed", "ok", "skipped", "tried", "unknown"]
+__all__ = [
+    "STATUSES", "Check", "failed", "failure", "gravest", "installed", "ok", "passed", "skipped", "tried", "unknown"
+]  # fmt: skip
 
 STATUSES = ("ok", "failed", "skipped", "unknown")
 GRAVEST = (3, 7, 9, 8, 2, 4)
@@ -82,6 +85,15 @@ def tried(name: str, look: Callable[[], Iterable[Check] | Check], *, extra: bool
     except (LookupError, TypeError, ValueError, AttributeError) as exc:  # an answer without its documented form
         said = f"an undocumented answer: {type(exc).__name__}: {exc}"
         yield unknown(name, said) if extra else failure(name, PlatformError(said))
+
+
+def passed(*groups: Iterable[Check]) -> Generator[Check, None, bool]:
+    """Yield the checks of ``groups`` up to the first that does not pass. Return True if all passed."""
+    for check in itertools.chain.from_iterable(groups):
+        yield check
+        if check.status != "ok":
+            return False
+    return True
 
 
 def installed(packages: Sequence[str], *, extra: str) -> Check:

@@ -15,11 +15,21 @@ import posixpath
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from contextlib import contextmanager, suppress
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ..errors import LostContactError, PlatformError, SpecError, StorageError, UnsupportedError
+from ..errors import (
+    CloudtrainError,
+    ConflictError,
+    LostContactError,
+    NotFoundError,
+    PlatformError,
+    SpecError,
+    StorageError,
+    UnsupportedError,
+)
 from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ..provider_api.node import NodeEnvironment, Topology
 from ..provider_api.protocol import (
@@ -31,6 +41,7 @@ from ..provider_api.protocol import (
     Request,
     Shell,
     Status,
+    check_needs,
     context_of,
 )
 from ..validate import did_you_mean, unix_seconds, url_scheme
@@ -53,20 +64,25 @@ __all__ = [
     "bucket_url",
     "check_gpus",
     "check_request",
+    "check_secrets",
     "check_shared",
     "check_tags",
     "decoded",
     "digest_of",
+    "first_job",
     "first_match",
+    "found_until",
     "hinted",
     "machine_of",
     "one_line",
+    "pages",
+    "pairs_of",
+    "path_words",
     "paths_of",
     "patterns",
     "pinned_machine",
     "problems",
     "processes_of",
-    "secret_references",
     "shared_arguments",
     "shared_environment",
     "shared_launch_spec",
@@ -76,7 +92,9 @@ __all__ = [
     "shared_url",
     "short_key",
     "size_of",
+    "table_in",
     "time_of",
+    "unless_over",
 ]  # fmt: skip
 
 BUCKETS = ("s3", "gs", "abfs", "abfss", "az")
@@ -125,15 +143,20 @@ class CloudProvider(ProviderExtras):
         return self._module("api").Account(self.settings)
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
-        made: Request = self._module("request").plan(self.settings, job, layout, attempt=attempt, gpu_index=gpu_index)
+        kind: Any = type(self)
+        check_needs(kind, self.settings, job)
+        planned = Planned(self.name, self.settings, job, layout, attempt, gpu_index, [])
+        made: Request = self._module("request").plan(planned)
         return made
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         return str(self.account.create(request))
 
     def find(self, request: Request) -> str | None:
-        found: str | None = self.account.find(request)
-        return found
+        with suppress(ConflictError):  # the platform has another request's job of that name
+            found: str | None = self.account.find(request)
+            return found
+        return None
 
     def status(self, native_id: str) -> Status:
         found: Status = self._module("status").status(self.account, native_id)
@@ -216,7 +239,10 @@ class ClusterProvider(CloudProvider):
 
 
 class Planned(NamedTuple):
-    """The arguments of a cluster's plan, and the time limit in seconds that follows from them."""
+    """The arguments of a plan, and the notes for the user so far.
+
+    `on` adds a cluster's machines by their names in the setting ``prices``, and the time limit in seconds.
+    """
 
     provider: str
     settings: Any
@@ -224,36 +250,58 @@ class Planned(NamedTuple):
     layout: Layout
     attempt: int
     gpu_index: int
-    machine: str
-    seconds: int
     notes: list[str]
-
-    @classmethod
-    def of(
-        cls, provider: str, settings: Any, job: Job, layout: Layout, attempt: int, gpu_index: int, *, machine: str
-    ) -> Planned:
-        """Return the facts of a plan. ``machine`` is the name of the nodes in the setting ``prices``."""
-        from ..provider_api.limits import hard_limit
-
-        limit = hard_limit(job, provider, lambda _: [machine], gpu_index=gpu_index, own=settings.prices)
-        return cls(provider, settings, job, layout, attempt, gpu_index, machine, *limit)
+    machines: tuple[str, ...] = ()
+    seconds: int = 0
 
     @property
     def gpu(self) -> Gpu | None:
         return self.job.resources.gpus[self.gpu_index] if self.job.resources.gpu else None
 
-    def request(self, operation: str, body: Mapping[str, Any]) -> Request:
-        """Return the request that holds ``body``, and the notes so far."""
-        processes = self.job.resources.processes(self.gpu_index)
+    @property
+    def name(self) -> str:
+        from ..job.job import job_name
+
+        return job_name(self.layout.run, self.attempt, self.gpu_index)
+
+    def limit(self, names: Callable[[int], Sequence[str]], **bounds: int) -> int:
+        """Return the hard limit in seconds, and add its notes; see `limits.hard_limit`."""
+        from ..provider_api.limits import hard_limit
+
+        own: dict[str, Any] = {"gpu_index": self.gpu_index, "own": self.settings.prices, **bounds}
+        seconds, notes = hard_limit(self.job, self.provider, names, **own)
+        self.notes.extend(notes)
+        return seconds
+
+    def on(self, machine: str) -> Planned:
+        """Return the facts of a cluster's plan, with ``machine`` for its nodes."""
+        own = (machine,) if self.settings.prices else ()
+        return self._replace(machines=own, seconds=self.limit(lambda _: [machine]))
+
+    def request(
+        self,
+        operation: str,
+        body: Mapping[str, Any],
+        *,
+        machines: Iterable[str] = (),
+        known: Machine | None = None,
+        **context: Any,
+    ) -> Request:
+        """Return the request that holds ``body``, and the notes so far.
+
+        ``machines`` are the platform's names of the machines that it may choose, and ``known`` is the catalogue's entry
+        of the first. ``context`` are values in place of the usual ones.
+        """
+        processes = processes_of(self.job, self.gpu_index, known)
         return Request(
             provider=self.provider,
             operation=operation,
             body=body,
-            context=context_of(self.provider, self.job, self.layout, processes=processes),
+            context={**context_of(self.provider, self.job, self.layout, processes=processes), **context},
             run=self.layout.run,
             attempt=self.attempt,
             gpu_index=self.gpu_index,
-            instance_types=(self.machine,) if self.settings.prices else (),
+            instance_types=tuple(machines) or self.machines,
             notes=tuple(self.notes),
         )
 
@@ -314,22 +362,21 @@ class Clock:
 # ------------------------------------------------------------------------------------------------------ parts of a plan
 
 
-def secret_references(
-    provider: str, job: Job, *, scheme: str, known: str, create: Callable[[str], str]
-) -> Iterator[tuple[str, str]]:
-    """Yield (field, reference without its scheme) of each secret.
+def check_secrets(provider: str, job: Job, *, form: str, wanted: str, known: str, create: Callable[[str], str]) -> None:
+    """Raise `UnsupportedError` for a secret of another scheme than ``known`` begins with, `SpecError` for its form.
 
-    ``known`` describes the references that nodes can fetch, ``create(NAME)`` is the command that makes a secret of this
-    machine's variable. Raises `UnsupportedError` for any scheme but ``scheme``.
+    ``known`` describes the references that nodes can fetch, and ``wanted`` their ``form``. ``create(NAME)`` is the
+    command that makes a secret of this machine's variable.
     """
     for name, reference in job.secrets.items():
         field, (given, _, rest) = f"secrets.{name}", reference.partition(":")
         if given == "env":
             hint = f"to create the secret there, run: {create(rest)}\nthen refer to it as {known.partition(' only')[0]}"
             raise UnsupportedError(provider, field, "its nodes cannot read this machine's variables", hint=hint)
-        if given != scheme:
+        if given != known.partition(":")[0]:
             raise UnsupportedError(provider, field, f"its nodes fetch {known}")
-        yield field, rest
+        if not re.fullmatch(form, rest, re.ASCII):
+            raise SpecError(f"{rest!r} is not {wanted}", field=field)
 
 
 def check_shared(provider: str, job: Job, *, where: str, secrets: str) -> None:
@@ -466,12 +513,24 @@ def paths_of(argv: Mapping[str, str]) -> dict[str, str]:
     return paths
 
 
+def path_words(paths: Mapping[str, str]) -> list[str]:
+    """Return the words ``--path NAME=PATH`` of a command line."""
+    return [word for name, path in paths.items() for word in ("--path", f"{name}={path}")]
+
+
+def pairs_of(words: Sequence[str]) -> dict[str, str]:
+    """Return the paths by name in a command line: the inverse of `path_words`."""
+    pairs = (word.partition("=") for before, word in itertools.pairwise(words) if before == "--path")
+    return {name: path for name, _, path in pairs}
+
+
 # -------------------------------------------------------------------------------------------------- fields of a request
 
 _FORMS: Mapping[str, tuple[type[Any] | tuple[type[Any], ...], str]] = {
     **dict.fromkeys(("structure", "map"), (Mapping, "a table")),
     **dict.fromkeys(("integer", "long"), (int, "a whole number")),
     "int64": ((int, str), "a whole number"),  # as JSON sends it
+    "number": ((int, float), "a number"),
     "list": (list, "a list"),
     "string": (str, "text"),
     "boolean": (bool, "true or false"),
@@ -573,8 +632,7 @@ def shared_arguments(planned: Planned, path: Callable[[str, str], str], own: Map
     paths |= {GRACE_PATH: str(planned.settings.stop_grace), **own}
     paths |= {} if in_folder else {FLUSH_PATH: str(FLUSH_SECONDS)}
     words = [path(layout.runtime, "store"), "run", "--context", path(layout.context, "store")]
-    words += ["--attempt", str(planned.attempt)]
-    return words + [word for name, path in paths.items() for word in ("--path", f"{name}={path}")]
+    return [*words, "--attempt", str(planned.attempt), *path_words(paths)]
 
 
 def shared_launch_spec(
@@ -597,9 +655,8 @@ def shared_launch_spec(
     """
     context = words[words.index("--context") + 1]
     kinds = dict.fromkeys((words[1], context, f"{context.rpartition('/')[0]}/key"), "mount")
-    for before, word in itertools.pairwise(words):
-        name, _, path = word.partition("=")
-        if before == "--path" and name not in (GRACE_PATH, FLUSH_PATH, *own):
+    for name, path in pairs_of(words).items():
+        if name not in (GRACE_PATH, FLUSH_PATH, *own):
             kinds[path] = "sync" if name in _SYNCED else "mount"
     seen = [Mount(url=shared_url(mounts, path), path=path, kind=kind) for path, kind in kinds.items()]
     counts: dict[str, Any] = dict.fromkeys(("max_restarts", "preemptions", "losses"), RESTARTS)
@@ -663,7 +720,57 @@ def check_request(request: Request | None, test: Callable[[Request], str]) -> Ch
     return skipped("request", "there is no plan") if request is None else ok("request", test(request))
 
 
+# ------------------------------------------------------------------------------------------------------------- of jobs
+
+
+def found_until(end: float, find: Callable[[], str | None]) -> str | None:
+    """Return the job's id. After a lost answer, a list may lack the job until ``end`` of `time.monotonic`."""
+    while (found := find()) is None and time.monotonic() <= end:
+        time.sleep(0.5)
+    return found
+
+
+def first_job(ours: str, find: Callable[[], str | None], cancel: Callable[[str], None]) -> str:
+    """Return the id of the job that counts, and cancel ``ours`` if that is another one.
+
+    A client that slept for longer than its lease may have come second.
+    """
+    try:
+        first = find() or ours
+    except CloudtrainError:  # ours exists even if the search fails
+        return ours
+    if first.rpartition("/")[2] == ours.rpartition("/")[2]:
+        return ours
+    cancel(ours)
+    return first
+
+
+@contextmanager
+def unless_over(is_over: Callable[[], bool]) -> Iterator[None]:
+    """Ignore the refusal of a cancel if the job is over, or stops already. An unknown job stays an error."""
+    try:
+        yield
+    except SpecError as exc:
+        if isinstance(exc, NotFoundError) or not is_over():
+            raise
+
+
 # ----------------------------------------------------------------------------------------------------------- of answers
+
+
+def pages(ask: Callable[[str], Mapping[str, Any]], token: str) -> Iterator[Mapping[str, Any]]:
+    """Yield all pages of a list. ``ask(TOKEN)`` returns one, whose field ``token`` names the next."""
+    at: str | None = ""
+    while at is not None:
+        yield (page := ask(at))
+        at = page.get(token) or None
+
+
+@cache
+def table_in(module: str, name: str) -> dict[str, Any]:
+    """Return the JSON table ``name`` in the folder of a module's file."""
+    found: dict[str, Any] = json.loads(Path(module).with_name(name).read_bytes())
+    return found
 
 
 def decoded(body: bytes, *, what: str) -> dict[str, Any]:

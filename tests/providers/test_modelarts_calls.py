@@ -27,6 +27,7 @@ from cloudtrain.errors import (
     SpecError,
 )
 from cloudtrain.provider_api.protocol import Request
+from cloudtrain.providers._cloud import first_job
 from cloudtrain.providers.modelarts import Provider, api, logs
 from cloudtrain.providers.modelarts.api import error_of
 from cloudtrain.providers.modelarts.status import ABNORMAL_SECONDS, CLOCK_SECONDS, _stopped, category_of, status_of
@@ -179,6 +180,40 @@ def test_a_job_that_shows_late_in_the_list_is_awaited_after_a_lost_answer(
     assert len(plane.jobs) == 1
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_refusal_after_a_lost_answer_counts_if_no_job_comes(
+    plane: Plane, provider: Any, tmp_path: Path, comes: bool
+) -> None:
+    wanted = request(provider, tmp_path)
+    plane.wire.faults.append(Fault("create", None, done=comes))
+    with pytest.raises(LostContactError):
+        provider.submit(wanted)
+    plane.quota = 0
+    if comes:
+        assert plane.job(provider.submit(wanted)).body["metadata"]["name"] == wanted.body["metadata"]["name"]
+        return
+    with pytest.raises(QuotaError):
+        provider.submit(wanted)
+    assert plane.jobs == {}
+
+
+@pytest.mark.parametrize("status", [400, 409])
+def test_a_refused_stop_counts_unless_the_job_stops_all_the_same(
+    plane: Plane, provider: Any, tmp_path: Path, status: int
+) -> None:
+    native = provider.submit(request(provider, tmp_path))
+    for done in (False, True):
+        refused = refusal(status, "ModelArts.2760", "A job in this phase cannot be terminated")
+        plane.wire.faults.append(Fault("stop", refused, done=done))
+        if not done:
+            with pytest.raises(SpecError, match="cannot be terminated"):
+                provider.cancel(native)
+            assert provider.status(native).state == "pending"
+    provider.cancel(native)
+    assert plane.wire.count("stop") == 2
+    assert plane.job(native).wait() == "Terminated"
+
+
 def test_the_older_of_two_jobs_counts_and_the_other_is_stopped(plane: Plane, provider: Any, tmp_path: Path) -> None:
     wanted = request(provider, tmp_path)
     plane.list_lag = 10.0
@@ -186,7 +221,7 @@ def test_the_older_of_two_jobs_counts_and_the_other_is_stopped(plane: Plane, pro
     assert first != second
     plane.list_lag = 0.0
     assert provider.find(wanted) == first
-    assert provider.account._first(wanted, second) == first
+    assert first_job(second, lambda: provider.find(wanted), provider.cancel) == first
     assert plane.job(second).wait() == "Terminated"
 
 
@@ -298,7 +333,8 @@ def test_a_job_that_stays_abnormal_is_lost(plane: Plane, provider: Any, tmp_path
     plane.abnormal.add(native.rpartition("/")[2])
     assert provider.status(native).state == "running"
     provider.account.abnormal[native] = time.monotonic() - ABNORMAL_SECONDS - 1
-    assert (provider.status(native).state, provider.status(native).category) == ("failed", "infra")
+    found = provider.status(native)  # it stops the job
+    assert (found.state, found.category) == ("failed", "infra")
     plane.abnormal.clear()
     assert provider.status(native).native in ("Terminating", "Terminated"), (
         "a lost job must not return next to another job"
@@ -333,7 +369,8 @@ def test_a_first_status_recognises_a_job_that_was_lost_long_ago(plane: Plane, pr
     plane.abnormal.clear()
     assert provider.status(native).state == "pending", "only this phase counts"
     plane.abnormal.add(job.id)
-    assert (provider.status(native).state, provider.status(native).category) == ("failed", "infra")
+    found = provider.status(native)  # it stops the job
+    assert (found.state, found.category) == ("failed", "infra")
     plane.abnormal.clear()
     assert provider.status(native).native in ("Terminating", "Terminated")
 

@@ -124,7 +124,7 @@ def test_every_planned_body_passes_the_models_of_the_sdk(field: str, tmp_path: P
 
 def test_the_table_of_models_is_that_of_the_sdk() -> None:
     models = huawei.needed("huaweicloudsdkmodelarts.v1.model")
-    for name, known in _models().items():
+    for name, known in _models()["models"].items():
         own = getattr(models, name)
         assert known == {own.attribute_map[key]: kind for key, kind in own.openapi_types.items()}
 

@@ -33,7 +33,7 @@ from ...errors import (
 from ...job.job import run_tag
 from ...provider_api.protocol import Request, Shell
 from ...storage import extras
-from .._cloud import ANOTHER_ID, Backoff, decoded
+from .._cloud import ANOTHER_ID, Backoff, decoded, unless_over
 from . import NAME
 from .request import SSH, TAG_BODY, TAG_RUN
 from .urls import cloud_of
@@ -309,14 +309,10 @@ class Account:
         return create(self, request)
 
     def find(self, request: Request) -> str | None:
-        """Return the id of the request's job, if it was ever created."""
-        try:
-            return self.claimed(request)
-        except ConflictError:
-            return None
+        """Return the id of the request's job, if it was ever created.
 
-    def claimed(self, request: Request) -> str | None:
-        """Return the same. Raises `ConflictError` if the job of that name belongs to another user or request."""
+        Raises `ConflictError` if the job of that name belongs to another user or request.
+        """
         name = request.body["name"]
         try:
             job = self.describe(name)
@@ -337,13 +333,8 @@ class Account:
 
     def cancel(self, native_id: str) -> None:
         """Request the cancellation. A job that has ended stays as it is."""
-        try:
+        with unless_over(lambda: self.describe(native_id)["properties"]["status"] in (*FINAL, "CancelRequested")):
             self.call("POST", self.url(f"{self.native_id(native_id)}/cancel"), what="cancel job")
-        except NotFoundError:
-            raise
-        except SpecError:
-            if self.describe(native_id)["properties"]["status"] not in (*FINAL, "CancelRequested"):
-                raise
 
     def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
         """Return the command that opens a shell by the job's ssh service. Raises `SpecError` for a job without one."""

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ...errors import AuthError, NotFoundError, QuotaError, SpecError
-from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
+from ...provider_api.checks import Check, failed, installed, ok, passed, skipped, tried, unknown
 from ...validate import url_scheme
 from .api import HELP, claims_of, named, translated
 from .request import LONGEST_LOW
@@ -43,16 +43,10 @@ _SPOT = re.compile(r"low.?priority", re.IGNORECASE)
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
     """Yield the checks of `doctor`."""
-    yield (found := installed(("azure-ai-ml", "azure-identity", "obstore"), extra="azureml"))
-    if found.status != "ok":
-        return
-    who: dict[str, Any] = {}
-    yield from tried("credentials", lambda: _caller(account, who))
-    if not who:
-        return
     place: dict[str, Any] = {}
-    yield from tried("workspace", lambda: _workspace(account, place))
-    if not place:
+    packages = installed(("azure-ai-ml", "azure-identity", "obstore"), extra="azureml")
+    caller = tried("credentials", lambda: _caller(account))
+    if not (yield from passed([packages], caller, tried("workspace", lambda: _workspace(account, place)))):
         return
     yield from tried("datastore", lambda: _datastore(account, store))
     size: dict[str, str] = {}
@@ -66,11 +60,10 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
     yield from tried("environment", lambda: _environment(account, request.body.get("environment")), extra=True)
 
 
-def _caller(account: Account, who: dict[str, Any]) -> Check:
+def _caller(account: Account) -> Check:
     """Check the sign-in and name the caller."""
     with translated("sign in"):
         token = str(account.credential.get_token(account.cloud.scope).token)
-    who["token"] = True
     claims = claims_of(token)
     if not claims:
         return ok("credentials", "signed in; the token does not say as whom")

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
-from ...job.job import job_name, run_tag
+from ...job.job import run_tag
 from ...job.options import merge_options
-from ...provider_api.limits import checked_prices, hard_limit
-from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
+from ...provider_api.limits import checked_prices
+from ...provider_api.protocol import Layout, Request, check_inputs
 from ...validate import choice_of, duration, url_scheme
-from .._cloud import check_tags, digest_of, machine_of, processes_of, secret_references
+from .._cloud import Planned, check_secrets, check_tags, digest_of, machine_of, path_words
 from . import KEEP_WARM, NAME, Provider
 from .node import LIVE, NODES, OWN_INPUTS, RESUME
 from .urls import FSSPEC, Blob, check_url, cloud_of, datastore_uri, for_job, storage
@@ -71,6 +71,7 @@ PATTERNS = {
     "datastore": (r"[A-Za-z0-9_]+", "is not the name of a datastore", ""),
 }
 """Form of each setting, and the message and hint for another one."""
+SECRET = r"[A-Za-z0-9.:-]+/[A-Za-z0-9-]{1,127}(/[0-9a-f]{32})?"
 IDENTITIES = ("aml_token", "user_identity", "managed_identity")
 _REGISTERED = re.compile(r"azureml:(?!//)|azureml://.+/data/[^/]+/(versions|labels)/[^/]+$")
 """A data asset of the workspace or a registry; no path."""
@@ -144,28 +145,27 @@ def _check_account(settings: Settings, store: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_index: int) -> Request:
+def plan(planned: Planned) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
-    check_needs(Provider, settings, job)
+    settings, job, layout, notes = planned.settings, planned.job, planned.layout, planned.notes
     _check_account(settings, layout.store)
     check_inputs(Provider, layout.inputs)
     _check_secrets(job)
-    instance_type, known = _machine(settings, job, gpu_index)
-    notes: list[str] = []
+    instance_type, known = _machine(settings, job, planned.gpu_index)
     if known and known.retired:
         notes.append(f"{instance_type} was retired on {known.retired}: no machine may ever come")
     priced = instance_type or settings.compute  # a cluster has a price under its own name
-    timeout = _limits(settings, job, gpu_index, notes)
+    timeout = _limits(planned)
     inputs, paths = _inputs(settings, layout)
     shm = max(1, int(known.memory_gib / 2)) if known is not None and known.memory_gib else SHM_GIB
     count = job.resources.instance_count
     body: dict[str, Any] = {
         "$schema": SCHEMA,
         "type": "command",
-        "name": job_name(layout.run, attempt, gpu_index),
+        "name": planned.name,
         "display_name": layout.run_id,
         "experiment_name": settings.experiment_name or job.name,
-        "command": _command(attempt, paths),
+        "command": _command(planned.attempt, paths),
         "environment": _environment(settings, job),
         "environment_variables": _variables(settings, count),
         "inputs": inputs,
@@ -176,7 +176,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
             "shm_size": f"{job.resources.shm_gb or shm}g",
         },
         "limits": {"timeout": timeout},
-        "tags": _tags(settings, job, layout, attempt),
+        "tags": _tags(settings, job, layout, planned.attempt),
         **dict(_switches(settings, job, notes)),
     }
     options = job.options.get(NAME, {})
@@ -184,27 +184,15 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     body = merge_options(body, options, owned=OWNED, provider=NAME)
     check_body(body, serverless=not settings.compute)
     body["tags"][TAG_BODY] = digest_of(body)
-    return Request(
-        provider=NAME,
-        operation=OPERATION,
-        body=body,
-        context=context_of(NAME, job, layout, processes=processes_of(job, gpu_index, known)),
-        run=layout.run,
-        attempt=attempt,
-        gpu_index=gpu_index,
-        instance_types=(priced,),
-        notes=tuple(notes),
-    )
+    return planned.request(OPERATION, body, machines=[priced], known=known)
 
 
 def _check_secrets(job: Job) -> None:
     def create(name: str) -> str:
         return f'az keyvault secret set --vault-name VAULT --name {name.replace("_", "-")} --value "${name}"'
 
-    known = "azure:VAULT/NAME only, a secret of Key Vault"
-    for field, secret in secret_references(NAME, job, scheme="azure", known=known, create=create):
-        if not re.fullmatch(r"[A-Za-z0-9.:-]+/[A-Za-z0-9-]{1,127}(/[0-9a-f]{32})?", secret):
-            raise SpecError(f"{secret!r} is not VAULT/NAME, or VAULT/NAME/VERSION", field=field)
+    known, wanted = "azure:VAULT/NAME only, a secret of Key Vault", "VAULT/NAME, or VAULT/NAME/VERSION"
+    check_secrets(NAME, job, form=SECRET, wanted=wanted, known=known, create=create)
 
 
 # ------------------------------------------------------------------------------------------------------------- machines
@@ -266,9 +254,7 @@ def _command(attempt: int, paths: Mapping[str, str]) -> str:
     pyz, context = (_placeholder("inputs", OWN_INPUTS[word]) for word in ("runtime", "container"))
     words = ["exec", "/bin/sh", "-c", find, "cloudtrain", f"{pyz}/cloudtrain.pyz", "run"]
     words += ["--context", f"{context}/context.json", "--attempt", str(attempt)]
-    for name, path in paths.items():
-        words += ["--path", f"{name}={path}"]
-    return shlex.join(words)
+    return shlex.join([*words, *path_words(paths)])
 
 
 def _inputs(settings: Settings, layout: Layout) -> tuple[dict[str, Any], dict[str, str]]:
@@ -317,8 +303,9 @@ def _channel(settings: Settings, layout: Layout, item: LayoutInput, field: str) 
     return {"type": kind, "mode": mode, "path": path if item.file or registered else f"{path}/"}
 
 
-def _limits(settings: Settings, job: Job, gpu_index: int, notes: list[str]) -> int:
+def _limits(planned: Planned) -> int:
     """Return the hard limit in seconds of running time."""
+    settings, job = planned.settings, planned.job
     if job.max_runtime < TIMEOUT:
         raise UnsupportedError(NAME, "max_runtime", f"a job's time limit is at least {TIMEOUT} s")
     low = _tier(settings, job) == "spot"
@@ -330,11 +317,7 @@ def _limits(settings: Settings, job: Job, gpu_index: int, notes: list[str]) -> i
     def names(at: int) -> list[str]:
         return [_machine(settings, job, at)[0] or settings.compute]
 
-    seconds, said = hard_limit(
-        job, NAME, names, gpu_index=gpu_index, own=settings.prices, least=TIMEOUT, held=job.keep_warm or 0
-    )
-    notes += said
-    return seconds
+    return planned.limit(names, least=TIMEOUT, held=job.keep_warm or 0)
 
 
 def _tags(settings: Settings, job: Job, layout: Layout, attempt: int) -> dict[str, str]:

@@ -39,7 +39,7 @@ _GIT = tuple(f"AZUREML_GIT_{word}" for word in ("REPOSITORY_URI", "BRANCH", "COM
 
 def create(account: Account, request: Request) -> str:
     """Return the id of this request's one job. Raises `ConflictError` if another run's job has its name."""
-    if (found := account.claimed(request)) is not None:
+    if (found := account.find(request)) is not None:
         return found
     check_datastore(account, request.run)
     _check_cluster(account, request)
@@ -48,7 +48,7 @@ def create(account: Account, request: Request) -> str:
         with _quietly():
             _put(account, request)
     except ConflictError:
-        if (found := account.claimed(request)) is None:
+        if (found := account.find(request)) is None:
             raise
         return found
     return account.native_id(name)

@@ -8,14 +8,13 @@ None was run with a real GPU.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
 from ...validate import choice_of, near_or_all, whole_number
+from .._cloud import table_in
 from . import NAME
 from .validate import check_fields, check_key, check_labels
 
@@ -60,11 +59,8 @@ RESOURCES = "resources"
 """The key of a table of further resources by their full names, for the other devices that HAMi shares."""
 
 
-@functools.cache
-def gpu_names() -> Mapping[str, Mapping[str, list[str]]]:
-    """Return the known values of a nodes' label by the name of a GPU, by the label's key."""
-    found: Mapping[str, Mapping[str, list[str]]] = json.loads(Path(__file__).with_name("gpus.json").read_bytes())
-    return found
+gpu_names = partial(table_in, __file__, "gpus.json")
+"""Return the known values of a nodes' label by the name of a GPU, by the label's key."""
 
 
 def with_gpu_memory(settings: Settings, job: Job) -> Settings:

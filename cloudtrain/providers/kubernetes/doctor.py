@@ -5,12 +5,12 @@ Nothing is created. ``doctor --job`` looks at the volume from a node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ...errors import AuthError, NotFoundError, SpecError
-from ...provider_api.checks import Check, failed, installed, ok, skipped, tried
+from ...provider_api.checks import Check, failed, installed, ok, passed, skipped, tried
 from .._cloud import check_gpus, check_request
 from . import NAME
 from .api import HELP
@@ -54,16 +54,14 @@ OLDEST = 29
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
     """Yield the checks of `doctor`."""
-    yield (has := installed(("kubernetes",), extra=NAME))
-    if has.status != "ok":
-        return
-    yield (found := next(tried("cluster", lambda: _cluster(account))))
-    if found.status != "ok":
-        return
+    needed: list[Iterable[Check]] = [
+        [installed(("kubernetes",), extra=NAME)],
+        tried("cluster", lambda: _cluster(account)),
+    ]
     if account.settings.kind == "jobset":
-        yield (found := next(tried("jobset", lambda: _jobset(account))))
-        if found.status != "ok":
-            return
+        needed.append(tried("jobset", lambda: _jobset(account)))
+    if not (yield from passed(*needed)):
+        return
     yield from tried("rights", lambda: _rights(account))
     yield from tried("shared volume", lambda: _volume(account, store), extra=True)
     if account.settings.service_account:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...provider_api.launch_spec import LaunchSpec
 from ...provider_api.protocol import Request
-from .._cloud import shared_launch_spec
+from .._cloud import pairs_of, shared_launch_spec
 from .node import AGAIN, CLOCK_PATH, INDEX, LIMIT_PATH
 from .request import job_object, mounts
 from .validate import quantity_of
@@ -33,7 +33,7 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
         (LIMIT_PATH, CLOCK_PATH),
         hosts=[f"{name}-{number}.{spec['subdomain']}" for number in range(nodes)],
         rank=INDEX,
-        time_limit=float(next(word.partition("=")[2] for word in words if word.startswith(f"{LIMIT_PATH}="))),
+        time_limit=float(pairs_of(words)[LIMIT_PATH]),
         again=AGAIN,
         image=container["image"],
         entrypoint=list(container["command"]),

@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
-from ...job.job import job_name, run_tag
+from ...job.job import run_tag
 from ...job.options import merge_options
 from ...provider_api.limits import checked_prices
-from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, python_command
+from ...provider_api.protocol import Request, check_inputs, python_command
 from ...validate import choice_of, texts_of, whole_number
 from .._cloud import Planned, bucket_url, check_shared, digest_of, shared_arguments, shared_path
 from . import NAME, Provider, devices, validate
@@ -153,14 +153,13 @@ def native_id_of(job: Mapping[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_index: int) -> Request:
+def plan(planned: Planned) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
-    check_needs(Provider, settings, job)
-    check_inputs(Provider, layout.inputs)
-    _refuse(settings, job)
-    settings = devices.with_gpu_memory(settings, job)
-    machine = job.resources.instance_type or "node"
-    planned = Planned.of(NAME, settings, job, layout, attempt, gpu_index, machine=machine)
+    job = planned.job
+    check_inputs(Provider, planned.layout.inputs)
+    _refuse(planned.settings, job)
+    settings = devices.with_gpu_memory(planned.settings, job)
+    planned = planned._replace(settings=settings).on(job.resources.instance_type or "node")
     name, service = _names(planned)
     made = _job(planned, name, _pod(planned, name=name, service=service))
     items = [made, *([_service(made, service)] if job.resources.instance_count > 1 and settings.kind == "job" else [])]
@@ -223,9 +222,8 @@ def _names(planned: Planned) -> tuple[str, str]:
 
     So do the names of a JobSet's Jobs and pods, and the latter have five characters more, which its webhook counts.
     """
-    full = job_name(planned.layout.run, planned.attempt, planned.gpu_index)
-    tail = full[full.rindex(run_tag(planned.layout.run)) - 1 :]
-    head, longest, end = full.removesuffix(tail), LONGEST_NAME - len(tail), ""
+    tail = planned.name[planned.name.rindex(run_tag(planned.layout.run)) - 1 :]
+    head, longest, end = planned.name.removesuffix(tail), LONGEST_NAME - len(tail), ""
     if planned.settings.kind == "jobset":
         head, longest, end = f"ct-{head}", longest - len(OF_SET) - 6, OF_SET
     return head[:longest].rstrip("-") + tail + end, f"ct{tail}"

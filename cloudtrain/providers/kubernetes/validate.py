@@ -7,16 +7,14 @@ answers of Kubernetes 1.36.2 to 67 manifests.
 
 from __future__ import annotations
 
-import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 from ...errors import SpecError
 from ...validate import choice_of, near_or_all, whole_number
+from .._cloud import table_in
 from . import NAME
 
 __all__ = [
@@ -59,10 +57,9 @@ _OPERATORS = ("", "Equal", "Exists", "Lt", "Gt")
 # ----------------------------------------------------------------------------------------------------- fields and types
 
 
-@functools.cache
 def known_fields() -> Mapping[str, Mapping[str, str]]:
     """Return the types of each object's fields, by the names of the official client's models."""
-    found: Mapping[str, Mapping[str, str]] = json.loads(Path(__file__).with_name("fields.json").read_bytes())["fields"]
+    found: Mapping[str, Mapping[str, str]] = table_in(__file__, "fields.json")["fields"]
     return found
 
 

@@ -15,6 +15,7 @@ import shlex
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -34,7 +35,7 @@ from ...errors import (
 from ...provider_api.protocol import Request, Shell, python_command, shell_arguments
 from ...storage.files import files
 from ...storage.obs import HuaweiKeys, NoRedirects, find_keys
-from .._cloud import ANOTHER_ID, Backoff, decoded, one_line
+from .._cloud import ANOTHER_ID, Backoff, decoded, first_job, found_until, one_line, pairs_of, unless_over
 from . import NAME
 from .node import KEY_PATH, SECRETS, sealed
 from .request import mark_of, unmounted, words_of
@@ -115,7 +116,8 @@ class Account:
         self._lock = threading.RLock()
         self._bought: tuple[float, Mapping[str, str]] | None = None
         self._backoff = Backoff(first=FIRST_HOLD)
-        self._unsure: dict[str, float] = {}
+        self._lost_at: dict[str, float] = {}
+        """Time of a creation whose answer was lost, by the job's name, on the clock of `time.monotonic`."""
         self.ended: dict[str, float] = {}
         """Time at which a finished job was first seen so, on the clock of `time.monotonic`."""
         self.abnormal: dict[str, float] = {}
@@ -231,14 +233,10 @@ class Account:
                 return
 
     def find(self, request: Request) -> str | None:
-        """Return the native id of the request's job, if it was ever created."""
-        try:
-            return self.claimed(request)
-        except ConflictError:
-            return None
+        """Return the native id of the request's job, if it was ever created, the oldest of several.
 
-    def claimed(self, request: Request) -> str | None:
-        """Return the same, the oldest of several. Raises `ConflictError` if that job was another request."""
+        Raises `ConflictError` if that job was another request.
+        """
         where, own = _place(request), request.body["metadata"]
         mark = f"{mark_of(name := own['name'])}-"
         found = self.list_jobs(mark, where, workspace=str(own["workspace_id"]))
@@ -257,8 +255,8 @@ class Account:
         The API takes no id from its caller. One client at a time calls this (`handover.sending`), and looks for the job
         first.
         """
-        name, where = request.body["metadata"]["name"], _place(request)
-        if (found := self._found(request)) is not None:
+        name, where, find = request.body["metadata"]["name"], _place(request), partial(self.find, request)
+        if found := found_until(self._lost_at.get(name, float("-inf")) + SETTLE, find):
             return found
         body = self._with_secrets(request, secrets) if secrets else dict(request.body)
         try:
@@ -268,30 +266,11 @@ class Account:
         except (LostContactError, NotFoundError, PlatformError) as exc:
             if isinstance(exc, NotFoundError) and exc.field != "run":
                 raise
-            self._unsure[name] = time.monotonic()
+            self._lost_at[name] = time.monotonic()
             if isinstance(exc, LostContactError):
                 raise
             raise LostContactError(f"create job: the answer names no job ({exc})") from None
-        return self._first(request, ours)
-
-    def _first(self, request: Request, ours: str) -> str:
-        """Return the job that counts. A client that slept for longer than its lease may have come second."""
-        try:
-            first = self.claimed(request) or ours
-        except CloudtrainError:  # ours exists even if the search fails
-            return ours
-        if first != ours:
-            self.cancel(ours)
-        return first
-
-    def _found(self, request: Request) -> str | None:
-        """Return `claimed`. After a lost answer, keep asking for `SETTLE` seconds."""
-        since = self._unsure.get(request.body["metadata"]["name"])
-        while True:
-            found = self.claimed(request)
-            if found is not None or since is None or time.monotonic() - since > SETTLE:
-                return found
-            time.sleep(0.5)
+        return first_job(ours, find, self.cancel)
 
     def may_have_sent(self, request: Request) -> bool:
         """Return whether a call to create the request's job got no answer."""
@@ -299,8 +278,7 @@ class Account:
 
     def _with_secrets(self, request: Request, secrets: Mapping[str, str]) -> dict[str, Any]:
         """Return the body with the values of the secrets, sealed with the run's key, in place of nothing."""
-        words = [word.partition("=") for word in words_of(request.body)]
-        folder, _, name = next(unmounted(path) for key, _, path in words if key == KEY_PATH).rpartition("/")
+        folder, _, name = unmounted(pairs_of(words_of(request.body))[KEY_PATH]).rpartition("/")
         text = sealed(secrets, files(folder, storage=lambda _: self.storage()).read(name))
         if len(text) > LONGEST_VALUE:
             why = f"the values have {len(text)} characters together, sealed; a job holds {LONGEST_VALUE}"
@@ -313,17 +291,15 @@ class Account:
 
     def cancel(self, native_id: str) -> None:
         """Request the stop. A job that has ended stays as it is."""
+
+        def is_over() -> bool:
+            return (self.describe(native_id).get("status") or {}).get("phase") in (*FINAL, "Terminating")
+
         *where, job_id = job_of(native_id)
-        if (self.describe(native_id).get("status") or {}).get("phase") in (*FINAL, "Terminating"):
-            return
-        path, body = f"training-jobs/{job_id}/actions", {"action_type": "terminate"}
-        try:
-            self.call("POST", path, what="stop job", body=body, where=(where[0], where[1]))
-        except (SpecError, ConflictError) as exc:
-            if isinstance(exc, NotFoundError):
-                raise
-            if (self.describe(native_id).get("status") or {}).get("phase") not in (*FINAL, "Terminating"):
-                raise
+        if not is_over():
+            path, body = f"training-jobs/{job_id}/actions", {"action_type": "terminate"}
+            with unless_over(is_over):
+                self.call("POST", path, what="stop job", body=body, where=(where[0], where[1]))
 
     def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
         """Return ssh's command into a node. Raises `SpecError` for a job that lets no one in."""

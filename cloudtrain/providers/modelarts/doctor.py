@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ...errors import AuthError, CloudtrainError, QuotaError, SpecError, StorageError
-from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
+from ...provider_api.checks import Check, failed, installed, ok, passed, skipped, tried, unknown
 from ...storage.files import files
 from ...validate import url_scheme
 from . import NAME
@@ -26,11 +26,8 @@ __all__ = ["checks"]
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
     """Yield the checks of `doctor`."""
-    yield (found := installed(("obstore",), extra=NAME))
-    if found.status != "ok":
-        return
-    yield (found := next(tried("credentials", lambda: _caller(account))))
-    if found.status != "ok":
+    packages = installed(("obstore",), extra=NAME)
+    if not (yield from passed([packages], tried("credentials", lambda: _caller(account)))):
         return
     yield from tried("api", lambda: _api(account))
     yield from tried("authorization", lambda: _authorization(account), extra=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ from ...job.job import Gpu
 from ...provider_api import catalog
 from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
-from .._cloud import size_of
+from .._cloud import pairs_of, size_of
 from . import NAME
 from .node import CLOCK_PATH, DEVICE_PATH, GRACE, KEY_PATH, LIMIT_PATH, MOUNT
 from .request import POOL_FLAVORS, RETRY_NUM, unmounted, words_of
@@ -46,7 +45,7 @@ def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
         )
         for number in range(count)
     ]
-    limit = next(float(word.partition("=")[2]) for word in words if word.startswith(f"{LIMIT_PATH}="))
+    limit = float(pairs_of(words)[LIMIT_PATH])
     rules = LaunchRules(time_limit=limit, preemptions=retries, losses=retries, stop_grace=GRACE)
     return LaunchSpec(nodes=nodes, rules=rules)
 
@@ -83,9 +82,8 @@ def _mounts(body: Mapping[str, Any], words: list[str]) -> Iterator[Mount]:
     for path in (runtime.rpartition("/")[0], context, f"{context.rpartition('/')[0]}/key"):
         yield Mount(url=unmounted(path), path=path, kind="mount")
     yield Mount(url=native, path=f"{MOUNT}/{native.removeprefix('obs://')}", kind="sync")
-    for before, word in itertools.pairwise(words):
-        name, _, path = word.partition("=")
-        if before != "--path" or name in _FACTS:
+    for name, path in pairs_of(words).items():
+        if name in _FACTS:
             continue
         if path in copies:
             yield Mount(url=f"obs:/{copies[path].rstrip('/')}", path=path, kind="copy")

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
-from ...job.job import job_name, run_tag
+from ...job.job import run_tag
 from ...job.options import merge_options
 from ...provider_api import catalog
-from ...provider_api.limits import checked_prices, hard_limit
-from ...provider_api.protocol import NO_SMI, Layout, Request, check_inputs, check_needs, context_of, python_command
+from ...provider_api.limits import checked_prices
+from ...provider_api.protocol import NO_SMI, Layout, Request, check_inputs, python_command
 from ...validate import texts_of, url_scheme, whole_number
-from .._cloud import digest_of, pinned_machine, processes_of
+from .._cloud import Planned, digest_of, path_words, pinned_machine
 from . import NAME, Provider
 from .node import CLOCK_PATH, DEVICE_PATH, JOIN_TIMEOUT, KEY_PATH, LIMIT_PATH, MOUNT, NFS, SECRETS
 from .validate import DESCRIPTION, check_body
@@ -121,21 +121,18 @@ def _gpu_key(text: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_index: int) -> Request:
+def plan(planned: Planned) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
-    check_needs(Provider, settings, job)
+    settings, job, layout, gpu = planned.settings, planned.job, planned.layout, planned.gpu
     _check_store(layout.store)
     check_inputs(Provider, layout.inputs)
     _refuse(settings, job)
-    gpu = job.resources.gpus[gpu_index] if job.resources.gpu else None
-    machine = _machine(settings, job, gpu_index)
-    seconds, notes = hard_limit(
-        job, NAME, lambda at: [_machine(settings, job, at).instance_type], gpu_index=gpu_index, own=settings.prices
-    )
+    machine = _machine(settings, job, planned.gpu_index)
+    seconds = planned.limit(lambda at: [_machine(settings, job, at).instance_type])
     npu = bool(NPU.search(gpu.name if gpu else f"{machine.gpu} {machine.instance_type}"))
     if npu and job.min_gpu_util:
         raise UnsupportedError(NAME, "min_gpu_util", NO_SMI, hint="leave min_gpu_util out")
-    words = _words(job, layout, attempt=attempt, gpu_index=gpu_index, seconds=seconds, npu=npu)
+    words = _words(planned, seconds=seconds, npu=npu)
     retries = {RETRY_NUM: str(settings.job_retry_num)} if settings.job_retry_num else {}
     body: dict[str, Any] = {
         "kind": "job",
@@ -162,32 +159,22 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     }
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
     check_body(body)
-    _mark(body, layout, attempt, gpu_index)
+    _mark(body, planned)
     if job.secrets:
-        notes.append(f"submit also puts the values of the secrets into {SECRETS}, sealed with the run's key")
+        planned.notes.append(f"submit also puts the values of the secrets into {SECRETS}, sealed with the run's key")
     if npu:
-        notes.append("Ascend: the image needs torch_npu, and the script its device (--device npu of the entry points)")
-    return Request(
-        provider=NAME,
-        operation=f"POST {settings.region} v2/{settings.project_id}/training-jobs",
-        body=body,
-        context=context_of(NAME, job, layout, processes=processes_of(job, gpu_index, machine)),
-        run=layout.run,
-        attempt=attempt,
-        gpu_index=gpu_index,
-        instance_types=(machine.instance_type,),
-        notes=tuple(notes),
-    )
+        how = "the image needs torch_npu, and the script its device (--device npu of the entry points)"
+        planned.notes.append(f"Ascend: {how}")
+    operation = f"POST {settings.region} v2/{settings.project_id}/training-jobs"
+    return planned.request(operation, body, machines=[machine.instance_type], known=machine)
 
 
-def _mark(body: dict[str, Any], layout: Layout, attempt: int, gpu_index: int) -> None:
+def _mark(body: dict[str, Any], planned: Planned) -> None:
     """Set the job's name, and end its description with the digest of all else. A name need not be unique."""
-    digest = digest_of(body)
-    meta = body["metadata"]
+    digest, tag, meta = digest_of(body), run_tag(planned.layout.run), body["metadata"]
     meta["description"] += f" request={digest}"
-    tail = f"-{run_tag(layout.run)}-{attempt}-{gpu_index}-{digest}"
-    full = job_name(layout.run, attempt, gpu_index).partition(f"-{run_tag(layout.run)}")[0]
-    meta["name"] = full[: NAME_LENGTH - len(tail)].rstrip("-") + tail
+    tail = f"-{tag}-{planned.attempt}-{planned.gpu_index}-{digest}"
+    meta["name"] = planned.name.partition(f"-{tag}")[0][: NAME_LENGTH - len(tail)].rstrip("-") + tail
 
 
 def auto_stop_hours(seconds: float) -> int:
@@ -368,21 +355,22 @@ def _copy_path(name: str) -> str:
     return f"/home/ma-user/modelarts/inputs/{name}"
 
 
-def _words(job: Job, layout: Layout, *, attempt: int, gpu_index: int, seconds: int, npu: bool) -> list[str]:
+def _words(planned: Planned, *, seconds: int, npu: bool) -> list[str]:
     """Return the runtime's command line, without Python. ModelArts may append words, which ``--`` makes harmless."""
+    layout, attempt = planned.layout, str(planned.attempt)
     paths = {"code": mounted(layout.code), "live": mounted(layout.live)}
     if layout.resume:
         paths["resume"] = mounted(layout.resume)
     for name, item in sorted(layout.inputs.items()):
         paths[f"file.{name}" if item.file else f"input.{name}"] = _input_path(name, item)
     paths[LIMIT_PATH] = str(seconds)
-    paths[CLOCK_PATH] = f"{mounted(layout.native)}/{NAME}-{attempt}-{gpu_index}/used"
+    paths[CLOCK_PATH] = f"{mounted(layout.native)}/{NAME}-{attempt}-{planned.gpu_index}/used"
     if npu:
         paths[DEVICE_PATH] = "npu"
-    if job.secrets:
+    if planned.job.secrets:
         paths[KEY_PATH] = mounted(layout.key)
-    words = [mounted(layout.runtime), "run", "--context", mounted(layout.context), "--attempt", str(attempt)]
-    return [*words, *(word for name, path in paths.items() for word in ("--path", f"{name}={path}")), "--"]
+    words = [mounted(layout.runtime), "run", "--context", mounted(layout.context), "--attempt", attempt]
+    return [*words, *path_words(paths), "--"]
 
 
 def _input_path(name: str, item: LayoutInput) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...provider_api.protocol import AttemptInfo, Status
-from .._cloud import first_match, hinted, one_line, patterns
+from .._cloud import first_match, hinted, one_line, pairs_of, patterns
 from .api import HELP, job_of
 from .node import AGAIN, LIMIT_PATH, TIME_UP
 from .request import auto_stop_hours, words_of
@@ -176,8 +176,8 @@ def _stopped(own: Mapping[str, Any]) -> float | None:
 
 def _limit(job: Mapping[str, Any]) -> float | None:
     """Return the run's own limit, from the command; None for a job that is not ours."""
-    words = [word.partition("=") for word in words_of(job)]
-    return next((float(value) for name, _, value in words if name == LIMIT_PATH), None)
+    limit = pairs_of(words_of(job)).get(LIMIT_PATH)
+    return None if limit is None else float(limit)
 
 
 def _url(native_id: str) -> str:

@@ -24,7 +24,7 @@ from ...errors import (
 from ...job.job import run_tag
 from ...provider_api.protocol import Request, Shell, python_command, shell_arguments
 from ...storage.extras import translated
-from .._cloud import ANOTHER_ID
+from .._cloud import ANOTHER_ID, unless_over
 from .node import CHANNELS, INPUTS
 from .request import FIELDS, TAG_RUN
 from .validate import field_at
@@ -239,13 +239,8 @@ class Account:
     def cancel(self, native_id: str) -> None:
         """Call StopTrainingJob. A job that has ended stays as it is."""
         region, name = job_of(native_id)
-        try:
+        with unless_over(lambda: self.describe(native_id)["TrainingJobStatus"] in (*FINAL, "Stopping")):
             self.call("sagemaker", "stop_training_job", region=region, TrainingJobName=name)
-        except NotFoundError:
-            raise
-        except SpecError:
-            if self.describe(native_id)["TrainingJobStatus"] not in (*FINAL, "Stopping"):
-                raise
 
     def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
         """Return the command of a session of SSM. Raises `SpecError` for a job that lets none in.

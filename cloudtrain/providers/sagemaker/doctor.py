@@ -7,6 +7,7 @@ The calls are documented. The answers of a real account are unverified.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +17,9 @@ from urllib.parse import unquote, urlsplit
 
 from ...errors import AuthError, NotFoundError, QuotaError, SpecError, StorageError
 from ...provider_api import catalog
-from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
+from ...provider_api.checks import Check, failed, installed, ok, passed, skipped, tried, unknown
 from ...validate import url_scheme
+from .._cloud import pages
 from . import NAME
 from .images import ECR
 
@@ -54,12 +56,9 @@ ENCRYPTED: Sequence[tuple[str, int | None, str]] = (("udp", 500, "UDP 500"), ("5
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
     """Yield the checks of `doctor`."""
-    yield (found := installed(("boto3", "obstore"), extra="sagemaker"))
-    if found.status != "ok":
-        return
     who: dict[str, Any] = {}
-    yield from tried("credentials", lambda: _caller(account, who))
-    if not who:
+    packages = installed(("boto3", "obstore"), extra="sagemaker")
+    if not (yield from passed([packages], tried("credentials", lambda: _caller(account, who)))):
         return
     yield from tried("bucket", lambda: _bucket(account, store))
     yield from tried("role", lambda: _role(account, str(account.settings.role)), extra=True)
@@ -217,16 +216,18 @@ def _quota(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
 def _listed(account: Account, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Return the quotas whose names match, each by its pattern. Stops once it has all."""
     found: dict[str, Mapping[str, Any]] = {}
-    token = ""
-    for _ in range(PAGES):
-        more = {"NextToken": token} if token else {}
-        page = account.call("service-quotas", "list_service_quotas", ServiceCode="sagemaker", MaxResults=100, **more)
+
+    def ask(token: str) -> Any:
+        given: dict[str, Any] = {"ServiceCode": "sagemaker", "MaxResults": 100}
+        given |= {"NextToken": token} if token else {}
+        return account.call("service-quotas", "list_service_quotas", **given)
+
+    for page in itertools.islice(pages(ask, "NextToken"), PAGES):
         for quota in page["Quotas"]:
             name = next((n for n in names if re.fullmatch(n, quota["QuotaName"], re.IGNORECASE)), None)
             if name is not None:
                 found[name] = quota
-        token = page.get("NextToken") or ""
-        if not token or len(found) == len(names):
+        if len(found) == len(names):
             break
     return found
 

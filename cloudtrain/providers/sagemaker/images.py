@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 from ...errors import SpecError, UnsupportedError
 from ...validate import did_you_mean
+from .._cloud import table_in
 from .s3 import DNS
 
 __all__ = ["check_image", "default_image", "images"]
@@ -22,11 +20,8 @@ _PUBLIC_ECR = "public.ecr.aws/"
 _ARM, _X86 = re.compile(r"\b(arm64|aarch64|graviton)\b"), re.compile(r"\b(amd64|x86[_-]64)\b")
 
 
-@cache
-def images() -> dict[str, Any]:
-    """Return the table (``tools/sagemaker_tables.py``)."""
-    table: dict[str, Any] = json.loads((Path(__file__).parent / "images.json").read_bytes())
-    return table
+images = partial(table_in, __file__, "images.json")
+"""Return the table (``tools/sagemaker_tables.py``)."""
 
 
 def default_image(region: str, *, gpus: Sequence[str], accelerated: bool, version: str = "") -> str:

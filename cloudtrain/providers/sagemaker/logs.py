@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import NotFoundError, SpecError
 from ...provider_api.protocol import LogLine, LogPage
 from ...validate import unix_seconds
-from .._cloud import short_key
+from .._cloud import pages, short_key
 from .api import job_of
 
 if TYPE_CHECKING:
@@ -111,16 +111,12 @@ def _filtered(account: Account, region: str, name: str, state: Mapping[str, Any]
 
 def _streams(account: Account, region: str, name: str) -> list[str]:
     """Return the names of a job's streams."""
-    found: list[str] = []
-    more: dict[str, Any] = {}
-    while True:
-        page = account.call(
-            "logs", "describe_log_streams", region=region, logGroupName=GROUP, logStreamNamePrefix=f"{name}/", **more
-        )
-        found += [str(stream["logStreamName"]) for stream in page["logStreams"]]
-        if not page.get("nextToken"):
-            return found
-        more = {"nextToken": page["nextToken"]}
+
+    def ask(token: str) -> Any:
+        given = {"logStreamNamePrefix": f"{name}/", **({"nextToken": token} if token else {})}
+        return account.call("logs", "describe_log_streams", region=region, logGroupName=GROUP, **given)
+
+    return [str(stream["logStreamName"]) for page in pages(ask, "nextToken") for stream in page["logStreams"]]
 
 
 def _key(event: Mapping[str, Any]) -> str:

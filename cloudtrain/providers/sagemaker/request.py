@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
-from ...job.job import job_name, run_tag
+from ...job.job import run_tag
 from ...job.options import merge_options
 from ...provider_api import catalog
-from ...provider_api.limits import checked_prices, hard_limit
-from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
+from ...provider_api.limits import checked_prices
+from ...provider_api.protocol import Layout, Request, check_inputs
 from ...validate import duration, url_scheme
-from .._cloud import check_tags, machine_of, processes_of, secret_references
+from .._cloud import Planned, check_secrets, check_tags, machine_of
 from . import NAME, Provider
 from .images import check_image, default_image, images
 from .node import CHANNELS, CONTEXT, FAILURE, FAILURE_VARIABLE, INPUTS, LIVE, RESUME
@@ -61,6 +61,7 @@ ACCELERATED = re.compile(r"ml\.(p|g|trn)\d")
 FORM = re.compile(r"ml\.[a-z]+\d+[a-z]*(-[a-z0-9]+)?\.(nano|micro|small|medium|large|metal|\d*xlarge)(-\w+)?")
 """Family and size, as in every TrainingInstanceType of botocore's model."""
 ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/.+")
+SECRET = r"arn:aws[a-z-]*:(secretsmanager|ssm):[a-z0-9-]+:\d{12}:(secret:|parameter/).+"
 VALUE = re.compile(r"[\w .:/=+@-]{1,256}")
 """Legal values of a tag; the model allows other kinds of spaces too."""
 _OWNED = {
@@ -125,28 +126,27 @@ def _check_account(settings: Settings, store: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_index: int) -> Request:
+def plan(planned: Planned) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
-    check_needs(Provider, settings, job)
+    settings, job, layout, notes = planned.settings, planned.job, planned.layout, planned.notes
     _check_account(settings, layout.store)
     check_inputs(Provider, layout.inputs)
     _check_secrets(settings, job)
     if job.resources.shm_gb:
         why, hint = "SageMaker itself sets the size of /dev/shm", "leave shm_gb out, and use fewer DataLoader workers"
         raise UnsupportedError(NAME, "resources.shm_gb", why, hint=hint)
-    found = _machines(job, gpu_index)
+    found = _machines(job, planned.gpu_index)
     types, known = list(found), [machine for machine in found.values() if machine is not None]
     arch = known[0].arch if known else "x86_64"
     _check_unknown(job, [name for name in types if found[name] is None])
     image = job.image or _image(settings, job, types, known, arch)
-    notes: list[str] = []
-    stopping = _limits(settings, job, types, gpu_index, notes)
-    tags = _tags(job, layout, attempt)
-    specification: dict[str, Any] = {"TrainingImage": image, "TrainingInputMode": "File", **_command(attempt)}
+    stopping = _limits(planned, types)
+    tags = _tags(job, layout, planned.attempt)
+    specification: dict[str, Any] = {"TrainingImage": image, "TrainingInputMode": "File", **_command(planned.attempt)}
     if not check_image(image, region=settings.region, arch=arch, in_vpc=bool(settings.subnets), provider=NAME):
         specification["TrainingImageConfig"] = {"TrainingRepositoryAccessMode": "Vpc"}
     body: dict[str, Any] = {
-        "TrainingJobName": job_name(layout.run, attempt, gpu_index),
+        "TrainingJobName": planned.name,
         "RoleArn": settings.role,
         "AlgorithmSpecification": specification,
         "InputDataConfig": _inputs(layout),
@@ -163,24 +163,15 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
         body["OutputDataConfig"]["KmsKeyId"] = settings.output_kms_key
     options = job.options.get(NAME, {})
     body = merge_options(body, options, owned=OWNED, provider=NAME)
-    processes, kept = processes_of(job, gpu_index, known[0] if known else None), job.keep_checkpoints
+    kept = job.keep_checkpoints
     if kept is None:
         kept = KEPT if job.resources.spot else 0
     notes += _restart_notes(job, kept, isolated=settings.enable_network_isolation)
     check_body(body, _fields(body, job, tags), options)
     _check_rules(settings, job, layout, body, known)
     notes += _warm_notes(settings, job, types) + _warnings(body)
-    return Request(
-        provider=NAME,
-        operation=OPERATION,
-        body=body,
-        context={**context_of(NAME, job, layout, processes=processes), "keep_checkpoints": kept},
-        run=layout.run,
-        attempt=attempt,
-        gpu_index=gpu_index,
-        instance_types=tuple(types),
-        notes=tuple(notes),
-    )
+    first = known[0] if known else None
+    return planned.request(OPERATION, body, machines=types, known=first, keep_checkpoints=kept)
 
 
 def _check_secrets(settings: Settings, job: Job) -> None:
@@ -188,13 +179,11 @@ def _check_secrets(settings: Settings, job: Job) -> None:
         where = f"--region {settings.region} --name {name}"
         return f'aws secretsmanager create-secret {where} --secret-string "${name}"'
 
-    known = "aws:ARN only, a secret of Secrets Manager or SSM"
-    for field, arn in secret_references(NAME, job, scheme="aws", known=known, create=create):
-        if not re.fullmatch(r"arn:aws[a-z-]*:(secretsmanager|ssm):[a-z0-9-]+:\d{12}:(secret:|parameter/).+", arn):
-            raise SpecError(f"{arn!r} is not the ARN of a secret or parameter", field=field)
-        if settings.enable_network_isolation:
-            why, hint = "under network isolation a container reaches no secret", "turn enable_network_isolation off"
-            raise UnsupportedError(NAME, field, why, hint=hint)
+    known, wanted = "aws:ARN only, a secret of Secrets Manager or SSM", "the ARN of a secret or parameter"
+    check_secrets(NAME, job, form=SECRET, wanted=wanted, known=known, create=create)
+    if job.secrets and settings.enable_network_isolation:
+        why, hint = "under network isolation a container reaches no secret", "turn enable_network_isolation off"
+        raise UnsupportedError(NAME, f"secrets.{next(iter(job.secrets))}", why, hint=hint)
 
 
 # ------------------------------------------------------------------------------------------------------------- machines
@@ -361,18 +350,18 @@ def _file_system(name: str, url: str, *, mode: str, shard: bool) -> dict[str, An
     return {"ChannelName": name, "InputMode": "File", "DataSource": {"FileSystemDataSource": source}}
 
 
-def _limits(settings: Settings, job: Job, types: Sequence[str], gpu_index: int, notes: list[str]) -> dict[str, int]:
+def _limits(planned: Planned, types: Sequence[str]) -> dict[str, int]:
     """Return the hard limits, and add notes on them. A warm pool is paid for too."""
+    job = planned.job
     if job.max_runtime > MAX_RUNTIME:
         why = "a training job runs for at most 28 days"
         raise UnsupportedError(NAME, "max_runtime", why, hint="add --max-runtime 28d, or less")
-    held, names = _warm_seconds(settings, job), lambda at: list(_machines(job, at))
-    runtime, said = hard_limit(job, NAME, names, gpu_index=gpu_index, own=settings.prices, held=held)
-    notes += said
+    held = _warm_seconds(planned.settings, job)
+    runtime = planned.limit(lambda at: list(_machines(job, at)), held=held)
     condition = {"MaxRuntimeInSeconds": runtime}
     if job.resources.spot:
         if job.max_wait is None:
-            notes.append(f"spot: waits for machines for at most {SPOT_WAIT // 3600} h in sum (max_wait)")
+            planned.notes.append(f"spot: waits for machines for at most {SPOT_WAIT // 3600} h in sum (max_wait)")
         condition["MaxWaitTimeInSeconds"] = runtime + (job.max_wait or SPOT_WAIT)
     elif job.max_wait is not None:
         if not all(ACCELERATED.match(name) for name in types):

@@ -6,15 +6,13 @@ patterns, maxima and choices. The model has no rules that span fields.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 from ...errors import SpecError
-from .._cloud import problems
+from .._cloud import problems, table_in
 from . import NAME
 
 __all__ = ["broken", "check_body", "field_at", "limits", "translated"]
@@ -47,11 +45,8 @@ def _option_at(options: Any, path: Sequence[str]) -> tuple[str, ...] | None:
     return None
 
 
-@cache
-def limits() -> dict[str, Any]:
-    """Return the table."""
-    table: dict[str, Any] = json.loads((Path(__file__).parent / "limits.json").read_bytes())
-    return table
+limits = partial(table_in, __file__, "limits.json")
+"""Return the table."""
 
 
 def check_body(body: Mapping[str, Any], fields: Mapping[str, str], options: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...errors import SpecError
-from ...provider_api.checks import Check, ok, skipped, tried
+from ...provider_api.checks import Check, ok, passed, skipped, tried
 from .._cloud import check_gpus, check_request
 from . import NAME
 from .request import files_folder
@@ -30,8 +30,7 @@ _RUNTIMES = {"pyxis": "srun --help | grep -e --container-image || true", "apptai
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
     """Yield the checks of `doctor`."""
-    yield (found := next(tried("slurm", lambda: _tools(account))))
-    if found.status != "ok":
+    if not (yield from passed(tried("slurm", lambda: _tools(account)))):
         return
     yield from tried("partition", lambda: _partition(account))
     yield from tried("gpus", lambda: check_gpus(account, none="there are none"))

@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
-from ...job.job import job_name, run_tag
+from ...job.job import run_tag
 from ...job.options import merge_options
 from ...provider_api.limits import checked_prices
-from ...provider_api.protocol import Layout, Request, check_inputs, check_needs
+from ...provider_api.protocol import Layout, Request, check_inputs
 from ...validate import choice_of, table_of, text_of, texts_of, url_scheme, whole_number
 from .._cloud import Planned, bucket_url, check_shared, check_tags, digest_of, shared_arguments, shared_path
 from . import NAME, STORE, Provider
@@ -120,15 +120,15 @@ def files_folder(settings: Settings, store: str, native: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_index: int) -> Request:
+def plan(planned: Planned) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
-    check_needs(Provider, settings, job)
+    settings, job, layout = planned.settings, planned.job, planned.layout
     path = partial(node_path, settings)
     path(layout.store, "store")
     check_inputs(Provider, layout.inputs)
     _refuse(settings, job)
-    planned = Planned.of(NAME, settings, job, layout, attempt, gpu_index, machine=settings.partition or "node")
-    base = f"{files_folder(settings, layout.store, layout.native)}/{NAME}-{attempt}-{gpu_index}"
+    planned = planned.on(settings.partition or "node")
+    base = f"{files_folder(settings, layout.store, layout.native)}/{NAME}-{planned.attempt}-{planned.gpu_index}"
     words = shared_arguments(planned, path, {SECRETS_PATH: f"{base}/secrets"} if job.secrets else {})
     minutes, limit = _times(settings, planned.seconds)
     options = _options(planned, minutes=minutes, base=base)
@@ -142,8 +142,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
     check_body(body)
     # A run's id may return for another job after its records are gone, so the name has a digest of the request.
-    unique = f"{job_name(layout.run, attempt, gpu_index)}-{digest_of(body)}"
-    body["sbatch"] = {"job-name": unique, **body["sbatch"]}
+    body["sbatch"] = {"job-name": f"{planned.name}-{digest_of(body)}", **body["sbatch"]}
     srun, front = body["container"] = _container(settings, job, layout)
     parts = {"srun": shlex.join([*SRUN, *srun]), "command": shlex.join([*front, *body["command"]])}
     values = {
@@ -151,7 +150,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
         "live": path(layout.live, "store"),
         "limit": limit,
         "grace": settings.stop_grace,
-        "k": attempt,
+        "k": planned.attempt,
     }
     script = script_of(body["sbatch"], {**parts, "setup": "\n".join(settings.setup)}, values)
     return planned.request("sbatch", {**body, "script": script})

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -39,7 +38,7 @@ from ...provider_api import catalog
 from ...provider_api.protocol import Request, Shell
 from ...storage import extras
 from ...validate import unix_seconds
-from .._cloud import ANOTHER_ID, Backoff, decoded
+from .._cloud import ANOTHER_ID, Backoff, decoded, first_job, found_until, pages, pairs_of, unless_over
 from . import NAME
 from .machines import REGIONS, REGIONS_DATE
 from .node import GCS
@@ -59,7 +58,6 @@ FIRST_HOLD = 5.0
 SETTLE = 5.0
 """Seconds after a creation whose answer was lost, in which the job may not be in the list yet; unverified."""
 _JOB = re.compile(r"projects/(?P<project>[^/]+)/locations/(?P<location>[^/]+)/customJobs/(?P<id>[^/]+)")
-_PATH = re.compile(rf"(?P<name>[^=]+)={GCS}/(?P<bucket>[^/]+)(/.*)?", re.DOTALL)
 _OVERRIDE = "CLOUDSDK_API_ENDPOINT_OVERRIDES_"
 """Prefix of gcloud's own variables for another endpoint: gcloud topic endpoint-override."""
 CAPACITY = re.compile(
@@ -287,7 +285,8 @@ class Account:
         self._own_quota = True
         self._clients: dict[str, Any] = {}
         self.backoff = Backoff(first=FIRST_HOLD)
-        self._unsure: dict[str, float] = {}
+        self._lost_at: dict[str, float] = {}
+        """Time of a creation whose answer was lost, by the job's name, on the clock of `time.monotonic`."""
         self._places: dict[str, tuple[str, str]] = {}
         self.ended: dict[str, float] = {}
         """Time at which a finished job ended, on the clock of `time.monotonic`."""
@@ -375,22 +374,17 @@ class Account:
         return job
 
     def find(self, request: Request) -> str | None:
-        """Return the resource name of the request's job, if it was ever created."""
-        try:
-            return self.claimed(request)
-        except ConflictError:
-            return None
+        """Return the resource name of the request's job, if it was ever created, the oldest of several.
 
-    def claimed(self, request: Request) -> str | None:
-        """Return the same, the oldest of several. Raises `ConflictError` if the labelled job was another request."""
+        Raises `ConflictError` if the labelled job was another request.
+        """
         name = request.body["displayName"]
-        query = {"filter": f'labels.{TAG_JOB}="{name}"', "pageToken": ""}
-        jobs, more = list[dict[str, Any]](), True
-        while more:
-            page = self.ask("GET", f"{_parent(request)}/customJobs", what="list jobs", params=query)
-            jobs += page.get("customJobs") or ()
-            query["pageToken"] = page.get("nextPageToken") or ""
-            more = bool(query["pageToken"])
+
+        def page(token: str) -> dict[str, Any]:
+            query = {"filter": f'labels.{TAG_JOB}="{name}"', "pageToken": token}
+            return self.ask("GET", f"{_parent(request)}/customJobs", what="list jobs", params=query)
+
+        jobs = [job for found in pages(page, "nextPageToken") for job in found.get("customJobs") or ()]
         ours = [job for job in jobs if (job.get("labels") or {}).get(TAG_RUN) == run_tag(request.run)]
         found = sorted(ours, key=lambda job: (unix_seconds(job["createTime"]), job["name"]))
         if not found:
@@ -409,27 +403,8 @@ class Account:
         """
         self._check_buckets(request)
         send = self._prepared(request)
-        return self._found(request) or self._first(request, send())
-
-    def _first(self, request: Request, ours: str) -> str:
-        """Return the job that counts. A client that slept for longer than its lease may have come second."""
-        try:
-            first = self.claimed(request) or ours
-        except CloudtrainError:  # ours exists even if the search fails
-            return ours
-        if job_of(first)[2] != job_of(ours)[2]:
-            self.cancel(ours)
-            return first
-        return ours
-
-    def _found(self, request: Request) -> str | None:
-        """Return `claimed`. After a lost answer, keep asking for `SETTLE` seconds."""
-        since = self._unsure.get(request.body["displayName"])
-        while True:
-            found = self.claimed(request)
-            if found is not None or since is None or time.monotonic() - since > SETTLE:
-                return found
-            time.sleep(0.5)
+        find, lost = partial(self.find, request), self._lost_at.get(request.body["displayName"], float("-inf"))
+        return found_until(lost + SETTLE, find) or first_job(send(), find, self.cancel)
 
     def may_have_sent(self, request: Request) -> bool:
         """Return whether a call to create the request's job got no answer."""
@@ -455,7 +430,7 @@ class Account:
                     return made
                 except Exception as exc:  # raised unchanged; after some of them a job may exist
                     if _open(exc):
-                        self._unsure[name] = time.monotonic()
+                        self._lost_at[name] = time.monotonic()
                     if isinstance(exc, (json_format.ParseError, ValueError)) or getattr(exc, "code", 0) == 409:
                         text = " ".join(str(exc).split())[:300]
                         raise LostContactError(f"create job: the answer names no job: {text}") from None
@@ -466,13 +441,8 @@ class Account:
     def cancel(self, native_id: str) -> None:
         """Request the cancellation. A job that has ended stays as it is."""
         job_of(native_id)
-        try:
+        with unless_over(lambda: self.describe(native_id).get("state") in (*FINAL, "JOB_STATE_CANCELLING")):
             self.ask("POST", f"{native_id}:cancel", what="cancel job", body={})
-        except NotFoundError:
-            raise
-        except SpecError:
-            if self.describe(native_id).get("state") not in (*FINAL, "JOB_STATE_CANCELLING"):
-                raise
 
     def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
         """Return the page of a node's shell. Raises `SpecError` for a job that has none."""
@@ -528,12 +498,10 @@ def _others(request: Request) -> list[tuple[str, str]]:
     """Return (field, bucket) of a job's reads outside the store, by the paths of its command line."""
     words = request.body["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]["args"]
     found = []
-    for before, word in pairwise(words):
-        match = _PATH.fullmatch(word) if before == "--path" else None
-        if match and match["bucket"] != urlsplit(request.run).netloc:
-            name = match["name"]
-            field = "resume_from" if name == "resume" else f"inputs.{name.partition('.')[2]}"
-            found.append((field, match["bucket"]))
+    for name, path in pairs_of(words).items():
+        bucket = path.removeprefix(f"{GCS}/").partition("/")[0]
+        if path.startswith(f"{GCS}/") and bucket != urlsplit(request.run).netloc:
+            found.append(("resume_from" if name == "resume" else f"inputs.{name.partition('.')[2]}", bucket))
     return found
 
 

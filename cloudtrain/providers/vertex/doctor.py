@@ -5,6 +5,7 @@ Nothing is created. The calls are documented. The answers of a real project are 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from ...errors import AuthError, CapacityError, CloudtrainError, NotFoundError, QuotaError, SpecError, StorageError
-from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
+from ...provider_api.checks import Check, failed, installed, ok, passed, skipped, tried, unknown
 from ...validate import url_scheme
+from .._cloud import pages
 from .api import AGENT, HELP, endpoint, name_of, pull_hint, translated
 from .machines import known_machine
 
@@ -61,11 +63,8 @@ RESTRICTED = "/vertex-ai-restricted/"
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
     """Yield the checks of `doctor`."""
-    yield (found := installed(("google-cloud-aiplatform", "gcsfs", "requests"), extra="vertex"))
-    if found.status != "ok":
-        return
-    yield (found := next(tried("credentials", lambda: _caller(account))))
-    if found.status != "ok":
+    packages = installed(("google-cloud-aiplatform", "gcsfs", "requests"), extra="vertex")
+    if not (yield from passed([packages], tried("credentials", lambda: _caller(account)))):
         return
     yield from tried("api", lambda: _api(account))
     yield from tried("bucket", lambda: _bucket(account, store))
@@ -211,17 +210,17 @@ def _quota(account: Account, spec: Mapping[str, Any]) -> Iterator[Check]:
         yield unknown("quota", f"which quota {spec['workerPoolSpecs'][0]['machineSpec']['machineType']} counts against")
         return
     path = f"/v1/projects/{settings.project}/locations/global/services/aiplatform.googleapis.com/quotaInfos"
-    limits, token = dict[str, int | None](), ""
-    for _ in range(PAGES):
+
+    def ask(token: str) -> dict[str, Any]:
         more = {"pageToken": token} if token else {}
-        page = _get(account, "cloudquotas", path, what="list quotas", pageSize=500, **more)
+        return _get(account, "cloudquotas", path, what="list quotas", pageSize=500, **more)
+
+    limits = dict[str, int | None]()
+    for page in itertools.islice(pages(ask, "nextPageToken"), PAGES):
         for info in page.get("quotaInfos") or []:
             metric = str(info.get("metric") or "").partition("/")[2]
             if metric in wanted:
                 limits[metric] = _limit(info, settings.location)
-        token = page.get("nextPageToken") or ""
-        if not token:
-            break
     rows = [_limited(metric, count, limits.get(metric), settings.location) for metric, count in wanted.items()]
     yield from sorted(rows, key=lambda row: row.status == "failed")
 

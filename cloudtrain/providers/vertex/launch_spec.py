@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
-from .._cloud import size_of
+from .._cloud import pairs_of, size_of
 from .machines import known_machine
 from .node import AGAIN, FABRIC_PATH, FORWARDED, GCS, GRACE_PATH, NFS, PORT, grace_of
 from .request import mounted
@@ -104,9 +103,8 @@ def _mounts(request: Request, pool: Mapping[str, Any]) -> Iterator[Mount]:
     for path in (context, f"{context.rpartition('/')[0]}/key"):
         yield Mount(url=_url(path), path=path, kind="mount")
     yield Mount(url=base, path=mounted(base), kind="sync")
-    for before, word in itertools.pairwise(words):
-        name, _, path = word.partition("=")
-        if before == "--path" and name not in (GRACE_PATH, FABRIC_PATH):
+    for name, path in pairs_of(words).items():
+        if name not in (GRACE_PATH, FABRIC_PATH):
             place = path.rpartition("/")[0] if name == "code" else path
             url = servers[place] if place in servers else _url(place)
             yield Mount(url=url, path=place, kind="sync" if name == "live" else "mount")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
@@ -49,7 +47,7 @@ LOCATIONS = (
     *("southamerica-east1", "us-central1"),
 )
 """One region of each part of the world, for the words of regions' names."""
-_PAGE = json.loads(Path(__file__).with_name("regions.json").read_bytes())
+_PAGE = _cloud.table_in(__file__, "regions.json")
 REGIONS_DATE: str = _PAGE["date"]
 REGIONS: Mapping[str, Sequence[str]] = _PAGE["regions"]
 """Regions where training has a GPU. Google adds regions, so the table only advises."""

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
-from ...job.job import job_name, run_tag
+from ...job.job import run_tag
 from ...job.options import merge_options
 from ...provider_api import catalog
-from ...provider_api.limits import checked_prices, hard_limit
-from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
+from ...provider_api.limits import checked_prices
+from ...provider_api.protocol import Layout, Request, check_inputs, python_command
 from ...validate import choice_of, url_scheme
-from .._cloud import check_tags, digest_of, processes_of, secret_references
+from .._cloud import Planned, check_secrets, check_tags, digest_of, path_words
 from . import NAME, Provider, machines
 from .node import FABRIC_PATH, GCS, GRACE_PATH, NFS, NODES, TRANSPORTS, grace_of
 from .validate import check_body
@@ -63,6 +63,7 @@ _PATTERNS: Mapping[str, tuple[str, str]] = {
         "is not any, none or projects/P/zones/Z/reservations/R",
     ),
 }  # fmt: skip
+SECRET = r"projects/[\w.:-]+/secrets/[\w-]{1,255}(/versions/(latest|[\w-]+))?"
 _HOW: Mapping[str, str] = {
     "project": "to list your projects, run: gcloud projects list",
     "location": "write one region, such as europe-west4",
@@ -127,28 +128,27 @@ def _check_url(url: str, field: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
-def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_index: int) -> Request:
+def plan(planned: Planned) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
-    check_needs(Provider, settings, job)
+    settings, job, layout, notes = planned.settings, planned.job, planned.layout, planned.notes
     _check_store(layout.store)
     check_inputs(Provider, layout.inputs)
     _check_secrets(settings, job)
     if job.resources.shm_gb:
         why = "no field of a custom job sets the size of /dev/shm"
         raise UnsupportedError(NAME, "resources.shm_gb", why, hint="leave shm_gb out, and use fewer DataLoader workers")
-    machine = machines.machine_of(job, gpu_index)
-    notes = machines.notes_of(machine, job.resources.instance_count)
+    machine = machines.machine_of(job, planned.gpu_index)
+    notes += machines.notes_of(machine, job.resources.instance_count)
     if own := settings.persistent_resource_id:
         how = f"gcloud ai persistent-resources delete {own} --region={settings.location}"
         notes.append(f"the machines of persistent resource {own} stay up, paid for, until you run: {how}")
-    name = job_name(layout.run, attempt, gpu_index)
     spec: dict[str, Any] = {
-        "workerPoolSpecs": _pools(settings, job, layout, machine, attempt),
-        "scheduling": _limits(settings, job, machine, gpu_index, notes),
+        "workerPoolSpecs": _pools(planned, machine),
+        "scheduling": _limits(planned, machine),
         "baseOutputDirectory": {"outputUriPrefix": layout.native},
         **_switches(settings, job),
     }
-    body: dict[str, Any] = {"displayName": name, "jobSpec": spec, "labels": _tags(job, layout, attempt, name)}
+    body: dict[str, Any] = {"displayName": planned.name, "jobSpec": spec, "labels": _tags(planned)}
     if settings.encryption_key:
         body["encryptionSpec"] = {"kmsKeyName": settings.encryption_key}
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
@@ -156,39 +156,30 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, gpu_inde
     if body["jobSpec"]["scheduling"].get("disableRetries"):  # the API forces that, too
         del body["jobSpec"]["scheduling"]["restartJobOnWorkerRestart"]
     body["labels"][TAG_BODY] = digest_of(body)
-    return Request(
-        provider=NAME,
-        operation=f"POST v1/projects/{settings.project}/locations/{settings.location}/customJobs",
-        body=body,
-        context=context_of(NAME, job, layout, processes=processes_of(job, gpu_index, machine)),
-        run=layout.run,
-        attempt=attempt,
-        gpu_index=gpu_index,
-        instance_types=(machines.priced(machine),),
-        notes=tuple(notes),
-    )
+    operation = f"POST v1/projects/{settings.project}/locations/{settings.location}/customJobs"
+    return planned.request(operation, body, machines=[machines.priced(machine)], known=machine)
 
 
 def _check_secrets(settings: Settings, job: Job) -> None:
     def create(name: str) -> str:
         return f'printf %s "${name}" | gcloud secrets create {name} --data-file=-'
 
-    known = "gcp:projects/P/secrets/S only, of Secret Manager"
-    for field, secret in secret_references(NAME, job, scheme="gcp", known=known, create=create):
-        if not re.fullmatch(r"projects/[\w.:-]+/secrets/[\w-]{1,255}(/versions/(latest|[\w-]+))?", secret, re.ASCII):
-            raise SpecError(f"{secret!r} is not projects/P/secrets/S, or projects/P/secrets/S/versions/V", field=field)
-        if not settings.service_account:
-            why = f"is not set, and {field} needs it: Vertex AI's own account reads no secrets"
-            raise SpecError(why, field=f"{NAME}.service_account")
+    known, form = "gcp:projects/P/secrets/S only, of Secret Manager", "projects/P/secrets/S"
+    wanted = f"{form}, or {form}/versions/V"
+    check_secrets(NAME, job, form=SECRET, wanted=wanted, known=known, create=create)
+    if job.secrets and not settings.service_account:
+        why = f"is not set, and secrets.{next(iter(job.secrets))} needs it: Vertex AI's own account reads no secrets"
+        raise SpecError(why, field=f"{NAME}.service_account")
 
 
 # ------------------------------------------------------------------------------------------------------ parts of a body
 
 
-def _pools(settings: Settings, job: Job, layout: Layout, machine: Machine, attempt: int) -> list[dict[str, Any]]:
+def _pools(planned: Planned, machine: Machine) -> list[dict[str, Any]]:
     """Return the pools: one primary, and all others. Source: Vertex AI's page on distributed training."""
+    settings, job, layout = planned.settings, planned.job, planned.layout
     count = job.resources.instance_count
-    words = python_command(["-c", _bootstrap(), layout.runtime, *_arguments(job, layout, machine, attempt)])
+    words = python_command(["-c", _bootstrap(), layout.runtime, *_arguments(job, layout, machine, planned.attempt)])
     spec = machines.machine_spec(machine)
     if settings.reservation:
         spec["reservationAffinity"] = _affinity(settings)
@@ -252,8 +243,7 @@ def _arguments(job: Job, layout: Layout, machine: Machine, attempt: int) -> list
     for name, item in layout.inputs.items():
         kind, path = _channel(name, item)
         paths[f"{kind}.{name}"] = path
-    words = ["run", "--context", mounted(layout.context), "--attempt", str(attempt)]
-    return words + [word for name, path in paths.items() for word in ("--path", f"{name}={path}")]
+    return ["run", "--context", mounted(layout.context), "--attempt", str(attempt), *path_words(paths)]
 
 
 def _channel(name: str, item: LayoutInput) -> tuple[str, str]:
@@ -290,11 +280,9 @@ def _file_systems(settings: Settings, layout: Layout) -> list[dict[str, str]]:
     return found
 
 
-def _limits(settings: Settings, job: Job, machine: Machine, gpu_index: int, notes: list[str]) -> dict[str, Any]:
-    seconds, said = hard_limit(
-        job, NAME, lambda at: [_priced(settings, job, at)], gpu_index=gpu_index, own=settings.prices
-    )
-    notes += said
+def _limits(planned: Planned, machine: Machine) -> dict[str, Any]:
+    settings, job, notes = planned.settings, planned.job, planned.notes
+    seconds = planned.limit(lambda at: [_priced(settings, job, at)])
     strategy = _strategy(settings, job, machine, notes)
     if strategy == "FLEX_START" and seconds > FLEX_SECONDS:
         why = "a job on FLEX_START runs for at most 7 days"
@@ -350,15 +338,16 @@ def _switches(settings: Settings, job: Job) -> dict[str, Any]:
     return {name: value for name, value in names.items() if value}
 
 
-def _tags(job: Job, layout: Layout, attempt: int, name: str) -> dict[str, str]:
+def _tags(planned: Planned) -> dict[str, str]:
     """Return our labels, then the job's tags, which have a smaller alphabet here."""
-    own = zip(TAGS, (run_tag(layout.run), layout.run_id, str(attempt), name, job.name), strict=True)
+    job, layout = planned.job, planned.layout
+    given = (run_tag(layout.run), layout.run_id, str(planned.attempt), planned.name, job.name)
     check_tags(job.tags, reserved=("cloudtrain-", "goog"), most=TAG_COUNT)
     for key, value in job.tags.items():
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}", key) or not re.fullmatch(r"[a-z0-9_-]{0,63}", value):
             why = "a label holds at most 63 lower-case letters, digits, _ and -, and begins with a letter"
             raise SpecError(why, field=f"tags.{key}")
-    return {**dict(own), **_origin(layout.origin), **dict(sorted(job.tags.items()))}
+    return {**dict(zip(TAGS, given, strict=True)), **_origin(layout.origin), **dict(sorted(job.tags.items()))}
 
 
 def _origin(origin: Mapping[str, str]) -> dict[str, str]:

@@ -6,15 +6,13 @@ rules that span fields.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 from ...errors import SpecError
-from .._cloud import problems
+from .._cloud import problems, table_in
 from . import NAME
 from .node import NODES
 
@@ -31,11 +29,8 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
 """The protobufs' scalars, as `problems` reads them."""
 
 
-@cache
-def fields() -> dict[str, Any]:
-    """Return the table."""
-    table: dict[str, Any] = json.loads((Path(__file__).parent / "fields.json").read_bytes())
-    return table
+fields = partial(table_in, __file__, "fields.json")
+"""Return the table."""
 
 
 @cache
