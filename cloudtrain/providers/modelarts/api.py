@@ -274,7 +274,7 @@ class Account:
 
     def may_have_sent(self, request: Request) -> bool:
         """Return whether a call to create the request's job got no answer."""
-        return request.body["metadata"]["name"] in self._unsure
+        return request.body["metadata"]["name"] in self._lost_at
 
     def _with_secrets(self, request: Request, secrets: Mapping[str, str]) -> dict[str, Any]:
         """Return the body with the values of the secrets, sealed with the run's key, in place of nothing."""

@@ -408,7 +408,7 @@ class Account:
 
     def may_have_sent(self, request: Request) -> bool:
         """Return whether a call to create the request's job got no answer."""
-        return request.body["displayName"] in self._unsure
+        return request.body["displayName"] in self._lost_at
 
     def _prepared(self, request: Request) -> Callable[[], str]:
         """Prepare the creation up to its one call: the import of Google's client alone can take ten seconds."""
