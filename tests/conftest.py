@@ -23,7 +23,7 @@ from cloudtrain.store import runtime_zip
 if TYPE_CHECKING:
     from jobs import Once
 
-pytest_plugins = ["jobs", "servers", "plain", "containers", "trainings", "trials", "clients", "doctoring"]
+pytest_plugins = ["jobs", "servers", "plain", "containers", "trainings", "trials", "clients", "doctoring", "warm"]
 
 # Every test has its own store and needs the same zip in it.
 runtime_zip.build = functools.cache(runtime_zip.build)

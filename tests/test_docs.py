@@ -167,7 +167,9 @@ def marks_of(name: str) -> list[pytest.MarkDecorator]:
         if name != "README.md" and any(block.run for block in blocks(name))  # that one: test_first_time_user.py
     ],
 )
-def test_what_a_page_tells_to_run_runs(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_what_a_page_tells_to_run_runs(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest, shell_path: str
+) -> None:
     folder, home = tmp_path / "page", tmp_path / "home"
     folder.mkdir()
     home.mkdir()
@@ -186,7 +188,7 @@ def test_what_a_page_tells_to_run_runs(name: str, tmp_path: Path, request: pytes
             done = subprocess.run(
                 command,
                 cwd=folder,
-                env=environment(home),
+                env={**environment(home), "PATH": shell_path},
                 input=block.text,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
