@@ -11,10 +11,12 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import slowfs
@@ -232,14 +234,15 @@ def test_a_store_that_hangs_does_not_keep_the_node(
 @pytest.fixture
 def silent(head: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """Node 0 whose folder in the store is on a mount that never answers."""
-    healed, real = threading.Event(), os.listdir
+    healed = threading.Event()
 
-    def listing(folder: Path) -> list[str]:
+    def listing(real: Callable[[Path], Any], folder: Path) -> Any:
         if str(folder).startswith(str(head.live)):
             healed.wait()
         return real(folder)
 
-    monkeypatch.setattr(os, "listdir", listing)
+    for call in ("listdir", "scandir"):
+        monkeypatch.setattr(os, call, partial(listing, getattr(os, call)))
     monkeypatch.setattr(TIMINGS, "mount", 0.5)
     yield head
     healed.set()
