@@ -469,6 +469,32 @@ def test_what_is_removed_while_no_supervisor_runs_leaves_a_remote_store_too(tmp_
     assert target.read("outputs/node-0/kept") == b"not sent again"
 
 
+def test_a_supervisor_that_is_killed_as_it_clears_its_folder_costs_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(f"memory://{uuid.uuid4().hex}/store")
+    for folder in ("killed", "next"):
+        (tmp_path / folder).mkdir()
+    killed, following = (_Mounts(folder=tmp_path / name, store=store, run_id="r") for name in ("killed", "next"))
+    for name in ("a", "b"):
+        (killed.live / "outputs/node-0").mkdir(parents=True, exist_ok=True)
+        (killed.live / "outputs/node-0" / name).write_text(name)
+    killed.start_syncing()
+
+    def kill(folder: Path, **_: Any) -> None:
+        (folder / "outputs/node-0/a").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", kill)
+        with pytest.raises(KeyboardInterrupt):
+            killed.stop_syncing(lambda work: work())
+    following.take_over(tmp_path / "killed")
+    target = files(f"{store.url}/runs/r/live")
+    following._sync(target)
+    assert sorted(target.list()) == ["outputs/node-0/a", "outputs/node-0/b"]
+
+
 def test_a_folder_that_is_an_output_now_is_removed_after_a_failure_of_the_store(tmp_path: Path) -> None:
     mounts = _Mounts(folder=tmp_path, store=Store(f"memory://{uuid.uuid4().hex}/store"), run_id="r")
     target, place = files(str(tmp_path / "there")), mounts.live / "outputs/node-0/a"

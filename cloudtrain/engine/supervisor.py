@@ -646,10 +646,11 @@ class _Mounts:
         self._thread.join()
         target = files(self._url, moving=self._store.moving)
         patiently(lambda: self._sync(target))
-        # All of it is in the store now; only the nodes' output stays here.
+        # All of it is in the store now; only the nodes' output stays here. If this process is killed meanwhile, the
+        # next supervisor must not take the files that are gone here for files that the nodes have removed.
+        (self._folder / "sent.json").unlink(missing_ok=True)
         shutil.rmtree(self.live, ignore_errors=True)
         shutil.rmtree(self._folder / "mounts", ignore_errors=True)
-        (self._folder / "sent.json").unlink(missing_ok=True)
 
     def _sync(self, target: Files) -> None:
         """Upload new and changed files; those that make others valid (commit.json) come last.

@@ -79,10 +79,16 @@ def in_thread(
         return called.result()
     with contextlib.ExitStack() as stack:
         looks = [stack.enter_context(contextlib.closing(_Look(folder))) for folder in folders]
-        (until or _until)(lambda: called.done() or any(look.silent for look in looks))
+        silent: list[Path] = []
+
+        def is_over() -> bool:
+            silent.extend(look.folder for look in looks if look.silent)
+            return called.done() or bool(silent)
+
+        (until or _until)(is_over)
         if called.done():
             return called.result()
-        if silent := [look.folder for look in looks if look.silent]:
+        if silent:  # also if it has just answered: None would mean that the caller must leave
             raise StorageError(f"{silent[0]} has not answered for {TIMINGS.mount:.0f} s")
     return None
 
@@ -93,7 +99,10 @@ def _until(over: Callable[[], bool]) -> None:
 
 
 class _Look:
-    """A thread that looks at a folder again and again, until `close`."""
+    """A thread that looks at a folder again and again, until `close`.
+
+    It asks for the first name: a slow mount may need minutes for all names of a large folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._over, self._answered = folder, threading.Event(), time.monotonic()
@@ -109,7 +118,7 @@ class _Look:
 
     def _loop(self) -> None:
         while not self._over.is_set():
-            with contextlib.suppress(OSError):
-                os.listdir(self.folder)
+            with contextlib.suppress(OSError), os.scandir(self.folder) as names:
+                next(names, None)
             self._answered = time.monotonic()
             self._over.wait(TIMINGS.mount_pauses[0])

@@ -91,6 +91,9 @@ def test_a_clock_that_was_set_back_hides_no_lost_work(tmp_path: Path) -> None:
     ended(tmp_path, "0.0", ended=151.0 - 3600.0, failure=failure, set_back=3600.0)
     begun(tmp_path, "step-30", 120.0)
     assert record(tmp_path)["lost"] == {"seconds": 30.0, "steps": 20}
+    ended(tmp_path, "0.0", ended=151.0 - 3600.0, set_back=3600.0)
+    begun(tmp_path, "step-30", 120.0)
+    assert record(tmp_path)["lost"] == {"seconds": 31.0, "steps": 20}
 
 
 def test_an_end_long_before_the_save_is_unknown_and_not_nothing(tmp_path: Path) -> None:

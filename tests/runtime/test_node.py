@@ -11,10 +11,13 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import slowfs
@@ -24,6 +27,7 @@ from cloudtrain.engine.processes import free_port_pair
 from cloudtrain.errors import StorageError
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import node, notices
+from cloudtrain.runtime.__main__ import _failure_before
 from cloudtrain.runtime.cause import Failure
 from cloudtrain.runtime.checkpoints import Watch
 from cloudtrain.runtime.history import FIRST
@@ -232,14 +236,15 @@ def test_a_store_that_hangs_does_not_keep_the_node(
 @pytest.fixture
 def silent(head: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     """Node 0 whose folder in the store is on a mount that never answers."""
-    healed, real = threading.Event(), os.listdir
+    healed = threading.Event()
 
-    def listing(folder: Path) -> list[str]:
+    def listing(real: Callable[[Path], Any], folder: Path) -> Any:
         if str(folder).startswith(str(head.live)):
             healed.wait()
         return real(folder)
 
-    monkeypatch.setattr(os, "listdir", listing)
+    for call in ("listdir", "scandir"):
+        monkeypatch.setattr(os, call, partial(listing, getattr(os, call)))
     monkeypatch.setattr(TIMINGS, "mount", 0.5)
     yield head
     healed.set()
@@ -269,6 +274,36 @@ def test_a_mount_that_never_answers_fails_the_attempt_at_its_start(
     assert time.monotonic() - began < 5
     (failure,) = silent.failures
     assert (failure.category, failure.exception) == ("infra", f"{silent.live} has not answered for 0 s")
+
+
+def test_a_mount_that_never_answers_fails_the_attempt_before_its_ranks_start(silent: Node) -> None:
+    silent.go, silent.attempt = {"t": "go", "resume": "", "url": "", "saved": None}, "1.0"
+    silent.space = SimpleNamespace(watch=Mock(), bring_back=Mock(), readable=str)  # type: ignore[assignment]
+    began = time.monotonic()
+    silent._launch()
+    assert time.monotonic() - began < 5
+    assert silent.code == 1
+    (failure,) = silent.failures
+    assert (failure.category, failure.exception) == ("infra", f"{silent.live} has not answered for 0 s")
+
+
+def test_a_mount_that_never_answers_ends_a_container_that_was_started_again(silent: Node) -> None:
+    with pytest.raises(StorageError, match="has not answered for 0 s"):
+        _failure_before(silent.site, 0)
+
+
+def test_the_exit_record_and_the_mirror_count_how_far_the_clock_was_set_back(
+    head: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "set_back" not in head._record("succeeded", None, decided=False)
+    mirror, real = Mock(side_effect=InterruptedError), time.time
+    monkeypatch.setattr(node, "Mirror", mirror)
+    monkeypatch.setattr(head, "_commits", Mock())
+    with pytest.raises(InterruptedError):  # its arguments are all that counts here
+        head._watch_the_script(MagicMock(), Mock(entries=dict))
+    monkeypatch.setattr(time, "time", lambda: real() - 3600.0)
+    record = head._record("succeeded", None, decided=False)
+    assert record["set_back"] == mirror.call_args.kwargs["clock"].set_back() == pytest.approx(3600.0, abs=5.0)
 
 
 def test_a_record_that_cannot_be_made_is_no_store_that_hangs(head: Node) -> None:

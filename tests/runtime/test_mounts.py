@@ -1,0 +1,54 @@
+"""Mounts that answer late or slowly."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cloudtrain.errors import StorageError
+from cloudtrain.runtime import mounts
+from cloudtrain.runtime.timings import TIMINGS
+
+
+@pytest.fixture
+def hanging() -> Iterator[threading.Event]:
+    """An event that a call waits for until the end of the test."""
+    healed = threading.Event()
+    yield healed
+    healed.set()
+
+
+def test_a_mount_that_answers_just_after_its_time_is_not_taken_for_a_caller_that_must_leave(
+    hanging: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None would start the script without its checkpoint."""
+    silent = iter([True])
+    monkeypatch.setattr(mounts._Look, "silent", property(lambda _: next(silent, False)))
+
+    def until(over: Callable[[], bool]) -> None:
+        while not over():
+            time.sleep(0.01)
+
+    with pytest.raises(StorageError, match="has not answered for"):
+        mounts.in_thread(hanging.wait, [tmp_path], until)
+
+
+def test_a_large_folder_of_a_slow_mount_answers_with_its_first_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that work of any length goes on as long as the mount answers."""
+    (tmp_path / "a").write_text("")
+
+    def all_names(folder: Path) -> list[str]:
+        time.sleep(1.5)
+        return ["a"]
+
+    monkeypatch.setattr(TIMINGS, "mount", 0.8)
+    monkeypatch.setattr(TIMINGS, "mount_pauses", (0.1, 0.1))
+    monkeypatch.setattr(os, "listdir", all_names)
+    assert mounts.in_thread(lambda: mounts.names_in(tmp_path), [tmp_path]) == ["a"]
