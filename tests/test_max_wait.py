@@ -115,6 +115,21 @@ def test_a_client_whose_clock_is_wrong_ends_it_in_time(tmp_path: Path, fast: flo
     assert client(store, clock, fast=fast).ends(0, status) == WHY
 
 
+def test_a_wait_that_began_while_the_client_was_suspended_ends_in_time(tmp_path: Path) -> None:
+    """The machine's clock of waits stands still while it is suspended."""
+    _, store, clock = begun(tmp_path)
+    suspended = 0.0
+    own = StoreClock(store, "r", now=clock, ticks=lambda: clock.now - suspended)
+    wait = MaxWait(store=store, run_id="r", policy=POLICY, clock=own)
+    assert wait.ends(0, PENDING) == ""
+    suspended = 8 * 3600.0
+    clock.now += suspended
+    lost = replace(PENDING, attempts=(AttemptInfo(number="0.0", started=T0 + 60, ended=clock.now),))
+    assert wait.ends(0, lost) == ""
+    clock.now += LIMIT + 1
+    assert wait.ends(0, lost) == WHY
+
+
 def test_the_present_time_of_the_store_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wait, _, clock = begun(tmp_path)
     written: list[str] = []

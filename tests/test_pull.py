@@ -455,6 +455,51 @@ def test_the_user_s_file_in_a_checkpoint_makes_way_for_another_one(
     assert (out / mine.replace("part", "part.yours")).read_text() == "the user's"
 
 
+@pytest.mark.parametrize(
+    ("now", "mine"),
+    [
+        ("part/model.pt", {"part": "1", "part.yours": "2"}),
+        ("part", {"part/a.txt": "1", "part.yours": "2"}),
+        ("part", {"part/a.txt": "1", "part.yours/a.txt": "2"}),
+    ],
+)
+def test_no_file_of_the_user_is_lost_when_the_name_for_it_is_taken(
+    world: World, tmp_path: Path, now: str, mine: dict[str, str]
+) -> None:
+    out = tmp_path / "out/checkpoints/best"
+    for number in range(3):
+        checkpoint_of(world, "best", 2 * number + 1, {"node-0/best/model.pt": f"old {number}"})
+        pull(world.store, "r1", tmp_path / "out")
+        for path, text in mine.items():
+            (out / path).parent.mkdir(exist_ok=True)
+            (out / path).write_text(text)
+        before = sorted(path.read_text() for path in out.rglob("*") if path.is_file() and path.name != "model.pt")
+        checkpoint_of(world, "best", 2 * number + 2, {"node-0/best/model.pt": "new", f"node-0/best/{now}": "new"})
+        pull(world.store, "r1", tmp_path / "out")
+        after = sorted(path.read_text() for path in out.rglob("*") if path.is_file())
+        assert (out / now).read_text() == "new"
+        assert after == sorted([*before, "new", "new"])
+
+
+def test_the_user_s_file_where_the_folder_of_the_checkpoints_goes_stays(world: World, tmp_path: Path) -> None:
+    pull(world.store, "r1", tmp_path / "out")
+    (tmp_path / "out/checkpoints").write_text("the user's")
+    checkpoint_of(world, "best", 1, {"node-0/best/model.pt": "new"})
+    pull(world.store, "r1", tmp_path / "out")
+    assert (tmp_path / "out/checkpoints/best/model.pt").read_text() == "new"
+    assert (tmp_path / "out/checkpoints.yours").read_text() == "the user's"
+
+
+def test_a_file_that_the_user_adds_while_a_checkpoint_comes_stays(world: World, tmp_path: Path) -> None:
+    mine = tmp_path / "out/checkpoints/best/mine.txt"
+    checkpoint_of(world, "best", 1, {"node-0/best/model.pt": "old"})
+    pull(world.store, "r1", tmp_path / "out")
+    checkpoint_of(world, "best", 2, {"node-0/best/model.pt": "new"})
+    pull(world.store, "r1", tmp_path / "out", progress=lambda *_: mine.write_text("the user's") and None)
+    assert mine.read_text() == "the user's"
+    assert (mine.parent / "model.pt").read_text() == "new"
+
+
 def test_empty_folders_behind_a_link_stay(world: World, tmp_path: Path) -> None:
     (tmp_path / "mine/empty").mkdir(parents=True)
     checkpoint_of(world, "best", 1, {"node-0/best": "new"})

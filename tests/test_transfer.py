@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -364,6 +365,22 @@ def test_parallel_stops_at_the_first_failure() -> None:
         parallel(work, list(range(2000)), jobs=2)
     assert len(begun) < 2000
     assert parallel(lambda n: n + 1, [3, 1, 2], jobs=2) == [4, 2, 3]
+
+
+def test_ctrl_c_in_parallel_work_starts_no_more_and_waits_for_the_rest() -> None:
+    begun, ended, main = list[int](), list[int](), threading.get_ident()
+
+    def work(number: int) -> None:
+        begun.append(number)
+        if number == 3:
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.05)
+        ended.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        parallel(work, list(range(200)), jobs=2)
+    assert len(begun) < 20
+    assert sorted(begun) == sorted(ended)
 
 
 # ------------------------------------------------------------------------------------------------------- the local disk

@@ -26,7 +26,7 @@ from ..runtime.checkpoint_model import Checkpoint, newest_checkpoint, resumable,
 from ..storage.digest_cache import DigestCache, stat_key
 from ..storage.files import Progress, files, parallel
 from ..storage.local_disk import disk_errors, inside, local_path, safe
-from ..storage.replace_folder import aside, discard, files_below, keep, prune, swap, take, tidy
+from ..storage.replace_folder import aside, discard, files_below, keep, names_for, prune, swap, take, tidy
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, expect, run_folder, to_json
 from ..validate import json_loads
@@ -433,10 +433,9 @@ class _Pull:
         }
         stale = {path for path in before if self._intact(path)}
         if tree and (len(here) < len(tree) or stale):
-            place = inside(self.folder, final)
+            place = self._entered(final)
             beside = {path: aside(place) / path[len(name) + 1 :] for path in tree}
             ours = {targets[path] for path in tree} | {inside(self.folder, path) for path in stale}
-            theirs = [path for path in files_below(place) if path not in ours]
             # A file without a digest may be of any version.
             prune(aside(place), {beside[path] for path in tree if parts[path].sha256 is not None})
             for path in here:
@@ -446,7 +445,8 @@ class _Pull:
             if not still():
                 discard(aside(place))
                 raise FileNotFoundError(name)
-            for item in theirs:
+            theirs = [path for path in files_below(place) if path not in ours]
+            for item in sorted(theirs, reverse=True):  # one that was renamed before, then one of its former name
                 take(item, _free_place(aside(place), item.relative_to(place)))
             if place.is_file() and not self._intact(final):
                 keep(place)
@@ -717,9 +717,9 @@ class _Places:
 def _free_place(folder: Path, path: Path) -> Path:
     """Return the place in ``folder`` for the user's file at ``path``: not of another file, nor below one."""
     for depth, part in enumerate(path.parts, 1):
-        place = folder / part
-        is_free = not os.path.lexists(place) or (_is_folder(place) and depth < len(path.parts))
-        folder = place if is_free else folder / f"{part}.yours"
+        leads_on, wanted = depth < len(path.parts), folder / part
+        places = itertools.chain([wanted], names_for(wanted))
+        folder = next(place for place in places if not os.path.lexists(place) or (leads_on and _is_folder(place)))
     return folder
 
 

@@ -330,8 +330,8 @@ class Run:
         return self._known.clock
 
     def _arriving(self, status: Status, attempt: int) -> Status:
-        within = f"within {self._longest_arrival:.0f} s of the cancel"
-        reason = f"attempt {attempt} was cut off while it was sent; the platform may still start it {within}"
+        within = f"within {self._longest_arrival:.0f} s of the cancel or of its client's end"
+        reason = f"attempt {attempt} has no answer yet; the platform may still start it {within}"
         return replace(status, state="pending", reason=reason, category="", finished=None)
 
     def _arrival(self, attempt: int) -> str | None:

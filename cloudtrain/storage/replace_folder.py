@@ -10,12 +10,12 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from .local_disk import disk_errors
 
-__all__ = ["aside", "discard", "files_below", "keep", "prune", "swap", "take", "tidy"]
+__all__ = ["aside", "discard", "files_below", "keep", "names_for", "prune", "swap", "take", "tidy"]
 
 _NEXT = ".partial-"
 _FORMER = ".former-"
@@ -79,9 +79,14 @@ def take(source: Path, target: Path) -> None:
 
 def keep(path: Path) -> None:
     """Rename the user's own file or folder, which is in the way, to ``<name>.yours``, or ``.yours-2`` and so on."""
-    names = (f"{path.name}.yours{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
     with disk_errors(path):
-        os.replace(path, next(free for name in names if not os.path.lexists(free := path.with_name(name))))
+        os.replace(path, next(free for free in names_for(path) if not os.path.lexists(free)))
+
+
+def names_for(path: Path) -> Iterator[Path]:
+    """Yield the places for the user's own file or folder at ``path``, which is in the way of another one."""
+    for number in itertools.count(1):
+        yield path.with_name(f"{path.name}.yours{f'-{number}' if number > 1 else ''}")
 
 
 def swap(final: Path) -> None:

@@ -84,6 +84,7 @@ COMMIT = "commit.json"
 """File of a complete checkpoint that lists its files."""
 SOURCES = "data/sources"
 """Folder of the records that lead from the listing of a staged source to the digest of its content."""
+_STEP = 10.0  # seconds: a larger change between two clocks of a machine is no drift
 _STAGING = 5 * 86400.0  # seconds from an announcement to run.json: well below those for which it counts
 _TOKEN = "created_by"
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}$")
@@ -568,13 +569,15 @@ class StoreClock:
     """The present time of a store for the clients of a run, whose own clocks may differ.
 
     ``now`` gives this client's Unix seconds, and ``ticks`` the seconds of its waits. The first call writes a mark into
-    the run's folder: its time of change is the store's present time. This client's time counts if the store has no
-    times, or if this client may not write there.
+    the run's folder: its time of change is the store's present time. So does the first call after ``now`` and
+    ``ticks`` went apart: ``ticks`` may stand still while the machine is suspended. This client's time counts if the
+    store has no times, or if this client may not write there.
     """
 
     def __init__(self, store: Store, run_id: str, *, now: Callable[[], float], ticks: Callable[[], float]) -> None:
         self._store, self._run_id, self.now, self.ticks = store, run_id, now, ticks
         self._ahead: float | None = None
+        self._apart = 0.0
 
     def since(self, moment: float) -> float:
         """Return the seconds since ``moment``, Unix seconds of the store or of its platform."""
@@ -592,8 +595,10 @@ class StoreClock:
 
     def _learn(self) -> float | None:
         """Return the seconds by which the store's clock is ahead of `ticks`; None if unknown."""
-        if self._ahead is None:
+        apart = self.now() - self.ticks()
+        if self._ahead is None or abs(apart - self._apart) > _STEP:
             mark = f"{run_folder(self._run_id)}/awaited.json"
+            self._ahead, self._apart = None, apart
             with contextlib.suppress(AuthError, StorageError):
                 self._store.files.write(mark, to_json({"time": self.now()}))
                 found = self._store.files.load(mark)
