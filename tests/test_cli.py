@@ -417,7 +417,7 @@ STATUS += """
 PLAN = f"""{STATUS}
     cli.flags cli.submit engine engine.supervised estimator job.bundle job.entry_point job.ignore job.options
     job.own_files job.provenance job.shipped_files provider_api.node_count providers providers.local runs.fallback
-    runs.retry runs.submit runs.warnings settings.needs storage.digest_cache store.runtime_zip """
+    runs.deliver runs.retry runs.submit runs.warnings settings.needs storage.digest_cache store.runtime_zip """
 #: Slow modules of the standard library and of other packages that none of these verbs needs.
 SLOW = """
     aiohttp asyncio concurrent.futures difflib fsspec html http.client importlib.metadata logging numpy obstore pathspec

@@ -21,7 +21,7 @@ from cloudtrain.provider_api.protocol import (
     Status,
     context_of,
 )
-from cloudtrain.runs import resume
+from cloudtrain.runs import resume_nodes
 from cloudtrain.runs.log_sources import patiently
 from cloudtrain.runs.retry import Retry
 from cloudtrain.runs.run import Run
@@ -257,7 +257,7 @@ def test_a_given_checkpoint_that_cannot_be_read_keeps_the_number_of_nodes(
         read.append(root)
         raise StorageError("there: the bucket or container does not exist")
 
-    monkeypatch.setattr(resume, "_newest_in", away)
+    monkeypatch.setattr(resume_nodes, "_newest_in", away)
     layout = {"resume": (tmp_path / "there/own").as_uri()}
     run, platform = begun(tmp_path / "a", failed("capacity"), layout=layout, instance_count="2:4")
     messages: list[str] = []
@@ -275,7 +275,7 @@ def test_a_given_checkpoint_may_be_a_whole_bucket() -> None:
     tree = files("memory://given-bucket")
     tree.write("rank_0.pt", b"x")
     store = Store(url="memory://store")
-    found = resume.nodes_that_restore(None, tree.url, (4, 3), store=store, settings=NO_SETTINGS)
+    found = resume_nodes.nodes_that_restore(None, tree.url, (4, 3), store=store, settings=NO_SETTINGS)
     unknown = "and does not say how many nodes wrote it, so it needs 4 nodes"
     assert found == ((4,), f"checkpoint given-bucket has files of single ranks (rank_0.pt), {unknown}")
 

@@ -624,8 +624,9 @@ def test_a_cancelled_sweep_waits_for_a_request_that_was_cut_off(
             sweep.step(environ={"TOKEN": "x"})
     sweep.cancel()
     assert (sweep.result()["state"], sweep.state().live[0].run) == ("running", "s-0000")
-    past = time.time() - 301
-    os.utime(tmp_path / "store/runs/s-0000/cancelled.json", (past, past))
+    past, trial = time.time() - 301, tmp_path / "store/runs/s-0000"
+    for file in (trial / "cancelled.json", *trial.glob("attempts/*/sending-*.json")):
+        os.utime(file, (past, past))
     assert sweep.step(environ={})["state"] == "cancelled"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import secrets
 import time
@@ -78,11 +77,17 @@ def deliver(
     store, budget = run.store, run.record.get("budget")
     if budget and store.result(run.run_id) is None:
         reserve(store, budget, run.run_id, run.job.at(run.provider_name))
-    native = _sent(run, request, values, refusals, say or logging.getLogger("cloudtrain").warning)
+    native = _sent(run, request, values, refusals, say or _warn)
     if native is not None and _is_over(run, request):
         with contextlib.suppress(NotFoundError):  # cancelled, or recorded as refused, while it was being sent
             patiently(partial(run.provider.cancel, native))
     return native
+
+
+def _warn(text: str) -> None:
+    import logging  # a plan sends nothing
+
+    logging.getLogger("cloudtrain").warning(text)
 
 
 def _sent(

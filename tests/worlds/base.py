@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from cloudtrain.engine import NodeHandle
 from cloudtrain.engine.containers import ContainerEngine, ContainerNode
 from cloudtrain.engine.docker_api import make_client
-from cloudtrain.engine.node_folders import Objects, Sync
+from cloudtrain.engine.node_folders import Objects, Sync, states_below
 
 __all__ = ["Agent", "Fault", "Machines", "Platform", "Printed", "RestartedInPlace", "Started", "due"]
 
@@ -320,8 +320,8 @@ class Agent(Sync):
             self._looked = time.monotonic()
 
     def _follow(self) -> None:
-        there = self.store.names(self.url)
-        for name in sorted(there - self._local().keys() - self._sent.keys()):
+        there, local = self.store.names(self.url), states_below(self.folder, self._marked)
+        for name in sorted(there - local.keys() - self._sent.keys()):
             aside = self.folder.with_name(f"{self.folder.name}.coming")
             with contextlib.suppress(FileNotFoundError):
                 self.store.fetch(self.url + name, aside)
@@ -330,7 +330,8 @@ class Agent(Sync):
                 stat = came.stat()
                 self._sent[name] = (stat.st_size, stat.st_mtime_ns)
                 came.rename(path)
+        local = states_below(self.folder, self._marked)
         for name in sorted(self._sent.keys() - there):
-            if self._sent[name] == self._local().get(name):
+            if self._sent[name] == local.get(name):
                 (self.folder / name).unlink(missing_ok=True)
                 del self._sent[name]
