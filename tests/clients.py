@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -178,3 +180,12 @@ def check_cancelled(client: Any) -> None:
     assert (done.code, done.json["state"]) == (5, "cancelled"), err
     shards = (client.pulled("stopped") / "checkpoints/last").iterdir()
     assert {path.name: path.read_text() for path in shards} == {f"shard-{n}": f"of {n}" for n in range(4)}
+
+
+def ids_of_a_race(world: FakePlatform) -> set[str]:
+    """Let four clients, each with a provider of its own, submit one run at once. Return the jobs that they have."""
+    plans = [world.plan(run_id="race") for _ in range(4)]
+    again = type(plans[0].provider)
+    clients = [dataclasses.replace(p, provider=again(**dataclasses.asdict(p.provider.settings))) for p in plans]
+    with ThreadPoolExecutor(4) as pool:
+        return {run.result()["native_id"] for run in pool.map(world.send, clients)}

@@ -97,7 +97,7 @@ class Jobs:
 
     def cli(self, *argv: str, timeout: float = 120, **environ: str) -> Done:
         """Run the command to its end. It runs in this process. In a proof, it runs the console script. `start` always
-        runs the script. So do tests of the pages and of clients that die, and verbs that become another program."""
+        runs the script. So do tests of clients that die, and verbs that become another program."""
         if PROFILE != "proof" and argv[0] not in ("shell", "tensorboard"):
             return self.here(*argv, **environ)
         process = self.start(*argv, **environ)

@@ -279,8 +279,8 @@ def test_a_drill_reads_as_it_is_told() -> None:
 
 
 def test_drills_come_in_their_time_and_once() -> None:
-    told = [Injection.parse("kill", f"node=0,after={when}", nodes=1) for when in ("9s", "2s", "checkpoint")]
-    drills = InjectionPlan(json.loads(json.dumps([dataclasses.asdict(drill) for drill in told])))
+    given = [Injection.parse("kill", f"node=0,after={when}", nodes=1) for when in ("9s", "2s", "checkpoint")]
+    drills = InjectionPlan(json.loads(json.dumps([dataclasses.asdict(drill) for drill in given])))
 
     def due(seconds: float, *, saved: bool = False) -> float | str | None:
         drill = drills.due(seconds, lambda: saved)
@@ -451,14 +451,21 @@ def test_an_output_that_the_script_removes_leaves_a_remote_store_too(tmp_path: P
     assert sorted(target.list()) == ["logs/a", "outputs/node-0/other"]
 
 
+def two_supervisors(tmp_path: Path, store: Store, outputs: tuple[str, ...]) -> list[_Mounts]:
+    """Return the files of a supervisor that has these outputs of node 0, and those of the next one."""
+    made = []
+    for name in ("killed", "next"):
+        (tmp_path / name).mkdir()
+        made.append(_Mounts(folder=tmp_path / name, store=store, run_id="r"))
+    (made[0].live / "outputs/node-0").mkdir(parents=True)
+    for name in outputs:
+        (made[0].live / "outputs/node-0" / name).write_text(name)
+    return made
+
+
 def test_what_is_removed_while_no_supervisor_runs_leaves_a_remote_store_too(tmp_path: Path) -> None:
     target, store = files(str(tmp_path / "there")), Store(f"memory://{uuid.uuid4().hex}/store")
-    for folder in ("killed", "next"):
-        (tmp_path / folder).mkdir()
-    killed, following = (_Mounts(folder=tmp_path / name, store=store, run_id="r") for name in ("killed", "next"))
-    for name in ("kept", "removed"):
-        (killed.live / "outputs/node-0").mkdir(parents=True, exist_ok=True)
-        (killed.live / "outputs/node-0" / name).write_text(name)
+    killed, following = two_supervisors(tmp_path, store, outputs=("kept", "removed"))
     killed._sync(target)
     (killed.live / "outputs/node-0/removed").unlink()
     target.write("outputs/node-0/kept", b"not sent again")
@@ -473,12 +480,7 @@ def test_a_supervisor_that_is_killed_as_it_clears_its_folder_costs_no_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(f"memory://{uuid.uuid4().hex}/store")
-    for folder in ("killed", "next"):
-        (tmp_path / folder).mkdir()
-    killed, following = (_Mounts(folder=tmp_path / name, store=store, run_id="r") for name in ("killed", "next"))
-    for name in ("a", "b"):
-        (killed.live / "outputs/node-0").mkdir(parents=True, exist_ok=True)
-        (killed.live / "outputs/node-0" / name).write_text(name)
+    killed, following = two_supervisors(tmp_path, store, outputs=("a", "b"))
     killed.start_syncing()
 
     def kill(folder: Path, **_: Any) -> None:

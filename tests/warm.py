@@ -1,7 +1,7 @@
 """A ``cloudtrain`` for the shells of tests, which starts in a tenth of the time. A pytest plugin.
 
 One process imports the command line once. It forks for each command and runs the same `main`, with the shell's
-arguments, folder, variables and streams. `make proof` runs the console script.
+arguments, folder, variables and streams. The pages of the proof start the console script.
 """
 
 from __future__ import annotations

@@ -509,10 +509,10 @@ def complete(
     def patience(survey: _Survey) -> float:
         if url and all(exc.errno in CLOSED for exc in survey.unread.values()):
             return 0.0
-        return TIMINGS.mount if survey.grave else TIMINGS.mount_older if survey.unread else 0.0
+        return TIMINGS.mount if survey.maybe_newer else TIMINGS.mount_older if survey.unread else 0.0
 
     survey = ask_again(lambda: _survey(root, time.monotonic() + TIMINGS.mount), patience)
-    if folder := next(iter(survey.grave), None):
+    if folder := next(iter(survey.maybe_newer), None):
         exc, place, hint = survey.unread[folder], str(folder), ""
         why = f"cannot read {place.replace(str(root), url, 1) if url else place}: {describe_fault(exc)}"
         if folder != root and survey.newest is not None:
@@ -542,7 +542,7 @@ class _Survey(NamedTuple):
         return next(iter(resumable(self.found)[-1:]), None)
 
     @property
-    def grave(self) -> list[Path]:
+    def maybe_newer(self) -> list[Path]:
         """Return the folders that cannot be read and may hold a newer checkpoint than all others."""
         newest = self.newest
         return [folder for folder in self.unread if newest is None or not _is_older(folder, newest)]

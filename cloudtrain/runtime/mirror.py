@@ -139,7 +139,7 @@ class Mirror:
 
     @property
     def trouble(self) -> str:
-        """Why a checkpoint cannot be read, or why the last one could not be copied to the store; empty if all is well.
+        """Return why a checkpoint cannot be read, or why the last one was not copied to the store; empty if neither.
 
         A copy of another checkpoint that succeeds does not make one readable.
         """

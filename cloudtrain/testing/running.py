@@ -313,10 +313,10 @@ class RunContract:
     @pytest.mark.slow
     @pytest.mark.by_runtime
     def test_ranks_train_together(self, jobs: Jobs) -> None:
-        """Check an all_reduce of two ranks. Each imports torch, so most platforms show only that torchrun meets."""
+        """Check an all_reduce of four ranks. Each imports torch, so most platforms show only that torchrun meets."""
         seen = jobs.script("together")
         assert seen.result["state"] == "succeeded", seen.result["reason"]
-        assert [rank["sum"] for rank in seen.ranks] == [1.0 + 2] * 2
+        assert [rank["sum"] for rank in seen.ranks] == [1.0 + 2 + 3 + 4] * 4
 
     @pytest.mark.slow
     def test_ranks_know_each_other(self, jobs: Jobs) -> None:

@@ -348,7 +348,7 @@ SCRIPT: dict[str, Row] = {
 
 JOBS: dict[str, Fields] = {
     "torchrun": {"instance_count": 2, "env": {"PROBE": "checkpoint,metrics"}},
-    "together": {"instance_count": 2, "env": {"PROBE": "gloo"}},
+    "together": {"instance_count": 2, "nproc_per_node": 2, "env": {"PROBE": "gloo"}},
     "python": {"entry_point": "-m contract_package.module", "instance_count": 2, "env": {"PROBE": "metrics,outputs"}},
     "command": {"entry_point": "start.sh", "launcher": "command", "env": {"PROBE": "own-checkpoint,outputs"}},
     "stalled": {"env": {"PROBE": "silent"}},

@@ -11,13 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from azureml_client import AzureClient
-from clients import PATIENCE
+from clients import PATIENCE, ids_of_a_race
 from jobs import Done, Jobs
 from worlds.azureml.life import PREEMPTED, CommandJob
 from worlds.azureml.plane import SUBSCRIPTION
@@ -112,13 +111,9 @@ def test_a_lost_answer_makes_no_second_job(idle: AzureMLWorld, fault: Fault) -> 
 
 
 def test_many_clients_at_once_create_one_job(idle: AzureMLWorld) -> None:
-    plans = [idle.plan(run_id="at-once") for _ in range(4)]
-    again = type(idle.provider)
-    clients = [dataclasses.replace(p, provider=again(**dataclasses.asdict(p.provider.settings))) for p in plans]
-    with ThreadPoolExecutor(4) as pool:
-        runs = list(pool.map(idle.send, clients))
+    found = ids_of_a_race(idle)
     assert len(idle.plane.jobs) == 1
-    assert {run.result()["native_id"] for run in runs} == {idle.provider.find(plans[0].request)}
+    assert found == {idle.provider.find(idle.plan(run_id="race").request)}
 
 
 def test_a_job_that_another_client_has_just_created_is_the_same(idle: AzureMLWorld) -> None:

@@ -105,9 +105,8 @@ def on_azure(azure: Waiting, run_id: str, state: str = "", started: bool = False
 
 @pytest.mark.parametrize("started", [False, True])
 def test_azure_s_waiting_job_moves_once_it_is_over(azure: Waiting, started: bool) -> None:
-    """Check all names that Azure has for a start, one of them without a start of the submission. Without a log of the
-    script, no script has run."""
-    for native in ("Starting", "Provisioning", "Preparing", "Queued", "Paused") if started else ("Queued",):
+    """Check all names that Azure has for a start. Without a log of the script, no script has run."""
+    for native in ("Starting", "Provisioning", "Preparing", "Queued", "Paused"):
         run, job = on_azure(azure, native.lower(), native, started)
         assert not azure.look(run), "the job is not over yet"
         azure.world.plane.unknown[job.name] = "CancelRequested"
@@ -208,6 +207,8 @@ def test_sagemaker_s_job_moves_when_it_failed_for_capacity_before_its_script(aws
                 set_steps(job, *steps[:word], started=started)
                 assert not aws.look(run), steps[:word]
             tried.add((step, started))
+        set_steps(job, *steps, started=started)
+        assert not aws.look(run)
         assert job.record["TrainingJobStatus"] == "InProgress", "no client may stop it"
         set_steps(job, *steps, status="Stopping", started=started)
         assert not aws.look(run)
