@@ -240,8 +240,10 @@ class Estimator:
     ) -> Run:
         """Submit the job and return its run: after its end with ``wait``, else at once.
 
-        ``inputs`` replace the job's own inputs of the same channel. A single input is the channel ``train``. With
-        ``wait`` and ``logs``, you see the log lines of all ranks as they come. Ctrl-C ends the wait only: the run
+        ``inputs`` replace the job's own inputs of the same channel. A single input is the channel ``train``. If a field
+        of the job has ``{inputs.train}``, give this input to the constructor too.
+
+        With ``wait`` and ``logs``, you see the log lines of all ranks as they come. Ctrl-C ends the wait only: the run
         continues, and ``latest_run`` is its handle.
 
         Raises `RunFailedError` if the run that it waited for did not succeed, and the errors of `submit`.

@@ -482,7 +482,7 @@ def _follow(run: Run, at: Where, seconds: float | None, following: Following, sc
             extra |= {"error": f"pull: {exc}", "exit_code": code}
     run_on_end(following.on_end, result, screen.talk)
     screen.answer({**result, **_uploaded(run), **extra})
-    screen.next(*after(result, run.run_id, pulled=following.pull_to is not None), where=at.flags)
+    screen.next(*after(result, run.run_id, pulled="pulled" in extra), where=at.flags)
     return code
 
 

@@ -378,7 +378,7 @@ class Job:
             for channel in _PLACEHOLDER_INPUT.findall(text):
                 if channel not in self.inputs:
                     why, near = f"{{inputs.{channel}}} names no input of this job", did_you_mean(channel, self.inputs)
-                    raise SpecError(why, field=where, hint=near)
+                    raise SpecError(why, field=where, hint=near or f"name it in inputs: --input {channel}=PATH")
 
         texts = [("webhook", self.webhook or "")]
         texts += [(f"webhook_headers.{name}", text) for name, text in self.webhook_headers.items()]
