@@ -50,18 +50,17 @@ if TYPE_CHECKING:
     from ..job.job import Job
 
 __all__ = [
-    "PREEMPTED",
-    "SupervisedProvider",
-    "clear_containers",
-    "existing",
-    "image_id",
-    "is_alive",
-    "refuse",
+    "PREEMPTED", "STATE_DIR", "SupervisedProvider", "clear_containers", "existing", "image_id", "is_alive", "refuse",
     "write_json",
-]
+]  # fmt: skip
 
 PREEMPTED = 75
 """Exit code of a node after a stop with notice (EX_TEMPFAIL). The supervisor starts the nodes again."""
+STATE_DIR = (
+    "folder of the supervisor's files for runs with a store elsewhere; default: cloudtrain in $XDG_STATE_HOME, else in "
+    "~/.local/state"
+)
+"""The description of the setting ``state_dir``."""
 MAX_RESTARTS = 10
 OWNED = (
     *("nodes.*.command", "nodes.*.mounts", "nodes.*.gpus", "nodes.*.workdir", "rules.time_limit", "rules.retries"),

@@ -32,15 +32,10 @@ _LIST: Schema = {"type": ["string", "array"], "items": {"type": "string"}}
 @cache
 def job_schema() -> Schema:
     """Return the schema of a job file: every field, flat or in the tables ``source`` and ``resources``."""
-    flat = {name: _field(spec) for name, spec in FIELDS.items()}
+    flat = {name: _field(spec, spec.metadata["kind"].schema) for name, spec in FIELDS.items()}
     on = {name: item for name, item in flat.items() if name not in ("name", "options", "on")}
     tables = {
-        table: {
-            "type": "object",
-            "description": text,
-            "properties": {name: flat[key] for key, (owner, name) in FLAT_FIELDS.items() if owner == table},
-            "additionalProperties": False,
-        }
+        table: _table(text, {name: flat[key] for key, (owner, name) in FLAT_FIELDS.items() if owner == table})
         for table, text in (("source", "code of the job"), ("resources", "machines of the job"))
     }
     flat["on"]["additionalProperties"] = {"$ref": "#/$defs/on"}
@@ -50,32 +45,25 @@ def job_schema() -> Schema:
         "type": "object",
         "properties": {**flat, **tables},
         "additionalProperties": False,
-        "$defs": {
-            "on": {
-                "type": "object",
-                "description": "fields of the job for one provider",
-                "properties": on,
-                "additionalProperties": False,
-            }
-        },
+        "$defs": {"on": _table("fields of the job for one provider", on)},
     }
 
 
 @cache
 def settings_schema() -> Schema:
     """Return the schema of cloudtrain.toml and ``[tool.cloudtrain]`` in pyproject.toml, for all installed providers."""
-    general: Schema = {}
-    for spec in dataclasses.fields(Settings):
-        if "help" in spec.metadata:
-            kinds = {"int": {"type": "integer", "minimum": 1}, "float": {"type": "number", "minimum": 0}}
-            kind = kinds.get(str(spec.type), {"type": "string"})
-            general[spec.name] = {**kind, "description": spec.metadata["help"], "default": spec.default}
+    kinds: Schema = {"int": {"type": "integer", "minimum": 1}, "float": {"type": "number", "minimum": 0}}
+    general = {
+        spec.name: _field(spec, kinds.get(str(spec.type), {"type": "string"}))
+        for spec in dataclasses.fields(Settings)
+        if "help" in spec.metadata
+    }
     general["fallback"] |= {**_LIST, "default": []}
     general["sse"]["enum"] = ["", *ENCRYPTIONS]
     general["concurrency"]["maximum"] = MOST_FILES
     general["max_code_mb"]["maximum"] = MOST_CODE_MB
-    providers = {name: _provider(find_provider(name).Settings) for name in provider_names()}
-    layer = {"type": "object", "properties": {**general, **providers}, "additionalProperties": False}
+    providers = {name: _provider(name) for name in provider_names()}
+    layer = _table("settings of one profile", {**general, **providers})
     return {
         "$schema": DRAFT,
         "title": "Settings of cloudtrain",
@@ -121,24 +109,28 @@ def described(exc: SpecError) -> SpecError:
     return SpecError(f"{exc.message} ({text})", field=exc.field, hint=exc.hint) if text else exc
 
 
-def _field(spec: dataclasses.Field[Any]) -> Schema:
-    found = {**spec.metadata["kind"].schema, "description": spec.metadata["help"]}
+def _field(spec: dataclasses.Field[Any], kind: Mapping[str, Any]) -> Schema:
+    """Return the schema ``kind`` of a field, with its description and default."""
+    text = spec.metadata.get("help")
+    found = {**kind, "description": text} if text else {**kind}
     if isinstance(spec.default, (str, int, float, bool)) and spec.default != "":
         found["default"] = spec.default
     return found
 
 
-def _provider(kind: type[Any]) -> Schema:
+def _table(about: str, properties: Schema) -> Schema:
+    """Return the schema of a table that holds these keys and no others."""
+    return {"type": "object", "description": about, "properties": properties, "additionalProperties": False}
+
+
+def _provider(name: str) -> Schema:
+    kind = find_provider(name).Settings
     hints = typing.get_type_hints(kind)
-    properties: dict[str, Schema] = {}
-    for spec in dataclasses.fields(kind):
-        properties[spec.name] = _of(hints[spec.name])
-        if text := spec.metadata.get("help"):
-            properties[spec.name]["description"] = text
+    properties = {spec.name: _field(spec, _of(hints[spec.name])) for spec in dataclasses.fields(kind)}
     properties["store"] = {"type": "string", "description": "URL of the store for this provider's jobs"}
     if "prices" in properties:
         properties["prices"]["additionalProperties"] = {"type": "number", "exclusiveMinimum": 0}
-    return {"type": "object", "properties": properties, "additionalProperties": False}
+    return _table(f"settings of provider {name}", properties)
 
 
 def _of(hint: Any) -> Schema:
