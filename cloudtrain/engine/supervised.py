@@ -90,7 +90,12 @@ class SupervisedProvider(ProviderExtras):
     min_poll_s: ClassVar[float] = 0.05  # one poll reads a few files
     max_poll_s: ClassVar[float] = 0.05
     always_interactive: ClassVar[bool] = True
-    settings: Any
+    Settings: ClassVar[type[Any]]
+
+    def __init__(self, **settings: Any) -> None:
+        from ..provider_api.limits import checked_settings
+
+        self.settings: Any = checked_settings(self.Settings(**settings), self.name)
 
     def check(self, request: Request) -> None:
         """Raise if this machine cannot start the request. The supervisor calls this first."""

@@ -12,7 +12,7 @@ import posixpath
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -113,10 +113,7 @@ class Provider(SupervisedProvider):
     engine: ClassVar[str] = "containers"
 
     def __init__(self, **settings: Any) -> None:
-        from ..provider_api.limits import checked_prices
-
-        made = Settings(**settings)
-        self.settings = replace(made, prices=checked_prices(made.prices, self.name))
+        super().__init__(**settings)
         if os.name == "posix" and not re.fullmatch(r"\d+(:\d+)?", self.settings.user):
             raise SpecError(f"must be uid or uid:gid in numbers, not {self.settings.user!r}", field="docker.user")
 

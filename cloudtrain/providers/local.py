@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
@@ -67,12 +67,6 @@ class Provider(SupervisedProvider):
     name: ClassVar[str] = "local"
     Settings: ClassVar[type[Any]] = Settings
     engine: ClassVar[str] = "processes"
-
-    def __init__(self, **settings: Any) -> None:
-        from ..provider_api.limits import checked_prices
-
-        made = Settings(**settings)
-        self.settings = replace(made, prices=checked_prices(made.prices, self.name))
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         self._refuse(job, layout, _REFUSED, _INSTEAD)

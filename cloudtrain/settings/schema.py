@@ -19,14 +19,13 @@ from ..errors import NotFoundError, SpecError
 from ..job.job import FIELDS, FLAT_FIELDS
 from ..provider_api.registry import find_provider, provider_names
 from ..validate import near_or_all
-from .settings import ENCRYPTIONS, MOST_CODE_MB, MOST_FILES, Settings
+from .settings import Settings
 
 __all__ = ["described", "job_schema", "schema", "schema_names", "settings_schema"]
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 Schema = dict[str, Any]
-_LIST: Schema = {"type": ["string", "array"], "items": {"type": "string"}}
 
 
 @cache
@@ -52,16 +51,8 @@ def job_schema() -> Schema:
 @cache
 def settings_schema() -> Schema:
     """Return the schema of cloudtrain.toml and ``[tool.cloudtrain]`` in pyproject.toml, for all installed providers."""
-    kinds: Schema = {"int": {"type": "integer", "minimum": 1}, "float": {"type": "number", "minimum": 0}}
-    general = {
-        spec.name: _field(spec, kinds.get(str(spec.type), {"type": "string"}))
-        for spec in dataclasses.fields(Settings)
-        if "help" in spec.metadata
-    }
-    general["fallback"] |= {**_LIST, "default": []}
-    general["sse"]["enum"] = ["", *ENCRYPTIONS]
-    general["concurrency"]["maximum"] = MOST_FILES
-    general["max_code_mb"]["maximum"] = MOST_CODE_MB
+    general = {name: item for name, item in _settings(Settings).items() if "description" in item}
+    general["fallback"]["anyOf"][0].pop("minLength")  # an empty text is an empty list
     providers = {name: _provider(name) for name in provider_names()}
     layer = _table("settings of one profile", {**general, **providers})
     return {
@@ -123,10 +114,16 @@ def _table(about: str, properties: Schema) -> Schema:
     return {"type": "object", "description": about, "properties": properties, "additionalProperties": False}
 
 
-def _provider(name: str) -> Schema:
-    kind = find_provider(name).Settings
+def _settings(kind: type[Any]) -> Schema:
     hints = typing.get_type_hints(kind)
-    properties = {spec.name: _field(spec, _of(hints[spec.name])) for spec in dataclasses.fields(kind)}
+    return {
+        spec.name: _field(spec, {**_of(hints[spec.name]), **spec.metadata.get("schema", {})})
+        for spec in dataclasses.fields(kind)
+    }
+
+
+def _provider(name: str) -> Schema:
+    properties = _settings(find_provider(name).Settings)
     properties["store"] = {"type": "string", "description": "URL of the store for this provider's jobs"}
     if "prices" in properties:
         properties["prices"]["additionalProperties"] = {"type": "number", "exclusiveMinimum": 0}

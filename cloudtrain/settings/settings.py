@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import AuthError, SpecError
-from ..provider_api.protocol import Provider, extras_of, recorded_settings, setting
+from ..provider_api.protocol import Provider, check_settings, extras_of, recorded_settings, setting
 from ..provider_api.registry import find_provider, provider_names, suggested_provider
 from ..storage.files import TransferOptions
 from ..storage.local_disk import normalize
 from ..validate import (
-    choice_of,
     did_you_mean,
     json_or_text,
     near_or_all,
@@ -33,7 +32,6 @@ from ..validate import (
     table_of,
     toml_loads,
     url_scheme,
-    whole_number,
     without_secrets,
 )
 from .coerce import Found, is_table, over, resolve_below, typed
@@ -54,10 +52,6 @@ _OF_CLIENT = ("max_code_mb", "concurrency")
 _PROFILE, _PROFILES = "profile", "profiles"
 _STORE = "store"
 """A provider's own store in its table, for the jobs that it gets."""
-MOST_FILES = 64
-"""Files that move at a time: as many threads and connections."""
-MOST_CODE_MB = 1_000_000
-ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
 
 T = TypeVar("T")
 
@@ -94,12 +88,12 @@ class Settings:
     provider: str = setting("provider if the command names none", "local")
     store: str = setting("URL of the store for code, data and runs", "./.cloudtrain")
     fallback: tuple[str, ...] = setting("profiles to try next, in order, if there are no machines", ())
-    max_code_mb: int = setting("maximum size of the code, in MiB before compression", 50)
-    concurrency: int = setting("number of files to transfer at the same time, at most 64", 8)
-    sse: str = setting("encryption of files in S3: AES256, aws:kms or aws:kms:dsse")
+    max_code_mb: int = setting("maximum size of the code, in MiB before compression", 50, least=1, most=1_000_000)
+    concurrency: int = setting("number of files to transfer at the same time, at most 64", 8, least=1, most=64)
+    sse: str = setting("encryption of files in S3", choices=("AES256", "aws:kms", "aws:kms:dsse"))
     sse_kms_key_id: str = setting("key for aws:kms; default: the key of the bucket")
     confirm_above_usd: float = setting(
-        "US dollars above which submit asks on a terminal; 0: it asks for any known cost", 100.0
+        "US dollars above which submit asks on a terminal; 0: it asks for any known cost", 100.0, least=0
     )
     budget: str = setting("budget in the store from which each run reserves its limits")
     profile: str = ""
@@ -179,10 +173,7 @@ class Settings:
     @property
     def moving(self) -> TransferOptions:
         """The options of transfers. Raises `SpecError` for an unknown word."""
-        whole_number(self.max_code_mb, "max_code_mb", least=1, most=MOST_CODE_MB)
-        whole_number(self.concurrency, "concurrency", least=1, most=MOST_FILES)
-        if self.sse:
-            choice_of(self.sse, ENCRYPTIONS, "sse")
+        check_settings(self, "")
         if self.sse_kms_key_id and not self.sse.startswith("aws:kms"):
             raise SpecError("needs sse = 'aws:kms'", field="sse_kms_key_id", hint="set sse to aws:kms too")
         return TransferOptions(sse=self.sse, sse_kms_key_id=self.sse_kms_key_id, concurrency=self.concurrency)

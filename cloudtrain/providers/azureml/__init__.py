@@ -59,8 +59,8 @@ class Settings:
         "identity of a job: aml_token, user_identity, managed_identity, managed_identity:CLIENT-ID; "
         "default: the platform's"
     )
-    job_tier: str = setting("tier of serverless compute: spot, basic, standard, premium")
-    priority: str = setting("priority in the queue: low, medium, high")
+    job_tier: str = setting("tier of serverless compute", choices=("spot", "basic", "standard", "premium"))
+    priority: str = setting("priority in the queue", choices=("low", "medium", "high"))
     ssh_public_key: str = setting("text of a public key, whose owner may enter interactive jobs")
     cloud: str = setting("AzureCloud, AzureUSGovernment, AzureChinaCloud, or a name of your own", "AzureCloud")
     cloud_metadata: dict[str, Any] = setting("table of addresses of a cloud of your own", dict)

@@ -33,6 +33,10 @@ CLAIM = Need(
 IMAGE = Need(
     example="docker.io/pytorch/pytorch:latest", find="an image with Python and torch that the cluster can pull"
 )
+EXTRA_GRACE = 10
+"""Seconds between the end of our grace and Kubernetes' kill."""
+MOST = 2**31 - 1 - EXTRA_GRACE
+"""Most seconds of a setting: Kubernetes' numbers have 32 bits."""
 ALIASES = ("k8s", "kubectl", "kueue", "hami", "eks", "gke", "aks", "openshift", "volcano")
 """Other words for the platform, for the hint of an unknown provider."""
 
@@ -55,7 +59,7 @@ class Settings:
     bucket: str = setting("URL that nodes see at root, if the volume is a mounted bucket: gs://my-bucket")
     service_account: str = setting("service account of the pods; default: none, and no token")
     image_pull_secrets: tuple[str, ...] = setting("names of Secrets with logins of registries", ())
-    image_pull_policy: str = setting("Always, IfNotPresent or Never")
+    image_pull_policy: str = setting("pull policy of the image", choices=("Always", "IfNotPresent", "Never"))
     node_selector: dict[str, Any] = setting("labels that nodes must have", dict)
     exclude: tuple[str, ...] = setting("nodes that get no pod, by name", ())
     tolerations: tuple[dict[str, Any], ...] = setting("list of taints that the pods accept", ())
@@ -66,18 +70,21 @@ class Settings:
     host_network: bool = setting("use the network of the machine", False)
     labels: dict[str, Any] = setting("labels of the Job and its pods", dict)
     annotations: dict[str, Any] = setting("annotations of the pods", dict)
-    user: int = setting("uid of the containers; 0: the image's own", 0)
-    security: str = setting("restricted, for a namespace with that level of Pod Security")
+    user: int = setting("uid of the containers; 0: the image's own", 0, least=0, most=MOST)
+    security: str = setting("level of Pod Security of the namespace", choices=("restricted",))
     gpu_resource: str = setting("the cluster's name of a GPU", "nvidia.com/gpu")
     gpu_label: str = setting("label of a node with its kind of GPU; empty: any GPU", "nvidia.com/gpu.product")
     gpu_names: dict[str, Any] = setting('values of that label by the GPU\'s name: H100 = ["NVIDIA-H100-NVL"]', dict)
-    spot: str = setting("kind of the spot nodes: gke, eks, karpenter or aks")
+    spot: str = setting("kind of the spot nodes", choices=("gke", "eks", "karpenter", "aks"))
     hami: dict[str, Any] = setting("shares of a GPU by HAMi (docs/kubernetes.md)", dict)
-    ttl: int = setting("seconds for which an ended Job stays; default: seven days", 7 * 86400)
+    ttl: int = setting("seconds for which an ended Job stays; default: seven days", 7 * 86400, least=3600, most=MOST)
     pending: int = setting(
-        "longest wait in seconds for machines and images, over all starts; default: seven days", 7 * 86400
+        "longest wait in seconds for machines and images, over all starts; default: seven days",
+        7 * 86400,
+        least=60,
+        most=MOST,
     )
-    stop_grace: int = setting("seconds from the stop signal to the kill", 30)
+    stop_grace: int = setting("seconds from the stop signal to the kill", 30, least=5, most=MOST)
     prices: dict[str, Any] = setting("US dollars for an hour of a node, by instance type, else node", dict)
 
 

@@ -49,12 +49,12 @@ class Settings:
     flavors: dict[str, Any] = setting(
         'flavors by GPU or NPU that cloudtrain\'s table lacks: "Ascend-910B:8" = "FLAVOR_ID"', dict
     )
-    priority: int = setting("1 to 3, in a dedicated pool", 0)
+    priority: int = setting("1 to 3, in a dedicated pool", 0, least=0, most=3)
     image_repo_id: str = setting("SWR enterprise repository of the images")
     ssh_key_pairs: tuple[str, ...] = setting("names of key pairs, whose owners may enter interactive jobs", ())
-    job_retry_num: int = setting("ModelArts' own restarts after a fault of machines, 0 to 128", 3)
+    job_retry_num: int = setting("ModelArts' own restarts after a fault of machines, 0 to 128", 3, least=0, most=128)
     prices: dict[str, Any] = setting("US dollars an hour by flavor", dict)
-    log_drain: int = setting("seconds after a job's end in which its log may still grow", 15)
+    log_drain: int = setting("seconds after a job's end in which its log may still grow", 15, least=0, most=3600)
 
 
 class Provider(CloudProvider):

@@ -44,13 +44,13 @@ class Settings:
         dict,
     )
     mem: str = setting("memory of a node for jobs without memory_gb: 64G")
-    cpus_per_task: int = setting("cores of a node for jobs without cpus", 0)
+    cpus_per_task: int = setting("cores of a node for jobs without cpus", 0, least=0)
     extra: dict[str, Any] = setting("further options of sbatch by their long names", dict)
     setup: tuple[str, ...] = setting("lines of bash before the start: modules, environments", ())
     python: str = setting("Python on the nodes, after setup", "python3")
-    container: str = setting("none, pyxis or apptainer; the last two need an image", "none")
-    max_time: int = setting("the partition's time limit in seconds; a longer job runs in parts", 0)
-    stop_grace: int = setting("seconds from the stop signal to the kill", 30)
+    container: str = setting("containers for a job with an image", "none", choices=("pyxis", "apptainer"))
+    max_time: int = setting("the partition's time limit in seconds; a longer job runs in parts", 0, least=0)
+    stop_grace: int = setting("seconds from the stop signal to the kill", 30, least=2)
     prices: dict[str, Any] = setting("US dollars for an hour of a node, by partition", dict)
 
 

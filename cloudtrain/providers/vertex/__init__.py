@@ -50,15 +50,15 @@ class Settings:
     encryption_key: str = setting("key of Cloud KMS: projects/P/locations/L/keyRings/R/cryptoKeys/K")
     persistent_resource_id: str = setting("persistent resource that runs the jobs")
     strategy: str = setting(
-        "way to request machines: STANDARD or FLEX_START; default: STANDARD, or FLEX_START for a max_wait on a machine "
-        "that has it"
+        "way to request machines (default: STANDARD, or FLEX_START for a max_wait on a machine that has it)",
+        choices=("STANDARD", "FLEX_START"),
     )
     reservation: str = setting(
         "reservation of machines: projects/P/zones/Z/reservations/R, any (a matching one, else on demand) or none"
     )
     debug_shell: bool = setting("let a shell into the containers", False)
     prices: dict[str, Any] = setting("US dollars an hour by machine: n1-standard-4+T4:1", dict)
-    log_drain: int = setting("seconds after a job's end in which its log may still grow", 60)
+    log_drain: int = setting("seconds after a job's end in which its log may still grow", 60, least=0)
 
 
 class Provider(CloudProvider):
