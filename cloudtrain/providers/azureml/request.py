@@ -105,7 +105,7 @@ def checked(settings: Settings) -> Settings:
     return dataclasses.replace(settings, cloud_metadata=dict(sorted(settings.cloud_metadata.items())), **found)
 
 
-def _config(folder: Path) -> dict[str, str]:
+def _config(folder: Path) -> dict[str, Any]:
     """Return the workspace in Azure ML's own file, empty without one. A file that names no workspace is skipped."""
     for place in (folder, *folder.parents):
         for name in CONFIGS:
