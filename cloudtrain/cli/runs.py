@@ -535,7 +535,7 @@ def _objects(
                 continue
             made = settings.provider_of(record) if "settings" in record else settings.make_provider(name)
             fields = dataclasses.fields(made.settings)
-            places = [item for item in fields if item.metadata.keys() & {"place", "caller"}] or fields
+            places = [item for item in fields if any(map(item.metadata.get, ("place", "caller")))] or fields
             place = (name, *(str(getattr(made.settings, item.name)) for item in places))
             if place not in asked:
                 asked.add(place)
