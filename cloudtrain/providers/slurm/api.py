@@ -129,7 +129,10 @@ found=$(lowest) || exit 75
 [ -z "$found" ] || is_held "$found" || echo "$found"
 exit 0
 """
-_TEST = 'out=$(printf %s "$batch" | sbatch --test-only 2>&1) || { echo "$out" >&2; exit 65; }; echo "$out"'
+_TEST = r"""
+out=$(printf %s "$batch" | SLURM_TIME_FORMAT=standard sbatch --test-only 2>&1) || { echo "$out" >&2; exit 65; }
+echo "$out"
+"""
 _DESCRIBE = r"""
 [ -d "$base" ] || exit 66
 for mark in end over cancelled; do
