@@ -72,7 +72,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 def near_or_all(word: str, choices: Iterable[str]) -> str:
     """Return the hint `did_you_mean`; if no choice is similar, a hint with all of them."""
     choices = list(choices)
-    return did_you_mean(word, choices) or f"valid values: {', '.join(choices)}"
+    return did_you_mean(word, choices) or f"valid values: {', '.join(filter(None, choices))}"
 
 
 def _is_short_for(one: str, other: str) -> bool:

@@ -47,6 +47,11 @@ def test_this_machine_is_well(examiner: Examiner) -> None:
     assert os.listdir() == [], "neither store nor plan leave anything"
 
 
+def test_the_plan_of_a_cluster_names_the_provider(examiner: Examiner) -> None:
+    examiner.settings("slurm", str(examiner.folder / "store"), {})
+    assert examiner().rows["plan"]["detail"] == "1 node on slurm"
+
+
 def test_a_python_without_torch(examiner: Examiner) -> None:
     python = examiner.folder / "python"
     python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")

@@ -29,6 +29,7 @@ AZUREML = (
     "--set resource_group=g --set workspace_name=w --set environment=azureml:torch:1"
 )
 VERTEX = "--provider vertex --store gs://bucket/runs --set project=my-project --set location=europe-west4 --image i:1"
+KUBERNETES = "--provider kubernetes --store /v/x --set root=/v --set claim=c --image i:1"
 
 FILES = {
     "train.py": "import argparse\np = argparse.ArgumentParser()\np.add_argument('--steps', type=int, default=1)\n"
@@ -51,6 +52,7 @@ FILES = {
     "provider.toml": 'entry_point = "train.py"\nprovider = "sagemaker"\n',
     "store.toml": 'entry_point = "train.py"\nstore = "s3://b/p"\n',
     "noscript.toml": 'name = "x"\n',
+    "spaces.toml": 'metric = "loss"\nsampler = "random"\njob = "job.toml"\n[spaces]\nlr = [1, 2]\n',
     "broken.json": '{"entry_point": "train.py",}',
     "list.json": "[1]",
     "data.csv": "a,b\n1,2\n",
@@ -183,6 +185,9 @@ PLACES = [
     M("plan train.py --store https://bucket.s3.eu-west-1.amazonaws.com/x", 2, "store", "s3://bucket/x"),
     M("plan train.py --store https://storage.googleapis.com/bucket/x", 2, "store", "gs://bucket/x"),
     M("plan train.py --store s3://", 2, "store", ""),
+    M("plan train.py --store s3:/bucket/x", 2, "store: 's3:/bucket/x' names no bucket", "SCHEME://BUCKET/PATH"),
+    M("plan spaces.toml", 2, "spaces: is not a field of a sweep", "did you mean 'space'"),
+    M(f"plan train.py {KUBERNETES} --set spot=gcp", 2, "kubernetes.spot", "^hint: valid values: gke, "),
     M("plan train.py --provider sagemaker", 0, shows="role"),
     M("submit train.py --provider sagemaker", 2, "(?=.*region)(?=.*role)", r"(?s)\[sagemaker\].*role"),
     M("submit train.py --provider azureml", 2, "(?=.*subscription)(?=.*workspace)", r"(?s)\[azureml\].*workspace"),

@@ -374,11 +374,12 @@ def plan(
 
 
 def _is_sweep(path: Path) -> bool:
-    """Return whether the file describes a sweep: a job has no search space."""
+    """Return whether the file describes a sweep: a job has neither a search space nor a sampler."""
     if path.suffix != ".toml":
         return False
     try:
-        return "space" in toml_loads(path.read_text(encoding="utf-8"), where=str(path))
+        found = toml_loads(path.read_text(encoding="utf-8"), where=str(path))
+        return "space" in found or "sampler" in found
     except (OSError, UnicodeDecodeError):  # the reader of job files says what is wrong
         return False
 

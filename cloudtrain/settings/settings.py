@@ -124,7 +124,7 @@ class Settings:
         environ = os.environ if environ is None else environ
         read = _read_file(cwd or Path.cwd())
         named = profile or environ.get(PREFIX + _PROFILE.upper()) or read.profile
-        return cls._made(read, named, environ=environ, overrides=overrides or {}, given=given)
+        return cls._made(read, named, environ=environ, overrides=table_of(overrides or {}, "settings"), given=given)
 
     @classmethod
     def _made(
