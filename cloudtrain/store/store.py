@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import secrets
@@ -577,7 +578,7 @@ class StoreClock:
     def __init__(self, store: Store, run_id: str, *, now: Callable[[], float], ticks: Callable[[], float]) -> None:
         self._store, self._run_id, self.now, self.ticks = store, run_id, now, ticks
         self._ahead: float | None = None
-        self._apart = 0.0
+        self._apart = math.inf
 
     def since(self, moment: float) -> float:
         """Return the seconds since ``moment``, Unix seconds of the store or of its platform."""
@@ -596,14 +597,15 @@ class StoreClock:
     def _learn(self) -> float | None:
         """Return the seconds by which the store's clock is ahead of `ticks`; None if unknown."""
         apart = self.now() - self.ticks()
-        if self._ahead is None or abs(apart - self._apart) > _STEP:
-            mark = f"{run_folder(self._run_id)}/awaited.json"
-            self._ahead, self._apart = None, apart
-            with contextlib.suppress(AuthError, StorageError):
-                self._store.files.write(mark, to_json({"time": self.now()}))
-                found = self._store.files.load(mark)
-                if found is not None and found.modified:
-                    self._ahead = found.modified - self.ticks()
+        if abs(apart - self._apart) > _STEP:
+            self._ahead, mark = None, f"{run_folder(self._run_id)}/awaited.json"
+            with contextlib.suppress(StorageError):  # the next call asks again
+                with contextlib.suppress(AuthError):  # no later call may write, either
+                    self._store.files.write(mark, to_json({"time": self.now()}))
+                    found = self._store.files.load(mark)
+                    if found is not None and found.modified:
+                        self._ahead = found.modified - self.ticks()
+                self._apart = apart
         return self._ahead
 
 
