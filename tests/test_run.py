@@ -1490,6 +1490,17 @@ def test_a_cut_off_run_ends_once_no_request_can_arrive(cut_off: World) -> None:
     assert cut_off.platform.cancelled == []
 
 
+def test_a_job_that_arrives_after_the_end_is_stopped_by_another_cancel(cut_off: World) -> None:
+    """Its client was suspended after its look for a cancel, then sent the request, and died."""
+    cancelled_ago(cut_off, 301)
+    assert cut_off.run().wait()["native_id"] is None
+    cut_off.run().cancel()
+    assert cut_off.platform.cancelled == []
+    cut_off.platform.accepted[0], cut_off.platform.jobs["job-0"] = "job-0", PENDING
+    cut_off.run().cancel()
+    assert cut_off.platform.cancelled == ["job-0"]
+
+
 def test_a_job_that_arrives_in_the_last_moment_is_stopped(cut_off: World, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled_ago(cut_off, 301)
     since, platform = StoreClock.age, cut_off.platform

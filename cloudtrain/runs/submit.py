@@ -529,10 +529,9 @@ def send_plan(
 ) -> Run:
     """Stage, record and send, in the plan's own place alone. Submitting the same plan again gives the same run.
 
-    ``progress`` is called with each step, ``moved`` with each upload, as in `Store.stage`. ``note`` is called before a
-    wait as in `deliver`, by default ``progress``. ``decide`` is called once the run is recorded, before it can start.
-    Raises `ConflictError` if another job has the run id, and the errors of storage and provider. A provider's refusal
-    ends the run, unless another request may follow.
+    ``progress`` is called with each step, ``moved`` with each upload, as in `Store.stage`, and ``note`` before a wait
+    (default: ``progress``). ``decide`` is called once the run is recorded, before it can start. Raises `ConflictError`
+    for another job's id, and errors of storage and provider. A refusal ends the run, unless another may follow.
     """
     for each in (plan, *plan.fallbacks.further):
         if each.missing:
