@@ -71,7 +71,7 @@ def test_a_run_without_torch_names_the_check_that_prints_the_command() -> None:
 
 
 @for_each(("exception", "code", "fix"), [
-    (None, -9, "its memory was probably full: use a smaller batch"),
+    (None, -9, "the memory of its machine was probably full: load less at a time"),
     ("ValueError: x", -9, ""),
     (None, -11, ""),
     (None, None, ""),

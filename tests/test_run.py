@@ -1645,6 +1645,33 @@ def test_a_job_of_a_request_without_an_answer_is_stopped_after_a_cancel(
     assert not was_cut_off(unsure.store, "r1", 0)
 
 
+def test_a_job_of_a_cancelled_run_that_cannot_be_stopped_is_left_to_the_next_client(
+    unsure: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it is recorded, no client looks for it."""
+    monkeypatch.setattr("cloudtrain.runs.log_sources.random.uniform", lambda *_: unsure.store.cancel("r1") or 0.0)
+
+    def refuse(native_id: str) -> None:
+        raise AuthError("the token has expired")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unsure.platform, "cancel", refuse)
+        with pytest.raises(AuthError):
+            deliver(unsure.run(), request(0), {}, say=list[str]().append)
+    assert unsure.store.submitted("r1", 0) is None
+    unsure.platform.jobs["job-0"] = RUNNING
+    unsure.run().status()
+    assert unsure.platform.cancelled == ["job-0"]
+
+
+def test_a_job_that_was_found_after_a_refusal_runs_on(unsure: World) -> None:
+    unsure.store.write_refused("r1", 0, category="quota", reason="no more GPUs")
+    unsure.platform.accepted[0], unsure.platform.jobs["job-0"] = "job-0", RUNNING
+    assert unsure.run().status().state == "running"
+    assert deliver(unsure.run(), request(0), {}) == "job-0"
+    assert unsure.platform.cancelled == []
+
+
 def test_a_request_that_was_sent_after_the_end_of_a_cancelled_run_is_looked_for(
     unsure: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,7 +187,7 @@ def fix(result: Mapping[str, Any]) -> str:
     failure = result.get("failure") or {}
     exception = str(failure.get("exception") or "")
     if not exception and failure.get("process_exit_code") == -9 and result.get("category") == "user_error":  # SIGKILL
-        return f"its memory was probably full: {_FIXES_BY_CATEGORY['oom']}"
+        return "the memory of its machine was probably full: load less at a time, or raise --memory-gb"
     if "(min_gpu_util)" in exception:
         return "see in `cloudtrain report` why the GPUs wait; for a longer pause, raise the time of --min-gpu-util"
     if exception.endswith("No module named 'torch'"):

@@ -334,7 +334,7 @@ def cancel(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """Stop a run and forbid further attempts. After the run's end this changes nothing."""
+    """Stop a run and forbid further attempts. A run that has ended stays as it is."""
     from ..runs.run import Run
 
     runs = [run, *more]
@@ -570,7 +570,7 @@ def pull_into(
     pulled = {**dataclasses.asdict(report), "folder": str(folder)}
     screen.talk(format.pulled(pulled, pace="" if follow else moved.pace))
     if before is not None and before[0] != run.url:
-        screen.talk(f"note: removed the files that an earlier pull had brought there from {before[0]}")
+        screen.talk(f"note: the unchanged files of an earlier pull from {before[0]} are gone")
     if report.missing:
         screen.talk(f"note: no checkpoint was {' or '.join(report.missing)}")
     return pulled

@@ -167,5 +167,5 @@ def _module_file(root: str, module: str) -> str:
     inner = module.replace(".", "/")
     why = f"no module {module} below {root}: neither {inner}.py nor {inner}/__main__.py"
     folders = sorted(path.relative_to(root).parts[0] for path in Path(root).glob(f"*/{inner}.py"))
-    below = [f"run the file: {folder}/{inner}.py --env PYTHONPATH={folder}" for folder in folders[:1]]
+    below = [f"let {folder} ship alone: --source-dir {folder} -m {module}" for folder in folders[:1]]
     raise SpecError(why, field=FIELD, hint="".join(below) or near(f"{base}.py"))

@@ -70,7 +70,7 @@ def reason(path: str, size: int) -> str:
 
 def pulled_files(state: str) -> frozenset[str]:
     """Return the paths that `pull` wrote into the folder of the file ``state`` (`PULL_STATE`), relative to it."""
-    data = _parsed(_read(state, _MOST), ".json")
+    data = _parsed(_read(state, -1), ".json")
     files = data.get("files") if isinstance(data, dict) else None
     return frozenset(files) if isinstance(files, dict) else frozenset()
 

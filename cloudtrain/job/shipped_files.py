@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import SpecError, StorageError
+from ..storage.local_disk import PARTIAL, TEMP
 from ..storage.timings import CLIENT_TIMINGS
 from .ignore import Rule, Rules
 from .own_files import PULL_STATE, pulled_files, reason
@@ -191,7 +192,7 @@ class Walk:
 def _built_in(name: str) -> str:
     if name in _NEVER or name.endswith(".pyc"):
         return f"built-in: {name if name in _NEVER else '*.pyc'}"
-    return ""
+    return "built-in: unfinished file of cloudtrain" if name.startswith((TEMP, PARTIAL)) else ""
 
 
 def _marker(folder: str, names: dict[str, os.DirEntry[str]]) -> str:

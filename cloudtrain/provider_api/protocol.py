@@ -278,9 +278,10 @@ def setting(
     """Return a field of a provider's ``Settings``, with ``help`` for the schema, ``cloudtrain config`` and the docs.
 
     A ``default`` that can be called makes the value. A text is the default or one of ``choices``, which ``help`` gets.
-    A whole number is from ``least`` to ``most``. `check_settings` checks both. A ``caller`` setting is the caller's
-    identity. It is not recorded: each client uses its own. A ``place`` setting says where jobs run. Its values hold no
-    comma, so a text with commas is a list of them.
+    A number is from ``least`` to ``most``. `check_settings` checks choices, and whole numbers that have a ``least``.
+
+    A ``caller`` setting is the caller's identity. It is not recorded: each client uses its own. A ``place`` setting
+    says where jobs run. Its values hold no comma, so a text with commas is a list of them.
     """
     limits = {"enum": [*dict.fromkeys([default, *choices])] if choices else None, "minimum": least, "maximum": most}
     schema = {word: limit for word, limit in limits.items() if limit is not None}
@@ -565,7 +566,7 @@ def check_settings(settings: Any, prefix: str) -> None:
     """Raise `SpecError` for a value outside the limits of its `setting`. ``prefix`` begins the field of the error."""
     for spec in dataclasses.fields(settings):
         value, limits = getattr(settings, spec.name), spec.metadata.get("schema", {})
-        if "enum" in limits and value != spec.default:
+        if "enum" in limits and value not in limits["enum"] and (value or spec.default):
             choice_of(value, tuple(filter(None, limits["enum"])), prefix + spec.name)
         if "minimum" in limits and isinstance(spec.default, int):
             whole_number(value, prefix + spec.name, least=limits["minimum"], most=limits.get("maximum"))

@@ -95,6 +95,7 @@ __all__ = [
     "table_in",
     "time_of",
     "unless_over",
+    "with_ours",
 ]  # fmt: skip
 
 BUCKETS = ("s3", "gs", "abfs", "abfss", "az")
@@ -726,32 +727,34 @@ def check_request(request: Request | None, test: Callable[[Request], str]) -> Ch
 # ------------------------------------------------------------------------------------------------------------- of jobs
 
 
-def found_until(end: float, find: Callable[[], str | None]) -> str | None:
-    """Return the job's id. After a lost answer, a list may lack the job until ``end`` of `time.monotonic`."""
-    while (found := find()) is None and time.monotonic() <= end:
+def found_until(end: float, find: Callable[[], list[str]]) -> list[str]:
+    """Return the jobs' ids. After a lost answer, a list may lack the job until ``end`` of `time.monotonic`."""
+    while not (found := find()) and time.monotonic() <= end:
         time.sleep(0.5)
     return found
 
 
-def first_job(ours: str, find: Callable[[], Sequence[str]], cancel: Callable[[str], None]) -> str:
-    """Return the id of the job that counts, the first that ``find`` returns, and cancel ``ours`` and the others.
+def with_ours(ours: str, find: Callable[[], list[str]]) -> list[str]:
+    """Return the ids of the request's jobs by ``find``, with ``ours``, which exists even if the search fails."""
+    found: list[str] = []
+    with suppress(CloudtrainError):
+        found = find()
+    return list({job.rpartition("/")[2]: job for job in (*found, ours)}.values())
+
+
+def first_job(found: Sequence[str], cancel: Callable[[str], None]) -> str:
+    """Return the id of the job that counts, the first, and cancel the others.
 
     A client that slept for longer than its lease may have come second. Raises `LostContactError`, which lets the caller
     ask again, if a job cannot be cancelled.
     """
-    try:
-        first, *others = find() or [ours]
-    except CloudtrainError:  # ours exists even if the search fails
-        return ours
-    by_id = {job.rpartition("/")[2]: job for job in (*others, ours)}
-    by_id.pop(first.rpartition("/")[2], None)
-    for job in by_id.values():
+    for job in found[1:]:
         try:
             cancel(job)
         except CloudtrainError as exc:
             why = f"create job: {job} is a second job of this request, and it cannot be stopped: {exc}"
-            raise LostContactError(why, hint="stop it on the platform, and run the same command again") from None
-    return first
+            raise LostContactError(why, hint="stop it on the platform") from None
+    return found[0]
 
 
 @contextmanager

@@ -116,6 +116,7 @@ class _Known:
     """The facts about a run in one place that this client has learnt."""
 
     natives: dict[int, str] = field(default_factory=dict)
+    unrecorded: dict[int, str] = field(default_factory=dict)  # the jobs among them whose record could not be written
     refused: set[int] = field(default_factory=set)  # refused attempts that another one has followed
     unsent: int | None = None  # the newest attempt, if it was last seen recorded but not submitted
     is_arriving: bool = False  # if the request of a cancelled run was cut off, and may still become a job
@@ -354,11 +355,17 @@ class Run:
             if self.store.cancelled(self.run_id):  # before it is recorded: then no client looks for it
                 with contextlib.suppress(NotFoundError):
                     self._stop(native)
+            self._known.unrecorded[attempt] = native
             with contextlib.suppress(AuthError, StorageError):  # a client that may only read
-                self.store.write_submitted(self.run_id, attempt, native)
+                self._record_found()
         elif self.store.refused(self.run_id, attempt) and self.store.attempt_request(self.run_id, attempt + 1):
             self._known.refused.add(attempt)
         return native
+
+    def _record_found(self) -> None:
+        for attempt, native in list(self._known.unrecorded.items()):
+            self.store.write_submitted(self.run_id, attempt, native)
+            del self._known.unrecorded[attempt]
 
     def _stop(self, native: str) -> None:
         self._patiently(partial(self.provider.cancel, native))
@@ -558,6 +565,7 @@ class Run:
         return {**result, "name": self.job.name, "created": self.record.get("created")}
 
     def _keep(self, result: Result) -> Result:
+        self._record_found()  # after a run's end, no client looks for its jobs
         stored = self.store.write_result(self.run_id, self._kept(result))
         if budget := self.record.get("budget"):
             from .budget import open_budget
@@ -968,8 +976,8 @@ class Run:
         self._follow_handover()
         store, run_id = self.store, self.run_id
         if self._is_over():
-            late = store.cancelled(run_id) and any(handover.cut_off(store, run_id, k) for k in store.attempts(run_id))
-            if not late:
+            sent = [k for k in store.attempts(run_id) if store.submitted(run_id, k) is None]
+            if not (store.cancelled(run_id) and any(handover.cut_off(store, run_id, k) for k in sent)):
                 return
         errors: list[CloudtrainError] = []
         unmarked: StorageError | None = None

@@ -18,12 +18,16 @@ _BESIDE = re.compile(
 """Other files that scripts write with their checkpoints: settings, logs, pictures, programs."""
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
 _VERSION = re.compile(r"[-_.]?(?<![a-z0-9])v\d+", re.IGNORECASE)
+_DAY = r"(?:0[1-9]|1[0-2])[-_.]?(?:0[1-9]|[12]\d|3[01])"
+_TIME = r"[-_T](?:[01]\d|2[0-3]){0}[0-5]\d(?:{0}[0-5]\d)?"
+_LAST = _TIME.format("") + r"(?=(?:[-_.]v\d+)?$)"
+"""A time without signs in it. Only at the end of a name, as ``model-2025-06-01_1000.pt`` may be of step 1000."""
 _NO_STEP = re.compile(
     r"(?<![a-z0-9])v\d+|epochs?[-_=]*\d+"
-    r"|(?<!\d)20\d\d(?:[-_.]\d\d[-_.]\d\d(?!\d)|\d{4}(?=[-_T]\d{4}))(?:[-_.T]+\d\d[-_.:]?\d\d(?:[-_.:]?\d\d)?(?!\d))?",
+    rf"|(?<!\d)20\d\d(?:[-_.]{_DAY}(?!\d)(?:{_TIME.format('[-_.:]')}(?!\d)|{_LAST})?|{_DAY}{_LAST})",
     re.IGNORECASE,
 )
-"""Versions, epochs and dates: ``2025-06-01_1530``, ``20250601-153059``."""
+"""Versions, epochs and dates: ``2025-06-01_15-30``, ``20250601-153059``."""
 
 
 def family(name: str) -> str:

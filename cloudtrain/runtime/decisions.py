@@ -167,13 +167,14 @@ def with_reports(failures: Sequence[Failure], reported: Iterable[Failure]) -> li
 
 def restore_verdict(answers: Mapping[int, Message], nodes: int) -> tuple[str, Any]:
     """Decide whether all start from a restored checkpoint: ``go``; ``late`` and the first node that has not answered;
-    ``fail`` and why, as it is whole and a further try may restore it; or ``pass`` it over and why, as it is damaged."""
+    ``fail`` and why, as a further try may restore it; or ``pass`` it over and why, as each such node found damage."""
     if late := sorted(set(range(nodes)) - answers.keys()):
         return "late", late[0]
-    bad = next((answer for _, answer in sorted(answers.items()) if answer["why"]), None)
-    if bad is None:
+    bad = [answer for _, answer in sorted(answers.items()) if answer["why"]]
+    if not bad:
         return "go", ""
-    return "pass" if bad["damaged"] else "fail", bad["why"]
+    worst = next((answer for answer in bad if not answer["damaged"]), bad[0])
+    return "pass" if worst["damaged"] else "fail", worst["why"]
 
 
 def node_outcome(

@@ -105,13 +105,17 @@ class _Look:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._over, self._answered = folder, threading.Event(), time.monotonic()
+        self.folder, self._over = folder, threading.Event()
+        self._silence, self._seen = 0.0, time.monotonic()
         threading.Thread(target=self._loop, name="look", daemon=True).start()
 
     @property
     def silent(self) -> bool:
-        """Return whether the folder has not answered for `Timings.mount`."""
-        return time.monotonic() - self._answered >= TIMINGS.mount
+        """Return whether the folder has not answered for `Timings.mount`. A time in which this process was stopped does
+        not count. Ask often."""
+        before, self._seen = self._seen, time.monotonic()
+        self._silence += min(self._seen - before, TIMINGS.mount / 10)
+        return self._silence >= TIMINGS.mount
 
     def close(self) -> None:
         self._over.set()
@@ -120,5 +124,5 @@ class _Look:
         while not self._over.is_set():
             with contextlib.suppress(OSError), os.scandir(self.folder) as names:
                 next(names, None)
-            self._answered = time.monotonic()
+            self._silence = 0.0
             self._over.wait(TIMINGS.mount_pauses[0])

@@ -613,7 +613,7 @@ def _checked(url: str) -> str:
         why = f"{url_scheme(url)} cannot create a file exclusively, so two clients could start one run"
         raise SpecError(f"{url!r} cannot be a store: {why}", field="store", hint=how)
     if (form := URL_FORMS.get(url_scheme(url))) and not re.match("[^:]+://[^/]", url):
-        raise SpecError(f"{url!r} names no bucket", field="store", hint=f"write {form}")
+        raise SpecError(f"{url!r} names no bucket or host", field="store", hint=f"write {form}")
     return url
 
 

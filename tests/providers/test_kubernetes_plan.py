@@ -229,7 +229,16 @@ def test_own_names_of_gpus_win_and_no_label_asks_for_any() -> None:
         ({"hami": {"vgpu_mode": "fast"}}, {}, "kubernetes.hami.vgpu_mode"),
         ({"hami": {"gpumen": 1}}, {}, "kubernetes.hami.gpumen"),
         ({"hami": {"gpumem": 1, "gpumem_percentage": 1}}, {}, "kubernetes.hami.gpumem"),
-        ({"hami": {"use_gputype": ["A100"], "nouse_gputype": ["V100", "A100"]}}, {}, "kubernetes.hami.use_gputype"),
+        (
+            {"hami": {"use_gputype": ["A100"], "nouse_gputype": ["V100", "A100"]}},
+            {"gpu": ("A100:1",)},
+            "kubernetes.hami.use_gputype",
+        ),
+        (
+            {"hami": {"use_gputype": "A100", "nouse_gputype": ["A100"]}},
+            {"gpu": ("A100:1",)},
+            "kubernetes.hami.use_gputype",
+        ),
         ({"hami": {"resources": {"gpu": 1}}}, {}, "kubernetes.hami.resources.gpu"),
         ({"hami": {"resources": {"nvidia.com/gpu": 2}}}, {}, "kubernetes.hami.resources.nvidia.com/gpu"),
         ({}, {"gpu": ("K80:1",)}, "resources.gpu"),
@@ -247,6 +256,10 @@ def test_refused_before_anything_is_sent(settings: Mapping[str, Any], job: Mappi
         planned(settings, **job)
     assert caught.value.field == field
     assert "\n" not in str(caught.value)
+
+
+def test_rules_of_hami_may_share_letters() -> None:
+    planned({"hami": {"use_gputype": "A10", "nouse_gputype": "A100"}}, gpu=("A100:1",))
 
 
 @for_each(

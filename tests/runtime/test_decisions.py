@@ -232,8 +232,9 @@ def test_a_peers_report_adds_failures_and_exit_codes_and_repeats_nothing() -> No
         ({0: ""}, ("late", 1)),
         ({1: "disk"}, ("late", 0)),
         ({0: "", 1: "disk"}, ("fail", "disk")),
-        ({0: "digest!", 1: "disk"}, ("pass", "digest!")),
-        ({1: "disk", 0: "digest!"}, ("pass", "digest!")),  # the lowest node's
+        ({0: "digest!", 1: ""}, ("pass", "digest!")),
+        ({1: "size!", 0: "digest!"}, ("pass", "digest!")),  # the lowest node's
+        ({0: "digest!", 1: "disk"}, ("fail", "disk")),  # node 1 may still be restoring it
     ],
 )
 def test_all_start_from_a_checkpoint_that_each_of_them_has_restored(

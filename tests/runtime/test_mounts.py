@@ -52,3 +52,24 @@ def test_a_large_folder_of_a_slow_mount_answers_with_its_first_name(
     monkeypatch.setattr(TIMINGS, "mount_pauses", (0.1, 0.1))
     monkeypatch.setattr(os, "listdir", all_names)
     assert mounts.in_thread(lambda: mounts.names_in(tmp_path), [tmp_path]) == ["a"]
+
+
+def test_a_time_in_which_this_process_was_stopped_is_no_silence_of_a_mount(
+    hanging: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm suspends jobs, and Docker pauses containers."""
+    monkeypatch.setattr(TIMINGS, "mount_pauses", (3600.0, 3600.0))
+    ahead = iter([0.0, 0.0, 3600.0])
+    clock = time.monotonic
+    past = 0.0
+
+    def monotonic() -> float:
+        nonlocal past
+        past += next(ahead, 0.0)
+        return clock() + past
+
+    monkeypatch.setattr(mounts.time, "monotonic", monotonic)
+    look = mounts._Look(tmp_path)
+    assert [look.silent for _ in range(4)] == [False] * 4
+    assert past == 3600.0
+    look.close()

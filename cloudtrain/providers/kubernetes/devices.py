@@ -146,7 +146,12 @@ def tolerations(settings: Settings, gpu: Gpu | None, spot: bool) -> list[dict[st
 
 
 def hami_annotations(settings: Settings) -> dict[str, str]:
-    """Return HAMi's annotations of the pods."""
+    """Return HAMi's annotations of the pods. Raises `SpecError` if no card is left."""
+    for kind in ("gputype", "gpuuuid"):
+        uses = _values(settings.hami.get(f"use_{kind}", ()))
+        if uses and set(uses) <= set(_values(settings.hami.get(f"nouse_{kind}", ()))):
+            field = f"{NAME}.hami.use_{kind}"
+            raise SpecError(f"nouse_{kind} excludes all of it", field=field, hint="keep one of them")
     words = {name: word for name, (word, rule) in _HAMI.items() if not isinstance(rule, range)}
     found = {word: settings.hami[name] for name, word in words.items() if name in settings.hami}
     return {
@@ -191,9 +196,6 @@ def check_hami(hami: Any, gpu_resource: str) -> None:
             raise SpecError("is no rule of HAMi", field=field, hint=near_or_all(name, [*_HAMI, RESOURCES]))
     if "gpumem" in hami and "gpumem_percentage" in hami:
         raise SpecError("excludes gpumem_percentage", field=f"{where}.gpumem", hint="keep one of them")
-    for kind in ("gputype", "gpuuuid"):
-        if (uses := hami.get(f"use_{kind}")) and set(uses) <= set(hami.get(f"nouse_{kind}", ())):
-            raise SpecError(f"nouse_{kind} excludes all of it", field=f"{where}.use_{kind}", hint="keep one of them")
 
 
 def _check_resources(value: Any, field: str, gpu_resource: str) -> None:

@@ -35,7 +35,7 @@ from ...errors import (
 from ...provider_api.protocol import Request, Shell, python_command, shell_arguments
 from ...storage.files import files
 from ...storage.obs import HuaweiKeys, NoRedirects, find_keys
-from .._cloud import ANOTHER_ID, Backoff, decoded, first_job, found_until, one_line, pairs_of, unless_over
+from .._cloud import ANOTHER_ID, Backoff, decoded, first_job, found_until, one_line, pairs_of, unless_over, with_ours
 from . import NAME
 from .node import KEY_PATH, SECRETS, sealed
 from .request import mark_of, unmounted, words_of
@@ -259,8 +259,8 @@ class Account:
         """
         name, where, jobs = request.body["metadata"]["name"], _place(request), partial(self.jobs, request)
         lost = self._lost_at.get(name, float("-inf"))
-        if found := found_until(lost + SETTLE, partial(self.find, request)):
-            return first_job(found, jobs, self.cancel)
+        if found := found_until(lost + SETTLE, jobs):
+            return first_job(found, self.cancel)
         body = self._with_secrets(request, secrets) if secrets else dict(request.body)
         try:
             made = self.call("POST", "training-jobs", what="create job", body=body, where=where)
@@ -273,7 +273,7 @@ class Account:
             if isinstance(exc, LostContactError):
                 raise
             raise LostContactError(f"create job: the answer names no job ({exc})") from None
-        return first_job(ours, jobs, self.cancel)
+        return first_job(with_ours(ours, jobs), self.cancel)
 
     def may_have_sent(self, request: Request) -> bool:
         """Return whether a call to create the request's job got no answer."""

@@ -31,7 +31,9 @@ class Settings:
         "default: nodes see this machine's paths",
         dict,
     )
-    folder: str = setting("folder of the login node and all nodes, for Slurm's logs; default: in the run's folder")
+    folder: str = setting(
+        "folder of the login node and all nodes, for Slurm's logs and the secrets of a run; default: the run's"
+    )
     partition: str = setting("--partition of sbatch")
     account: str = setting("--account of sbatch")
     qos: str = setting("--qos of sbatch")

@@ -38,7 +38,7 @@ from ...provider_api import catalog
 from ...provider_api.protocol import Request, Shell
 from ...storage import extras
 from ...validate import unix_seconds
-from .._cloud import ANOTHER_ID, Backoff, decoded, first_job, found_until, pages, pairs_of, unless_over
+from .._cloud import ANOTHER_ID, Backoff, decoded, first_job, found_until, pages, pairs_of, unless_over, with_ours
 from . import NAME
 from .machines import REGIONS, REGIONS_DATE
 from .node import GCS
@@ -405,8 +405,8 @@ class Account:
         """
         self._check_buckets(request)
         send = self._prepared(request)
-        find, lost = partial(self.find, request), self._lost_at.get(request.body["displayName"], float("-inf"))
-        return first_job(found_until(lost + SETTLE, find) or send(), partial(self.jobs, request), self.cancel)
+        jobs, lost = partial(self.jobs, request), self._lost_at.get(request.body["displayName"], float("-inf"))
+        return first_job(found_until(lost + SETTLE, jobs) or with_ours(send(), jobs), self.cancel)
 
     def may_have_sent(self, request: Request) -> bool:
         """Return whether a call to create the request's job got no answer."""
