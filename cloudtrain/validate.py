@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from .errors import NotFoundError, SpecError, StorageError, scrubbed
 
 __all__ = [
-    "BRIEF", "DEEPEST", "TEST_TIMINGS", "brief", "choice_of", "did_you_mean", "duration", "is_price", "json_loads",
-    "json_or_text", "json_value", "parse_duration", "parse_since", "parse_size", "read_table", "respelt", "sequence_of",
-    "similar", "table_of", "text_of", "texts_of", "timings_of", "toml_loads", "unix_seconds", "url_scheme",
-    "whole_number", "without_secrets",
+    "BRIEF", "DEEPEST", "TEST_TIMINGS", "URL_FORMS", "brief", "choice_of", "did_you_mean", "duration", "is_price",
+    "json_loads", "json_or_text", "json_value", "parse_duration", "parse_since", "parse_size", "read_table",
+    "respelt", "sequence_of", "similar", "table_of", "text_of", "texts_of", "timings_of", "toml_loads",
+    "unix_seconds", "url_scheme", "whole_number", "without_secrets",
 ]  # fmt: skip
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?!\\)")
@@ -30,6 +30,12 @@ _LONGEST = 100 * 366 * 86400
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?(B|kB|KB|MB|GB|TB)?")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _DURATION = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in "dhms"))
+URL_FORMS = {
+    **dict.fromkeys(("s3", "gs", "obs"), "SCHEME://BUCKET/PATH"),
+    **dict.fromkeys(("abfs", "abfss", "az"), "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH"),
+    **dict.fromkeys(("http", "https", "ftp", "sftp"), "SCHEME://HOST/PATH"),
+}
+"""The form of a URL with this scheme."""
 DEEPEST = 64
 _BIGGEST = 10**300
 """Numbers beyond this are not portable in JSON: other readers use doubles."""

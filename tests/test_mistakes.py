@@ -151,7 +151,7 @@ SCRIPTS = [
     M("plan syntax.py", 2, "syntax.py.*2", ""),
     M("plan data.csv", 2, "data.csv", ""),
     M("plan -m pkg.nope", 2, "pkg.nope", ""),
-    M("plan -m main", 2, "no module main", "pkg/main.py --env PYTHONPATH=pkg"),
+    M("plan -m main", 2, "no module main", "--source-dir pkg -m main"),
     M("plan train.py -m pkg.main", 2, "two scripts", ""),
     M("plan typo.toml", 2, "max_runtme", "max_runtime"),
     M("plan type.toml", 2, "instance_count", ""),
@@ -252,7 +252,7 @@ RUNS = [
         "submit saves.py --resume-from twin",
         2,
         "twin.*no complete checkpoint",
-        "cloudtrain pull twin.*--resume-from ./FOLDER",
+        "cloudtrain pull twin, then name its folder in there",
     ),
     M("submit saves.py --resume-from ./nowhere", 2, "nowhere", ""),
     M("submit saves.py --resume-from ./pkg", 2, "pkg", ""),
@@ -319,9 +319,7 @@ def test_a_pull_names_the_other_run_whose_files_it_removes(
     monkeypatch.chdir(folder)
     for run_id, former in (("twin", ""), ("twin", ""), ("saved-1", "twin"), ("saved-1", "")):
         assert cli.main(["pull", run_id, str(tmp_path)]) == 0
-        note = (
-            f"note: removed the files that an earlier pull had brought there from file://{folder}/.cloudtrain/runs/twin"
-        )
+        note = f"note: the unchanged files of an earlier pull from file://{folder}/.cloudtrain/runs/twin are gone"
         assert (note in capsys.readouterr().err) == bool(former)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from ..errors import SpecError
 from ..validate import (
+    URL_FORMS,
     brief,
     did_you_mean,
     json_loads,
@@ -34,7 +35,7 @@ from . import fields
 from .fields import DURATION, PATH, SWITCH, TEXT, check_fields, choice, item, path_text, whole
 
 __all__ = [
-    "DEFAULT_MAX_OUTPUTS", "DEFAULT_MAX_RUNTIME", "DEFAULT_STALL_TIMEOUT", "FIELDS", "FLAT_FIELDS", "URL_FORMS", "Gpu",
+    "DEFAULT_MAX_OUTPUTS", "DEFAULT_MAX_RUNTIME", "DEFAULT_STALL_TIMEOUT", "FIELDS", "FLAT_FIELDS", "Gpu",
     "Input", "Job", "Resources", "Scalar", "Source", "anchored", "check_job", "job_name", "run_tag",
 ]  # fmt: skip
 
@@ -63,12 +64,6 @@ _GPU = re.compile(
     r"(ASCEND-[0-9]{3}[A-Z]?[0-9]?|[A-Z][A-Z0-9]*(?:-[A-Z]+[A-Z0-9]*)*)(?:-([0-9]{1,4})GB)?(?::([0-9]{1,4}))?"
 )
 _NODES = re.compile(r"([0-9]{1,5}):([0-9]{1,5})")
-URL_FORMS = {
-    **dict.fromkeys(("s3", "gs", "obs"), "SCHEME://BUCKET/PATH"),
-    **dict.fromkeys(("abfs", "abfss", "az"), "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH"),
-    **dict.fromkeys(("http", "https", "ftp", "sftp"), "SCHEME://HOST/PATH"),
-}
-"""The form of a URL with this scheme."""
 _PLACEHOLDER_SECRET = re.compile(r"\{secrets\.([^}]*)\}")
 _PLACEHOLDER_INPUT = re.compile(r"\{inputs\.([A-Za-z][A-Za-z0-9_-]*)\}")
 

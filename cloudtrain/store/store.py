@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import AuthError, DigestError, NotFoundError, SpecError, StorageError, scrubbed
-from ..job.job import URL_FORMS
 from ..job.run_id import check_run_id, is_run_id
 from ..provider_api.node import PROTOCOL, attempt_key
 from ..provider_api.protocol import Layout, LayoutInput, Request
@@ -32,7 +31,7 @@ from ..storage.files import Files, Progress, ProgressWithTotal, Storage, Transfe
 from ..storage.lease import announce, withdraw
 from ..storage.local_disk import local_path, normalize, safe
 from ..storage.timings import CLIENT_TIMINGS
-from ..validate import did_you_mean, json_loads, url_scheme
+from ..validate import URL_FORMS, did_you_mean, json_loads, url_scheme
 
 if TYPE_CHECKING:
     from ..job.job import Input, Job
