@@ -30,7 +30,7 @@ from cloudtrain.storage.remote import RemoteFiles
 from cloudtrain.store.copies import copy_inputs
 from cloudtrain.store.gc import collect
 from cloudtrain.store.staging import stage_input
-from cloudtrain.store.store import Staged, Store
+from cloudtrain.store.store import Store
 
 pytestmark = pytest.mark.remote
 
@@ -69,12 +69,6 @@ def below(root: Path) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ connections
 
 
-@pytest.fixture
-def tree(plain: Callable[[str], str]) -> Files:
-    """Return an empty store of a class that can be one."""
-    return files(plain(PLAIN + EXCLUSIVE))
-
-
 def _put(server: Server, data: dict[str, bytes]) -> Files:
     """Put the files ``data`` on the server, as a user does."""
     for key, content in data.items():
@@ -110,11 +104,6 @@ def test_several_threads_take_turns_on_one_connection(sftp: Server) -> None:
     tree = _put(sftp, data)
     assert parallel(lambda key: tree.read(key) == data[key], list(data), jobs=12) == [True] * 24
     assert sftp.logins == 1
-
-
-def test_a_large_file_comes_in_ranges(sftp: Server) -> None:
-    data = os.urandom(9 * MIB + 3)
-    assert b"".join(_put(sftp, {"large": data}).pieces("large", len(data))) == data
 
 
 def test_who_is_not_let_in_is_told_so(sftp: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,16 +148,6 @@ def test_what_cannot_create_exclusively_is_no_store(
     assert below(root) == below(sftp.root) == []
 
 
-def test_a_class_that_only_creates_exclusively_refuses_a_swap(plain: Callable[[str], str]) -> None:
-    tree = files(plain(PLAIN + EXCLUSIVE))
-    version = tree.swap("key", None, b"1")
-    with pytest.raises(FileExistsError):
-        tree.swap("key", None, b"2")
-    with pytest.raises(StorageError, match="key: PlainFileSystem cannot replace a file only while it is unchanged"):
-        tree.swap("key", version, b"2")
-    assert tree.read("key") == b"1"
-
-
 def test_gc_of_such_a_class_gives_its_lease_back(plain: Callable[[str], str], tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1")
     store = Store(plain(PLAIN + EXCLUSIVE))
@@ -176,11 +155,7 @@ def test_gc_of_such_a_class_gives_its_lease_back(plain: Callable[[str], str], tm
         assert collect(store, delete=True).found == ()
         assert set(store.files.list(FOLDER)) == {f"{MARK}.versions/{number + 1}" for number in range(count)}
         assert stage_input(store, str(tmp_path / "a"), cwd=tmp_path).files == 1
-
-
-def test_a_dead_clients_lease_of_such_a_class_expires(plain: Callable[[str], str]) -> None:
-    store = Store(plain(PLAIN + EXCLUSIVE))
-    with Lease(store.files, MARK, seconds=0.5) as lease:
+    with Lease(store.files, MARK, seconds=0.5) as lease:  # of a client that dies
         time.sleep(1)
         lease.check()  # it was renewed meanwhile
         lease.kept = True
@@ -230,24 +205,6 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- a store
-
-
-def test_a_second_client_uploads_nothing(tree: Files, tmp_path: Path) -> None:
-    (tmp_path / "data/sub").mkdir(parents=True)
-    (tmp_path / "data/sub/x.bin").write_bytes(os.urandom(MIB))
-    (tmp_path / "data/copy.bin").write_bytes((tmp_path / "data/sub/x.bin").read_bytes())
-    staged, created = [], []
-    for run_id in ("one", "two", "one"):
-        store = Store(tree.url)
-        job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": str(tmp_path / "data")}})
-        placed, trees = store.inputs(job, frozenset({"none"}), run_id="r", cwd=tmp_path)
-        layout = Layout(store=store.url, run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
-        staged.append(store.stage(layout, archive=lambda: b"code", pyz=b"runtime", trees=trees))
-        created.append(store.create_run(layout, {"protocol": 1}))
-    assert staged == [Staged(code_bytes=4, runtime_bytes=7, data_bytes=2 * MIB), Staged(), Staged()]
-    assert created == [True, True, False]
-    assert Store(tree.url).runs() == ["one", "two"]
-    assert files(tree.url).names("staging") == []
 
 
 SCRIPT = """

@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import for_each
-from servers import ATTEMPT_RACER, race
+from servers import race
 
 from cloudtrain.errors import DigestError, NotFoundError, SpecError, StorageError
 from cloudtrain.job.job import Job
@@ -346,6 +346,18 @@ def test_attempts(store: Store) -> None:
     assert submitted is not None
     assert submitted["native_id"] == "arn:job"
     assert store.attempts(RUN) == [0, 2, 10]
+
+
+#: For `race`: create the first ``argv[2]`` attempts of a run in the store ``argv[1]``, and print which ones succeed.
+ATTEMPT_RACER = """
+from cloudtrain.provider_api.protocol import Request
+from cloudtrain.store.store import Store
+store = Store(sys.argv[1])
+store.runs()
+request = Request(provider="p", operation="create", body={}, context={}, run="r")
+ready()
+print(json.dumps([k for k in range(int(sys.argv[2])) if store.create_attempt("run-1", k, request)]))
+"""
 
 
 @pytest.mark.slow
