@@ -387,12 +387,11 @@ print(json.dumps([made, won]))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tree", "linkless", "count", "keys", "most"),
     [
-        ("folder", "", 6, 30, 300),
-        ("folder", "linkless", 6, 30, 0),
+        pytest.param("folder", "", 6, 30, 300, marks=pytest.mark.slow),
+        pytest.param("folder", "linkless", 6, 30, 0, marks=pytest.mark.slow),
         pytest.param("s3", "", 3, 10, 0, marks=pytest.mark.remote),
         pytest.param("azure", "", 3, 10, 0, marks=pytest.mark.remote),
     ],
