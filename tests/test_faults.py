@@ -249,7 +249,7 @@ def test_clients_that_push_and_pull_the_same_object_at_once(
             path.unlink()
 
 
-KILLED = f"""
+KILLED = """
 import sys
 from pathlib import Path
 from cloudtrain.storage import obstore_backend
@@ -260,8 +260,8 @@ tree = files(url)
 tree.list()
 print("begun", flush=True)
 for number in range(1000):
-    tree.upload(Path(folder, "source"), f"pushed/{{number}}")
-    tree.download("key", Path(folder, f"pulled-{{number}}"), size=Path(folder, "source").stat().st_size)
+    tree.upload(Path(folder, "source"), f"pushed/{number}")
+    tree.download("key", Path(folder, f"pulled-{number}"), size=Path(folder, "source").stat().st_size)
 """
 
 
