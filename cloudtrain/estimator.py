@@ -122,14 +122,10 @@ def _load_settings(
 
 
 def _make_plan(job: Job, settings: Settings, run_id: str | None, *, preview: bool) -> Plan:
-    from .errors import SpecError
-    from .job.job import Job
+    from .job.job import check_job
     from .runs.fallback import plan_with_fallbacks
 
-    if not isinstance(job, Job):
-        how = f"cloudtrain.Job.make(entry_point={job if isinstance(job, str) else 'train.py'!r})"
-        raise SpecError(f"must be a Job, not {type(job).__name__}", field="job", hint=f"write {how}")
-    return plan_with_fallbacks(job, settings=settings, run_id=run_id, cwd=Path.cwd(), preview=preview)
+    return plan_with_fallbacks(check_job(job), settings=settings, run_id=run_id, cwd=Path.cwd(), preview=preview)
 
 
 def _following(run: Run) -> Run:
@@ -240,8 +236,10 @@ class Estimator:
     ) -> Run:
         """Submit the job and return its run: after its end with ``wait``, else at once.
 
-        ``inputs`` replace the job's own inputs of the same channel. A single input is the channel ``train``. With
-        ``wait`` and ``logs``, you see the log lines of all ranks as they come. Ctrl-C ends the wait only: the run
+        ``inputs`` replace the job's own inputs of the same channel. A single input is the channel ``train``. If a field
+        of the job has ``{inputs.train}``, give this input to the constructor too.
+
+        With ``wait`` and ``logs``, you see the log lines of all ranks as they come. Ctrl-C ends the wait only: the run
         continues, and ``latest_run`` is its handle.
 
         Raises `RunFailedError` if the run that it waited for did not succeed, and the errors of `submit`.

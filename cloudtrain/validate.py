@@ -37,10 +37,15 @@ _BIGGEST = 10**300
 
 def similar(word: str, choices: Iterable[str], *, short_forms: bool = True) -> str:
     """Return the choice that ``word`` may be a misspelling of, or the empty string."""
-    found = [(_slips(word.lower(), choice.lower()), word[:2] != choice[:2], choice) for choice in choices]
-    near = [item for item in found if item[0] <= min(3, max(1, len(word) // 3)) and 2 * item[0] < len(word)]
-    short = [item for item in found if short_forms and _is_short_for(word.lower(), item[2].lower())]
-    return min(near or short, default=("",))[-1]
+    choices, most = list(choices), min(3, max(1, len(word) // 3))
+
+    def ranked(fitting: Iterable[str]) -> list[tuple[int, bool, str]]:
+        return [(_slips(word.lower(), choice.lower()), word[:2] != choice[:2], choice) for choice in fitting]
+
+    near = ranked(choice for choice in choices if abs(len(choice) - len(word)) <= most)  # each letter more is a slip
+    near = [item for item in near if item[0] <= most and 2 * item[0] < len(word)]
+    short = [choice for choice in choices if short_forms and _is_short_for(word.lower(), choice.lower())]
+    return min(near or ranked(short), default=("",))[-1]
 
 
 def respelt(name: str, names: Iterable[str], *, least: int) -> str:
@@ -67,7 +72,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 def near_or_all(word: str, choices: Iterable[str]) -> str:
     """Return the hint `did_you_mean`; if no choice is similar, a hint with all of them."""
     choices = list(choices)
-    return did_you_mean(word, choices) or f"valid values: {', '.join(choices)}"
+    return did_you_mean(word, choices) or f"valid values: {', '.join(filter(None, choices))}"
 
 
 def _is_short_for(one: str, other: str) -> bool:

@@ -151,7 +151,11 @@ def content(path: Path) -> bytes:
     """Return the bytes of a file. For Python, leave out docstrings, comments and empty lines: they change no loss."""
     if path.suffix != ".py":
         return path.read_bytes()
-    text = path.read_text(encoding="utf-8")
+    return _without_comments(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _without_comments(text: str) -> bytes:
     lines = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import fcntl
 import functools
+import gc
 import json
 import os
 import re
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import botocore.loaders
 import cyclopts
+import cyclopts.argument._argument
 import pytest
 from hypothesis import HealthCheck, settings
 from profiles import EXAMPLES, FEW, PROFILE, PROOF_EXAMPLES
@@ -25,9 +28,10 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["jobs", "servers", "plain", "containers", "trainings", "trials", "clients", "doctoring", "warm"]
 
-# Every test has its own store and needs the same zip in it.
+# Every test has its own store and needs the same zip in it. The zips of the providers share most of their modules.
 runtime_zip.build = functools.cache(runtime_zip.build)
 runtime_zip.digest = functools.cache(runtime_zip.digest)
+runtime_zip._compiled = functools.cache(runtime_zip._compiled)
 
 # No test cuts the power, so nothing has to reach the disk. A real fsync takes milliseconds.
 os.fsync = lambda descriptor: None
@@ -55,6 +59,10 @@ def _copied_flags(app: cyclopts.App, **more: Any) -> cyclopts.ArgumentCollection
 
 
 cyclopts.App.assemble_argument_collection = _copied_flags
+
+# A new process of ours has not imported pydantic when it parses its command line. Here other tests have. cyclopts would
+# then make pydantic check every flag a second time, which takes half of the time of a `plan`.
+cyclopts.argument._argument.sys = SimpleNamespace(modules={})
 
 settings.register_profile("fast", max_examples=FEW, deadline=None, derandomize=True)
 settings.register_profile("default", max_examples=EXAMPLES, deadline=None, derandomize=True)
@@ -129,6 +137,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         seeded = PROFILE == "proof" and getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
         if alike or seeded:
             item.add_marker("proof")
+
+
+def pytest_collection_finish() -> None:
+    """Let no garbage collection walk through the modules of all SDKs again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _group(item: pytest.Item, scope: str) -> None:

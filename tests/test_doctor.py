@@ -47,6 +47,11 @@ def test_this_machine_is_well(examiner: Examiner) -> None:
     assert os.listdir() == [], "neither store nor plan leave anything"
 
 
+def test_the_plan_of_a_cluster_names_the_provider(examiner: Examiner) -> None:
+    examiner.settings("slurm", str(examiner.folder / "store"), {})
+    assert examiner().rows["plan"]["detail"] == "1 node on slurm"
+
+
 def test_a_python_without_torch(examiner: Examiner) -> None:
     python = examiner.folder / "python"
     python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
@@ -60,7 +65,24 @@ def test_a_run_without_torch_names_the_check_that_prints_the_command() -> None:
     failure = {"exception": "ModuleNotFoundError: No module named 'torch'"}
     assert "cloudtrain doctor prints how to install it" in format.fix({"category": "user_error", "failure": failure})
     failure = {"exception": "ModuleNotFoundError: No module named 'torchvision'"}
-    assert "add --requirements FILE" in format.fix({"category": "user_error", "failure": failure})
+    fix = format.fix({"category": "user_error", "failure": failure})
+    assert "add --requirements FILE" in fix
+    assert "own code below src/, add --env PYTHONPATH=src" in fix
+
+
+@for_each(("exception", "code", "fix"), [
+    (None, -9, "its memory was probably full: use a smaller batch"),
+    ("ValueError: x", -9, ""),
+    (None, -11, ""),
+    (None, None, ""),
+])  # fmt: skip
+def test_a_rank_that_was_killed_without_a_message_had_probably_no_memory(
+    exception: str | None, code: int | None, fix: str
+) -> None:
+    failure = {"exception": exception, "process_exit_code": code}
+    found = format.fix({"category": "user_error", "failure": failure})
+    assert found.startswith(fix)
+    assert bool(found) == bool(fix)
 
 
 def test_a_python_that_there_is_none(examiner: Examiner) -> None:

@@ -152,6 +152,8 @@ def test_an_empty_run_id_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for call in (Estimator(entry_point="t.py").plan, Estimator(entry_point="t.py").fit):
         with pytest.raises(SpecError, match="run_id: '' is not a run id"):
             call(run_id="")
+        with pytest.raises(SpecError, match="run_id: 7 is not a run id"):  # the number of a build
+            call(run_id=7)
     assert not list(tmp_path.glob(".cloudtrain/runs/*"))
 
 

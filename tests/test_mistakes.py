@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from disks import small_disk
 
 from cloudtrain import cli
 
@@ -28,6 +29,7 @@ AZUREML = (
     "--set resource_group=g --set workspace_name=w --set environment=azureml:torch:1"
 )
 VERTEX = "--provider vertex --store gs://bucket/runs --set project=my-project --set location=europe-west4 --image i:1"
+KUBERNETES = "--provider kubernetes --store /v/x --set root=/v --set claim=c --image i:1"
 
 FILES = {
     "train.py": "import argparse\np = argparse.ArgumentParser()\np.add_argument('--steps', type=int, default=1)\n"
@@ -50,6 +52,7 @@ FILES = {
     "provider.toml": 'entry_point = "train.py"\nprovider = "sagemaker"\n',
     "store.toml": 'entry_point = "train.py"\nstore = "s3://b/p"\n',
     "noscript.toml": 'name = "x"\n',
+    "spaces.toml": 'metric = "loss"\nsampler = "random"\njob = "job.toml"\n[spaces]\nlr = [1, 2]\n',
     "broken.json": '{"entry_point": "train.py",}',
     "list.json": "[1]",
     "data.csv": "a,b\n1,2\n",
@@ -116,7 +119,9 @@ FLAGS = [
     M("submit train.py --env FOO", 2, "FOO", "FOO="),
     M("submit train.py --tag x", 2, "'x'", "x="),
     M("submit train.py --input data.csv", 2, "data.csv", "=data.csv"),
+    M("submit train.py --input 'my data.csv'", 2, "my data.csv", "'train=my data.csv'"),
     M("submit train.py --input train=nope.csv", 2, "nope.csv", ""),
+    M("submit train.py --hp d={inputs.val}", 2, "inputs.val", "--input val=PATH"),
     M("submit train.py --input train=nothing://x/y", 2, "inputs.train.*cannot read nothing: URLs", ""),
     M("submit train.py --set region", 2, "region", "region="),
     M("submit train.py --set regoin=eu-west-1", 2, "regoin", "region"),
@@ -146,6 +151,7 @@ SCRIPTS = [
     M("plan syntax.py", 2, "syntax.py.*2", ""),
     M("plan data.csv", 2, "data.csv", ""),
     M("plan -m pkg.nope", 2, "pkg.nope", ""),
+    M("plan -m main", 2, "no module main", "pkg/main.py --env PYTHONPATH=pkg"),
     M("plan train.py -m pkg.main", 2, "two scripts", ""),
     M("plan typo.toml", 2, "max_runtme", "max_runtime"),
     M("plan type.toml", 2, "instance_count", ""),
@@ -179,6 +185,9 @@ PLACES = [
     M("plan train.py --store https://bucket.s3.eu-west-1.amazonaws.com/x", 2, "store", "s3://bucket/x"),
     M("plan train.py --store https://storage.googleapis.com/bucket/x", 2, "store", "gs://bucket/x"),
     M("plan train.py --store s3://", 2, "store", ""),
+    M("plan train.py --store s3:/bucket/x", 2, "store: 's3:/bucket/x' names no bucket", "SCHEME://BUCKET/PATH"),
+    M("plan spaces.toml", 2, "spaces: is not a field of a sweep", "did you mean 'space'"),
+    M(f"plan train.py {KUBERNETES} --set spot=gcp", 2, "kubernetes.spot", "^hint: valid values: gke, "),
     M("plan train.py --provider sagemaker", 0, shows="role"),
     M("submit train.py --provider sagemaker", 2, "(?=.*region)(?=.*role)", r"(?s)\[sagemaker\].*role"),
     M("submit train.py --provider azureml", 2, "(?=.*subscription)(?=.*workspace)", r"(?s)\[azureml\].*workspace"),
@@ -239,7 +248,12 @@ RUNS = [
     M("status damaged", 8, "run.json", ""),
     M("submit train.py --run-id twin --hp steps=7", 2, "'twin'", ""),
     M("submit saves.py --resume-from twon", 2, "no run 'twon'", "twin"),
-    M("submit saves.py --resume-from twin", 2, "twin.*no complete checkpoint", ""),
+    M(
+        "submit saves.py --resume-from twin",
+        2,
+        "twin.*no complete checkpoint",
+        "cloudtrain pull twin.*--resume-from ./FOLDER",
+    ),
     M("submit saves.py --resume-from ./nowhere", 2, "nowhere", ""),
     M("submit saves.py --resume-from ./pkg", 2, "pkg", ""),
     M("submit --plan job.toml", 2, "job.toml.*plan", ""),
@@ -249,6 +263,7 @@ RUNS = [
     M("list --since yesterday", 2, "yesterday", ""),
     M("submit leaves.py --run-id leaves", 1, shows="the data folder is empty"),
     M("submit exits3.py --run-id exits", 1, shows="code 3"),
+    M("submit exits3.py --run-id exits-2 --pull train.py", 1, "train.py is a file", shows="cloudtrain pull exits-2"),
     M("submit imports.py --run-id imports", 1, shows="nowhere_to_be_found", hint="--requirements"),
     M("submit train.py --run-id argparse -- --stepz 3", 1, shows="unrecognized arguments: --stepz 3"),
 ]
@@ -296,6 +311,27 @@ def test_an_input_whose_package_is_missing_is_refused_before_a_run_is_recorded(
     assert "error: inputs.train: hf:// needs huggingface_hub, which is not installed" in err
     assert "pip install huggingface_hub" in err
     assert not (folder / ".cloudtrain/runs/lacks").exists()
+
+
+def test_a_pull_names_the_other_run_whose_files_it_removes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    for run_id, former in (("twin", ""), ("twin", ""), ("saved-1", "twin"), ("saved-1", "")):
+        assert cli.main(["pull", run_id, str(tmp_path)]) == 0
+        note = (
+            f"note: removed the files that an earlier pull had brought there from file://{folder}/.cloudtrain/runs/twin"
+        )
+        assert (note in capsys.readouterr().err) == bool(former)
+
+
+def test_a_full_disk_leaves_no_settings_file_of_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_disk(tmp_path / "small", "4k") as disk:
+        (disk / "full").write_bytes(b"x" * 4096)
+        monkeypatch.chdir(disk)
+        assert cli.main(["init", "--provider", "local"]) == 8
+        assert os.listdir() == ["full"]
+        monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -39,6 +39,7 @@ OURS: dict[str, Any] = {
     "cloudtrain.toml": 'provider = "sagemaker"\n',
     "r-1.html": str(page("r-1", tag("main"))),
     f"pulled/{PULL_STATE}": {"run": RUN["run"], "files": {}},
+    "pulled/.gitignore": "*\n",
     "pulled/run.json": RUN,
     "pulled/notes.txt": "mine",
 }
@@ -103,11 +104,12 @@ def test_a_file_that_is_named_ships_on_purpose(tmp_path: Path) -> None:
     assert "job.toml" in [file.path for file in found.files]
 
 
-def test_of_a_folder_that_pull_filled_and_that_is_the_source_the_rest_ships(tmp_path: Path) -> None:
-    fill(tmp_path, {"train.py": "", "logs/mine.txt": "", "logs/0.0/node-0.log": "", "metrics.jsonl": ""})
-    state = {"run": RUN["run"], "files": {"logs/0.0/node-0.log": {}, "metrics.jsonl": {}}}
-    fill(tmp_path, {PULL_STATE: state})
-    assert [file.path for file in bundle(tmp_path).files] == ["logs/mine.txt", "train.py"]
+@pytest.mark.parametrize("below", ["", "src/"])
+def test_of_a_folder_of_the_user_s_that_pull_filled_the_rest_ships(tmp_path: Path, below: str) -> None:
+    mine, pulled = ["logs/mine.txt", "net.py", ".gitignore"], ["logs/0.0/node-0.log", "metrics.jsonl"]
+    fill(tmp_path, {"train.py": "", **{below + name: "" for name in mine + pulled}})
+    fill(tmp_path, {below + PULL_STATE: {"run": RUN["run"], "files": {name: {} for name in pulled}}})
+    assert [file.path for file in bundle(tmp_path).files] == sorted(["train.py", *(below + name for name in mine)])
 
 
 def test_a_large_file_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,7 @@ def test_whoever_nodes_run_as_may_write_where_the_platform_lets_its_own(site: Si
         ),
         ({}, {"drills": [("kill", "node=2,after=3s")]}, "kill", "0 to 1", ""),
         ({}, {"drills": [("preempt", "node=1")]}, "preempt", "must be node=NUMBER,after=TIME", ""),
+        ({}, {"drills": [("kill", "node=1,after=chekpoint")]}, "kill", "30s, or after=checkpoint, not", ""),
         ({}, {"provider": "local"}, "provider", "already runs on this machine", "name a cloud"),
     ],
 )

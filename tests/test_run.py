@@ -752,6 +752,13 @@ def test_a_restart_that_the_platform_does_not_tell_of_is_an_attempt_of_its_own(w
     ]
 
 
+@pytest.mark.parametrize("unknown", ["0", ""])  # "" is in the records of earlier versions
+def test_a_node_that_ended_before_it_knew_its_attempt_makes_no_row(world: World, unknown: str) -> None:
+    world.recorded().attempt(0, Status(state="cancelled", attempts=(AttemptInfo(number="0.0", started=T0),)))
+    world.exit(1, attempt=unknown, outcome="preempted", started=T0 + 1, ended=T0 + 2)
+    assert [a["number"] for a in world.run().result()["attempts"]] == ["0.0"]
+
+
 def test_an_earlier_attempt_that_the_platform_forgot_is_still_listed(world: World) -> None:
     world.recorded().attempt(0).attempt(1, RUNNING)
     assert [a["number"] for a in world.run().result()["attempts"]] == ["0.0", "1.0"]

@@ -377,9 +377,12 @@ def test_config_says_each_value_and_where_it_was_found(
     assert rows["store"] == ("s3://prod/x", f"{FILE} [profiles.prod]")
     assert rows["max_code_mb"] == (9, "CLOUDTRAIN_MAX_CODE_MB")
     assert rows["concurrency"] == (8, "default")
+    assert output["settings"][-1]["description"] == ""
     assert rows[f"{NAME}.folder"] == ("set", "--set")
     assert main(["config", f"{NAME}.folder", "--profile", "prod"]) == 0
-    assert capsys.readouterr().out == "prod\n"
+    assert capsys.readouterr() == ("prod\n", "")
+    assert main(["config", "concurrency"]) == 0
+    assert capsys.readouterr() == ("8\n", "number of files to transfer at the same time, at most 64\n")
     assert main(["config"]) == 0
     out, err = capsys.readouterr()
     assert [line.split() for line in out.splitlines()][:3] == [

@@ -844,6 +844,22 @@ def test_a_command_runs_at_the_end_of_a_sweep(
     assert (tmp_path / "end").read_text().splitlines() == [f"s {sweep.url} cancelled 5"] * 2
 
 
+@for_each(
+    ("field", "wrong"),
+    [
+        ("job", {"job": "train.py"}),
+        ("space", {"space": ["lr"]}),
+        ("first[0]", {"first": {"lr": 1}}),
+        ("settings", {"settings": "budget=team"}),
+    ],
+)
+def test_a_keyword_of_another_type_names_its_field(field: str, wrong: dict[str, Any]) -> None:
+    keywords: Any = {"job": Job.make(entry_point="train.py"), "space": {"lr": [1]}, "metric": "loss", "trials": 1}
+    with pytest.raises(SpecError, match=r"must be a (Job|table of names and values), not (str|list)") as caught:
+        Sweep(**{**keywords, **wrong})
+    assert caught.value.field == field
+
+
 def test_gc_keeps_the_content_of_a_sweep_that_has_no_run_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print('hello')\n")

@@ -6,7 +6,6 @@ page cannot differ from the code.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +75,7 @@ def page(names: Sequence[str]) -> str:
 def _borders(providers: Sequence[type[Provider]]) -> Iterator[str]:
     yield _line("", *(f"`{p.name}`" for p in providers))
     yield _line("---", *("---" for _ in providers))
-    yield _line("settings", *(", ".join(f"`{f.name}`" for f in dataclasses.fields(p.Settings)) for p in providers))
+    yield _line("settings", *(f"[{p.name}](reference.md#{p.name})" for p in providers))
     yield _line("inputs its nodes read", *(", ".join(f"`{s}:`" for s in sorted(p.schemes)) for p in providers))
     yield _line("who starts further attempts", *(p.retried_by for p in providers))
 

@@ -23,7 +23,7 @@ FILES = "complete -o default -F _cloudtrain cloudtrain"
 
 
 def config(
-    key: Annotated[str | None, Parameter(help="print this setting's value alone")] = None,
+    key: Annotated[str | None, Parameter(help="print this setting's value alone, and its meaning on stderr")] = None,
     /,
     *,
     provider: Provider = None,
@@ -46,6 +46,8 @@ def config(
         return 0
     if key is not None:
         screen.data(_text(rows[0]["value"]))
+        if rows[0]["description"]:  # a third party's setting may have none
+            screen.talk(rows[0]["description"])
         return 0
     screen.data(format.table([{**row, "value": _text(row["value"])} for row in rows], ("key", "value", "source")))
     of = f", profile {found.profile}" if found.profile else ""

@@ -171,8 +171,10 @@ def outcome(result: Mapping[str, Any]) -> str:
 
 
 _FIXES = {
-    "ModuleNotFoundError": "list the package in a file and add --requirements FILE, or use an image that has it",
-    "FileNotFoundError": "nodes have only your code and inputs: add --input data=PATH, and read $CLOUDTRAIN_INPUT_DATA",
+    "ModuleNotFoundError": "list the package in a file and add --requirements FILE, or use an image that has it\n"
+    "for a package of your own code below src/, add --env PYTHONPATH=src",
+    "FileNotFoundError": "nodes have only your inputs, and the code that cloudtrain plan lists\n"
+    "for data, add --input data=PATH, and read $CLOUDTRAIN_INPUT_DATA",
 }
 _FIXES_BY_CATEGORY = {
     "oom": "use a smaller batch, or a machine or GPU with more memory",
@@ -182,7 +184,10 @@ _FIXES_BY_CATEGORY = {
 
 def fix(result: Mapping[str, Any]) -> str:
     """Return the usual way out of a failed run's error; empty if its traceback must do."""
-    exception = str((result.get("failure") or {}).get("exception") or "")
+    failure = result.get("failure") or {}
+    exception = str(failure.get("exception") or "")
+    if not exception and failure.get("process_exit_code") == -9 and result.get("category") == "user_error":  # SIGKILL
+        return f"its memory was probably full: {_FIXES_BY_CATEGORY['oom']}"
     if "(min_gpu_util)" in exception:
         return "see in `cloudtrain report` why the GPUs wait; for a longer pause, raise the time of --min-gpu-util"
     if exception.endswith("No module named 'torch'"):

@@ -23,6 +23,7 @@ from ..provider_api.registry import find_provider, provider_names
 from ..runs.summary import plural
 from ..settings.needs import assignment, find_missing
 from ..settings.settings import FILE, Settings
+from ..storage.files import files as open_files
 from ..validate import did_you_mean, url_scheme
 from .common_flags import HERE, At, Where
 from .doctor import looked
@@ -208,10 +209,4 @@ def _lines(values: Mapping[str, Any]) -> list[str]:
 
 def _written(path: Path, content: bytes) -> str:
     """Write the file unless it exists; return ``wrote`` or ``kept``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with path.open("xb") as file:
-            file.write(content)
-    except FileExistsError:
-        return "kept"
-    return "wrote"
+    return "wrote" if open_files(str(path.parent)).create(path.name, content) else "kept"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,7 +67,8 @@ def pairs(flag: str, texts: Sequence[str], *, field: str) -> dict[str, str]:
 def _with_both(flag: str, text: str) -> str:
     """Return a hint that completes ``text`` to a name and a value: a lone text is an input's URL, else a name."""
     if flag == "--input" or text.startswith("="):
-        return f"write {flag} {'train' if flag == '--input' else 'NAME'}={text.lstrip('=')}"
+        text = f"{'train' if flag == '--input' else 'NAME'}={text.lstrip('=')}"
+        return f"write {shlex.join([flag, text])}"
     return f"write {flag} {text}=VALUE"
 
 

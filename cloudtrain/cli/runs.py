@@ -535,7 +535,7 @@ def _objects(
                 continue
             made = settings.provider_of(record) if "settings" in record else settings.make_provider(name)
             fields = dataclasses.fields(made.settings)
-            places = [item for item in fields if item.metadata.keys() & {"place", "caller"}] or fields
+            places = [item for item in fields if any(map(item.metadata.get, ("place", "caller")))] or fields
             place = (name, *(str(getattr(made.settings, item.name)) for item in places))
             if place not in asked:
                 asked.add(place)
@@ -554,8 +554,10 @@ def pull_into(
     follow: bool = False,
 ) -> dict[str, Any]:
     """Copy ``what`` (None: all) to ``folder`` and print the result. Return the report as JSON."""
+    from ..runs.pull import newest_pulled
     from ..runs.pull_kinds import PULL_KINDS
 
+    before = newest_pulled(folder)
     with screen.progress() as say:
         moved = format.Moved("pulled", say if screen.interactive else None)
         report = run.pull(
@@ -567,6 +569,8 @@ def pull_into(
         )
     pulled = {**dataclasses.asdict(report), "folder": str(folder)}
     screen.talk(format.pulled(pulled, pace="" if follow else moved.pace))
+    if before is not None and before[0] != run.url:
+        screen.talk(f"note: removed the files that an earlier pull had brought there from {before[0]}")
     if report.missing:
         screen.talk(f"note: no checkpoint was {' or '.join(report.missing)}")
     return pulled

@@ -374,11 +374,12 @@ def plan(
 
 
 def _is_sweep(path: Path) -> bool:
-    """Return whether the file describes a sweep: a job has no search space."""
+    """Return whether the file describes a sweep: a job has neither a search space nor a sampler."""
     if path.suffix != ".toml":
         return False
     try:
-        return "space" in toml_loads(path.read_text(encoding="utf-8"), where=str(path))
+        found = toml_loads(path.read_text(encoding="utf-8"), where=str(path))
+        return "space" in found or "sampler" in found
     except (OSError, UnicodeDecodeError):  # the reader of job files says what is wrong
         return False
 
@@ -482,7 +483,7 @@ def _follow(run: Run, at: Where, seconds: float | None, following: Following, sc
             extra |= {"error": f"pull: {exc}", "exit_code": code}
     run_on_end(following.on_end, result, screen.talk)
     screen.answer({**result, **_uploaded(run), **extra})
-    screen.next(*after(result, run.run_id, pulled=following.pull_to is not None), where=at.flags)
+    screen.next(*after(result, run.run_id, pulled="pulled" in extra), where=at.flags)
     return code
 
 

@@ -238,7 +238,7 @@ def _emit(result: Mapping[str, Any], screen: Screen, at: Where, code: int | None
     """Print the summary and the next commands. Return the exit code."""
     screen.answer(result, sweep_text(result))
     name = str(result["sweep_id"])
-    more = [["pull", name, "--what", "checkpoints:best"], ["report", name]] if result["best"] else [["list", name]]
+    more = [["pull", name], ["report", name]] if result["best"] else [["list", name]]
     screen.next(*([["sweep", name], ["cancel", name]] if result["exit_code"] is None else more), where=at.flags)
     return int(result["exit_code"] or 0) if code is None else code
 

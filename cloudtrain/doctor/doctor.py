@@ -142,7 +142,8 @@ def _planned(settings: Settings, fields: Mapping[str, Any], job: Job | None, cwd
         except CloudtrainError as exc:
             imageless = job is None and getattr(exc, "field", "") == "image"
             return None, _NO_IMAGE if imageless else failure("plan", exc)
-    kinds = ", ".join(planned.request.instance_types) or "this machine"
+    where = "this machine" if planned.provider.retried_by == "supervisor" else planned.provider_name
+    kinds = ", ".join(planned.request.instance_types) or where
     return planned, ok("plan", f"{plural(planned.job.resources.instance_count, 'node')} on {kinds}")
 
 

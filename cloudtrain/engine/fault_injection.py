@@ -32,7 +32,8 @@ class Injection:
         """Parse ``node=1,after=30s`` for a job of ``nodes`` nodes. Raises `SpecError`."""
         pairs = [part.partition("=") for part in text.split(",")]
         given = {name.strip(): value.strip() for name, _, value in pairs}
-        if sorted(given) != ["after", "node"] or len(pairs) != 2 or not given["node"].isdecimal():
+        form = sorted(given) == ["after", "node"] and len(pairs) == 2 and given["node"].isdecimal()
+        if not form or not (given["after"] == CHECKPOINT or given["after"][:1].isdigit()):
             raise SpecError(f"{_FORM}, not {text!r}", field=kind)
         if int(given["node"]) >= nodes:
             there = f"nodes are 0 to {nodes - 1}" if nodes > 1 else "the only node is 0"

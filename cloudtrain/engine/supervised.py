@@ -50,18 +50,17 @@ if TYPE_CHECKING:
     from ..job.job import Job
 
 __all__ = [
-    "PREEMPTED",
-    "SupervisedProvider",
-    "clear_containers",
-    "existing",
-    "image_id",
-    "is_alive",
-    "refuse",
+    "PREEMPTED", "STATE_DIR", "SupervisedProvider", "clear_containers", "existing", "image_id", "is_alive", "refuse",
     "write_json",
-]
+]  # fmt: skip
 
 PREEMPTED = 75
 """Exit code of a node after a stop with notice (EX_TEMPFAIL). The supervisor starts the nodes again."""
+STATE_DIR = (
+    "folder of the supervisor's files for runs with a store elsewhere; default: cloudtrain in $XDG_STATE_HOME, else in "
+    "~/.local/state"
+)
+"""The description of the setting ``state_dir``."""
 MAX_RESTARTS = 10
 OWNED = (
     *("nodes.*.command", "nodes.*.mounts", "nodes.*.gpus", "nodes.*.workdir", "rules.time_limit", "rules.retries"),
@@ -91,7 +90,12 @@ class SupervisedProvider(ProviderExtras):
     min_poll_s: ClassVar[float] = 0.05  # one poll reads a few files
     max_poll_s: ClassVar[float] = 0.05
     always_interactive: ClassVar[bool] = True
-    settings: Any
+    Settings: ClassVar[type[Any]]
+
+    def __init__(self, **settings: Any) -> None:
+        from ..provider_api.limits import checked_settings
+
+        self.settings: Any = checked_settings(self.Settings(**settings), self.name)
 
     def check(self, request: Request) -> None:
         """Raise if this machine cannot start the request. The supervisor calls this first."""

@@ -166,4 +166,6 @@ def _module_file(root: str, module: str) -> str:
             return path
     inner = module.replace(".", "/")
     why = f"no module {module} below {root}: neither {inner}.py nor {inner}/__main__.py"
-    raise SpecError(why, field=FIELD, hint=near(f"{base}.py"))
+    folders = sorted(path.relative_to(root).parts[0] for path in Path(root).glob(f"*/{inner}.py"))
+    below = [f"run the file: {folder}/{inner}.py --env PYTHONPATH={folder}" for folder in folders[:1]]
+    raise SpecError(why, field=FIELD, hint="".join(below) or near(f"{base}.py"))

@@ -34,8 +34,8 @@ from . import fields
 from .fields import DURATION, PATH, SWITCH, TEXT, check_fields, choice, item, path_text, whole
 
 __all__ = [
-    "DEFAULT_MAX_OUTPUTS", "DEFAULT_MAX_RUNTIME", "DEFAULT_STALL_TIMEOUT", "FIELDS", "FLAT_FIELDS", "Gpu", "Input",
-    "Job", "Resources", "Scalar", "Source", "anchored", "job_name", "run_tag",
+    "DEFAULT_MAX_OUTPUTS", "DEFAULT_MAX_RUNTIME", "DEFAULT_STALL_TIMEOUT", "FIELDS", "FLAT_FIELDS", "URL_FORMS", "Gpu",
+    "Input", "Job", "Resources", "Scalar", "Source", "anchored", "check_job", "job_name", "run_tag",
 ]  # fmt: skip
 
 Scalar = str | int | float | bool
@@ -63,7 +63,7 @@ _GPU = re.compile(
     r"(ASCEND-[0-9]{3}[A-Z]?[0-9]?|[A-Z][A-Z0-9]*(?:-[A-Z]+[A-Z0-9]*)*)(?:-([0-9]{1,4})GB)?(?::([0-9]{1,4}))?"
 )
 _NODES = re.compile(r"([0-9]{1,5}):([0-9]{1,5})")
-_URLS = {
+URL_FORMS = {
     **dict.fromkeys(("s3", "gs", "obs"), "SCHEME://BUCKET/PATH"),
     **dict.fromkeys(("abfs", "abfss", "az"), "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH"),
     **dict.fromkeys(("http", "https", "ftp", "sftp"), "SCHEME://HOST/PATH"),
@@ -160,7 +160,7 @@ class Input:
 
     def __post_init__(self) -> None:
         check_fields(self, "inputs.")
-        example = _URLS.get(url_scheme(self.url))
+        example = URL_FORMS.get(url_scheme(self.url))
         if example and not re.fullmatch(r"[a-z0-9]+://[^/\s]+(?!.*/\.\./)(/\S.*|/)?", self.url, re.IGNORECASE):
             raise SpecError(f"{brief(self.url)} names nothing to read", field="inputs.url", hint=f"write {example}")
 
@@ -378,7 +378,7 @@ class Job:
             for channel in _PLACEHOLDER_INPUT.findall(text):
                 if channel not in self.inputs:
                     why, near = f"{{inputs.{channel}}} names no input of this job", did_you_mean(channel, self.inputs)
-                    raise SpecError(why, field=where, hint=near)
+                    raise SpecError(why, field=where, hint=near or f"name it in inputs: --input {channel}=PATH")
 
         texts = [("webhook", self.webhook or "")]
         texts += [(f"webhook_headers.{name}", text) for name, text in self.webhook_headers.items()]
@@ -483,6 +483,14 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {
     flat: _OWNERS[owner].__dataclass_fields__[name] for flat, (owner, name) in FLAT_FIELDS.items()
 }
 _NOT_ON = ("name", "options", "on")
+
+
+def check_job(job: Any) -> Job:
+    """Return ``job``. Raises `SpecError` for anything else."""
+    if not isinstance(job, Job):
+        how = f"cloudtrain.Job.make(entry_point={job if isinstance(job, str) else 'train.py'!r})"
+        raise SpecError(f"must be a Job, not {type(job).__name__}", field="job", hint=f"write {how}")
+    return job
 
 
 def _instead_of(entry: str, suffix: str) -> str:

@@ -15,7 +15,7 @@ def check_run_id(run_id: str) -> str:
     """Return ``run_id`` if it is lower-case letters, digits and single inner dashes, at most 40; else `SpecError`."""
     if not is_run_id(run_id):
         why = f"{run_id!r} is not a run id: lower-case letters, digits and single inner dashes, at most {MAX_ID}"
-        raise SpecError(why, field="run_id", hint=f"call it {slug(run_id)!r}")
+        raise SpecError(why, field="run_id", hint=f"call it {slug(str(run_id))!r}")
     return run_id
 
 

@@ -91,12 +91,12 @@ class Walk:
     def _list(self, here: _Folder, entries: list[os.DirEntry[str]], *, top: bool) -> Iterator[_Folder]:
         names = {entry.name: entry for entry in entries}
         if not top:
-            if marker := _marker(names):
+            if marker := _marker(here.disk, names):
                 self.excluded.append((here.path, marker))
                 return
             if not here.closed:
                 here = self._nested(here, names)
-        elif PULL_STATE in names:
+        if PULL_STATE in names:
             with tree_errors(here.path + PULL_STATE):
                 self._pulled |= {here.path + path for path in pulled_files(names[PULL_STATE].path)}
         if here.listed is None and ".gitignore" in names:
@@ -194,10 +194,10 @@ def _built_in(name: str) -> str:
     return ""
 
 
-def _marker(names: dict[str, os.DirEntry[str]]) -> str:
+def _marker(folder: str, names: dict[str, os.DirEntry[str]]) -> str:
     if "pyvenv.cfg" in names:
         return "built-in: virtual environment (pyvenv.cfg)"
-    if PULL_STATE in names:
+    if PULL_STATE in names and [*_read(folder, ".gitignore").values()] == ["*", ""]:  # pull made the folder
         return "built-in: cloudtrain pull wrote it"
     if ".cloudtrain" in names and names[".cloudtrain"].is_file(follow_symlinks=False):
         return "built-in: cloudtrain store"

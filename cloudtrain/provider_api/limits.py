@@ -7,22 +7,30 @@ in advance. So the most expensive one, and the one with the most GPUs, set the l
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SpecError, UnsupportedError
 from ..validate import is_price
 from . import catalog
+from .protocol import check_settings
 
 if TYPE_CHECKING:  # a node compiles all imports at each start, and does not need these
     from ..job.job import Job
 
-__all__ = ["THIS_MACHINE", "checked_prices", "gpus_per_node", "hard_limit"]
+__all__ = ["THIS_MACHINE", "checked_prices", "checked_settings", "gpus_per_node", "hard_limit"]
 
 THIS_MACHINE = "localhost"
 """Name under which a machine that starts its nodes itself has a price; all nodes are on it."""
 LONGEST = 10**9
 """Seconds; longer than any platform runs a job. An amount of money may buy more than fit into an integer."""
+
+
+def checked_settings(settings: Any, provider: str) -> Any:
+    """Return a provider's settings with sorted prices, if their values are valid by themselves. Raises `SpecError`."""
+    check_settings(settings, f"{provider}.")
+    return dataclasses.replace(settings, prices=checked_prices(settings.prices, provider))
 
 
 def checked_prices(prices: Any, provider: str) -> dict[str, float]:

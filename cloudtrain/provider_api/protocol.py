@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from ..errors import SpecError, UnsupportedError
-from ..validate import url_scheme
+from ..validate import choice_of, url_scheme, whole_number
 from .launch_spec import LaunchSpec
 from .node import PROTOCOL, NodeEnvironment
 
@@ -25,8 +25,9 @@ if TYPE_CHECKING:  # a node compiles all imports at each start, and does not nee
 
 __all__ = [
     "ABANDONED", "FINAL", "STATES", "AttemptInfo", "Layout", "LayoutInput", "LogLine", "LogPage", "NativeObject",
-    "Need", "Provider", "ProviderExtras", "Request", "Shell", "Status", "check_inputs", "check_needs", "context_of",
-    "extras_of", "extras_of_type", "lacking", "needs_of", "python_command", "recorded_settings", "shell_arguments",
+    "Need", "Provider", "ProviderExtras", "Request", "Shell", "Status", "check_inputs", "check_needs",
+    "check_settings", "context_of", "extras_of", "extras_of_type", "lacking", "needs_of", "python_command",
+    "recorded_settings", "setting", "shell_arguments",
 ]  # fmt: skip
 
 STATES = ("pending", "running", "succeeded", "failed", "cancelled")
@@ -249,7 +250,7 @@ class Shell:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """A value that a provider needs to send any job: the metadata ``need`` of a field of its ``Settings``.
+    """A value that a provider needs to send any job: ``need`` of a `setting`, or one of ``ProviderExtras.needs``.
 
     ``example`` is a value in the right form. ``find`` is a command that prints the right one, or names a page.
     ``stand_in`` is a valid value for ``plan`` if there is none; default: ``missing-NAME``. The plan shows it as
@@ -261,6 +262,33 @@ class Need:
     stand_in: str = ""
     shown: str = ""
     instead: str = ""
+
+
+def setting(
+    help: str,
+    default: Any = "",
+    *,
+    choices: Sequence[str] = (),
+    least: int | None = None,
+    most: int | None = None,
+    need: Need | None = None,
+    place: bool = False,
+    caller: bool = False,
+) -> Any:
+    """Return a field of a provider's ``Settings``, with ``help`` for the schema, ``cloudtrain config`` and the docs.
+
+    A ``default`` that can be called makes the value. A text is the default or one of ``choices``, which ``help`` gets.
+    A whole number is from ``least`` to ``most``. `check_settings` checks both. A ``caller`` setting is the caller's
+    identity. It is not recorded: each client uses its own. A ``place`` setting says where jobs run. Its values hold no
+    comma, so a text with commas is a list of them.
+    """
+    limits = {"enum": [*dict.fromkeys([default, *choices])] if choices else None, "minimum": least, "maximum": most}
+    schema = {word: limit for word, limit in limits.items() if limit is not None}
+    text = f"{help}: {', '.join(choices)}" if choices else help
+    metadata = {"help": text, "schema": schema, "need": need, "place": place, "caller": caller}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,9 +419,7 @@ class Provider(Protocol):
     #: Shortest and longest seconds between two polls of a run.
     min_poll_s: ClassVar[float]
     max_poll_s: ClassVar[float]
-    #: An instance of ``Settings``, made of the constructor's keywords. A field with ``caller`` in its metadata is the
-    #: caller's identity. It is not recorded: each client uses its own. A field with ``place`` says where jobs run. Its
-    #: values hold no comma, so a text with commas is a list of them.
+    #: An instance of ``Settings``, made of the constructor's keywords.
     settings: Any
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
@@ -533,6 +559,16 @@ def lacking(kind: type[Provider], settings: Any, job: Job) -> tuple[str, ...]:
         return bool(getattr(own, name.rpartition(".")[2]) or any(instead))
 
     return tuple(name for name, need in needs_of(kind).items() if name != "store" and not has(name, need))
+
+
+def check_settings(settings: Any, prefix: str) -> None:
+    """Raise `SpecError` for a value outside the limits of its `setting`. ``prefix`` begins the field of the error."""
+    for spec in dataclasses.fields(settings):
+        value, limits = getattr(settings, spec.name), spec.metadata.get("schema", {})
+        if "enum" in limits and value != spec.default:
+            choice_of(value, tuple(filter(None, limits["enum"])), prefix + spec.name)
+        if "minimum" in limits and isinstance(spec.default, int):
+            whole_number(value, prefix + spec.name, least=limits["minimum"], most=limits.get("maximum"))
 
 
 def check_needs(kind: type[Provider], settings: Any, job: Job) -> None:

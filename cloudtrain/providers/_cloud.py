@@ -130,8 +130,11 @@ class CloudProvider(ProviderExtras):
     Settings: ClassVar[type[Any]]
 
     def __init__(self, **settings: Any) -> None:
+        from ..provider_api.limits import checked_settings
+
+        made = checked_settings(self.Settings(**settings), self.name)
         # Recorded with the run: every client that attaches asks the same account.
-        self.settings: Any = self._module("request").checked(self.Settings(**settings))
+        self.settings: Any = self._module("request").checked(made)
 
     @classmethod
     def _module(cls, name: str) -> Any:

@@ -12,22 +12,16 @@ import posixpath
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
-from ..engine.supervised import (
-    PREEMPTED,
-    SupervisedProvider,
-    clear_containers,
-    image_id,
-    origin_tags,
-)
+from ..engine.supervised import PREEMPTED, STATE_DIR, SupervisedProvider, clear_containers, image_id, origin_tags
 from ..errors import SpecError
 from ..provider_api.launch_spec import NodeSpec
 from ..provider_api.node import NodeEnvironment, Topology
-from ..provider_api.protocol import Layout, Request, Shell, python_command, shell_arguments
+from ..provider_api.protocol import Layout, Request, Shell, python_command, setting, shell_arguments
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import did_you_mean, texts_of
 
@@ -99,16 +93,16 @@ def _caller() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """``user`` (``uid[:gid]``, default: the caller's) runs the containers, on ``platform`` (default: the engine's).
+    """Settings of the containers on this machine."""
 
-    ``state_dir`` holds the supervisor's files of runs whose store is elsewhere. ``prices`` are US dollars for an hour
-    of this machine, ``localhost``, for ``max_cost`` and estimates.
-    """
-
-    user: str = field(default_factory=_caller)
-    platform: str = ""
-    state_dir: str = ""
-    prices: dict[str, Any] = field(default_factory=dict)
+    user: str = setting(
+        "uid[:gid] that runs the containers; default: yours. Another user needs root, and cloudtrain gives it the "
+        "run's folder",
+        _caller,
+    )
+    platform: str = setting("platform of the image, such as linux/amd64; default: the engine's own")
+    state_dir: str = setting(STATE_DIR)
+    prices: dict[str, Any] = setting("US dollars an hour of this machine, localhost", dict)
 
 
 class Provider(SupervisedProvider):
@@ -119,10 +113,7 @@ class Provider(SupervisedProvider):
     engine: ClassVar[str] = "containers"
 
     def __init__(self, **settings: Any) -> None:
-        from ..provider_api.limits import checked_prices
-
-        made = Settings(**settings)
-        self.settings = replace(made, prices=checked_prices(made.prices, self.name))
+        super().__init__(**settings)
         if os.name == "posix" and not re.fullmatch(r"\d+(:\d+)?", self.settings.user):
             raise SpecError(f"must be uid or uid:gid in numbers, not {self.settings.user!r}", field="docker.user")
 

@@ -10,15 +10,15 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
-from ..engine.supervised import PREEMPTED, SupervisedProvider, existing, origin_tags
+from ..engine.supervised import PREEMPTED, STATE_DIR, SupervisedProvider, existing, origin_tags
 from ..errors import SpecError
 from ..provider_api.launch_spec import NodeSpec
 from ..provider_api.node import NodeEnvironment, Topology
-from ..provider_api.protocol import Layout, Request, Shell, shell_arguments
+from ..provider_api.protocol import Layout, Request, Shell, setting, shell_arguments
 from ..storage.timings import CLIENT_TIMINGS
 
 if TYPE_CHECKING:
@@ -52,14 +52,13 @@ _INSTEAD = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """``python`` runs the ranks; ``state_dir`` holds the supervisor's files of runs whose store is elsewhere.
+    """Settings of the processes on this machine."""
 
-    ``prices`` are US dollars for an hour of this machine, ``localhost``, for ``max_cost`` and estimates.
-    """
-
-    python: str = field(default_factory=lambda: sys.executable or "python3")
-    state_dir: str = ""
-    prices: dict[str, Any] = field(default_factory=dict)
+    python: str = setting(
+        "Python that runs the ranks; default: the Python that runs cloudtrain", lambda: sys.executable or "python3"
+    )
+    state_dir: str = setting(STATE_DIR)
+    prices: dict[str, Any] = setting("US dollars an hour of this machine, localhost", dict)
 
 
 class Provider(SupervisedProvider):
@@ -68,12 +67,6 @@ class Provider(SupervisedProvider):
     name: ClassVar[str] = "local"
     Settings: ClassVar[type[Any]] = Settings
     engine: ClassVar[str] = "processes"
-
-    def __init__(self, **settings: Any) -> None:
-        from ..provider_api.limits import checked_prices
-
-        made = Settings(**settings)
-        self.settings = replace(made, prices=checked_prices(made.prices, self.name))
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         self._refuse(job, layout, _REFUSED, _INSTEAD)

@@ -78,10 +78,14 @@ def deliver(
     if budget and store.result(run.run_id) is None:
         reserve(store, budget, run.run_id, run.job.at(run.provider_name))
     native = _sent(run, request, values, refusals, say or _warn)
-    if native is not None and _is_over(run, request):
-        with contextlib.suppress(NotFoundError):  # cancelled, or recorded as refused, while it was being sent
-            patiently(partial(run.provider.cancel, native))
+    if native is not None and _is_over(run, request):  # cancelled, or recorded as refused, while it was being sent
+        _stop(run, native)
     return native
+
+
+def _stop(run: Run, native: str) -> None:
+    with contextlib.suppress(NotFoundError):
+        patiently(partial(run.provider.cancel, native))
 
 
 def _warn(text: str) -> None:
@@ -101,12 +105,14 @@ def _sent(
     store, attempt, arrival = run.store, request.attempt, extras_of(run.provider).arrival_s
     until: float | None = None  # by then a request without an answer has become a job, or never will
     is_ours = False  # if that request is of this client
+    is_over = False
 
     def send() -> str | None:
-        nonlocal until, is_ours
+        nonlocal until, is_ours, is_over
         # Checked again after a lost answer: nothing starts once the user knows that it was cancelled or refused.
-        over = store.refused(run.run_id, attempt) is not None or store.result(run.run_id) is not None
-        if over or store.cancelled(run.run_id):
+        is_over = store.refused(run.run_id, attempt) is not None or store.result(run.run_id) is not None
+        is_over = is_over or store.cancelled(run.run_id)
+        if is_over:
             return run.provider.find(request)  # it may have been sent before
         lease.check()
         try:
@@ -139,6 +145,8 @@ def _sent(
             else:
                 lease.kept = True  # that request may still become a job
         if native is not None:
+            if is_over:  # before it is recorded: then no client looks for it
+                _stop(run, native)
             store.write_submitted(run.run_id, attempt, native)
         return native
 

@@ -236,7 +236,7 @@ def attempts_of(
 
     ``statuses`` are by native id, ``natives`` by attempt, ``exits`` and ``starts`` the nodes' records.
     """
-    known = {str(record["attempt"]) for record in [*starts, *exits]}
+    known = _numbers([*starts, *exits])
     infos: dict[str, AttemptInfo] = {}
     seen: set[str] = set()
     for k, native in sorted(natives.items(), reverse=True):
@@ -265,8 +265,14 @@ def with_records(
             before=before.get(number, {}),
             after=after.get(number, {}),
         )
-        for number in sorted({*infos, *before, *(str(r["attempt"]) for r in exits)}, key=attempt_key)
+        for number in sorted({*infos} | _numbers([*starts, *exits]), key=attempt_key)
     ]
+
+
+def _numbers(records: Sequence[Record]) -> set[str]:
+    """Return the numbers of the attempts in ``records``. A node that ends before node 0 has sent it the number
+    records at most the number of the start."""
+    return {str(record["attempt"]) for record in records if len(attempt_key(str(record["attempt"]))) > 1}
 
 
 def attempts_within(

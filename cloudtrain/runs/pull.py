@@ -246,8 +246,8 @@ class _Pull:
         tidy(self.folder / "checkpoints", set(names))
         wanted = self._wanted(mirrored, written, pointers)
         if strict and self.missing:
-            there = ", ".join(dict.fromkeys(names)) or "none complete yet"
-            raise NotFoundError(f"no checkpoint is {' or '.join(self.missing)}; there are: {there}", field="what")
+            why = f"no checkpoint is {' or '.join(self.missing)}; there are: {', '.join(dict.fromkeys(names))}"
+            raise NotFoundError(why if names else f"{self.run_id} has no complete checkpoint", field="what")
         newest = {item.name: item for item in mirrored if item.name in wanted}
         direct = {item.name: item for item in written if item.name in wanted}
         entries = {*names, *pointers}

@@ -113,7 +113,8 @@ def _check_run(place: str, run_id: str, settings: Settings, *, sends: bool, fold
             return NotFoundError(f"no run {run_id!r} in {place}", field=FIELD, hint=hint)
         over = found.result(run_id) is not None
         if (sends or over) and not resumable(found.checkpoints(run_id)):
-            hint = f"name another run, or leave {FIELD} out to start from the beginning"
+            hint = f"name another run, or leave {FIELD} out to start from the beginning\n"
+            hint += f"if the script saved it elsewhere: cloudtrain pull {run_id}, then --resume-from ./FOLDER"
             hint = hint if over else f"wait until it has saved one: cloudtrain status {place}/runs/{run_id}"
             if written := found.direct(run_id):
                 hint = f"its script wrote one to the store itself: --resume-from {place}/{written[-1].key}"

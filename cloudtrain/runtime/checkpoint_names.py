@@ -18,7 +18,12 @@ _BESIDE = re.compile(
 """Other files that scripts write with their checkpoints: settings, logs, pictures, programs."""
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
 _VERSION = re.compile(r"[-_.]?(?<![a-z0-9])v\d+", re.IGNORECASE)
-_NO_STEP = re.compile(r"(?<![a-z0-9])v\d+|epochs?[-_=]*\d+", re.IGNORECASE)
+_NO_STEP = re.compile(
+    r"(?<![a-z0-9])v\d+|epochs?[-_=]*\d+"
+    r"|(?<!\d)20\d\d(?:[-_.]\d\d[-_.]\d\d(?!\d)|\d{4}(?=[-_T]\d{4}))(?:[-_.T]+\d\d[-_.:]?\d\d(?:[-_.:]?\d\d)?(?!\d))?",
+    re.IGNORECASE,
+)
+"""Versions, epochs and dates: ``2025-06-01_1530``, ``20250601-153059``."""
 
 
 def family(name: str) -> str:
@@ -34,7 +39,7 @@ def unversioned(name: str) -> str:
 def step_of(name: str) -> int | None:
     """Return the step in a checkpoint's name: the number after step, iter or checkpoint, else the last one.
 
-    Epochs and versions (``last-v1.ckpt``) do not count. Of ``RUN/NAME`` only ``NAME`` counts.
+    Epochs, versions (``last-v1.ckpt``) and dates do not count. Of ``RUN/NAME`` only ``NAME`` counts.
     """
     name = name.rpartition("/")[2]
     found = _STEP.findall(name) or re.findall(r"\d+", _NO_STEP.sub("", name))

@@ -842,7 +842,7 @@ class Node:
         oom = oom_kills() > self.oom_before
         line = failure_line(cause) if cause else ""
         record = {
-            "attempt": self.attempt,
+            "attempt": self.attempt or str(self.k),
             "node": self.me,
             "machine": self.machine,
             "outcome": outcome,

@@ -19,28 +19,22 @@ from ..errors import NotFoundError, SpecError
 from ..job.job import FIELDS, FLAT_FIELDS
 from ..provider_api.registry import find_provider, provider_names
 from ..validate import near_or_all
-from .settings import ENCRYPTIONS, MOST_CODE_MB, MOST_FILES, Settings
+from .settings import Settings
 
 __all__ = ["described", "job_schema", "schema", "schema_names", "settings_schema"]
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 Schema = dict[str, Any]
-_LIST: Schema = {"type": ["string", "array"], "items": {"type": "string"}}
 
 
 @cache
 def job_schema() -> Schema:
     """Return the schema of a job file: every field, flat or in the tables ``source`` and ``resources``."""
-    flat = {name: _field(spec) for name, spec in FIELDS.items()}
+    flat = {name: _field(spec, spec.metadata["kind"].schema) for name, spec in FIELDS.items()}
     on = {name: item for name, item in flat.items() if name not in ("name", "options", "on")}
     tables = {
-        table: {
-            "type": "object",
-            "description": text,
-            "properties": {name: flat[key] for key, (owner, name) in FLAT_FIELDS.items() if owner == table},
-            "additionalProperties": False,
-        }
+        table: _table(text, {name: flat[key] for key, (owner, name) in FLAT_FIELDS.items() if owner == table})
         for table, text in (("source", "code of the job"), ("resources", "machines of the job"))
     }
     flat["on"]["additionalProperties"] = {"$ref": "#/$defs/on"}
@@ -50,32 +44,17 @@ def job_schema() -> Schema:
         "type": "object",
         "properties": {**flat, **tables},
         "additionalProperties": False,
-        "$defs": {
-            "on": {
-                "type": "object",
-                "description": "fields of the job for one provider",
-                "properties": on,
-                "additionalProperties": False,
-            }
-        },
+        "$defs": {"on": _table("fields of the job for one provider", on)},
     }
 
 
 @cache
 def settings_schema() -> Schema:
     """Return the schema of cloudtrain.toml and ``[tool.cloudtrain]`` in pyproject.toml, for all installed providers."""
-    general: Schema = {}
-    for spec in dataclasses.fields(Settings):
-        if "help" in spec.metadata:
-            kinds = {"int": {"type": "integer", "minimum": 1}, "float": {"type": "number", "minimum": 0}}
-            kind = kinds.get(str(spec.type), {"type": "string"})
-            general[spec.name] = {**kind, "description": spec.metadata["help"], "default": spec.default}
-    general["fallback"] |= {**_LIST, "default": []}
-    general["sse"]["enum"] = ["", *ENCRYPTIONS]
-    general["concurrency"]["maximum"] = MOST_FILES
-    general["max_code_mb"]["maximum"] = MOST_CODE_MB
-    providers = {name: _provider(find_provider(name).Settings) for name in provider_names()}
-    layer = {"type": "object", "properties": {**general, **providers}, "additionalProperties": False}
+    general = {name: item for name, item in _settings(Settings).items() if "description" in item}
+    general["fallback"]["anyOf"][0].pop("minLength")  # an empty text is an empty list
+    providers = {name: _provider(name) for name in provider_names()}
+    layer = _table("settings of one profile", {**general, **providers})
     return {
         "$schema": DRAFT,
         "title": "Settings of cloudtrain",
@@ -121,24 +100,34 @@ def described(exc: SpecError) -> SpecError:
     return SpecError(f"{exc.message} ({text})", field=exc.field, hint=exc.hint) if text else exc
 
 
-def _field(spec: dataclasses.Field[Any]) -> Schema:
-    found = {**spec.metadata["kind"].schema, "description": spec.metadata["help"]}
+def _field(spec: dataclasses.Field[Any], kind: Mapping[str, Any]) -> Schema:
+    """Return the schema ``kind`` of a field, with its description and default."""
+    text = spec.metadata.get("help")
+    found = {**kind, "description": text} if text else {**kind}
     if isinstance(spec.default, (str, int, float, bool)) and spec.default != "":
         found["default"] = spec.default
     return found
 
 
-def _provider(kind: type[Any]) -> Schema:
+def _table(about: str, properties: Schema) -> Schema:
+    """Return the schema of a table that holds these keys and no others."""
+    return {"type": "object", "description": about, "properties": properties, "additionalProperties": False}
+
+
+def _settings(kind: type[Any]) -> Schema:
     hints = typing.get_type_hints(kind)
-    properties: dict[str, Schema] = {}
-    for spec in dataclasses.fields(kind):
-        properties[spec.name] = _of(hints[spec.name])
-        if text := spec.metadata.get("help"):
-            properties[spec.name]["description"] = text
+    return {
+        spec.name: _field(spec, {**_of(hints[spec.name]), **spec.metadata.get("schema", {})})
+        for spec in dataclasses.fields(kind)
+    }
+
+
+def _provider(name: str) -> Schema:
+    properties = _settings(find_provider(name).Settings)
     properties["store"] = {"type": "string", "description": "URL of the store for this provider's jobs"}
     if "prices" in properties:
         properties["prices"]["additionalProperties"] = {"type": "number", "exclusiveMinimum": 0}
-    return {"type": "object", "properties": properties, "additionalProperties": False}
+    return _table(f"settings of provider {name}", properties)
 
 
 def _of(hint: Any) -> Schema:

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import AuthError, SpecError
-from ..provider_api.protocol import Provider, extras_of, recorded_settings
+from ..provider_api.protocol import Provider, check_settings, extras_of, recorded_settings, setting
 from ..provider_api.registry import find_provider, provider_names, suggested_provider
 from ..storage.files import TransferOptions
 from ..storage.local_disk import normalize
 from ..validate import (
-    choice_of,
     did_you_mean,
     json_or_text,
     near_or_all,
@@ -33,7 +32,6 @@ from ..validate import (
     table_of,
     toml_loads,
     url_scheme,
-    whole_number,
     without_secrets,
 )
 from .coerce import Found, is_table, over, resolve_below, typed
@@ -49,19 +47,11 @@ AUTO = "auto"
 """In place of a provider: the cheapest of the profiles in ``fallback``."""
 DEFAULT = "default"
 """The source of a value that is not set."""
-_GENERAL = (
-    "provider", "store", "fallback", "max_code_mb", "concurrency", "sse", "sse_kms_key_id", "confirm_above_usd",
-    "budget",
-)  # fmt: skip
 _OF_CLIENT = ("max_code_mb", "concurrency")
 """Settings of this client, not of a region: ``--set`` gives them for every fallback too."""
 _PROFILE, _PROFILES = "profile", "profiles"
 _STORE = "store"
 """A provider's own store in its table, for the jobs that it gets."""
-MOST_FILES = 64
-"""Files that move at a time: as many threads and connections."""
-MOST_CODE_MB = 1_000_000
-ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
 
 T = TypeVar("T")
 
@@ -95,20 +85,17 @@ class Settings:
     ``origins`` has the source of each: of ``store``, of ``NAME.role``; ``file`` is the file read.
     """
 
-    provider: str = field(default="local", metadata={"help": "provider if the command names none"})
-    store: str = field(default="./.cloudtrain", metadata={"help": "URL of the store for code, data and runs"})
-    fallback: tuple[str, ...] = field(
-        default=(), metadata={"help": "profiles to try next, in order, if there are no machines"}
+    provider: str = setting("provider if the command names none", "local")
+    store: str = setting("URL of the store for code, data and runs", "./.cloudtrain")
+    fallback: tuple[str, ...] = setting("profiles to try next, in order, if there are no machines", ())
+    max_code_mb: int = setting("maximum size of the code, in MiB before compression", 50, least=1, most=1_000_000)
+    concurrency: int = setting("number of files to transfer at the same time, at most 64", 8, least=1, most=64)
+    sse: str = setting("encryption of files in S3", choices=("AES256", "aws:kms", "aws:kms:dsse"))
+    sse_kms_key_id: str = setting("key for aws:kms; default: the key of the bucket")
+    confirm_above_usd: float = setting(
+        "US dollars above which submit asks on a terminal; 0: it asks for any known cost", 100.0, least=0
     )
-    max_code_mb: int = field(default=50, metadata={"help": "maximum size of the code, in MiB before compression"})
-    concurrency: int = field(default=8, metadata={"help": "number of files to transfer at the same time, at most 64"})
-    sse: str = field(default="", metadata={"help": "encryption of files in S3: AES256, aws:kms or aws:kms:dsse"})
-    sse_kms_key_id: str = field(default="", metadata={"help": "key for aws:kms; default: the key of the bucket"})
-    confirm_above_usd: float = field(
-        default=100.0,
-        metadata={"help": "US dollars above which submit asks on a terminal; 0: it asks for any known cost"},
-    )
-    budget: str = field(default="", metadata={"help": "budget in the store from which each run reserves its limits"})
+    budget: str = setting("budget in the store from which each run reserves its limits")
     profile: str = ""
     profiles: tuple[str, ...] = ()
     file: str = ""
@@ -137,7 +124,7 @@ class Settings:
         environ = os.environ if environ is None else environ
         read = _read_file(cwd or Path.cwd())
         named = profile or environ.get(PREFIX + _PROFILE.upper()) or read.profile
-        return cls._made(read, named, environ=environ, overrides=overrides or {}, given=given)
+        return cls._made(read, named, environ=environ, overrides=table_of(overrides or {}, "settings"), given=given)
 
     @classmethod
     def _made(
@@ -186,10 +173,7 @@ class Settings:
     @property
     def moving(self) -> TransferOptions:
         """The options of transfers. Raises `SpecError` for an unknown word."""
-        whole_number(self.max_code_mb, "max_code_mb", least=1, most=MOST_CODE_MB)
-        whole_number(self.concurrency, "concurrency", least=1, most=MOST_FILES)
-        if self.sse:
-            choice_of(self.sse, ENCRYPTIONS, "sse")
+        check_settings(self, "")
         if self.sse_kms_key_id and not self.sse.startswith("aws:kms"):
             raise SpecError("needs sse = 'aws:kms'", field="sse_kms_key_id", hint="set sse to aws:kms too")
         return TransferOptions(sse=self.sse, sse_kms_key_id=self.sse_kms_key_id, concurrency=self.concurrency)
@@ -357,23 +341,22 @@ class Settings:
         return found
 
     def shown(self) -> list[dict[str, Any]]:
-        """Return every general setting and those of the chosen provider: ``key``, ``value``, ``source``, without
-        possible secrets in URLs. Raises as `make_provider`."""
+        """Return every general setting and those of the chosen provider: ``key``, ``value``, ``source`` and
+        ``description``, without possible secrets in URLs. Raises as `make_provider`."""
         own = self._own_store(self.provider)
-        rows = [
-            {
-                "key": key,
-                "value": _told(getattr(self, key)),
-                "source": own.source if key == _STORE and own is not None else self.origins.get(key, DEFAULT),
-            }
-            for key in _GENERAL
-        ]
         of_provider = self.of_provider(self.provider)
+        found: dict[str, tuple[Found, str]] = {}
+        for key, text in _GENERAL.items():
+            source = own.source if key == _STORE and own is not None else self.origins.get(key, DEFAULT)
+            found[key] = Found(getattr(self, key), source), text
         for spec in dataclasses.fields(find_provider(self.provider).Settings):
             made = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
             item = of_provider.get(spec.name, Found(made, DEFAULT))
-            rows.append({"key": f"{self.provider}.{spec.name}", "value": _told(item.value), "source": item.source})
-        return rows
+            found[f"{self.provider}.{spec.name}"] = item, spec.metadata.get("help", "")
+        return [
+            {"key": key, "value": _told(item.value), "source": item.source, "description": text}
+            for key, (item, text) in found.items()
+        ]
 
     def resolved(self, url: str | None = None, *, ask: bool = True) -> str:
         """Return ``url`` (default: the store) in the form that all other code takes.
@@ -389,6 +372,8 @@ class Settings:
         return extras_of(self._for(name).make_provider(name)).store_url(url, ask=ask)
 
 
+_GENERAL = {spec.name: spec.metadata["help"] for spec in dataclasses.fields(Settings) if "help" in spec.metadata}
+"""The general settings, each with its description."""
 NO_SETTINGS = Settings()
 """Settings of a run or a store that is opened without any."""
 
@@ -504,7 +489,7 @@ def _take(layer: _Layer, found: dict[str, Found], tables: dict[str, dict[str, Fo
                 merged = {**old, **item} if isinstance(old, Mapping) and isinstance(item, Mapping) else item
                 table[name] = Found(merged, layer.where(key))
         else:
-            _known(key, dict.fromkeys(_GENERAL), f"{layer.where()} {key}")
+            _known(key, _GENERAL, f"{layer.where()} {key}")
             found[key] = Found(_general(key, value, f"{layer.where()} {key}"), layer.where())
 
 

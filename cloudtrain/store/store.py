@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import AuthError, DigestError, NotFoundError, SpecError, StorageError, scrubbed
+from ..job.job import URL_FORMS
 from ..job.run_id import check_run_id, is_run_id
 from ..provider_api.node import PROTOCOL, attempt_key
 from ..provider_api.protocol import Layout, LayoutInput, Request
@@ -622,6 +623,8 @@ def _checked(url: str) -> str:
         how = next((f"use {store}" for store in meant), f"use {STORES} or a folder")
         why = f"{url_scheme(url)} cannot create a file exclusively, so two clients could start one run"
         raise SpecError(f"{url!r} cannot be a store: {why}", field="store", hint=how)
+    if (form := URL_FORMS.get(url_scheme(url))) and not re.match("[^:]+://[^/]", url):
+        raise SpecError(f"{url!r} names no bucket", field="store", hint=f"write {form}")
     return url
 
 

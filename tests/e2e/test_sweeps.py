@@ -111,6 +111,7 @@ def test_a_sweep_prunes_and_gives_the_best_checkpoint(sweeps: Sweeps) -> None:
     result = done.json
     assert result["state"] == "succeeded"
     assert result["counts"]["stopped"] >= 2
+    assert "next: cloudtrain pull tune-1 --store" in done.err, "a trial may have no checkpoint"
     check_once(sweeps, sweeps.open("tune-1"), 5)
     known = [row["value"] for row in result["trials"] if row["state"] == "succeeded"]
     assert result["best"]["value"] == min(known)

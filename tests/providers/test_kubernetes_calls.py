@@ -136,6 +136,7 @@ def test_the_error_of_an_answer(status: int, reason: str, message: str, expected
     assert type(found) is expected
     assert str(found).startswith("create the Job: ")
     assert (message or f"HTTP {status}") in str(found)
+    assert ("kubectl get namespaces" in found.hint) == (status == 404)
 
 
 def test_a_cluster_that_drops_fields_is_too_old() -> None:

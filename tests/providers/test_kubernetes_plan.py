@@ -229,6 +229,7 @@ def test_own_names_of_gpus_win_and_no_label_asks_for_any() -> None:
         ({"hami": {"vgpu_mode": "fast"}}, {}, "kubernetes.hami.vgpu_mode"),
         ({"hami": {"gpumen": 1}}, {}, "kubernetes.hami.gpumen"),
         ({"hami": {"gpumem": 1, "gpumem_percentage": 1}}, {}, "kubernetes.hami.gpumem"),
+        ({"hami": {"use_gputype": ["A100"], "nouse_gputype": ["V100", "A100"]}}, {}, "kubernetes.hami.use_gputype"),
         ({"hami": {"resources": {"gpu": 1}}}, {}, "kubernetes.hami.resources.gpu"),
         ({"hami": {"resources": {"nvidia.com/gpu": 2}}}, {}, "kubernetes.hami.resources.nvidia.com/gpu"),
         ({}, {"gpu": ("K80:1",)}, "resources.gpu"),

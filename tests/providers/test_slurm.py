@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from slurmcluster import (
 from worlds.bucket import MountedBucket
 
 from cloudtrain.errors import LostContactError
-from cloudtrain.providers.slurm import api
+from cloudtrain.providers.slurm import Provider, api
 from cloudtrain.runs.retry import Retry
 from cloudtrain.store.gc import collect_at
 from cloudtrain.store.store import Store
@@ -253,6 +254,16 @@ def test_gc_removes_the_files_of_a_deleted_run_s_job(ddp: SlurmPlatform, tmp_pat
     collected = collect_at(world.store, older_than=0, delete=True, objects=lambda records: {found: world.provider})
     assert found.key in {item.key for item in collected.found}
     assert list((tmp_path / "files").iterdir()) == []
+
+
+def test_the_doctor_compares_the_time_limit_with_the_partition_s(ddp: SlurmPlatform) -> None:
+    """Slurm accepts a job that is too long for its partition, here of 3 minutes, and never starts it."""
+    for seconds, status, said in ((60, "ok", "at most 3:00"), (3600, "failed", "60 minutes, but short allows 3:00")):
+        request = ddp.plan({"max_runtime": seconds}).request
+        rows = {row.name: row for row in Provider(partition="short").checks(ddp.store, request)}
+        assert rows["partition"].status == status
+        assert said in rows["partition"].detail
+        assert re.search(r"to start at \d{4}-\d\d-\d\dT", rows["request"].detail)
 
 
 @pytest.mark.docker

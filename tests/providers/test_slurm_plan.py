@@ -237,6 +237,7 @@ def known(rows: tuple[tuple[str, ...], ...] = (), marks: Mapping[str, str] | Non
         ({"JobState": "FAILED", "ExitCode": "231:0"}, "failed", "preempted"),
         ({"JobState": "FAILED", "ExitCode": "230:0"}, "failed", "infra"),
         ({"JobState": "FAILED", "ExitCode": "2:0"}, "failed", "image"),
+        ({"JobState": "FAILED", "ExitCode": "255:0"}, "failed", "image"),
         ({"JobState": "FAILED", "ExitCode": "0:53"}, "failed", "infra"),
         ({"JobState": "FAILED", "ExitCode": "1:0"}, "failed", "user_error"),
         ({"JobState": "OUT_OF_MEMORY"}, "failed", "oom"),
@@ -329,7 +330,9 @@ def test_a_tag_cannot_pass_for_a_field() -> None:
     ],
 )  # fmt: skip
 def test_messages_of_slurm_become_errors(message: str, kind: type[Exception]) -> None:
-    assert type(error_of(message, what="submit")) is kind
+    found = error_of(message, what="submit")
+    assert type(found) is kind
+    assert ("run: sinfo" in found.hint) == (kind is SpecError)
 
 
 def test_tools_without_a_cluster_say_so_in_one_line() -> None:

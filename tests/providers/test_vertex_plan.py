@@ -326,7 +326,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("vertex.strategy", {"strategy": "FLEX_START", "reservation": RESERVATION}, {}, "cannot use a reservation"),
     ("vertex.strategy", {"strategy": "STANDARD"}, {"spot": True}, "spot machines"),
     ("vertex.reservation", {"reservation": RESERVATION}, {"spot": True}, "spot machines"),
-    ("vertex.log_drain", {"log_drain": -1}, {}, "seconds"),
+    ("vertex.log_drain", {"log_drain": -1}, {}, "0 or more"),
     ("vertex.prices", {"prices": {"n1-standard-4": 0}}, {}, "dollars"),
     ("store", {"store": "s3://bucket/x"}, {}, "gs://BUCKET"),
     ("store", {"store": "gs://contract-bucket/a#b"}, {}, "rename the file"),

@@ -113,6 +113,7 @@ def test_a_node_that_does_not_meet_node_0_soon_after_the_notice_leaves(
     peer._prepare_and_join()
     assert peer._finish() == "preempted"
     assert time.monotonic() - began < 10
+    assert json.loads((tmp_path / "exit" / "0-node-1.json").read_bytes())["attempt"] == "0"
 
 
 def test_a_disk_that_is_full_at_the_start_is_the_cause_and_not_a_lost_node(

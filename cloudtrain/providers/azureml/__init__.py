@@ -7,10 +7,10 @@ makes all other calls over azure-core.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...provider_api.protocol import Need
+from ...provider_api.protocol import Need, setting
 from .._cloud import CloudProvider
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
@@ -40,34 +40,32 @@ ALIASES = ("azure", "aml", "az", "microsoft")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The workspace's settings, in Azure ML's own words.
+    """Settings of the workspace, in Azure ML's own words."""
 
-    ``subscription_id``, ``resource_group`` and ``workspace_name`` are by default those of Azure ML's ``config.json`` in
-    this folder or above. ``datastore`` is the workspace's name of the store's container. ``compute`` is a cluster; none
-    means serverless. ``environment`` (``azureml:NAME:VERSION``, ``azureml://registries/…``) is for jobs without an
-    image. ``identity`` is the job's own: ``aml_token``, ``user_identity``, ``managed_identity`` or
-    ``managed_identity:CLIENT-ID``. ``job_tier`` (spot, basic, standard, premium) and ``priority`` (low, medium, high)
-    are for the queue. ``ssh_public_key`` lets its owner into jobs that are ``interactive``. ``cloud`` is the SDK's name
-    of a sovereign cloud. If the SDK does not know it, ``cloud_metadata`` is required. ``api_version`` is for the calls
-    to the resource manager. ``prices`` are US dollars an hour by instance
-    type, or cluster, for ``max_cost``.
-    """
-
-    subscription_id: str = field(default="", metadata={"need": SUBSCRIPTION})
-    resource_group: str = field(default="", metadata={"need": GROUP})
-    workspace_name: str = field(default="", metadata={"place": True, "need": WORKSPACE})
-    datastore: str = "workspaceblobstore"
-    compute: str = ""
-    environment: str = field(default="", metadata={"need": ENVIRONMENT})
-    experiment_name: str = ""
-    identity: str = ""
-    job_tier: str = ""
-    priority: str = ""
-    ssh_public_key: str = ""
-    cloud: str = "AzureCloud"
-    cloud_metadata: dict[str, Any] = field(default_factory=dict)
-    api_version: str = "2025-01-01-preview"
-    prices: dict[str, Any] = field(default_factory=dict)
+    subscription_id: str = setting(
+        "subscription of the workspace; default of these three: Azure ML's own config.json, in this folder or above",
+        need=SUBSCRIPTION,
+    )
+    resource_group: str = setting("resource group of the workspace", need=GROUP)
+    workspace_name: str = setting("name of the workspace", place=True, need=WORKSPACE)
+    datastore: str = setting("the workspace's name of the store's container", "workspaceblobstore")
+    compute: str = setting("cluster that runs the jobs; default: serverless")
+    environment: str = setting(
+        "for a job without an image: azureml:NAME:VERSION, azureml:NAME@latest, azureml://registries/…",
+        need=ENVIRONMENT,
+    )
+    experiment_name: str = setting("experiment that shows the jobs in Studio; default: the job's name")
+    identity: str = setting(
+        "identity of a job: aml_token, user_identity, managed_identity, managed_identity:CLIENT-ID; "
+        "default: the platform's"
+    )
+    job_tier: str = setting("tier of serverless compute", choices=("spot", "basic", "standard", "premium"))
+    priority: str = setting("priority in the queue", choices=("low", "medium", "high"))
+    ssh_public_key: str = setting("text of a public key, whose owner may enter interactive jobs")
+    cloud: str = setting("AzureCloud, AzureUSGovernment, AzureChinaCloud, or a name of your own", "AzureCloud")
+    cloud_metadata: dict[str, Any] = setting("table of addresses of a cloud of your own", dict)
+    api_version: str = setting("version of calls to the resource manager", "2025-01-01-preview")
+    prices: dict[str, Any] = setting("US dollars an hour by instance type or cluster", dict)
 
 
 class Provider(CloudProvider):

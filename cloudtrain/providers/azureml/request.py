@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from ...errors import SpecError, UnsupportedError
 from ...job.job import run_tag
 from ...job.options import merge_options
-from ...provider_api.limits import checked_prices
 from ...provider_api.protocol import Layout, Request, check_inputs
 from ...validate import choice_of, duration, url_scheme
 from .._cloud import Planned, check_secrets, check_tags, digest_of, machine_of, path_words
@@ -61,7 +60,6 @@ FORM = re.compile(
     r"(standard|basic)_[a-z]+\d+(-\d+)?[a-z0-9]*(_(?!v\d{1,2}(_|$))[a-z0-9]+)*(_v1?\d)?(_promo)?", re.IGNORECASE
 )
 """Series, cores, features and version: Azure's page of conventions for names of virtual machines."""
-JOB_TIERS, PRIORITIES = ("spot", "basic", "standard", "premium"), ("low", "medium", "high")
 ENVIRONMENT = r"azureml:(//registries/[^/\s]+/environments/\S+|[^/\s]\S*|/subscriptions/\S+)"
 _HOW_ENVIRONMENT = "write azureml:NAME:VERSION, azureml:NAME@latest or azureml://…"
 PATTERNS = {
@@ -93,9 +91,6 @@ OWNED = (
 
 def checked(settings: Settings) -> Settings:
     """Return ``settings`` with their workspace, checked. Raises `SpecError`."""
-    for name, choices in (("job_tier", JOB_TIERS), ("priority", PRIORITIES)):
-        if value := getattr(settings, name):
-            choice_of(value, choices, f"azureml.{name}")
     if settings.identity:
         choice_of(settings.identity.partition(":")[0], IDENTITIES, "azureml.identity")
     for name, (pattern, why, how) in PATTERNS.items():
@@ -107,15 +102,10 @@ def checked(settings: Settings) -> Settings:
         raise SpecError(why, field="azureml.job_tier", hint=how)
     cloud_of(settings)
     found = {} if any(getattr(settings, name) for name in WORKSPACE) else _config(Path.cwd())
-    return dataclasses.replace(
-        settings,
-        cloud_metadata=dict(sorted(settings.cloud_metadata.items())),
-        prices=checked_prices(settings.prices, NAME),
-        **found,
-    )
+    return dataclasses.replace(settings, cloud_metadata=dict(sorted(settings.cloud_metadata.items())), **found)
 
 
-def _config(folder: Path) -> dict[str, str]:
+def _config(folder: Path) -> dict[str, Any]:
     """Return the workspace in Azure ML's own file, empty without one. A file that names no workspace is skipped."""
     for place in (folder, *folder.parents):
         for name in CONFIGS:

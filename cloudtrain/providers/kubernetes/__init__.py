@@ -8,11 +8,11 @@ the node half.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from tempfile import gettempdir
 from typing import Any, ClassVar
 
-from ...provider_api.protocol import Need
+from ...provider_api.protocol import Need, setting
 from .._cloud import ClusterProvider, shared_store
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
@@ -33,67 +33,59 @@ CLAIM = Need(
 IMAGE = Need(
     example="docker.io/pytorch/pytorch:latest", find="an image with Python and torch that the cluster can pull"
 )
+EXTRA_GRACE = 10
+"""Seconds between the end of our grace and Kubernetes' kill."""
+MOST = 2**31 - 1 - EXTRA_GRACE
+"""Most seconds of a setting: Kubernetes' numbers have 32 bits."""
 ALIASES = ("k8s", "kubectl", "kueue", "hami", "eks", "gke", "aks", "openshift", "volcano")
 """Other words for the platform, for the hint of an unknown provider."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The cluster's settings, in Kubernetes' own words.
+    """Settings of the cluster, in Kubernetes' own words."""
 
-    ``kubeconfig`` and ``context`` say which cluster and as whom; empty: kubectl's own, or the pod's that this runs in.
-    ``claim`` is the PersistentVolumeClaim of the volume that all nodes and this machine share, ``volume`` any other
-    volume of a pod in its place, ``{"nfs": {"server": …, "path": …}}``. ``root`` is its folder here and on the nodes.
-    If the volume is a mounted bucket, ``bucket`` is the URL that ``root`` shows, and ``root`` is a folder of the nodes.
-
-    ``kind`` is the object that is created: ``job``, or ``jobset`` on a cluster that has JobSet.
-
-    ``service_account``, ``image_pull_secrets``, ``image_pull_policy``, ``node_selector``, ``tolerations``,
-    ``priority_class``, ``runtime_class``, ``scheduler_name``, ``host_network``, ``labels`` and ``annotations`` are
-    fields of the pods. ``queue`` is a LocalQueue of Kueue. ``user`` is the uid of the containers (0: the image's own),
-    and ``security`` is empty or ``restricted``, as Pod Security calls it.
-
-    ``exclude`` are nodes of the cluster that get no pod, by name.
-
-    ``gpu_resource`` is the cluster's name of a GPU, ``gpu_label`` the nodes' label with its kind, and ``gpu_names``
-    that label's values by the name in a job, ``{"H100": ["NVIDIA-H100-NVL"]}``. ``spot`` is the kind of spot nodes:
-    gke, eks, karpenter or aks. ``hami`` shares GPUs by HAMi; see `devices`. ``ttl`` and ``pending`` are seconds: how
-    long an ended Job stays, and how long a Job may wait in all for nodes and images. ``stop_grace`` is seconds from the
-    stop signal to the kill. ``prices`` are US dollars an hour of a node by the job's instance_type, else ``node``.
-    """
-
-    kubeconfig: str = field(default="", metadata={"caller": True})
-    context: str = field(default="", metadata={"caller": True})
-    namespace: str = field(default="default", metadata={"place": True})
-    kind: str = "job"
-    claim: str = field(default="", metadata={"need": CLAIM})
-    volume: dict[str, Any] = field(default_factory=dict)
-    root: str = field(default="", metadata={"need": ROOT})
-    bucket: str = ""
-    service_account: str = ""
-    image_pull_secrets: tuple[str, ...] = ()
-    image_pull_policy: str = ""
-    node_selector: dict[str, Any] = field(default_factory=dict)
-    exclude: tuple[str, ...] = ()
-    tolerations: tuple[dict[str, Any], ...] = ()
-    priority_class: str = ""
-    runtime_class: str = ""
-    scheduler_name: str = ""
-    queue: str = ""
-    host_network: bool = False
-    labels: dict[str, Any] = field(default_factory=dict)
-    annotations: dict[str, Any] = field(default_factory=dict)
-    user: int = 0
-    security: str = ""
-    gpu_resource: str = "nvidia.com/gpu"
-    gpu_label: str = "nvidia.com/gpu.product"
-    gpu_names: dict[str, Any] = field(default_factory=dict)
-    spot: str = ""
-    hami: dict[str, Any] = field(default_factory=dict)
-    ttl: int = 7 * 86400
-    pending: int = 7 * 86400
-    stop_grace: int = 30
-    prices: dict[str, Any] = field(default_factory=dict)
+    kubeconfig: str = setting(
+        "file with your clusters; not recorded; default: that of kubectl, or the pod's own identity", caller=True
+    )
+    context: str = setting("context of that file; not recorded; default: its current one", caller=True)
+    namespace: str = setting("namespace of all objects", "default", place=True)
+    kind: str = setting("job or jobset, the object that is created", "job")
+    claim: str = setting("PersistentVolumeClaim of the volume that the nodes and this machine share", need=CLAIM)
+    volume: dict[str, Any] = setting(
+        'any other volume of a pod instead of a claim: nfs.server = "nas.example", nfs.path = "/export"', dict
+    )
+    root: str = setting("folder of that volume, here and on the nodes", need=ROOT)
+    bucket: str = setting("URL that nodes see at root, if the volume is a mounted bucket: gs://my-bucket")
+    service_account: str = setting("service account of the pods; default: none, and no token")
+    image_pull_secrets: tuple[str, ...] = setting("names of Secrets with logins of registries", ())
+    image_pull_policy: str = setting("pull policy of the image", choices=("Always", "IfNotPresent", "Never"))
+    node_selector: dict[str, Any] = setting("labels that nodes must have", dict)
+    exclude: tuple[str, ...] = setting("nodes that get no pod, by name", ())
+    tolerations: tuple[dict[str, Any], ...] = setting("list of taints that the pods accept", ())
+    priority_class: str = setting("priority class of the pods")
+    runtime_class: str = setting("runtime class of the pods")
+    scheduler_name: str = setting("scheduler of the pods")
+    queue: str = setting("LocalQueue of Kueue")
+    host_network: bool = setting("use the network of the machine", False)
+    labels: dict[str, Any] = setting("labels of the Job and its pods", dict)
+    annotations: dict[str, Any] = setting("annotations of the pods", dict)
+    user: int = setting("uid of the containers; 0: the image's own", 0, least=0, most=MOST)
+    security: str = setting("level of Pod Security of the namespace", choices=("restricted",))
+    gpu_resource: str = setting("the cluster's name of a GPU", "nvidia.com/gpu")
+    gpu_label: str = setting("label of a node with its kind of GPU; empty: any GPU", "nvidia.com/gpu.product")
+    gpu_names: dict[str, Any] = setting('values of that label by the GPU\'s name: H100 = ["NVIDIA-H100-NVL"]', dict)
+    spot: str = setting("kind of the spot nodes", choices=("gke", "eks", "karpenter", "aks"))
+    hami: dict[str, Any] = setting("shares of a GPU by HAMi (docs/kubernetes.md)", dict)
+    ttl: int = setting("seconds for which an ended Job stays; default: seven days", 7 * 86400, least=3600, most=MOST)
+    pending: int = setting(
+        "longest wait in seconds for machines and images, over all starts; default: seven days",
+        7 * 86400,
+        least=60,
+        most=MOST,
+    )
+    stop_grace: int = setting("seconds from the stop signal to the kill", 30, least=5, most=MOST)
+    prices: dict[str, Any] = setting("US dollars for an hour of a node, by instance type, else node", dict)
 
 
 class Provider(ClusterProvider):

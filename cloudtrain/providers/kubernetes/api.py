@@ -63,6 +63,7 @@ IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 HELP: Mapping[str, str] = {
     "none": "test the connection: kubectl get jobs; kubectl config get-contexts lists values of kubernetes.context",
     "auth": "to see what you may do, run: kubectl auth can-i --list",
+    "namespace": f"set {NAME}.namespace to one that this lists: kubectl get namespaces",
     "quota": "to see the limits, run: kubectl describe resourcequota",
     "jobset": f'install JobSet (https://jobset.sigs.k8s.io), or set {NAME}.kind = "job"',
     "old": "the cluster must have Kubernetes 1.29 or newer: kubectl version",
@@ -80,7 +81,7 @@ def error_of(status: int, reason: str, message: str, *, what: str) -> errors.Clo
         ("exceeded quota" in message, errors.QuotaError, HELP["quota"]),
         ("admission webhook" in message and 400 <= status < 500, errors.SpecError, ""),
         (status in (401, 403), errors.AuthError, HELP["auth"]),
-        (status == 404, errors.NotFoundError, ""),
+        (status == 404, errors.NotFoundError, HELP["namespace"] if message.startswith("namespaces ") else ""),
         (status == 409 and reason == "AlreadyExists", ExistsError, ""),
         (status in (400, 413, 422), errors.SpecError, HELP["old"] if "unknown field" in message else ""),
         (status in (409, 429) or status >= 500, errors.LostContactError, ""),

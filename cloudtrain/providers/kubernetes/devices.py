@@ -191,6 +191,9 @@ def check_hami(hami: Any, gpu_resource: str) -> None:
             raise SpecError("is no rule of HAMi", field=field, hint=near_or_all(name, [*_HAMI, RESOURCES]))
     if "gpumem" in hami and "gpumem_percentage" in hami:
         raise SpecError("excludes gpumem_percentage", field=f"{where}.gpumem", hint="keep one of them")
+    for kind in ("gputype", "gpuuuid"):
+        if (uses := hami.get(f"use_{kind}")) and set(uses) <= set(hami.get(f"nouse_{kind}", ())):
+            raise SpecError(f"nouse_{kind} excludes all of it", field=f"{where}.use_{kind}", hint="keep one of them")
 
 
 def _check_resources(value: Any, field: str, gpu_resource: str) -> None:

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from ...errors import SpecError, UnsupportedError
 from ...job.job import run_tag
 from ...job.options import merge_options
-from ...provider_api.limits import checked_prices
 from ...provider_api.protocol import Request, check_inputs, python_command
-from ...validate import choice_of, texts_of, whole_number
+from ...validate import choice_of, texts_of
 from .._cloud import Planned, bucket_url, check_shared, digest_of, shared_arguments, shared_path
-from . import NAME, Provider, devices, validate
+from . import EXTRA_GRACE, NAME, Provider, devices, validate
 from .node import AGAIN, CLOCK_PATH, HOST, LIMIT_PATH, MACHINE, NODES, SCRATCH, SECRETS
 
 if TYPE_CHECKING:
@@ -57,18 +56,9 @@ OWNED = tuple(place + name for place, names in _OWNED.items() for name in names.
 """Fields of the manifest that `options` cannot change: a field or setting sets them, or the run relies on them."""
 LONGEST_NAME = 57
 """Characters of a Job's name: its pods are named ``NAME-INDEX``, with 63 at most, for up to 100,000 nodes."""
-EXTRA_GRACE = 10
-"""Seconds between the end of our grace and Kubernetes' kill."""
 JOIN = 3600
 """Seconds beyond its limit after which a pod is stopped in any case: it may wait for its image and its peers."""
 SHM = "/dev/shm"
-_CHOICES = {
-    "kind": ("job", "jobset"),
-    "image_pull_policy": ("", "Always", "IfNotPresent", "Never"),
-    "spot": ("", *devices.SPOT),
-    "security": ("", "restricted"),
-}
-_LEAST = {"ttl": 3600, "pending": 60, "stop_grace": 5, "user": 0}
 _OBJECTS = ("namespace", "claim", "service_account", "priority_class", "runtime_class", "scheduler_name")
 """Settings that are names of objects in the cluster."""
 _BAD_PATH = re.compile(r"[\x00-\x1f\x7f:]")
@@ -83,10 +73,7 @@ def checked(settings: Settings) -> Settings:
     if own["kind"] == "trainjob":
         why = "a TrainJob takes the rules of restarts and failures from a runtime object of the cluster"
         raise UnsupportedError(NAME, f"{NAME}.kind", why, hint='set kind = "jobset", which a TrainJob makes in the end')
-    for name, choices in _CHOICES.items():
-        choice_of(own[name], choices, f"{NAME}.{name}")
-    for name, least in _LEAST.items():
-        whole_number(own[name], f"{NAME}.{name}", least=least, most=validate.INT32 - EXTRA_GRACE)
+    choice_of(own["kind"], ("job", "jobset"), f"{NAME}.kind")
     validate.check_fields(own["host_network"], "bool", f"{NAME}.host_network")
     own["root"] = _checked_root(settings)
     own["bucket"] = bucket_url(settings.bucket, f"{NAME}.bucket") if settings.bucket else ""
@@ -109,7 +96,7 @@ def checked(settings: Settings) -> Settings:
     devices.check_gpu_names(settings.gpu_names)
     devices.check_hami(settings.hami, settings.gpu_resource)
     own["tolerations"] = tuple(dict(item) for item in settings.tolerations)
-    return dataclasses.replace(settings, **{**own, "prices": checked_prices(settings.prices, NAME)})
+    return dataclasses.replace(settings, **own)
 
 
 def _checked_root(settings: Settings) -> str:

@@ -7,10 +7,10 @@ sends it with the signature of `signing`. Nodes see the store as a mounted OBS v
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...provider_api.protocol import Need, Request
+from ...provider_api.protocol import Need, Request, setting
 from ...validate import url_scheme
 from .._cloud import CloudProvider
 
@@ -40,28 +40,21 @@ ALIASES = ("huawei", "huaweicloud", "huawei-cloud", "ascend", "npu")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The account's settings, in ModelArts' own words.
+    """Settings of the account, in ModelArts' own words."""
 
-    ``region`` and its ``project_id`` are never guessed; the store's bucket is in that region. ``workspace_id`` is of
-    ModelArts. ``pool_id`` is a dedicated resource pool; empty: the public one. ``flavors`` maps a GPU of a job to a
-    flavor, ``{"Ascend-910B:8": "FLAVOR_ID"}``: ModelArts lists its flavors only to an account. ``priority`` is 1 to 3,
-    of jobs in a dedicated pool. ``image_repo_id`` is the SWR enterprise repository of the images. ``ssh_key_pairs`` are
-    names of key pairs, which let you into nodes. ``job_retry_num`` is how often ModelArts itself starts a job again
-    after a fault of its machines. ``prices`` are US dollars an hour by flavor, for ``max_cost``. ``log_drain`` is
-    seconds after a job's end in which its log may grow.
-    """
-
-    region: str = field(default="", metadata={"place": True, "need": REGION})
-    project_id: str = field(default="", metadata={"need": PROJECT})
-    workspace_id: str = "0"
-    pool_id: str = ""
-    flavors: dict[str, Any] = field(default_factory=dict)
-    priority: int = 0
-    image_repo_id: str = ""
-    ssh_key_pairs: tuple[str, ...] = ()
-    job_retry_num: int = 3
-    prices: dict[str, Any] = field(default_factory=dict)
-    log_drain: int = 15
+    region: str = setting("region of the jobs and of the store's bucket", place=True, need=REGION)
+    project_id: str = setting("the 32 hex digits of that region's project", need=PROJECT)
+    workspace_id: str = setting("workspace of ModelArts", "0")
+    pool_id: str = setting("dedicated resource pool; default: the public one")
+    flavors: dict[str, Any] = setting(
+        'flavors by GPU or NPU that cloudtrain\'s table lacks: "Ascend-910B:8" = "FLAVOR_ID"', dict
+    )
+    priority: int = setting("1 to 3, in a dedicated pool", 0, least=0, most=3)
+    image_repo_id: str = setting("SWR enterprise repository of the images")
+    ssh_key_pairs: tuple[str, ...] = setting("names of key pairs, whose owners may enter interactive jobs", ())
+    job_retry_num: int = setting("ModelArts' own restarts after a fault of machines, 0 to 128", 3, least=0, most=128)
+    prices: dict[str, Any] = setting("US dollars an hour by flavor", dict)
+    log_drain: int = setting("seconds after a job's end in which its log may still grow", 15, least=0, most=3600)
 
 
 class Provider(CloudProvider):

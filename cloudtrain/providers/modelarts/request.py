@@ -12,9 +12,8 @@ from ...errors import SpecError, UnsupportedError
 from ...job.job import run_tag
 from ...job.options import merge_options
 from ...provider_api import catalog
-from ...provider_api.limits import checked_prices
 from ...provider_api.protocol import NO_SMI, Layout, Request, check_inputs, python_command
-from ...validate import texts_of, url_scheme, whole_number
+from ...validate import texts_of, url_scheme
 from .._cloud import Planned, digest_of, path_words, pinned_machine
 from . import NAME, Provider
 from .node import CLOCK_PATH, DEVICE_PATH, JOIN_TIMEOUT, KEY_PATH, LIMIT_PATH, MOUNT, NFS, SECRETS
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OWNED",
-    "RETRIES",
     "RETRY_NUM",
     "auto_stop_hours",
     "checked",
@@ -40,8 +38,8 @@ __all__ = [
 ]
 
 NAME_LENGTH = 64
-RETRY_NUM, RETRIES = "fault-tolerance/job-retry-num", 128
-"""The annotation with the number of ModelArts' own restarts after a fault of machines, and the most of them."""
+RETRY_NUM = "fault-tolerance/job-retry-num"
+"""The annotation with the number of ModelArts' own restarts after a fault of machines."""
 OWNED = (
     *("kind", "tasks", "train_type", "ftjob_config", "endpoints"),
     *(f"metadata.{name}" for name in ("name", "workspace_id", "description", f"annotations.{RETRY_NUM}")),
@@ -95,9 +93,6 @@ def checked(settings: Settings) -> Settings:
         value = getattr(settings, name)
         if not isinstance(value, str) or (value and not re.fullmatch(form, value)):
             raise SpecError(f"{value!r} is not in the right form", field=f"{NAME}.{name}", hint=hints.get(name, ""))
-    whole_number(settings.priority, f"{NAME}.priority", least=0, most=3)
-    whole_number(settings.job_retry_num, f"{NAME}.job_retry_num", least=0, most=RETRIES)
-    whole_number(settings.log_drain, f"{NAME}.log_drain", least=0, most=3600)
     if settings.priority and not settings.pool_id:
         hint = "set pool_id, or remove priority"
         raise SpecError("is for jobs in a dedicated pool", field=f"{NAME}.priority", hint=hint)
@@ -108,7 +103,6 @@ def checked(settings: Settings) -> Settings:
         settings,
         flavors={_gpu_key(name): text for name, text in sorted(flavors.items())},
         ssh_key_pairs=texts_of(settings.ssh_key_pairs, f"{NAME}.ssh_key_pairs"),
-        prices=checked_prices(settings.prices, NAME),
     )
 
 

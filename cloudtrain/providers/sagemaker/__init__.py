@@ -7,10 +7,10 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...provider_api.protocol import Need, Request
+from ...provider_api.protocol import Need, Request, setting
 from ...validate import url_scheme
 from .._cloud import CloudProvider
 
@@ -22,7 +22,6 @@ MARK = ".sagemaker"
 ``x.sagemaker-ignore`` (aws/sagemaker-xgboost-container, ``checkpointing.py``)."""
 UPLOADING, UPLOADED, IGNORED = (f"{MARK}-{word}" for word in ("uploading", "uploaded", "ignore"))
 
-CALLER = {"caller": True}
 STORE = Need(example="s3://BUCKET/PREFIX", find="aws s3 ls", stand_in="s3://missing-bucket", shown="s3://<bucket>")
 REGION = Need(example="eu-west-1", find="the region of the store's bucket", stand_in="us-east-1")
 ROLE = Need(
@@ -36,29 +35,34 @@ ALIASES = ("aws", "amazon", "sm", "amazonsagemaker")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The account's settings, in SageMaker's own words.
+    """Settings of the account, in SageMaker's own words."""
 
-    ``region`` defaults to that of ``profile``, ``AWS_REGION``, ``AWS_DEFAULT_REGION`` or the default profile.
-    ``profile`` holds this machine's credentials. ``role_to_assume`` is an ARN that this machine assumes first. Both
-    hold for the store too, and neither is recorded. ``role`` is the ARN that jobs run as. ``framework_version`` chooses
-    AWS's PyTorch image for a job without an image. ``debug_shell`` lets ``aws ssm start-session`` into the containers.
-    ``prices`` are US dollars an hour by instance type, for ``max_cost`` and estimates.
-    """
-
-    region: str = field(default="", metadata={"place": True, "need": REGION})
-    profile: str = field(default="", metadata=CALLER)
-    role: str = field(default="", metadata={"need": ROLE})
-    role_to_assume: str = field(default="", metadata=CALLER)
-    subnets: tuple[str, ...] = ()
-    security_group_ids: tuple[str, ...] = ()
-    volume_kms_key: str = ""
-    output_kms_key: str = ""
-    keep_alive_period: int = 0
-    encrypt_inter_container_traffic: bool = False
-    enable_network_isolation: bool = False
-    framework_version: str = ""
-    debug_shell: bool = False
-    prices: dict[str, Any] = field(default_factory=dict)
+    region: str = setting(
+        "region of jobs; default: that of profile, AWS_REGION, AWS_DEFAULT_REGION or the default profile, in order",
+        place=True,
+        need=REGION,
+    )
+    profile: str = setting(
+        "profile of ~/.aws for calls, and for an S3 store of this provider's runs; not recorded; "
+        "default: boto3's own search for credentials",
+        caller=True,
+    )
+    role: str = setting("ARN of the role that jobs run under", need=ROLE)
+    role_to_assume: str = setting(
+        "ARN of a role that the caller assumes first (it needs sts:AssumeRole on it); not recorded", caller=True
+    )
+    subnets: tuple[str, ...] = setting("subnets of the VPC that nodes join; with security_group_ids", ())
+    security_group_ids: tuple[str, ...] = setting("security groups of the nodes in that VPC", ())
+    volume_kms_key: str = setting("key of the nodes' volumes")
+    output_kms_key: str = setting("key of SageMaker's own uploads")
+    keep_alive_period: int = setting("seconds for which machines stay warm for the next job, and are billed", 0)
+    encrypt_inter_container_traffic: bool = setting("encrypt the traffic between nodes", False)
+    enable_network_isolation: bool = setting("no network but the peers: no secrets, no pip", False)
+    framework_version: str = setting(
+        "PyTorch version of AWS's image, for a job without an image: 2.13; default: the newest that serves the GPU"
+    )
+    debug_shell: bool = setting("let aws ssm start-session into the containers", False)
+    prices: dict[str, Any] = setting("US dollars an hour by instance type", dict)
 
 
 class Provider(CloudProvider):

@@ -15,7 +15,6 @@ from ...errors import SpecError, UnsupportedError
 from ...job.job import run_tag
 from ...job.options import merge_options
 from ...provider_api import catalog
-from ...provider_api.limits import checked_prices
 from ...provider_api.protocol import Layout, Request, check_inputs
 from ...validate import duration, url_scheme
 from .._cloud import Planned, check_secrets, check_tags, machine_of
@@ -94,7 +93,6 @@ def checked(settings: Settings) -> Settings:
         region=region,
         subnets=tuple(settings.subnets),
         security_group_ids=tuple(settings.security_group_ids),
-        prices=checked_prices(settings.prices, NAME),
     )
 
 

@@ -7,10 +7,10 @@ Its Request holds a batch script, complete with its ``#SBATCH`` lines, as ``sbat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...provider_api.protocol import Need
+from ...provider_api.protocol import Need, setting
 from .._cloud import ClusterProvider, shared_store
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
@@ -23,40 +23,35 @@ ALIASES = ("sbatch", "srun", "hpc", "submitit", "hyperpod")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The cluster's settings, in Slurm's own words.
+    """Settings of the cluster, in Slurm's own words."""
 
-    ``host`` is a login node for ``ssh``; empty: the tools of this machine. ``mounts`` are folders of the nodes by the
-    URL of the bucket, or the folder of this machine, that they show; empty: nodes see this machine's paths. ``folder``
-    is a folder of the nodes for Slurm's own files of a run, logs and secrets; empty: the run's, if that is no bucket.
-    ``partition``, ``account``, ``qos``, ``constraint``, ``reservation``, ``nodelist`` and ``exclude`` are options of
-    sbatch. ``gres_type`` is the cluster's type of a GPU by the name in a job, ``{"H100": "nvidia_h100_80gb_hbm3"}``; an
-    empty text asks for no type. ``mem`` (per node) and ``cpus_per_task`` are for jobs that ask for no memory or cores.
-    ``extra`` are further options of sbatch by their long names. ``setup`` are lines of bash before the start, and
-    ``python`` is Python on the nodes. ``container`` is none, pyxis or apptainer. ``max_time`` is the partition's time
-    limit in seconds: a longer job runs in parts. ``stop_grace`` is seconds from the stop signal to the kill. ``prices``
-    are US dollars an hour of a node by partition, for ``max_cost``.
-    """
-
-    host: str = ""
-    mounts: dict[str, Any] = field(default_factory=dict)
-    folder: str = ""
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    constraint: str = ""
-    reservation: str = ""
-    nodelist: str = ""
-    exclude: str = ""
-    gres_type: dict[str, Any] = field(default_factory=dict)
-    mem: str = ""
-    cpus_per_task: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
-    setup: tuple[str, ...] = ()
-    python: str = "python3"
-    container: str = "none"
-    max_time: int = 0
-    stop_grace: int = 30
-    prices: dict[str, Any] = field(default_factory=dict)
+    host: str = setting("login node that ssh reaches; default: the tools of this machine")
+    mounts: dict[str, Any] = setting(
+        "the nodes' folder by the URL of the bucket, or folder here, that it shows; "
+        "default: nodes see this machine's paths",
+        dict,
+    )
+    folder: str = setting("folder of the login node and all nodes, for Slurm's logs; default: in the run's folder")
+    partition: str = setting("--partition of sbatch")
+    account: str = setting("--account of sbatch")
+    qos: str = setting("--qos of sbatch")
+    constraint: str = setting("--constraint of sbatch; a job's instance type is added")
+    reservation: str = setting("--reservation of sbatch")
+    nodelist: str = setting("--nodelist of sbatch")
+    exclude: str = setting("--exclude of sbatch")
+    gres_type: dict[str, Any] = setting(
+        "the cluster's type by the GPU's name: H100 = \"nvidia_h100_80gb_hbm3\"; default: the name in lower case",
+        dict,
+    )
+    mem: str = setting("memory of a node for jobs without memory_gb: 64G")
+    cpus_per_task: int = setting("cores of a node for jobs without cpus", 0, least=0)
+    extra: dict[str, Any] = setting("further options of sbatch by their long names", dict)
+    setup: tuple[str, ...] = setting("lines of bash before the start: modules, environments", ())
+    python: str = setting("Python on the nodes, after setup", "python3")
+    container: str = setting("containers for a job with an image", "none", choices=("pyxis", "apptainer"))
+    max_time: int = setting("the partition's time limit in seconds; a longer job runs in parts", 0, least=0)
+    stop_grace: int = setting("seconds from the stop signal to the kill", 30, least=2)
+    prices: dict[str, Any] = setting("US dollars for an hour of a node, by partition", dict)
 
 
 class Provider(ClusterProvider):

@@ -37,6 +37,7 @@ HELP: Mapping[str, str] = {
     "none": "run this on a login node, or set slurm.host to one that ssh reaches",
     "ssh": "test the connection first: ssh HOST true",
     "auth": "ask your administrator: the daemon munged of this machine does not work",
+    "names": "to look up the names, run: sinfo; scontrol show res; sacctmgr show assoc user=$USER",
     "quota": "sacctmgr show assoc user=$USER lists the limits",
 }
 SQUEUE_S = 5.0
@@ -59,7 +60,7 @@ _ERRORS: Sequence[tuple[int, str, type[errors.CloudtrainError], str, str]] = (
     (0, r"Unable to contact|Socket timed out|Connection (re|timed)|Zero Bytes|temporarily un|try again|slow down",
      errors.LostContactError, "", ""),
     (0, r"not available|Memory specification|Invalid|Requested (partition|reservation|time)|too (long|large)"
-     r"|unrecognized", errors.SpecError, "", ""),
+     r"|unrecognized", errors.SpecError, "", "names"),
 )  # fmt: skip
 """Rows of (exit code, 0 for any; words of the tools; error; message, empty for the words; key of `HELP`). The first
 match counts. Our scripts end with 66, 73 and 75. Words are of Slurm 22.05."""
@@ -128,7 +129,10 @@ found=$(lowest) || exit 75
 [ -z "$found" ] || is_held "$found" || echo "$found"
 exit 0
 """
-_TEST = 'out=$(printf %s "$batch" | sbatch --test-only 2>&1) || { echo "$out" >&2; exit 65; }; echo "$out"'
+_TEST = r"""
+out=$(printf %s "$batch" | SLURM_TIME_FORMAT=standard sbatch --test-only 2>&1) || { echo "$out" >&2; exit 65; }
+echo "$out"
+"""
 _DESCRIBE = r"""
 [ -d "$base" ] || exit 66
 for mark in end over cancelled; do

@@ -5,6 +5,7 @@ Nothing is created. ``doctor --job`` looks at the store from a node.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
     """Yield the checks of `doctor`."""
     if not (yield from passed(tried("slurm", lambda: _tools(account)))):
         return
-    yield from tried("partition", lambda: _partition(account))
+    yield from tried("partition", lambda: _partition(account, request))
     yield from tried("gpus", lambda: check_gpus(account, none="there are none"))
     yield from tried("shared folder", lambda: _folder(account, store))
     yield from tried("container", lambda: _container(account))
@@ -47,8 +48,8 @@ def _tools(account: Account) -> Check:
     return ok("slurm", f"{version} on {account.cluster.where}, as {account.principal()}; {sacct}; {has}")
 
 
-def _partition(account: Account) -> Check:
-    """Check that the partition exists; without one, that the cluster has a default."""
+def _partition(account: Account, request: Request | None) -> Check:
+    """Check that the partition exists, or that the cluster has a default, and that the job's time limit fits."""
     text = account.cluster.ask("sinfo -h -o '%P|%a|%l|%D'", what="ask for the partitions")
     given = [line.split("|") for line in text.splitlines()]
     rows = {row[0].rstrip("*"): row for row in given}
@@ -57,8 +58,21 @@ def _partition(account: Account) -> Check:
     if wrong := [name for name in chosen if name not in rows]:
         why = f"{wrong[0]!r} is no partition" if wrong[0] else "is not set, and there is no default"
         raise SpecError(why, field=f"{NAME}.partition", hint=f"choose one of: {', '.join(sorted(rows))}")
+    minutes = request.body["sbatch"]["time"] if request else 0
+    if all(minutes > _minutes(rows[name][2]) for name in chosen):  # sbatch takes such a job, which then never starts
+        limits = ", ".join(f"{name} allows {rows[name][2]}" for name in chosen)
+        hint = f"lower --max-runtime, or set {NAME}.max_time to the partition's limit in seconds"
+        raise SpecError(f"the job asks for {minutes} minutes, but {limits}", field=f"{NAME}.partition", hint=hint)
     said = [f"{name}: {rows[name][1]}, at most {rows[name][2]}, {rows[name][3]} nodes" for name in chosen]
     return ok("partition", "; ".join(said))
+
+
+def _minutes(limit: str) -> float:
+    """Return the minutes of sinfo's ``[[days-]hours:]minutes:seconds``; infinity for other words."""
+    if not (found := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)):
+        return math.inf
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return (days * 24 + hours) * 60 + minutes + seconds / 60
 
 
 def _folder(account: Account, store: str) -> Check:

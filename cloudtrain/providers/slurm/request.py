@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import SpecError, UnsupportedError
 from ...job.job import run_tag
 from ...job.options import merge_options
-from ...provider_api.limits import checked_prices
 from ...provider_api.protocol import Layout, Request, check_inputs
-from ...validate import choice_of, table_of, text_of, texts_of, url_scheme, whole_number
+from ...validate import table_of, text_of, texts_of, url_scheme
 from .._cloud import Planned, bucket_url, check_shared, check_tags, digest_of, shared_arguments, shared_path
 from . import NAME, STORE, Provider
 from .node import SECRETS_PATH
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OWNED", "checked", "files_folder", "mounts", "node_path", "plan"]
 
-CONTAINERS = ("none", "pyxis", "apptainer")
 _PASSED = ("partition", "account", "qos", "reservation", "nodelist", "exclude")
 """Settings that are options of sbatch as they are."""
 _OURS = (
@@ -51,9 +49,6 @@ def checked(settings: Settings) -> Settings:
     if settings.host.startswith("-"):
         raise SpecError(f"{settings.host!r} is not a host's name", field=f"{NAME}.host")
     text_of(settings.python, f"{NAME}.python")
-    choice_of(settings.container, CONTAINERS, f"{NAME}.container")
-    for name, least in (("cpus_per_task", 0), ("max_time", 0), ("stop_grace", 2)):
-        whole_number(getattr(settings, name), f"{NAME}.{name}", least=least)
     if 0 < settings.max_time < LEAST_PART:
         raise SpecError(f"must be at least {LEAST_PART} s, or 0", field=f"{NAME}.max_time")
     types = table_of(settings.gres_type, f"{NAME}.gres_type")
@@ -66,7 +61,6 @@ def checked(settings: Settings) -> Settings:
         gres_type=types,
         folder=settings.folder and _folder(settings.folder, f"{NAME}.folder"),
         mounts=dict(_mount(*pair, f"{NAME}.mounts") for pair in table_of(settings.mounts, f"{NAME}.mounts").items()),
-        prices=checked_prices(settings.prices, NAME),
     )
 
 

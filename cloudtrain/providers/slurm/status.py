@@ -54,6 +54,7 @@ _ENDS = {
     f"{AGAIN}:0": ("preempted", "its nodes stopped at a notice, and Slurm did not start it again"),
     f"{LOST}:0": ("infra", "a node was lost"),
     "2:0": ("image", f"{NAME}.python did not start on a node, or the node does not see the store: its log says more"),
+    "255:0": ("image", f"srun or the container did not start: its log says more; check {NAME}.container"),
     "0:53": ("infra", "Slurm could not start the batch script: its log's folder is missing on the node"),
 }
 """Category and reason of a job's end."""
@@ -61,7 +62,7 @@ _ENDS = {
 
 def category_of(state: str, exit_code: str = "") -> tuple[str, str]:
     """Return (category, reason) of a job's end, by its state and its ExitCode."""
-    unknown = "user_error", f"the batch script ended with {exit_code or 'an unknown code'}"
+    unknown = "user_error", f"the batch script ended with {exit_code or 'an unknown code'}; its log says more"
     return _ENDS.get(state) or _ENDS.get(exit_code) or unknown
 
 

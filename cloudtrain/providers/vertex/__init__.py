@@ -8,10 +8,10 @@ custom-jobs create --config``. `request` and `validate` make and check it. `api`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...provider_api.protocol import Need, Request
+from ...provider_api.protocol import Need, Request, setting
 from ...validate import url_scheme
 from .._cloud import CloudProvider
 
@@ -40,29 +40,25 @@ ALIASES = ("gcp", "google", "vertexai", "vertex-ai", "gcloud")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The project's settings, in Vertex AI's own words.
+    """Settings of the project, in Vertex AI's own words."""
 
-    ``project`` and ``location`` are never guessed; the store's bucket is in the same location. ``service_account`` is
-    the jobs' own. ``network`` (``projects/NUMBER/global/networks/NAME``) is a peered VPC. ``tensorboard`` and
-    ``persistent_resource_id`` are resources of the location. ``encryption_key`` is a key of Cloud KMS. ``strategy`` is
-    STANDARD or FLEX_START. If it is empty, a ``max_wait`` asks for FLEX_START if the machine has it. ``reservation`` is
-    ``projects/P/zones/Z/reservations/R``, ``any`` (one that matches, or on demand) or ``none``. ``debug_shell`` lets a
-    shell into the containers. ``prices`` are US dollars an hour by machine (``n1-standard-8``, ``n1-standard-8+T4:1``),
-    for ``max_cost``. ``log_drain`` is seconds after a job's end in which its log may grow.
-    """
-
-    project: str = field(default="", metadata={"need": PROJECT})
-    location: str = field(default="", metadata={"place": True, "need": LOCATION})
-    service_account: str = ""
-    network: str = ""
-    tensorboard: str = ""
-    encryption_key: str = ""
-    persistent_resource_id: str = ""
-    strategy: str = ""
-    reservation: str = ""
-    debug_shell: bool = False
-    prices: dict[str, Any] = field(default_factory=dict)
-    log_drain: int = 60
+    project: str = setting("project of jobs; never guessed", need=PROJECT)
+    location: str = setting("region of jobs and of the store's bucket", place=True, need=LOCATION)
+    service_account: str = setting("e-mail address of the account that jobs run under; default: Vertex AI's own")
+    network: str = setting("peered VPC: projects/NUMBER/global/networks/NAME")
+    tensorboard: str = setting("TensorBoard of Vertex AI: projects/P/locations/L/tensorboards/N")
+    encryption_key: str = setting("key of Cloud KMS: projects/P/locations/L/keyRings/R/cryptoKeys/K")
+    persistent_resource_id: str = setting("persistent resource that runs the jobs")
+    strategy: str = setting(
+        "way to request machines (default: STANDARD, or FLEX_START for a max_wait on a machine that has it)",
+        choices=("STANDARD", "FLEX_START"),
+    )
+    reservation: str = setting(
+        "reservation of machines: projects/P/zones/Z/reservations/R, any (a matching one, else on demand) or none"
+    )
+    debug_shell: bool = setting("let a shell into the containers", False)
+    prices: dict[str, Any] = setting("US dollars an hour by machine: n1-standard-4+T4:1", dict)
+    log_drain: int = setting("seconds after a job's end in which its log may still grow", 60, least=0)
 
 
 class Provider(CloudProvider):

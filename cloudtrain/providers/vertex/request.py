@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -14,9 +13,8 @@ from ...errors import SpecError, UnsupportedError
 from ...job.job import run_tag
 from ...job.options import merge_options
 from ...provider_api import catalog
-from ...provider_api.limits import checked_prices
 from ...provider_api.protocol import Layout, Request, check_inputs, python_command
-from ...validate import choice_of, url_scheme
+from ...validate import url_scheme
 from .._cloud import Planned, check_secrets, check_tags, digest_of, path_words
 from . import NAME, Provider, machines
 from .node import FABRIC_PATH, GCS, GRACE_PATH, NFS, NODES, TRANSPORTS, grace_of
@@ -39,7 +37,6 @@ TAG_COUNT, VALUE_LENGTH = 56, 63
 """Upper limits. TAG_COUNT is the platform's 64 labels less our own eight; VALUE_LENGTH the characters of a value."""
 DISK_GB = 100
 """Default boot disk, as by the API itself. Its type is the machine's: not every machine has pd-ssd."""
-STRATEGIES = ("STANDARD", "FLEX_START")
 AFFINITIES: Mapping[str, str] = {"any": "ANY_RESERVATION", "none": "NO_RESERVATION"}
 """The reservationAffinityType of each word that ``reservation`` may be; any other text names one reservation."""
 FLEX_SECONDS = 7 * 86400
@@ -93,8 +90,6 @@ def checked(settings: Settings) -> Settings:
         if value and not (isinstance(value, str) and re.fullmatch(pattern, value)):
             raise SpecError(f"{value!r} {why}", field=f"{NAME}.{name}", hint=_HOW.get(name, ""))
     catalog.check_region(f"{NAME}.location", settings.location, machines.LOCATIONS)
-    if settings.strategy:
-        choice_of(settings.strategy, STRATEGIES, f"{NAME}.strategy")
     if settings.strategy == "FLEX_START" and _reserved(settings):
         why, hint = "FLEX_START cannot use a reservation", "remove strategy or reservation"
         raise SpecError(why, field=f"{NAME}.strategy", hint=hint)
@@ -103,9 +98,7 @@ def checked(settings: Settings) -> Settings:
         raise SpecError(why, field=f"{NAME}.reservation", hint=hint)
     if settings.tensorboard and not settings.service_account:
         raise SpecError("is not set, and a job with a tensorboard needs it", field=f"{NAME}.service_account")
-    if isinstance(settings.log_drain, bool) or not isinstance(settings.log_drain, int) or settings.log_drain < 0:
-        raise SpecError("must be a whole number of seconds", field=f"{NAME}.log_drain")
-    return dataclasses.replace(settings, prices=checked_prices(settings.prices, NAME))
+    return settings
 
 
 def _reserved(settings: Settings) -> bool:

@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ... import _version
 from ...errors import CloudtrainError, ConflictError, LostContactError, NotFoundError, SpecError, StorageError
-from ...job.job import Job
+from ...job.job import Job, check_job
 from ...job.run_id import new_run_id
 from ...provider_api.protocol import Provider
 from ...settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ...storage.local_disk import local_path
 from ...storage.timings import CLIENT_TIMINGS
 from ...store.store import Store, split_ref, sweep_folder
-from ...validate import did_you_mean, json_value, url_scheme
+from ...validate import did_you_mean, json_value, table_of, url_scheme
 from ..log_sources import Contact
 from ..run import Run
 from ..submit import Plan, make_plan, plan_record, stage_content
@@ -51,6 +51,7 @@ def _silent(text: str) -> None:
     """Print nothing."""
 
 
+@runtime_checkable
 class JobHolder(Protocol):
     """An object with a job and the keywords of `cloudtrain.submit`, such as an Estimator."""
 
@@ -134,15 +135,18 @@ class Sweep:
         }
         limits |= {"max_runtime": max_runtime, "failures": failures}
         tables = {"metric": metric, "goal": goal, "value": value, "sampler": sampler, "seed": seed, "prune": prune}
-        tables |= {"space": dict(space), "first": [dict(point) for point in first]}
+        tables |= {
+            "space": table_of(space, "space"),
+            "first": [table_of(point, f"first[{number}]") for number, point in enumerate(first)],
+        }
         tables["limits"] = {key: item for key, item in limits.items() if item is not None}
         spec = SweepSpec.from_dict({key: item for key, item in tables.items() if item is not None})
-        if not isinstance(job, Job):
+        if isinstance(job, JobHolder):
             provider, store, profile = provider or job.provider, store or job.store, profile or job.profile
             settings, job = settings or job.settings, job.job
         where: Any = {"provider": provider, "store": store}
         chosen = Settings.load(overrides=settings, profile=profile, **where)
-        plan = plan_of_sweep(job, chosen, sweep_id=sweep_id, cwd=Path.cwd())
+        plan = plan_of_sweep(check_job(job), chosen, sweep_id=sweep_id, cwd=Path.cwd())
         self._fill(_record_of(plan, spec), plan.store, plan.provider, plan.settings, plan)
 
     def _fill(
