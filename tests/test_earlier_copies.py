@@ -15,7 +15,7 @@ from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.runs.retry import Retry
 from cloudtrain.runs.run import Run
 from cloudtrain.store.gc import collect
-from cloudtrain.store.store import Store
+from cloudtrain.store.store import Store, committed_in
 
 NO_MACHINES = {"state": "failed", "category": "capacity", "reason": "no machines came"}
 
@@ -52,7 +52,8 @@ def test_it_is_read_and_its_next_attempt_has_the_same_copies(run: Run) -> None:
     assert request.context["resume"] == layout.resume
     assert layout.resume is not None
     assert layout.resume.startswith("memory://bucket/store-0/data/")
-    assert [item.name for item in run.store.checkpoints_in(layout.resume[len(run.store.url) + 1 :])] == ["step-6"]
+    committed, _ = committed_in(run.store.files, layout.resume[len(run.store.url) + 1 :])
+    assert [item.name for item in committed] == ["step-6"]
 
 
 def test_it_moves_with_its_copies_and_has_them_for_itself(run: Run, tmp_path: Path) -> None:

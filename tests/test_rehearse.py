@@ -3,6 +3,7 @@ containers."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import ipaddress
@@ -16,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from jobs import Done, Jobs
@@ -464,16 +465,21 @@ def two_supervisors(tmp_path: Path, store: Store, outputs: tuple[str, ...]) -> l
     return made
 
 
-def test_what_is_removed_while_no_supervisor_runs_leaves_a_remote_store_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_removed_while_no_supervisor_runs_leaves_a_remote_store_too(tmp_path: Path, fails: bool) -> None:
+    """The last upload before the supervisor is killed may fail."""
     target, store = files(str(tmp_path / "there")), Store(f"memory://{uuid.uuid4().hex}/store")
-    killed, following = two_supervisors(tmp_path, store, outputs=("kept", "removed"))
-    killed._sync(target)
+    killed, following = two_supervisors(tmp_path, store, outputs=("kept", "removed", "third"))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageError) if fails else contextlib.nullcontext():
+        end = StorageError("the service does not answer") if fails else DEFAULT
+        patch.setattr(target, "upload", Mock(wraps=target.upload, side_effect=[DEFAULT, DEFAULT, end]))
+        killed._sync(target)
     (killed.live / "outputs/node-0/removed").unlink()
     target.write("outputs/node-0/kept", b"not sent again")
     target.write("outputs/node-1/other", b"of another machine")
     following.take_over(tmp_path / "killed")
     following._sync(target)
-    assert sorted(target.list()) == ["outputs/node-0/kept", "outputs/node-1/other"]
+    assert sorted(target.list()) == ["outputs/node-0/kept", "outputs/node-0/third", "outputs/node-1/other"]
     assert target.read("outputs/node-0/kept") == b"not sent again"
 
 

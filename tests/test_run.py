@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -1496,6 +1497,17 @@ def test_a_cut_off_run_ends_once_no_request_can_arrive(cut_off: World) -> None:
     assert cut_off.platform.cancelled == []
 
 
+def test_a_job_that_arrives_after_the_end_is_stopped_by_another_cancel(cut_off: World) -> None:
+    """Its client was suspended after its look for a cancel, then sent the request, and died."""
+    cancelled_ago(cut_off, 301)
+    assert cut_off.run().wait()["native_id"] is None
+    cut_off.run().cancel()
+    assert cut_off.platform.cancelled == []
+    cut_off.platform.accepted[0], cut_off.platform.jobs["job-0"] = "job-0", PENDING
+    cut_off.run().cancel()
+    assert cut_off.platform.cancelled == ["job-0"]
+
+
 def test_a_job_that_arrives_in_the_last_moment_is_stopped(cut_off: World, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled_ago(cut_off, 301)
     since, platform = StoreClock.age, cut_off.platform
@@ -1709,6 +1721,18 @@ def test_a_client_that_may_only_read_goes_by_its_own_clock(cut_off: World, read_
     clock = StoreClock(cut_off.store, "r1", now=lambda: T0 + 7, ticks=time.monotonic)
     assert clock.age("runs/r1/cancelled.json") == 7
     assert cut_off.run().status().state == "pending"
+
+
+@pytest.mark.parametrize(("error", "calls"), [(AuthError("read only"), 1), (StorageError("timed out"), 2)])
+def test_a_client_asks_for_the_clock_of_a_store_again_only_if_that_may_help(
+    cut_off: World, monkeypatch: pytest.MonkeyPatch, error: CloudtrainError, calls: int
+) -> None:
+    cut_off.write("cancelled.json", {"time": T0})
+    write = Mock(side_effect=error)
+    monkeypatch.setattr(LocalFiles, "write", write)
+    clock = StoreClock(cut_off.store, "r1", now=lambda: T0 + 7, ticks=lambda: 0.0)
+    assert [clock.age("runs/r1/cancelled.json") for _ in range(2)] == [7, 7]
+    assert write.call_count == calls
 
 
 def test_a_client_that_may_only_read_sees_a_job_that_is_not_recorded(

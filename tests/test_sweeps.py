@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -24,7 +25,7 @@ from rows import for_each
 
 from cloudtrain.cli import main
 from cloudtrain.cli.sweep import sweep_screen
-from cloudtrain.errors import SpecError
+from cloudtrain.errors import QuotaError, SpecError
 from cloudtrain.job.job import Job
 from cloudtrain.report.comparison import Compared, comparison_page
 from cloudtrain.report.curves import curves
@@ -601,6 +602,30 @@ def test_a_trial_whose_request_has_no_answer_counts_with_its_cap(
     with pytest.raises(KeyboardInterrupt), sending(sweep.store, one.run, plan.request, arrival=0, say=print):
         raise KeyboardInterrupt
     assert trials.outcome(one, result, "cancelled").max_gpu_hours is None
+
+
+def test_a_sweep_shows_that_it_waits_for_another_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    sweep = Sweep(
+        Job.make(entry_point="train.py"), space={"lr": [1]}, metric="loss", trials=1,
+        store=f"memory://{uuid.uuid4().hex}/store", sweep_id="s", provider="local",
+    )  # fmt: skip
+    assert sweep.create()
+    one, lines = Trial(n=0, run="s-0000", params={"lr": 1}, cap=sweep.cap), list[str]()
+    plan = trial_plan(sweep.record, one, store=sweep.store, provider=sweep.provider, settings=Settings.load())
+    with pytest.raises(KeyboardInterrupt), sending(sweep.store, one.run, plan.request, arrival=0, say=print):
+        raise KeyboardInterrupt
+    trials = RunTrials(
+        sweep.record, sweep.spec, store=sweep.store, provider=sweep.provider, settings=Settings.load(), environ={},
+        say=lines.append,
+    )  # fmt: skip
+    monkeypatch.setattr(type(sweep.provider), "submit", Mock(side_effect=QuotaError("no more GPUs")))
+    trials.advance(one, "")
+    assert lines == [f"s-0000: waiting: another client may be sending attempt 0 of {plan.run_url}"]
+    assert caplog.text == ""
 
 
 def test_a_cancelled_sweep_waits_for_a_request_that_was_cut_off(

@@ -660,21 +660,23 @@ class _Mounts:
         """
         before, states = dict(self._sent), states_below(self.live, _UNFINISHED)
         found = states.keys()
-        if found:
-            self._remove_outputs(target, found)
-        changed = [key for key, state in states.items() if self._sent.get(key) != state]
-        for key in sorted(changed, key=lambda key: (key.rpartition("/")[2] == COMMIT, key)):
-            with contextlib.suppress(FileNotFoundError):
-                target.upload(self.live / key, key)
-                self._sent[key] = states[key]
-        gone = [key for key in self._sent.keys() - found if key.startswith(CHECKPOINTS)]
-        if any(key.startswith(CHECKPOINTS) and key.endswith(f"/{COMMIT}") for key in found):
-            for key in sorted(gone, key=lambda key: (not key.endswith(f"/{COMMIT}"), key)):
-                target.remove(key)
-                del self._sent[key]
-        if self._sent != before:
-            with contextlib.suppress(StorageError):  # then a later supervisor sends more than it must
-                write_json(self._folder / "sent.json", self._sent)
+        try:
+            if found:
+                self._remove_outputs(target, found)
+            changed = [key for key, state in states.items() if self._sent.get(key) != state]
+            for key in sorted(changed, key=lambda key: (key.rpartition("/")[2] == COMMIT, key)):
+                with contextlib.suppress(FileNotFoundError):
+                    target.upload(self.live / key, key)
+                    self._sent[key] = states[key]
+            gone = [key for key in self._sent.keys() - found if key.startswith(CHECKPOINTS)]
+            if any(key.startswith(CHECKPOINTS) and key.endswith(f"/{COMMIT}") for key in found):
+                for key in sorted(gone, key=lambda key: (not key.endswith(f"/{COMMIT}"), key)):
+                    target.remove(key)
+                    del self._sent[key]
+        finally:  # a later supervisor must know what was sent before a failure
+            if self._sent != before:
+                with contextlib.suppress(StorageError):  # then it sends more than it must
+                    write_json(self._folder / "sent.json", self._sent)
 
     def _remove_outputs(self, target: Files, found: Set[str]) -> None:
         """Remove the outputs that the script has removed. Call it before new ones take their paths."""

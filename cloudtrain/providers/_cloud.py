@@ -733,18 +733,24 @@ def found_until(end: float, find: Callable[[], str | None]) -> str | None:
     return found
 
 
-def first_job(ours: str, find: Callable[[], str | None], cancel: Callable[[str], None]) -> str:
-    """Return the id of the job that counts, and cancel ``ours`` if that is another one.
+def first_job(ours: str, find: Callable[[], Sequence[str]], cancel: Callable[[str], None]) -> str:
+    """Return the id of the job that counts, the first that ``find`` returns, and cancel ``ours`` and the others.
 
-    A client that slept for longer than its lease may have come second.
+    A client that slept for longer than its lease may have come second. Raises `LostContactError`, which lets the caller
+    ask again, if a job cannot be cancelled.
     """
     try:
-        first = find() or ours
+        first, *others = find() or [ours]
     except CloudtrainError:  # ours exists even if the search fails
         return ours
-    if first.rpartition("/")[2] == ours.rpartition("/")[2]:
-        return ours
-    cancel(ours)
+    by_id = {job.rpartition("/")[2]: job for job in (*others, ours)}
+    by_id.pop(first.rpartition("/")[2], None)
+    for job in by_id.values():
+        try:
+            cancel(job)
+        except CloudtrainError as exc:
+            why = f"create job: {job} is a second job of this request, and it cannot be stopped: {exc}"
+            raise LostContactError(why, hint="stop it on the platform, and run the same command again") from None
     return first
 
 

@@ -14,11 +14,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import CloudtrainError, NotFoundError, SpecError, StorageError
+from ..errors import CloudtrainError, NotFoundError, SpecError
 from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import parallel
 from ..storage.local_disk import local_path
-from ..store.store import EARLY, Store, checked_run, run_folder
+from ..store.store import EARLY, Store, run_folder
 from .metrics import MetricsReader
 from .outcome import first_line, iso_time, one_line
 
@@ -335,16 +335,12 @@ def _read(store: Store, reads_job: bool, run_id: str) -> tuple[Row, dict[str, An
 
 
 def _run_record(store: Store, run_id: str) -> dict[str, Any]:
-    """Return the run's record without the search for similar names in `Store.run`: this run is known to exist."""
-    key = f"{run_folder(run_id)}/run.json"
-    record = store.record(key)
-    if record is None and not store.files.exists(key):
+    try:
+        return store.run(run_id, needs=("provider", "settings", "job"), among=())
+    except NotFoundError:
         found = {key.split("/")[2] for key in store.files.entries(run_folder(run_id))}
         kind = NotFoundError if found - EARLY else _Gone
-        raise kind(f"{store.url}/{run_folder(run_id)} has no run.json", field="run")
-    if record is None:
-        raise StorageError(f"{store.url}/{key} is not a JSON object")
-    return checked_run(record, ("provider", "settings", "job"), f"{store.url}/{key}")
+        raise kind(f"{store.url}/{run_folder(run_id)} has no run.json", field="run") from None
 
 
 def _with_status(row: Row, run: Run | Exception | None, *, cost: bool) -> Row:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from ..errors import AuthError, NotFoundError, SpecError, StorageError
 from ..runtime.checkpoint_model import Checkpoint, resumable
 from ..settings.settings import Settings
 from ..storage.files import Files, files
-from ..store.store import COMMIT, Store
-from ..validate import json_loads
+from ..store.store import Store, committed_in
 
 __all__ = ["nodes_that_restore"]
 
@@ -44,16 +41,8 @@ def _newest_in(there: Files, root: str) -> Checkpoint:
 
     Raises `NotFoundError` if there are none.
     """
-    cut, committed = len(f"{root}/".lstrip("/")), []
-    sizes = {key[cut:]: size for key, size in there.list(root).items()}
-    for folder, name in (key.rpartition("/")[::2] for key in sizes):
-        if name == COMMIT and folder.count("/") < 2:
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                at = f"{root}/{folder}".strip("/")
-                item = Checkpoint.of(json_loads(there.read(f"{at}/{COMMIT}")), at)
-                if item.missing(lambda path: sizes.get(f"{folder}/{path}".lstrip("/"))) is None:  # noqa: B023
-                    committed.append(item)
-    if states := resumable(sorted(committed, key=lambda item: item.order)):
+    committed, sizes = committed_in(there, root)
+    if states := resumable(committed):
         return states[-1]
     if not sizes and not (root and there.exists(root)):
         raise NotFoundError(f"nothing at {there.url}/{root}".rstrip("/"))

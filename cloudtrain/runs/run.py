@@ -962,20 +962,23 @@ class Run:
         this asks it to stop the others too, and then raises the first error.
 
         A request whose client was cut off may still become a job. Until that can no longer happen, the run is pending,
-        and each look at the run stops such a job.
+        and each look at the run stops such a job. A later call stops one that came even later.
         """
         self._check()
         self._follow_handover()
+        store, run_id = self.store, self.run_id
         if self._is_over():
-            return
+            late = store.cancelled(run_id) and any(handover.cut_off(store, run_id, k) for k in store.attempts(run_id))
+            if not late:
+                return
         errors: list[CloudtrainError] = []
         unmarked: StorageError | None = None
         try:
-            self.store.cancel(self.run_id)  # first of all: an attempt that starts from now on sees it
+            store.cancel(run_id)  # first of all: an attempt that starts from now on sees it
         except StorageError as exc:  # such as a full store
             unmarked = exc
         self._known.stopped.clear()
-        for k in self.store.attempts(self.run_id):
+        for k in store.attempts(run_id):
             try:
                 native = self._native(k) or self._arrival(k)
                 if native is not None:

@@ -524,13 +524,14 @@ def send_plan(
     environ: Mapping[str, str],
     progress: Callable[[str], None] | None = None,
     moved: Progress | None = None,
+    note: Callable[[str], None] | None = None,
     decide: Callable[[], object] | None = None,
 ) -> Run:
     """Stage, record and send, in the plan's own place alone. Submitting the same plan again gives the same run.
 
-    ``progress`` is called with each step, ``moved`` with each upload, as in `Store.stage`. ``decide`` is called once
-    the run is recorded, before it can start. Raises `ConflictError` if another job has the run id, and the errors of
-    storage and provider. A provider's refusal ends the run, unless another request may follow.
+    ``progress`` is called with each step, ``moved`` with each upload, as in `Store.stage`, and ``note`` before a wait
+    (default: ``progress``). ``decide`` is called once the run is recorded, before it can start. Raises `ConflictError`
+    for another job's id, and errors of storage and provider. A refusal ends the run, unless another may follow.
     """
     for each in (plan, *plan.fallbacks.further):
         if each.missing:
@@ -568,7 +569,7 @@ def send_plan(
     say(f"submitting to {plan.provider_name}")
     try:
         # The submitter gets an error, so no other client may send it later.
-        native = deliver(run, plan.request, values, refusals=(AuthError, *REFUSALS), say=progress)
+        native = deliver(run, plan.request, values, refusals=(AuthError, *REFUSALS), say=note or progress)
     except (AuthError, *REFUSALS):
         with contextlib.suppress(CloudtrainError):
             if run.result()["native_id"] is not None:  # else the result is kept, if nothing follows

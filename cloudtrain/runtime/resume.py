@@ -19,6 +19,7 @@ from .checkpoint_model import Checkpoint, companions, resumable
 from .checkpoint_names import family
 from .checkpoints import shape_of
 from .history import was_direct
+from .mounts import in_thread
 from .store_checkpoints import RefusedError
 from .timings import TIMINGS
 from .workspace import Workspace
@@ -153,9 +154,10 @@ class Resume:
         """Call `restore` in a thread, then ``tell`` with its answer: a notice must arrive while gigabytes come."""
 
         def work() -> None:
-            try:
-                why, damaged = self.restore(message, space)
-            except OSError as exc:
+            try:  # it may take hours, as long as the mounts answer
+                found = in_thread(lambda: self.restore(message, space), [self._live, *self.given])
+                why, damaged = found or ("the node leaves", False)
+            except (OSError, StorageError) as exc:
                 why, damaged = reason_of(exc), False
             except Exception as exc:  # noqa: BLE001  in any case node 0 waits for an answer
                 why, damaged = f"{type(exc).__name__}: {exc}", False

@@ -10,6 +10,7 @@ import sys
 import venv
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from .host_facts import cpu_count, end_child, scratch_folder
 from .launch import Ranks
 from .logs import LogWriter
 from .metrics import PrintedMetrics
+from .mounts import in_thread
 from .nccl import Recorder
 from .outputs import Outputs
 from .stall import Look
@@ -68,10 +70,13 @@ class Workspace:
         for folder in (self.checkpoints, self.artifacts, self._home, self.recorder.folder):
             folder.mkdir()
         self._lead_folders(below_code=False)
-        unpack(Path(self._site.paths["code"]), self.code, digest=self.context["code_digest"])
+        archive = Path(self._site.paths["code"])
+        in_thread(lambda: unpack(archive, self.code, digest=self.context["code_digest"]), [archive.parent], self._wait)
+        if not self.code.is_dir():  # the node must leave
+            return
         self._lead_folders(below_code=True)
         for name, path in self.inputs().items():
-            if not os.path.exists(path):
+            if in_thread(partial(os.path.exists, path), [Path(path)], self._wait) is False:
                 raise StorageError(f"input {name} is not at {path}")
         if self.context["requirements"]:
             self._install(self.code / self.context["requirements"])

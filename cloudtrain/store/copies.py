@@ -28,7 +28,7 @@ from ..storage.fsspec_pool import STREAMED
 from ..storage.local_disk import local_path, safe
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import json_loads, url_scheme, without_secrets
-from .store import COMMIT, Store, copied_input_url, expect, in_store, next_of, to_json
+from .store import COMMIT, Store, committed_in, copied_input_url, expect, in_store, next_of, to_json
 
 if TYPE_CHECKING:
     from ..storage.remote import RemoteFiles
@@ -562,7 +562,7 @@ def copy_checkpoint(
     root = folder.removesuffix(f"/{_BELOW}")
     record = {"protocol": 1, "source": layout.resume_source}
     decide = partial(_decide, store, f"{root}/source.json", record, "source", run_id=layout.run_id, field=FIELD)
-    if store.checkpoints_in(folder):
+    if committed_in(store.files, folder)[0]:
         decide()
         return 0
 
@@ -613,7 +613,7 @@ def _from_earlier_copy(store: Store, url: str, copy: Callable[[CopySource], int]
     """Copy the checkpoint that the run has at ``url`` of the store that it leaves; return the bytes that moved. Return
     None if it is missing, incomplete or damaged, and report that."""
     why = f"{url} has no complete checkpoint"
-    for checkpoint in reversed(store.checkpoints_in(url[len(store.url) + 1 :])):
+    for checkpoint in reversed(committed_in(store.files, url[len(store.url) + 1 :])[0]):
         try:
             return copy(_ChosenCheckpoint(store, checkpoint))
         except (_DamagedError, _GoneError) as exc:

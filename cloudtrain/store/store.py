@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import secrets
@@ -27,7 +28,7 @@ from ..provider_api.node import PROTOCOL, attempt_key
 from ..provider_api.protocol import Layout, LayoutInput, Request
 from ..runtime.checkpoint_model import Checkpoint, newest_checkpoint, written_directly
 from ..settings.settings import Settings
-from ..storage.files import Progress, ProgressWithTotal, Storage, TransferOptions, files, parallel
+from ..storage.files import Files, Progress, ProgressWithTotal, Storage, TransferOptions, files, parallel
 from ..storage.lease import announce, withdraw
 from ..storage.local_disk import local_path, normalize, safe
 from ..storage.timings import CLIENT_TIMINGS
@@ -48,6 +49,7 @@ __all__ = [
     "attempt_record",
     "cancel_record",
     "check_listable",
+    "committed_in",
     "copied_input_url",
     "existing_path",
     "expect",
@@ -89,7 +91,7 @@ _STEP = 10.0  # seconds: a larger change between two clocks of a machine is no d
 _STAGING = 5 * 86400.0  # seconds from an announcement to run.json: well below those for which it counts
 _TOKEN = "created_by"
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}$")
-_COMMIT = re.compile(rf"([^/]+)/(\d+\.\d+)-(\d+)/{re.escape(COMMIT)}")
+_CHECKPOINT = re.compile(r"(?P<name>[^/]+)/(?P<attempt>\d+\.\d+)-(?P<seq>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,14 +304,15 @@ class Store:
         for key, _ in self._announced.pop(run_id, []):
             withdraw(self.files, key)
 
-    def run(self, run_id: str, *, needs: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the record of `create_run`, with its ``needs``. Raises `NotFoundError` with the nearest run."""
+    def run(self, run_id: str, *, needs: Sequence[str] = (), among: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return the record of `create_run`, with its ``needs``. Raises `NotFoundError` with the nearest run, of
+        ``among`` if given."""
         record = self._json(f"{run_folder(run_id)}/run.json")
         if record is None:
-            near = did_you_mean(run_id, self.runs())
+            near = did_you_mean(run_id, self.runs() if among is None else among)
             raise NotFoundError(f"no run {run_id!r} in {self.url}", field="run", hint=near)
         record.pop(_TOKEN, None)
-        return checked_run(record, needs, f"{self.url}/{run_folder(run_id)}/run.json")
+        return _checked_run(record, needs, f"{self.url}/{run_folder(run_id)}/run.json")
 
     def has_run(self, run_id: str) -> bool:
         """Return whether the run is recorded: it has a run.json."""
@@ -521,24 +524,9 @@ class Store:
         """Return the complete checkpoints, oldest first: every file in commit.json exists with its size."""
         found: dict[tuple[str, str, int], Checkpoint] = {}
         for folder in ("live/checkpoints", "archive/checkpoints"):  # a checkpoint that moves meanwhile is in the second
-            for item in self.checkpoints_in(f"{run_folder(run_id)}/{folder}"):
+            for item in committed_in(self.files, f"{run_folder(run_id)}/{folder}")[0]:
                 found.setdefault((item.name, item.attempt, item.seq), item)
         return sorted(found.values(), key=lambda item: item.order)
-
-    def checkpoints_in(self, root: str) -> list[Checkpoint]:
-        """Return the complete checkpoints directly below the folder ``root``, oldest first."""
-        sizes = {key[len(root) + 1 :]: size for key, size in self.files.list(root).items()}
-        matches = [match for name in sizes if (match := _COMMIT.fullmatch(name))]
-        commits = parallel(self.record, [f"{root}/{match[0]}" for match in matches])
-        found = []
-        for match, commit in zip(matches, commits, strict=True):
-            folder = match[0].rpartition("/")[0]
-            ours = {"name": match[1], "attempt": match[2], "seq": match[3]}  # by the folder, whatever the record names
-            with contextlib.suppress(ValueError):
-                item = Checkpoint.of({**(commit or {}), **ours}, f"{root}/{folder}")
-                if item.missing(lambda path: sizes.get(f"{folder}/{path}")) is None:  # noqa: B023
-                    found.append(item)
-        return sorted(found, key=lambda item: item.order)
 
     def direct(self, run_id: str) -> list[Checkpoint]:
         """Return the checkpoints that a script wrote to the store itself, oldest first.
@@ -578,7 +566,7 @@ class StoreClock:
     def __init__(self, store: Store, run_id: str, *, now: Callable[[], float], ticks: Callable[[], float]) -> None:
         self._store, self._run_id, self.now, self.ticks = store, run_id, now, ticks
         self._ahead: float | None = None
-        self._apart = 0.0
+        self._apart = math.inf
 
     def since(self, moment: float) -> float:
         """Return the seconds since ``moment``, Unix seconds of the store or of its platform."""
@@ -597,14 +585,15 @@ class StoreClock:
     def _learn(self) -> float | None:
         """Return the seconds by which the store's clock is ahead of `ticks`; None if unknown."""
         apart = self.now() - self.ticks()
-        if self._ahead is None or abs(apart - self._apart) > _STEP:
-            mark = f"{run_folder(self._run_id)}/awaited.json"
-            self._ahead, self._apart = None, apart
-            with contextlib.suppress(AuthError, StorageError):
-                self._store.files.write(mark, to_json({"time": self.now()}))
-                found = self._store.files.load(mark)
-                if found is not None and found.modified:
-                    self._ahead = found.modified - self.ticks()
+        if abs(apart - self._apart) > _STEP:
+            self._ahead, mark = None, f"{run_folder(self._run_id)}/awaited.json"
+            with contextlib.suppress(StorageError):  # the next call asks again
+                with contextlib.suppress(AuthError):  # no later call may write, either
+                    self._store.files.write(mark, to_json({"time": self.now()}))
+                    found = self._store.files.load(mark)
+                    if found is not None and found.modified:
+                        self._ahead = found.modified - self.ticks()
+                self._apart = apart
         return self._ahead
 
 
@@ -683,6 +672,25 @@ def to_json(value: Mapping[str, Any], *, sort_keys: bool = True) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=sort_keys) + "\n").encode()
 
 
+def committed_in(there: Files, root: str) -> tuple[list[Checkpoint], dict[str, int]]:
+    """Return the complete checkpoints at most two folders below the folder ``root``, oldest first, and the size of each
+    file there."""
+    sizes = {key[len(f"{root}/".lstrip("/")) :]: size for key, size in there.list(root).items()}
+
+    def look(folder: str) -> Checkpoint | None:
+        key, match = f"{root}/{folder}".strip("/"), _CHECKPOINT.fullmatch(folder)
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            commit = json_loads(there.read(f"{key}/{COMMIT}"))  # its folder counts, whatever it names
+            item = Checkpoint.of({**commit, **match.groupdict()} if match else commit, key)
+            if item.missing(lambda path: sizes.get(f"{folder}/{path}".lstrip("/"))) is None:
+                return item
+        return None
+
+    pairs = (name.rpartition("/") for name in sizes)
+    folders = [folder for folder, _, name in pairs if name == COMMIT and folder.count("/") < 2]
+    return sorted(filter(None, parallel(look, folders)), key=lambda item: item.order), sizes
+
+
 def _manifest(tree: LocalTree) -> str:
     # Not inside the trees: a script would find it, and platforms that match prefixes would copy it.
     return f"data/manifests/{tree.digest}.json"
@@ -726,7 +734,7 @@ _RUN_RECORD |= dict.fromkeys(("settings", "job", "layout", "code"), (dict,))
 _RUN_RECORD |= dict.fromkeys(("run_id", "run", "provider", "job_digest", "runtime", "version"), (str,))
 
 
-def checked_run(record: dict[str, Any], needed: Iterable[str], where: str) -> dict[str, Any]:
+def _checked_run(record: dict[str, Any], needed: Iterable[str], where: str) -> dict[str, Any]:
     """Return ``record``, a run.json, if it has all of ``needed``; else `StorageError`: ``where`` is damaged."""
     lacks = next((f"it has no {name}" for name in needed if name not in record), "")
     wrong = (name for name, kinds in _RUN_RECORD.items() if name in record and type(record[name]) not in kinds)

@@ -27,7 +27,6 @@ from cloudtrain.errors import (
     SpecError,
 )
 from cloudtrain.provider_api.protocol import Request
-from cloudtrain.providers._cloud import first_job
 from cloudtrain.providers.modelarts import Provider, api, logs
 from cloudtrain.providers.modelarts.api import error_of
 from cloudtrain.providers.modelarts.status import ABNORMAL_SECONDS, CLOCK_SECONDS, _stopped, category_of, status_of
@@ -221,8 +220,12 @@ def test_the_older_of_two_jobs_counts_and_the_other_is_stopped(plane: Plane, pro
     assert first != second
     plane.list_lag = 0.0
     assert provider.find(wanted) == first
-    assert first_job(second, lambda: provider.find(wanted), provider.cancel) == first
+    plane.wire.faults.append(Fault("stop", refusal(400, "ModelArts.2760", "A job in this phase cannot be terminated")))
+    with pytest.raises(LostContactError, match=f"{second} is a second job of this request, and it cannot be stopped"):
+        provider.submit(wanted)
+    assert provider.submit(wanted) == first
     assert plane.job(second).wait() == "Terminated"
+    assert provider.status(first).state == "pending"
 
 
 def test_another_request_of_that_attempt_is_a_conflict(plane: Plane, provider: Any, tmp_path: Path) -> None:

@@ -228,6 +228,9 @@ def test_a_client_that_slept_in_its_call_gives_way_to_the_first_job(idle: Vertex
         return asleep
 
     provider.account._prepared = late
+    idle.plane.wire.faults.append(Fault("POST cancel", Refusal("INTERNAL", "Try again later."), times=1))
+    with pytest.raises(LostContactError, match="is a second job of this request, and it cannot be stopped"):
+        provider.submit(request)
     assert [provider.submit(request)] == first
     states = {job.name: job.wait() for job in idle.plane.jobs.values() if job.name not in first}
     assert list(states.values()) == ["JOB_STATE_CANCELLED"]

@@ -288,6 +288,31 @@ def test_a_mount_that_never_answers_fails_the_attempt_before_its_ranks_start(sil
     assert (failure.category, failure.exception) == ("infra", f"{silent.live} has not answered for 0 s")
 
 
+@pytest.mark.parametrize("dead", [True, False])
+def test_a_restore_ends_once_its_mount_has_not_answered_and_no_sooner(
+    silent: Node, monkeypatch: pytest.MonkeyPatch, dead: bool
+) -> None:
+    def restore(message: object, space: object) -> tuple[str, bool]:
+        if dead:
+            os.listdir(silent.live)
+        time.sleep(1.5)
+        return "", False
+
+    monkeypatch.setattr(TIMINGS, "mount_pauses", (0.1, 0.1))
+    if not dead:
+        silent.live = Path("elsewhere")
+    silent.nodes, silent.attempt = 1, FIRST
+    silent.space = SimpleNamespace(readable=str)  # type: ignore[assignment]
+    message = {"t": "restore", "root": "own", "folder": "", "also": []}
+    silent.resume.candidates = lambda: iter([("b", 2.0, message)])  # type: ignore[method-assign]
+    silent.resume.restore = restore  # type: ignore[method-assign]
+    threading.Timer(5.0, silent.inbox.put, [(-1, {"t": "stop"})]).start()
+    silent._agree_on_resume()
+    found = [(failure.category, failure.exception) for failure in silent.failures]
+    assert found == ([("infra", f"{silent.live} has not answered for 0 s")] if dead else [])
+    assert (silent.go is None, silent.stopping is None) == (dead, not dead)
+
+
 def test_a_mount_that_never_answers_ends_a_container_that_was_started_again(silent: Node) -> None:
     with pytest.raises(StorageError, match="has not answered for 0 s"):
         _failure_before(silent.site, 0)

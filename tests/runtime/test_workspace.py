@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import signal
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +133,40 @@ def known(tmp_path: Path, capfd: pytest.CaptureFixture[str], *, made: str = "") 
     with pytest.raises(StorageError):  # there is no code: only the steps before it count here
         space.fill()
     return folder, space, capfd.readouterr().out
+
+
+@pytest.mark.parametrize("of", ["the code", "an input"])
+@pytest.mark.parametrize("left", [False, True])
+def test_a_mount_that_dies_while_the_workspace_is_filled_does_not_keep_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, left: bool
+) -> None:
+    """The node leaves after a notice, and fails without one."""
+    healed, mount = threading.Event(), tmp_path / "mount"
+    mount.mkdir()
+
+    def ask(real: Callable[..., Any], path: Any, *rest: Any, **more: Any) -> Any:
+        if mount in (Path(path), Path(path).parent):
+            healed.wait(20)
+        return real(path, *rest, **more)
+
+    def until(over: Callable[[], bool]) -> None:
+        while not (left or over()):
+            time.sleep(0.02)
+
+    monkeypatch.setattr(TIMINGS, "mount", 0.5)
+    monkeypatch.setattr(os, "scandir", partial(ask, os.scandir))
+    monkeypatch.setattr(os.path, "exists", partial(ask, os.path.exists))
+    monkeypatch.setattr("cloudtrain.runtime.workspace.unpack", partial(ask, lambda _, code, **more: code.mkdir()))
+    topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
+    paths = {"code": str((mount if of == "the code" else tmp_path) / "code.tar.gz"), "input.data": str(mount)}
+    site = NodeEnvironment(topology=topology, paths=paths, scratch=[str(tmp_path)])
+    context = {"run_id": "r", "code_digest": "", "inputs": {"data": {"file": None}}, "requirements": ""}
+    space = Workspace(context={**context, "max_outputs": 0}, site=site, log=LogWriter(node=0), wait=until)
+    try:
+        with contextlib.nullcontext() if left else pytest.raises(StorageError, match=f"^{mount} has not answered"):
+            space.fill()
+    finally:
+        healed.set()
 
 
 @pytest.mark.parametrize("held", [False, True])

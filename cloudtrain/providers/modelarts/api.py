@@ -233,21 +233,23 @@ class Account:
                 return
 
     def find(self, request: Request) -> str | None:
-        """Return the native id of the request's job, if it was ever created, the oldest of several.
+        """Return the first of `jobs`, or None."""
+        return next(iter(self.jobs(request)), None)
 
-        Raises `ConflictError` if that job was another request.
+    def jobs(self, request: Request) -> list[str]:
+        """Return the native ids of the request's jobs, the oldest first: two clients may have created one each.
+
+        Raises `ConflictError` if the oldest job of that name was another request.
         """
         where, own = _place(request), request.body["metadata"]
         mark = f"{mark_of(name := own['name'])}-"
-        found = self.list_jobs(mark, where, workspace=str(own["workspace_id"]))
-        ours = [job["metadata"] for job in found if str(job["metadata"].get("name")).startswith(mark)]
-        if not ours:
-            return None
-        first = min(ours, key=lambda meta: (int(meta.get("create_time") or 0), str(meta["id"])))
-        if first["name"] != name:
-            why = f"ModelArts has a job {first['name']} of an earlier run of that id, which was another job"
+        listed = self.list_jobs(mark, where, workspace=str(own["workspace_id"]))
+        ours = [job["metadata"] for job in listed if str(job["metadata"].get("name")).startswith(mark)]
+        found = sorted(ours, key=lambda meta: (int(meta.get("create_time") or 0), str(meta["id"])))
+        if found and found[0]["name"] != name:
+            why = f"ModelArts has a job {found[0]['name']} of an earlier run of that id, which was another job"
             raise ConflictError(why, field="run_id", hint=ANOTHER_ID)
-        return "/".join((*where, str(first["id"])))
+        return ["/".join((*where, str(meta["id"]))) for meta in found if meta["name"] == name]
 
     def create(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         """Return the native id of the one job of this request.
@@ -255,9 +257,10 @@ class Account:
         The API takes no id from its caller. One client at a time calls this (`handover.sending`), and looks for the job
         first.
         """
-        name, where, find = request.body["metadata"]["name"], _place(request), partial(self.find, request)
-        if found := found_until(self._lost_at.get(name, float("-inf")) + SETTLE, find):
-            return found
+        name, where, jobs = request.body["metadata"]["name"], _place(request), partial(self.jobs, request)
+        lost = self._lost_at.get(name, float("-inf"))
+        if found := found_until(lost + SETTLE, partial(self.find, request)):
+            return first_job(found, jobs, self.cancel)
         body = self._with_secrets(request, secrets) if secrets else dict(request.body)
         try:
             made = self.call("POST", "training-jobs", what="create job", body=body, where=where)
@@ -270,7 +273,7 @@ class Account:
             if isinstance(exc, LostContactError):
                 raise
             raise LostContactError(f"create job: the answer names no job ({exc})") from None
-        return first_job(ours, find, self.cancel)
+        return first_job(ours, jobs, self.cancel)
 
     def may_have_sent(self, request: Request) -> bool:
         """Return whether a call to create the request's job got no answer."""

@@ -374,9 +374,13 @@ class Account:
         return job
 
     def find(self, request: Request) -> str | None:
-        """Return the resource name of the request's job, if it was ever created, the oldest of several.
+        """Return the first of `jobs`, or None."""
+        return next(iter(self.jobs(request)), None)
 
-        Raises `ConflictError` if the labelled job was another request.
+    def jobs(self, request: Request) -> list[str]:
+        """Return the resource names of the request's jobs, the oldest first: two clients may have created one each.
+
+        Raises `ConflictError` if the oldest labelled job was another request.
         """
         name = request.body["displayName"]
 
@@ -387,13 +391,11 @@ class Account:
         jobs = [job for found in pages(page, "nextPageToken") for job in found.get("customJobs") or ()]
         ours = [job for job in jobs if (job.get("labels") or {}).get(TAG_RUN) == run_tag(request.run)]
         found = sorted(ours, key=lambda job: (unix_seconds(job["createTime"]), job["name"]))
-        if not found:
-            return None
-        labels = found[0]["labels"]
-        if labels.get(TAG_BODY) != request.body["labels"][TAG_BODY]:
+        same = [job for job in found if job["labels"].get(TAG_BODY) == request.body["labels"][TAG_BODY]]
+        if found[:1] != same[:1]:
             why = f"Vertex AI has a job {name} of an earlier run of that id, which was another job"
             raise ConflictError(why, field="run_id", hint=ANOTHER_ID)
-        return str(found[0]["name"])
+        return [str(job["name"]) for job in same]
 
     def create(self, request: Request) -> str:
         """Return the resource name of the one job of this request.
@@ -404,7 +406,7 @@ class Account:
         self._check_buckets(request)
         send = self._prepared(request)
         find, lost = partial(self.find, request), self._lost_at.get(request.body["displayName"], float("-inf"))
-        return found_until(lost + SETTLE, find) or first_job(send(), find, self.cancel)
+        return first_job(found_until(lost + SETTLE, find) or send(), partial(self.jobs, request), self.cancel)
 
     def may_have_sent(self, request: Request) -> bool:
         """Return whether a call to create the request's job got no answer."""

@@ -105,7 +105,7 @@ class RunTrials:
         if trial.n not in self._sent and self._store.submitted(trial.run, 0) is None:
             plan = trial_plan(self._record, trial, store=self._store, provider=self._provider, settings=self._settings)
             try:
-                send_plan(plan, environ=self._environ)
+                send_plan(plan, environ=self._environ, note=partial(self._line, trial))
             except (AuthError, *REFUSALS):
                 if self._store.refused(trial.run, 0) is None:
                     raise
