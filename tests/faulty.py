@@ -75,8 +75,8 @@ class FaultyS3(http.server.ThreadingHTTPServer):
 
     def clear(self) -> None:
         """Reset the server after all pending requests: a test must not write into the next one."""
-        self.settle()
         with self.lock:
+            self.settle()
             self.faults, self.requests, self.ignores = [], [], ""
             self.objects, self.versions, self.parts, self.region = {}, {}, {}, ""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from faulty import FAULTS, FaultyS3
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import PROFILE, examples
 from proxy import PLANNED, Proxy
@@ -38,53 +38,57 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-PIECE, SMALL, CHUNK = 1 << 16, 1 << 12, 1 << 13
-"""Bytes of one part of obstore's requests, of a single answer, and of one read."""
+PIECE, S3_PIECE, SMALL = 1 << 18, 1 << 15, 1 << 12
+"""Bytes of one part of obstore's requests, of one on S3, and of a single answer."""
+S3_SIZES = st.sampled_from([0, 1, 1000, S3_PIECE - 1, S3_PIECE, S3_PIECE + 1, 200_000])
+SIZES = st.sampled_from([0, 1, 1000, SMALL, SMALL + 1, PIECE, PIECE + 1, 3 * PIECE + 7])
+SENT = SIZES | st.just((5 << 20) + 1)
+"""gcsfs sends more than 5 MiB in parts."""
+Plans = st.SearchStrategy[list[str | None]]
 
-plans = st.lists(st.integers(0, 10), max_size=8)
-"""Numbers of faults of a place. A number without a fault is no fault."""
-LARGE = 6 * PIECE + 7
-sizes = st.sampled_from([0, 1, 1000, SMALL, SMALL + 1, PIECE - 1, PIECE, PIECE + 1, LARGE])
-sent = sizes | st.just((5 << 20) + 1)
-"""gcsfs sends more than 5 MiB in parts. The other clients do so above `PIECE`: they get `LARGE` instead."""
-trial = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-long_trial = settings(trial, max_examples=trial.max_examples if PROFILE == "proof" else examples(15))
+
+def plans(*faults: str | None, most: int) -> Plans:
+    return st.lists(st.sampled_from(faults), max_size=most)
 
 
 @dataclass
 class Broken:
     """A tree whose requests get planned faults, and the same without faults.
 
-    ``faults`` and ``creating`` name the faults of a transfer and of a creation.
+    - ``moving``, ``creating``: the faults of a transfer and of a creation.
+    - ``versions``: what ``key`` held in this trial. Only our own S3 knows what a client has replaced.
     """
 
     tree: RemoteFiles
     there: RemoteFiles
     server: Proxy | FaultyS3
-    faults: tuple[str, ...]
-    creating: tuple[str, ...]
+    moving: Plans
+    creating: Plans
+    sizes: st.SearchStrategy[int] = SIZES
+    sent: st.SearchStrategy[int] = SENT
+    trials: int = settings().max_examples if PROFILE == "proof" else examples(15)
     environ: dict[str, str] = field(default_factory=dict)
-    written: list[bytes] = field(default_factory=list)
+    versions: list[bytes] = field(default_factory=list)
 
     def begin(self, data: bytes | None = None) -> None:
         """Begin a trial, with ``data`` as the one content of ``key``."""
         self.there.discard(["key"])
+        self.versions = []
         if isinstance(self.server, FaultyS3):
             self.server.clear()
-        self.written = []
+            self.versions = self.server.versions["store/key"] = []
         if data is not None:
             self.write(data)
 
     def write(self, data: bytes) -> None:
-        self.written.append(data)
+        if isinstance(self.server, Proxy):
+            self.versions.append(data)
         self.there.write("key", data)
 
     def contents(self) -> list[bytes]:
-        """Return the contents of ``key`` in this trial. Only our own S3 knows those that a client has replaced."""
-        if isinstance(self.server, FaultyS3):
-            return self.server.versions.get("store/key", [])
-        now = self.there.load("key")
-        return [*self.written, *([now.data] if now else [])]
+        """Return the versions, with that of a client."""
+        now = None if isinstance(self.server, FaultyS3) else self.there.load("key")
+        return [*self.versions, *([now.data] if now else [])]
 
     @contextmanager
     def planned(self, faults: list[str | None], replace: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -102,19 +106,21 @@ class Broken:
 
 @pytest.fixture(params=["s3", "abfs", "gs"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Broken]:
+    of_s3 = request.param == "s3"
     for module, what, value in (
-        (obstore_backend, "PIECE", PIECE),
-        (obstore_backend, "CHUNK", CHUNK),
-        (obstore_backend, "AT_ONCE", CHUNK),
+        (obstore_backend, "PIECE", S3_PIECE if of_s3 else PIECE),
+        *((obstore_backend, what, 1 << 13) for what in ("CHUNK", "AT_ONCE") if of_s3),
         (remote, "SMALL", SMALL),
         (fsspec_backend, "SMALL", SMALL),
     ):
         monkeypatch.setattr(module, what, value)
-    if request.param == "s3":
+    if of_s3:
         with FaultyS3() as server:
             point_aws_at(server.url, monkeypatch, tmp_path / "aws", MAX_ATTEMPTS="1")
             tree = reach("s3://bucket/store")
-            yield Broken(tree, tree, server, FAULTS, ("refuse", "reset", "lost", "slow"))
+            moving = plans(*FAULTS, None, most=7)
+            creating = plans("refuse", "reset", "lost", "slow", None, most=12)
+            yield Broken(tree, tree, server, moving, creating, S3_SIZES, S3_SIZES, settings().max_examples)
             server.shutdown()
         return
     url = request.getfixturevalue("azure_url" if request.param == "abfs" else "gcs_url")
@@ -128,31 +134,41 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     sleep = asyncio.sleep
     # The clients of the clouds wait for seconds before they try again.
     monkeypatch.setattr(asyncio, "sleep", lambda seconds, *rest: sleep(min(seconds, 0.001), *rest))
-    creating = ("refused", "cut before", "answer lost", "slow")
-    yield Broken(reach(url), there, proxy, PLANNED, creating, {name: os.environ[name]})
+    moving = plans(*PLANNED, None, None, most=8)
+    creating = plans("refused", "cut before", "answer lost", "slow", None, most=12)
+    yield Broken(reach(url), there, proxy, moving, creating, environ={name: os.environ[name]})
     proxy.close()
 
 
 proxied = pytest.mark.parametrize("place", ["abfs", "gs"], indirect=True)
 
 
-def reach(url: str) -> RemoteFiles:
-    return RemoteFiles(url=url, retries=Retries(sleep=lambda _: None))
+def reach(url: str, tries: int = 4) -> RemoteFiles:
+    return RemoteFiles(url=url, retries=Retries(tries=tries, sleep=lambda _: None))
 
 
 def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def named(numbers: list[int], faults: tuple[str, ...]) -> list[str | None]:
-    return [faults[number] if number < len(faults) else None for number in numbers]
+def trial(check: Callable[[Broken, Path, st.DataObject], None]) -> Callable[[Broken, Path], None]:
+    """Draw values for ``check`` `Broken.trials` times. Behind a proxy these are few, except in the proof."""
+
+    def test(place: Broken, tmp_path: Path) -> None:
+        @settings(max_examples=place.trials)
+        @given(st.data())
+        def attempt(drawn: st.DataObject) -> None:
+            check(place, tmp_path, drawn)
+
+        attempt()
+
+    return pytest.mark.proof(test) if PROFILE == "proof" else test
 
 
 @trial
-@given(numbers=plans, size=sizes, promised=st.booleans(), told=st.booleans(), seed=st.integers(0, 99))
-def test_a_target_holds_the_right_bytes_or_what_it_held(
-    place: Broken, tmp_path: Path, numbers: list[int], size: int, promised: bool, told: bool, seed: int
-) -> None:
+def test_a_target_holds_the_right_bytes_or_what_it_held(place: Broken, tmp_path: Path, drawn: st.DataObject) -> None:
+    faults, size, seed = drawn.draw(place.moving), drawn.draw(place.sizes), drawn.draw(st.integers(0, 99))
+    promised, told = drawn.draw(st.booleans()), drawn.draw(st.booleans())
     draw, one_at_a_time = random.Random(seed), threading.Lock()
     place.begin(data := draw.randbytes(size))
     target = tmp_path / "target"
@@ -162,7 +178,6 @@ def test_a_target_holds_the_right_bytes_or_what_it_held(
         with one_at_a_time:  # gcsfs sends two requests at once
             place.write(draw.randbytes(size))
 
-    faults = named(numbers, place.faults)
     if not promised:  # only a digest shows a changed byte
         faults = [None if fault == "corrupt" else fault for fault in faults]
     with place.planned(faults, replace):
@@ -171,23 +186,19 @@ def test_a_target_holds_the_right_bytes_or_what_it_held(
         except (StorageError, DigestError):
             assert target.read_bytes() == b"old"
         else:
-            assert target.read_bytes() in ([data] if promised else place.contents())
+            assert target.read_bytes() in ([data] if promised else place.versions)
     assert os.listdir(tmp_path) == ["target"]
-    now = place.there.read("key")
-    place.tree.download("key", target, sha256=digest(now))
-    assert target.read_bytes() == now
+    place.tree.download("key", target, sha256=digest(place.versions[-1]))
+    assert target.read_bytes() == place.versions[-1]
 
 
 @trial
-@given(numbers=plans, size=sent, seed=st.integers(0, 99))
-def test_a_key_holds_the_whole_file_or_what_it_held(
-    place: Broken, tmp_path: Path, numbers: list[int], size: int, seed: int
-) -> None:
+def test_a_key_holds_the_whole_file_or_what_it_held(place: Broken, tmp_path: Path, drawn: st.DataObject) -> None:
+    faults, size, seed = drawn.draw(place.moving), drawn.draw(place.sent), drawn.draw(st.integers(0, 99))
     place.begin(b"old")
     source = tmp_path / "source"
-    size = size if place.tree.url.startswith("gs:") else min(size, LARGE)
     source.write_bytes(data := random.Random(seed).randbytes(size))
-    with place.planned(named(numbers, place.faults)), suppress(StorageError):
+    with place.planned(faults), suppress(StorageError):
         place.tree.upload(source, "key")
     assert set(place.contents()) <= {b"old", data}
     place.tree.upload(source, "key")
@@ -195,19 +206,19 @@ def test_a_key_holds_the_whole_file_or_what_it_held(
 
 
 @trial
-@given(numbers=st.lists(st.integers(0, 4), max_size=12))
-def test_a_creation_has_one_winner_at_most(place: Broken, numbers: list[int]) -> None:
+def test_a_creation_has_one_winner_at_most(place: Broken, tmp_path: Path, drawn: st.DataObject) -> None:
     """The creator knows that it has won, also if the answer was lost."""
+    faults = drawn.draw(place.creating)
     place.begin()
     won: dict[int, bool | None] = {}
 
     def create(number: int) -> None:
+        tree = reach(place.tree.url, tries=3) if isinstance(place.server, FaultyS3) else place.tree
         try:
-            won[number] = place.tree.create("key", b"content of client %d" % number)
+            won[number] = tree.create("key", b"content of client %d" % number)
         except StorageError:
             won[number] = None
 
-    faults = named(numbers, place.creating)
     with place.planned(list(faults)):
         parallel(create, list(range(3)), jobs=3)
     contents, winners = place.contents(), [number for number, own in won.items() if own]
@@ -218,14 +229,13 @@ def test_a_creation_has_one_winner_at_most(place: Broken, numbers: list[int]) ->
 
 
 @proxied
-@long_trial
-@given(size=sizes, seed=st.integers(0, 999))
+@trial
 def test_clients_that_push_and_pull_the_same_object_at_once(
-    place: Broken, tmp_path: Path, size: int, seed: int
+    place: Broken, tmp_path: Path, drawn: st.DataObject
 ) -> None:
     """Two clients push the same file, as they do for one digest, and two pull it. One request in five fails."""
-    data = random.Random(seed).randbytes(size)
-    place.begin(data)
+    size, seed = drawn.draw(place.sizes), drawn.draw(st.integers(0, 999))
+    place.begin(data := random.Random(seed).randbytes(size))
     (tmp_path / "source").write_bytes(data)
     assert isinstance(place.server, Proxy)
     place.server.draw, place.server.one_in = random.Random(seed), 5
@@ -249,19 +259,19 @@ def test_clients_that_push_and_pull_the_same_object_at_once(
             path.unlink()
 
 
-KILLED = """
+KILLED = f"""
 import sys
 from pathlib import Path
 from cloudtrain.storage import obstore_backend
 from cloudtrain.storage.files import files
-obstore_backend.PIECE = 1 << 18
+obstore_backend.PIECE = {PIECE}
 url, folder = sys.argv[1:]
 tree = files(url)
 tree.list()
 print("begun", flush=True)
 for number in range(1000):
-    tree.upload(Path(folder, "source"), f"pushed/{number}")
-    tree.download("key", Path(folder, f"pulled-{number}"), size=Path(folder, "source").stat().st_size)
+    tree.upload(Path(folder, "source"), f"pushed/{{number}}")
+    tree.download("key", Path(folder, f"pulled-{{number}}"), size=Path(folder, "source").stat().st_size)
 """
 
 

@@ -106,6 +106,11 @@ def test_several_threads_take_turns_on_one_connection(sftp: Server) -> None:
     assert sftp.logins == 1
 
 
+def test_a_large_file_comes_in_ranges(sftp: Server) -> None:
+    data = os.urandom(9 * MIB + 3)
+    assert b"".join(_put(sftp, {"large": data}).pieces("large", len(data))) == data
+
+
 def test_who_is_not_let_in_is_told_so(sftp: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
@@ -127,6 +132,7 @@ def check_refused(url: str, message: str) -> None:
         with pytest.raises(SpecError) as found:
             attempt()
         assert found.value.message == message
+        assert "\n" not in str(found.value)
 
 
 def test_what_cannot_create_exclusively_is_no_store(

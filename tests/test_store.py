@@ -360,11 +360,21 @@ print(json.dumps([k for k in range(int(sys.argv[2])) if store.create_attempt("ru
 """
 
 
-@pytest.mark.slow
-def test_one_of_many_processes_starts_an_attempt(local: Store) -> None:
+@pytest.mark.parametrize(
+    ("kind", "keys", "count"),
+    [
+        pytest.param("folder", 20, 5, marks=pytest.mark.slow),
+        pytest.param("s3", 10, 3, marks=pytest.mark.remote),
+        pytest.param("azure", 10, 3, marks=pytest.mark.remote),
+    ],
+)
+def test_one_of_many_processes_starts_an_attempt(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, keys: int, count: int
+) -> None:
     """The requests are identical, so their content does not tell the creators apart."""
-    won = race(ATTEMPT_RACER, local.url, "20", "auto", count=5)
-    assert sorted(itertools.chain(*won)) == list(range(20))
+    url = f"file://{tmp_path}/store" if kind == "folder" else request.getfixturevalue(f"{kind}_url")
+    won = race(ATTEMPT_RACER, url, str(keys), count=count)
+    assert sorted(itertools.chain(*won)) == list(range(keys))
 
 
 def test_container(store: Store, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from cloudtrain.storage.errors import Retries, UnreachableError, classify, repor
 from cloudtrain.storage.files import LocalFiles, files, parallel
 from cloudtrain.storage.fsspec_backend import FsspecMover
 from cloudtrain.storage.fsspec_pool import Clients
-from cloudtrain.storage.local_disk import _unnameable, hold_lock, inside, local_path, normalize, safe, walk
+from cloudtrain.storage.local_disk import _unnameable, hold_lock, inside, local_path, normalize, safe, sha256_file, walk
 from cloudtrain.storage.remote import RemoteFiles
 
 
@@ -551,6 +551,11 @@ def test_an_unknown_scheme_and_a_missing_package() -> None:
         "assert 'gs:// needs gcsfs, which is not installed' in said and '[vertex]' in said, said\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_sha256_file(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc" * 1_000_000)
+    assert sha256_file(tmp_path / "x") == digest(b"abc" * 1_000_000)
 
 
 UNREACHED = [
