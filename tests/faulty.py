@@ -68,10 +68,15 @@ class FaultyS3(http.server.ThreadingHTTPServer):
             self.objects[key] = Stored(data, headers or {})
             self.versions.setdefault(key, []).append(data)
 
-    def clear(self) -> None:
-        """Reset the server after all pending requests: a test must not write into the next one."""
+    def settle(self) -> None:
+        """Wait until pending requests are done, also those whose client has left."""
         with self.still:
             assert self.still.wait_for(lambda: not self.under_way, timeout=30)
+
+    def clear(self) -> None:
+        """Reset the server after all pending requests: a test must not write into the next one."""
+        with self.lock:
+            self.settle()
             self.faults, self.requests, self.ignores = [], [], ""
             self.objects, self.versions, self.parts, self.region = {}, {}, {}, ""
 

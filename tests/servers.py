@@ -11,6 +11,7 @@ import http.server
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -27,8 +28,6 @@ from typing import Any
 import pytest
 from worlds.vertex.gcs import Gcs
 from worlds.vertex.wire import Wire
-
-from cloudtrain.storage.files import Files
 
 AZURITE = Path.home() / ".cache" / "cloudtrain-azurite" / "node_modules" / ".bin" / "azurite-blob"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # public
@@ -93,37 +92,12 @@ def race(code: str, *args: str, count: int) -> list[Any]:
             racer.communicate()
 
 
-def check_swap(tree: Files, key: str, *, none: str) -> None:
-    """Check that `Files.swap` replaces one version of ``key`` once; ``none`` is a version that never was."""
-    assert tree.load(key) is None
-    with pytest.raises(FileExistsError):
-        tree.swap(key, none, b"0")
-    first = tree.swap(key, None, b"1")
-    with pytest.raises(FileExistsError):
-        tree.swap(key, None, b"2")
-    loaded = tree.load(key)
-    assert loaded is not None
-    assert (loaded.data, loaded.version) == (b"1", first)
-    assert abs(loaded.modified - time.time()) < 60
-    second = tree.swap(key, first, b"2")
-    for version in (first, None):
-        with pytest.raises(FileExistsError):
-            tree.swap(key, version, b"3")
-    loaded = tree.load(key)
-    assert loaded is not None
-    assert (loaded.data, loaded.version) == (b"2", second)
-
-
-#: For `race`: create the first ``argv[2]`` attempts of a run in the store ``argv[1]``, and print which ones succeed.
-ATTEMPT_RACER = """
-from cloudtrain.provider_api.protocol import Request
-from cloudtrain.store.store import Store
-store = Store(sys.argv[1])
-store.runs()
-request = Request(provider="p", operation="create", body={}, context={}, run="r")
-ready()
-print(json.dumps([k for k in range(int(sys.argv[2])) if store.create_attempt("run-1", k, request)]))
-"""
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Handle SIGINT here: a shell starts background commands with SIGINT ignored, and this suite may be one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 # ------------------------------------------------------------------------------------------------------------------- S3
@@ -279,6 +253,21 @@ def gcs_server(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
 def gcs_url(gcs_server: Gcs) -> str:
     """Return the URL of an empty folder."""
     return "gs://bucket/some/store"
+
+
+# ------------------------------------------------------------------------------------------------------------------ OBS
+
+
+@pytest.fixture
+def obs_url(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Yield the URL of an empty folder. OBS can only create exclusively."""
+    from worlds.modelarts.plane import Plane
+
+    with Plane(tmp_path_factory.mktemp("huawei")) as plane:
+        for name, value in plane.environ().items():
+            monkeypatch.setenv(name, value)
+        plane.obs.make("bucket")
+        yield "obs://bucket/some/store"
 
 
 # ------------------------------------------------------------------------------------------------------------------ web

@@ -20,7 +20,6 @@ import pytest
 from faulty import FaultyS3
 from fsspec.implementations.memory import MemoryFileSystem
 from servers import point_aws_at, race
-from worlds.modelarts.plane import Plane
 
 from cloudtrain.errors import AuthError, StorageError
 from cloudtrain.storage import lease as leases
@@ -59,16 +58,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Files]:
         return
     yield files(f"file://{tmp_path}/store" if request.param == "local" else "memory://bucket/store")
     MemoryFileSystem.store.clear()
-
-
-@pytest.fixture
-def obs_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Yield a store in OBS, which can only create exclusively."""
-    with Plane(tmp_path / "huawei") as plane:
-        for name, value in plane.environ().items():
-            monkeypatch.setenv(name, value)
-        plane.obs.make("bucket")
-        yield "obs://bucket/store"
 
 
 REMOTE = [pytest.param(name, marks=pytest.mark.remote) for name in ("s3", "azure", "gcs", "obs")]

@@ -9,7 +9,6 @@ import hashlib
 import http.server
 import json
 import os
-import random
 import re
 import signal
 import ssl
@@ -18,15 +17,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from faulty import FAULTS, FaultyS3
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from faulty import FaultyS3
+from rows import for_each
 from servers import AZURITE_ACCOUNT, AZURITE_KEY, azurite, free_port, point_aws_at, required, served
 from worlds.azureml.wire import Answer, Wire
 
@@ -75,115 +72,29 @@ def digest(data: bytes) -> str:
 
 # ------------------------------------------------------------------------------------------------------ broken networks
 
-faults = st.lists(st.sampled_from([*FAULTS, None]), max_size=7)
-sizes = st.sampled_from([0, 1, 1000, (1 << 15) - 1, 1 << 15, (1 << 15) + 1, 200_000])
-trial = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
-
-@pytest.fixture
-def tree(s3: FaultyS3) -> RemoteFiles:
-    """Return one tree for all trials of a test: making a client is slow."""
-    return reach()
-
-
-@trial
-@given(faults=faults, size=sizes, promised=st.booleans(), told=st.booleans(), seed=st.integers(0, 99))
-def test_a_target_holds_the_right_bytes_or_what_it_held(
-    s3: FaultyS3,
-    tree: RemoteFiles,
-    tmp_path: Path,
-    faults: list[str | None],
-    size: int,
-    promised: bool,
-    told: bool,
-    seed: int,
-) -> None:
-    if not promised:  # a changed byte is known by a digest alone
-        faults = [None if fault == "corrupt" else fault for fault in faults]
-    s3.clear()
-    data = random.Random(seed).randbytes(size)
-    s3.put("store/key", data)
-    target = tmp_path / "target"
-    target.write_bytes(b"old")
-    s3.faults = list(faults)
-    sha256, length = (digest(data) if promised else None), (size if told else None)
-    try:
-        tree.download("key", target, sha256=sha256, size=length)
-    except (StorageError, DigestError):
-        assert target.read_bytes() == b"old"
-    else:
-        assert target.read_bytes() in ([data] if promised else s3.versions["store/key"])
-    s3.faults = []
-    assert os.listdir(tmp_path) == ["target"]
-    now = s3.objects["store/key"].data
-    tree.download("key", target, sha256=digest(now))
-    assert target.read_bytes() == now
-
-
-@trial
-@given(faults=faults, size=sizes, seed=st.integers(0, 99))
-def test_a_key_holds_the_whole_file_or_what_it_held(
-    s3: FaultyS3,
-    tree: RemoteFiles,
-    tmp_path: Path,
-    faults: list[str | None],
-    size: int,
-    seed: int,
-) -> None:
-    s3.clear()
-    s3.put("store/key", b"old")
-    source = tmp_path / "source"
-    source.write_bytes(data := random.Random(seed).randbytes(size))
-    s3.faults = list(faults)
-    with suppress(StorageError):
-        tree.upload(source, "key")
-    assert set(s3.versions["store/key"]) <= {b"old", data}
-    s3.faults = []
-    tree.upload(source, "key")
-    assert s3.objects["store/key"].data == data
-
-
-@trial
-@given(faults=st.lists(st.sampled_from(["refuse", "reset", "lost", "slow", None]), max_size=12))
-def test_a_creation_whose_answer_was_lost_is_its_makers(s3: FaultyS3, faults: list[str | None]) -> None:
-    s3.clear()
-    s3.faults = list(faults)
-    told: dict[int, bool | None] = {}
-
-    def create(number: int) -> None:
-        try:
-            told[number] = reach(tries=3).create("run.json", b"content of client %d" % number)
-        except StorageError:
-            told[number] = None
-
-    parallel(create, list(range(3)), jobs=3)
-    s3.faults = []
-    created = "store/run.json" in s3.objects
-    assert list(told.values()).count(True) <= int(created)
-    if created and None not in told.values():
-        assert list(told.values()).count(True) == 1
-    assert len(s3.versions.get("store/run.json", [])) <= 1
-    assert reach().create("run.json", b"another") is not created
-
-
-def test_an_object_replaced_while_it_is_read_is_read_anew(s3: FaultyS3, tmp_path: Path) -> None:
-    data = os.urandom(300_000)
-    s3.put("store/key", data)
-    s3.faults = [None, None, "replace"]
-    reach().download("key", tmp_path / "x", size=len(data))
-    assert (tmp_path / "x").read_bytes() == s3.objects["store/key"].data != data
+def test_an_object_replaced_while_it_is_read_is_read_again(s3: FaultyS3, tmp_path: Path) -> None:
+    tree, data = reach(), os.urandom(200_000)
+    for faults in (
+        [None, "shrink"],
+        [None, None, "shrink"],  # a part of the larger version has come
+        [None, "grow"],
+        [None, None, "replace"],
+    ):
+        s3.clear()
+        data, size = (os.urandom(300_000), 300_000) if faults[-1] == "replace" else (data, None)
+        s3.put("store/key", data)
+        s3.faults = list(faults)
+        tree.download("key", tmp_path / "x", size=size)
+        assert (tmp_path / "x").read_bytes() == s3.objects["store/key"].data == s3.versions["store/key"][1] != data
     s3.faults = [None, "replace"] * 200
     with pytest.raises(StorageError, match="replaced faster than it can be read"):
-        reach().download("key", tmp_path / "y", size=len(data))
+        tree.download("key", tmp_path / "y", size=len(data))
+    s3.clear()
+    s3.put("store/key", b"")
+    with pytest.raises(DigestError, match="0 bytes instead of 300000"):
+        tree.download("key", tmp_path / "y", size=len(data))
     assert os.listdir(tmp_path) == ["x"]
-
-
-@pytest.mark.parametrize("fault", ["shrink", "grow"])
-def test_an_object_of_another_size_takes_its_place(s3: FaultyS3, tmp_path: Path, fault: str) -> None:
-    s3.put("store/key", os.urandom(200_000))
-    s3.faults = [None, fault]
-    reach().download("key", tmp_path / "x")
-    assert (tmp_path / "x").read_bytes() == s3.objects["store/key"].data == s3.versions["store/key"][1]
 
 
 def test_a_range_that_fails_after_its_last_byte_is_whole(
@@ -215,16 +126,18 @@ def test_ranges_are_asked_for_by_the_tag_of_the_first(s3: FaultyS3, tmp_path: Pa
     }
 
 
-@pytest.mark.parametrize("size", [0, 1000, 1 << 15])
-def test_a_small_file_is_one_request(s3: FaultyS3, tmp_path: Path, size: int) -> None:
-    s3.put("store/key", data := os.urandom(size))
-    reach().download("key", tmp_path / "x", sha256=digest(data), size=size)
-    assert (tmp_path / "x").read_bytes() == data
-    assert len(s3.requests) == 1
-    s3.put("store/key", os.urandom(200_000))  # meanwhile, and far more than was promised
-    with pytest.raises(DigestError):
-        reach().download("key", tmp_path / "y", size=size)
-    assert os.listdir(tmp_path) == ["x"]
+def test_a_small_file_is_one_request(s3: FaultyS3, tmp_path: Path) -> None:
+    for size in (0, 1000, 1 << 15):
+        s3.clear()
+        tree = reach()
+        s3.put("store/key", data := os.urandom(size))
+        tree.download("key", tmp_path / "x", sha256=digest(data), size=size)
+        assert (tmp_path / "x").read_bytes() == data
+        assert len(s3.requests) == 1
+        s3.put("store/key", os.urandom(200_000))  # meanwhile, and far more than was promised
+        with pytest.raises(DigestError):
+            tree.download("key", tmp_path / "y", size=size)
+        assert os.listdir(tmp_path) == ["x"]
 
 
 def test_a_range_goes_on_where_it_was_cut(s3: FaultyS3, tmp_path: Path) -> None:
@@ -290,36 +203,24 @@ def run(code: str, *args: str, seconds: float = 60) -> str:
     return done.stdout
 
 
-def test_a_forked_child_is_refused(s3: FaultyS3) -> None:
+def test_a_forked_child_is_refused_if_its_parent_has_used_it(s3: FaultyS3) -> None:
     """A fork does not copy obstore's threads. The parent's client would hang in the child."""
     s3.put("store/key", b"data")
     code = (
         "tree = files('s3://bucket/store')\n"
-        "assert parallel(tree.read, ['key'] * 8, jobs=4) == [b'data'] * 8\n"
-        "if os.fork() == 0:\n"
-        "    signal.alarm(20)\n"
-        "    for tried in (tree, files('s3://bucket/store')):\n"
-        "        try: tried.read('key')\n"
-        "        except Exception as exc: print(exc, exc.hint, flush=True)\n"
-        "    os._exit(0)\n"
-        "assert os.wait()[1] == 0\n"
-        "assert tree.read('key') == b'data'\n"
+        "for used in (False, True):\n"
+        "    if os.fork() == 0:\n"
+        "        signal.alarm(20)\n"
+        "        for tried in (tree, files('s3://bucket/store')):\n"
+        "            try: print(tried.read('key'), flush=True)\n"
+        "            except Exception as exc: print(exc, exc.hint, flush=True)\n"
+        "        os._exit(0)\n"
+        "    assert os.wait()[1] == 0\n"
+        "    assert parallel(tree.read, ['key'] * 8, jobs=4) == [b'data'] * 8\n"
     )
     line = "s3://bucket/store: this process is a fork of one that has used obstore"
-    assert run(code).splitlines() == [f"{line} start child processes with the method spawn"] * 2
-
-
-def test_a_child_of_a_process_that_has_not_used_it_may(s3: FaultyS3) -> None:
-    s3.put("store/key", b"data")
-    code = (
-        "tree = files('s3://bucket/store')\n"
-        "if os.fork() == 0:\n"
-        "    signal.alarm(20)\n"
-        "    print(tree.read('key'), flush=True)\n"
-        "    os._exit(0)\n"
-        "assert os.wait()[1] == 0\n"
-    )
-    assert run(code).split() == ["b'data'"]
+    refused = f"{line} start child processes with the method spawn"
+    assert run(code).splitlines() == ["b'data'"] * 2 + [refused] * 2
 
 
 def test_it_serves_where_an_event_loop_runs(s3: FaultyS3) -> None:
@@ -345,14 +246,6 @@ def test_ctrl_c_is_heard_while_a_server_is_silent(s3: FaultyS3) -> None:
         "os._exit(0)\n"
     )
     assert float(run(code)) < 10
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Handle SIGINT here: a shell starts background commands with SIGINT ignored, and this suite may be one."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -399,6 +292,8 @@ def test_every_put_says_how_to_encrypt(s3: FaultyS3, tmp_path: Path) -> None:
     tree.upload(tmp_path / "large", "large")
     tree.copy("small", "copied")
     assert [path for _, path, _ in s3.requests if "?uploads" in path]
+    # nginx drops headers with an underscore, and the signature then fails.
+    assert not [name for _, _, headers in s3.requests for name in headers if "_" in name]
     for method, path, headers in s3.requests:
         if (method == "PUT" and "partNumber" not in path) or "?uploads" in path:
             assert headers["x-amz-server-side-encryption"] == "aws:kms", path
@@ -420,12 +315,6 @@ def test_lists_stay_below_the_store_and_no_bucket_is_made(s3: FaultyS3, tmp_path
     assert not [path for method, path, _ in s3.requests if method == "PUT" and path.strip("/") == "bucket"]
 
 
-def test_no_header_has_an_underscore(s3: FaultyS3) -> None:
-    """nginx drops such headers, and the signature then fails."""
-    assert reach().create("run.json", b"1")
-    assert not [name for _, _, headers in s3.requests for name in headers if "_" in name]
-
-
 def test_markers_of_folders_are_no_files_and_empty_files_are(s3: FaultyS3) -> None:
     for key in ("store/", "store/a/", "store/a/b/", "store/a/empty", "store/a/b/c"):
         s3.put(key, b"x" if key.endswith("c") else b"")
@@ -443,20 +332,19 @@ def access(url: str, environ: dict[str, str], options: dict[str, Any] | None = N
 KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_CONFIG_FILE": "/no", "FSSPEC_CONFIG_DIR": "/no"}
 KEYS["AWS_SHARED_CREDENTIALS_FILE"] = "/no"
 AZURE = {"AZURE_STORAGE_ACCOUNT_NAME": "other", "AZURE_STORAGE_ACCOUNT_KEY": "a2V5"}
-BLOB = "abfs://c@a.dfs.core.windows.net/x"
+BLOB, OTHER = "abfs://c@a.dfs.core.windows.net/x", "abfs://c@b.dfs.core.windows.net/x"
 
 
-@pytest.mark.parametrize(
+def connected(string: str) -> dict[str, str]:
+    return {"AZURE_STORAGE_CONNECTION_STRING": string}
+
+
+@for_each(
     ("url", "environ", "options", "why"),
     [
         ("s3://b/x", {**KEYS, "AWS_SSE_KMS_KEY_ID": "k"}, {}, "sse: AWS_SSE_KMS_KEY_ID is set"),
         ("s3://b/x", {**KEYS, "AWS_CA_BUNDLE": "/no.pem"}, {}, "store: the CA certificates in /no.pem: No such file"),
-        (
-            "s3://b/x",
-            KEYS,
-            {"s3_additional_kwargs": {"ACL": "private"}},
-            "s3_additional_kwargs is not supported",
-        ),
+        ("s3://b/x", KEYS, {"s3_additional_kwargs": {"ACL": "private"}}, "s3_additional_kwargs is not supported"),
         ("s3://b/x", KEYS, {"client_kwargs": {"verify": False}}, "option client_kwargs.verify is not supported"),
         ("s3://b/x", KEYS, {"key": "a"}, "only one of the options key and secret"),
         ("s3://b--x-s3/x", KEYS, {}, "directory buckets are not supported"),
@@ -465,24 +353,14 @@ BLOB = "abfs://c@a.dfs.core.windows.net/x"
         ("s3a://b/x//y", KEYS, {}, "has an empty part"),
         ("s3://b/x/../y", KEYS, {}, "has an empty part"),
         (BLOB, {"AZURE_ENCRYPTION_KEY": "k"}, {}, "AZURE_ENCRYPTION_KEY is set"),
-        (
-            BLOB,
-            {"AZURE_STORAGE_CLIENT_ID": "x"},
-            {},
-            "incomplete: AZURE_STORAGE_TENANT_ID, AZURE",
-        ),
+        (BLOB, {"AZURE_STORAGE_CLIENT_ID": "x"}, {}, "incomplete: AZURE_STORAGE_TENANT_ID, AZURE"),
         (BLOB, {}, {"credential": object()}, "option credential is not supported"),
         (BLOB, {**AZURE, "AZURE_STORAGE_ACCOUNT_KEY": "no key"}, {}, "the key of the storage account is not base64"),
         ("abfs://c/x", {"AZURE_STORAGE_ACCOUNT_KEY": "a2V5"}, {}, "the storage account is not named"),
         ("abfs://c@a.dfs.own.example/x", AZURE, {}, "a.dfs.own.example is not a host of a known Azure cloud"),
         ("abfs://a.dfs.core.windows.net/c/x", AZURE, {}, "names no container"),
-        ("az://c/x", {"AZURE_STORAGE_CONNECTION_STRING": "AccountName=a"}, {}, "has neither AccountKey nor Shared"),
-        (
-            "abfs://c@b.dfs.core.windows.net/x",
-            {"AZURE_STORAGE_CONNECTION_STRING": "AccountName=a;AccountKey=aGk="},
-            {},
-            "the connection string is of the account a",
-        ),
+        ("az://c/x", connected("AccountName=a"), {}, "has neither AccountKey nor Shared"),
+        (OTHER, connected("AccountName=a;AccountKey=aGk="), {}, "the connection string is of the account a"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
@@ -605,35 +483,37 @@ def secured(server: FaultyS3, folder: Path) -> str:
     return server.url.replace("http:", "https:")
 
 
-@pytest.mark.parametrize("word", ["AWS_CA_BUNDLE", "SSL_CERT_FILE", "profile"])
 def test_a_certificate_is_trusted_by_the_words_of_the_sdk(
-    s3: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+    s3: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FaultyS3() as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", secured(server, tmp_path))
         server.put("store/key", b"data")
-        with pytest.raises(StorageError, match="the server's certificate is not trusted") as caught:
-            reach().read("key")
-        assert "set AWS_CA_BUNDLE" in caught.value.hint
-        if word == "profile":
-            (tmp_path / "config").write_text(f"[default]\nca_bundle = {tmp_path}/authority.pem\n")
-            monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-        else:
-            monkeypatch.setenv(word, f"{tmp_path}/authority.pem")
-        assert reach().read("key") == b"data"
+        (tmp_path / "config").write_text(f"[default]\nca_bundle = {tmp_path}/authority.pem\n")
+        for name, place in (
+            ("AWS_CA_BUNDLE", "authority.pem"),
+            ("SSL_CERT_FILE", "authority.pem"),
+            ("AWS_CONFIG_FILE", "config"),
+        ):
+            with pytest.raises(StorageError, match="the server's certificate is not trusted") as caught:
+                reach().read("key")
+            assert "set AWS_CA_BUNDLE" in caught.value.hint
+            with monkeypatch.context() as patch:
+                patch.setenv(name, str(tmp_path / place))
+                assert reach().read("key") == b"data"
         server.shutdown()
 
 
-@pytest.mark.parametrize(("url", "extra"), [("s3://b/x", "sagemaker"), ("abfs://c@a.dfs.core.windows.net", "azureml")])
-def test_where_it_is_not_installed_the_extra_is_named(s3: FaultyS3, url: str, extra: str) -> None:
+def test_where_it_is_not_installed_the_extra_is_named(s3: FaultyS3) -> None:
     code = (
         "sys.modules['obstore'] = None\n"
-        "try: files(sys.argv[1]).read('key')\n"
-        "except Exception as exc: print(exc); print(exc.hint)\n"
+        "for url in ('s3://b/x', 'abfs://c@a.dfs.core.windows.net'):\n"
+        "    try: files(url).read('key')\n"
+        "    except Exception as exc: print(exc); print(exc.hint)\n"
     )
-    first, second = run(code, url).splitlines()
-    assert first == f"store: {url.partition(':')[0]}:// needs obstore, which is not installed"
-    assert second.endswith(f"[{extra}]'")
+    lines = run(code).splitlines()
+    assert lines[::2] == [f"store: {scheme}:// needs obstore, which is not installed" for scheme in ("s3", "abfs")]
+    assert [hint.rpartition("[")[2] for hint in lines[1::2]] == ["sagemaker]'", "azureml]'"]
 
 
 # ----------------------------------------------------------------------------------------- S3's address and credentials
@@ -651,47 +531,33 @@ AMAZON = "amazonaws.com"
 SERVICES = "services = local\n[services local]\ns3 =\n  endpoint_url = http://minio:9000\n"
 
 
+MINIO = {"AWS_ENDPOINT_URL": "http://minio:9000"}
+OWN = {**MINIO, "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"}
+STYLE = "s3 =\n  addressing_style = "
+
+
 @pytest.mark.parametrize(
-    ("environ", "profile", "endpoint", "virtual"),
+    ("environ", "profile", "endpoint"),
     [
-        ({}, "region = eu-west-1", f"https://s3.eu-west-1.{AMAZON}", False),
-        ({}, "region = us-gov-west-1", f"https://s3.us-gov-west-1.{AMAZON}", False),
-        ({}, "region = cn-north-1", f"https://bucket.s3.cn-north-1.{AMAZON}.cn", True),
-        ({}, "region = us-iso-east-1", "https://bucket.s3.us-iso-east-1.c2s.ic.gov", True),
-        ({"AWS_USE_FIPS_ENDPOINT": "true"}, "region = eu-west-1", f"https://bucket.s3-fips.eu-west-1.{AMAZON}", True),
-        (
-            {},
-            "region = eu-west-1\nuse_dualstack_endpoint = true",
-            f"https://bucket.s3.dualstack.eu-west-1.{AMAZON}",
-            True,
-        ),
-        ({}, "s3 =\n  use_accelerate_endpoint = true", f"https://bucket.s3-accelerate.{AMAZON}", True),
-        ({}, "region = eu-west-1\ns3 =\n  addressing_style = path", f"https://s3.eu-west-1.{AMAZON}", False),
-        (
-            {"AWS_ENDPOINT_URL": "http://minio:9000"},
-            "s3 =\n  addressing_style = virtual",
-            "http://bucket.minio:9000",
-            True,
-        ),
-        ({"AWS_ENDPOINT_URL": "http://minio:9000"}, "s3 =\n  max_bandwidth = 5MB/s", "http://minio:9000", False),
-        ({"AWS_ENDPOINT_URL": "http://minio:9000/s/"}, "region = garage", "http://minio:9000/s", False),
-        ({}, f"region = eu-west-1\n{SERVICES}", "http://minio:9000", False),
-        ({}, "endpoint_url = http://minio:9000", "http://minio:9000", False),
-        (
-            {"AWS_ENDPOINT_URL": "http://minio:9000", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"},
-            "region = eu-west-1",
-            f"https://bucket.s3.eu-west-1.{AMAZON}",
-            True,
-        ),
+        ({}, "region = eu-west-1", f"https://s3.eu-west-1.{AMAZON}"),
+        ({}, "region = us-gov-west-1", f"https://s3.us-gov-west-1.{AMAZON}"),
+        ({}, "region = cn-north-1", f"https://bucket.s3.cn-north-1.{AMAZON}.cn"),
+        ({}, "region = us-iso-east-1", "https://bucket.s3.us-iso-east-1.c2s.ic.gov"),
+        ({"AWS_USE_FIPS_ENDPOINT": "true"}, "region = eu-west-1", f"https://bucket.s3-fips.eu-west-1.{AMAZON}"),
+        ({}, "region = eu-west-1\nuse_dualstack_endpoint = true", f"https://bucket.s3.dualstack.eu-west-1.{AMAZON}"),
+        ({}, "s3 =\n  use_accelerate_endpoint = true", f"https://bucket.s3-accelerate.{AMAZON}"),
+        ({}, f"region = eu-west-1\n{STYLE}path", f"https://s3.eu-west-1.{AMAZON}"),
+        (MINIO, f"{STYLE}virtual", "http://bucket.minio:9000"),
+        (MINIO, "s3 =\n  max_bandwidth = 5MB/s", "http://minio:9000"),
+        ({"AWS_ENDPOINT_URL": "http://minio:9000/s/"}, "region = garage", "http://minio:9000/s"),
+        ({**MINIO, "AWS_ENDPOINT_URL_S3": "http://two"}, "", "http://two"),
+        ({}, f"region = eu-west-1\n{SERVICES}", "http://minio:9000"),
+        ({}, "endpoint_url = http://minio:9000", "http://minio:9000"),
+        (OWN, "region = eu-west-1", f"https://bucket.s3.eu-west-1.{AMAZON}"),
     ],
 )
 def test_the_endpoint_is_the_one_that_botocore_chooses(
-    environ: dict[str, str],
-    profile: str,
-    endpoint: str,
-    virtual: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str], profile: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = {**configured(tmp_path, f"[default]\n{profile}\n"), **environ}
     for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -699,24 +565,14 @@ def test_the_endpoint_is_the_one_that_botocore_chooses(
     for name, value in machine.items():
         monkeypatch.setenv(name, value)
     found = access("s3://bucket/x", machine).config
-    assert (found["endpoint"], found["virtual_hosted_style_request"]) == (endpoint, virtual)
+    assert (found["endpoint"], found["virtual_hosted_style_request"]) == (endpoint, "//bucket." in endpoint)
     assert found["aws_endpoint_url_s3"] == endpoint
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "specific", "option", "meant"),
-    [
-        ("http://one", None, None, "http://one"),
-        ("http://one", "http://two", None, "http://two"),
-        ("http://one", "http://two", "http://three", "http://three"),
-    ],
-)
-def test_endpoints_are_found_as_botocore_finds_them(
-    endpoint: str, specific: str | None, option: str | None, meant: str
-) -> None:
-    environ = {**KEYS, "AWS_ENDPOINT_URL": endpoint, **({"AWS_ENDPOINT_URL_S3": specific} if specific else {})}
-    options = {"client_kwargs": {"endpoint_url": option}} if option else {}
-    assert access("s3://b/x", environ, options).config["endpoint"] == meant
+def test_an_option_counts_before_all_variables() -> None:
+    environ = {**KEYS, **MINIO, "AWS_ENDPOINT_URL_S3": "http://two"}
+    found = access("s3://b/x", environ, {"client_kwargs": {"endpoint_url": "http://three"}})
+    assert found.config["endpoint"] == "http://three"
 
 
 def test_a_configured_profile_gives_keys_region_and_endpoint(
@@ -877,23 +733,23 @@ def test_words_of_fsspec_s_configuration_count(s3: FaultyS3, tmp_path: Path, mon
     assert seen == [(("own", "eu-north-1"), "requester"), (("a", "eu-south-2"), None), (None, None)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "value"),
     [
-        ("AWS_ENDPOINT", "http://127.0.0.1:1"),
-        ("AWS_SKIP_SIGNATURE", "true"),
-        ("AWS_CONDITIONAL_PUT", "disabled"),
-        ("AWS_S3_EXPRESS", "true"),
-        ("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true"),
-        ("AWS_UNSIGNED_PAYLOAD", "true"),
-        ("AWS_REQUEST_PAYER", "requester"),
+        *((name, "true") for name in ("SKIP_SIGNATURE", "S3_EXPRESS", "VIRTUAL_HOSTED_STYLE_REQUEST")),
+        ("UNSIGNED_PAYLOAD", "true"),
+        ("ENDPOINT", "http://127.0.0.1:1"),
+        ("CONDITIONAL_PUT", "disabled"),
+        ("REQUEST_PAYER", "requester"),
     ],
 )
 def test_variables_that_the_sdk_does_not_know_do_not_count(
     s3: FaultyS3, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    monkeypatch.setenv(name, value)
-    assert reach(tries=1).create("key", b"1")
+    s3.clear()
+    with monkeypatch.context() as patch:
+        patch.setenv(f"AWS_{name}", value)
+        assert reach(tries=1).create("key", b"1")
     headers = next(headers for method, _, headers in s3.requests if method == "PUT")
     assert (headers["if-none-match"], headers["host"]) == ("*", s3.url.removeprefix("http://"))
     assert len(headers["x-amz-content-sha256"]) == 64
@@ -901,10 +757,33 @@ def test_variables_that_the_sdk_does_not_know_do_not_count(
     assert "authorization" in headers
 
 
-def test_no_credentials_is_one_line(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    with pytest.raises(AuthError, match=r"^s3://bucket/store: no access: .*credentials"):
-        reach().read("key")
+@pytest.mark.parametrize("names", [["ACCESS_KEY_ID"], ["ACCESS_KEY_ID", "SECRET_ACCESS_KEY"]], ids=["half", "none"])
+def test_no_credentials_is_one_line(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    for name in names:
+        monkeypatch.delenv(f"AWS_{name}")
+    tree, why = reach(), "Unable to locate credentials" if len(names) == 2 else ".*credentials"
+    for attempt in (tree.list, lambda: tree.read("key"), lambda: tree.create("key", b"")):
+        with pytest.raises(AuthError, match=rf"^s3://bucket/store: no access: {why}"):
+            attempt()
+
+
+def test_refused_credentials(azure_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = os.environ["AZURE_STORAGE_CONNECTION_STRING"]
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", good.replace("AccountKey=Eby8", "AccountKey=Abcd"))
+    tree = files(azure_url)
+    for attempt in (tree.list, lambda: tree.write("key", b"")):
+        with pytest.raises(AuthError, match="no access") as caught:
+            attempt()
+        assert "Abcd" not in str(caught.value)
+
+
+def test_a_server_that_is_gone(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    waits: list[float] = []
+    tree = RemoteFiles(url="s3://bucket/store", retries=Retries(tries=2, sleep=waits.append))
+    with pytest.raises(StorageError, match=r"cannot reach .*: connection refused"):
+        tree.read("key")
+    assert len(waits) == 1
 
 
 def test_what_kept_a_request_from_being_signed_is_told_of_it_alone() -> None:

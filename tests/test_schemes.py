@@ -30,7 +30,7 @@ from cloudtrain.storage.remote import RemoteFiles
 from cloudtrain.store.copies import copy_inputs
 from cloudtrain.store.gc import collect
 from cloudtrain.store.staging import stage_input
-from cloudtrain.store.store import Staged, Store
+from cloudtrain.store.store import Store
 
 pytestmark = pytest.mark.remote
 
@@ -67,12 +67,6 @@ def below(root: Path) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------------------ connections
-
-
-@pytest.fixture
-def tree(plain: Callable[[str], str]) -> Files:
-    """Return an empty store of a class that can be one."""
-    return files(plain(PLAIN + EXCLUSIVE))
 
 
 def _put(server: Server, data: dict[str, bytes]) -> Files:
@@ -132,41 +126,30 @@ def test_who_is_not_let_in_is_told_so(sftp: Server, tmp_path: Path, monkeypatch:
 # ------------------------------------------------------------------------------------------ URLs that cannot be a store
 
 
-def refused(url: str) -> str:
-    """Return the error of a write to ``url``."""
-    tree, told = files(url), []
+def check_refused(url: str, message: str) -> None:
+    tree = files(url)
     for attempt in (lambda: tree.write("k", b"1"), lambda: tree.create("k", b"1"), lambda: tree.remove("k")):
         with pytest.raises(SpecError) as found:
             attempt()
+        assert found.value.message == message
         assert "\n" not in str(found.value)
-        told.append(found.value.message)
-    assert len(set(told)) == 1
-    return told[0]
 
 
 def test_what_cannot_create_exclusively_is_no_store(
     ftp: tuple[Path, str], sftp: Server, plain: Callable[[str], str]
 ) -> None:
-    root, url = ftp
-    for place, kind in (
-        (f"{url}/store", "FTPFileSystem"),
-        (f"{sftp.url}/store", "SFTPFileSystem"),
-        (plain(PLAIN), "PlainFileSystem"),
+    swallows = "\n    def pipe_file(self, path, value, **kwargs):\n        super().pipe_file(path, value)\n"
+    for make, kind in (
+        (lambda: f"{ftp[1]}/store", "FTPFileSystem"),
+        (lambda: f"{sftp.url}/store", "SFTPFileSystem"),
+        (lambda: plain(PLAIN), "PlainFileSystem"),
+        (lambda: plain(PLAIN + swallows), "PlainFileSystem"),
     ):
-        assert refused(place) == (
-            f"{place} cannot be a store: {kind} cannot create a file exclusively, so two clients could start one run"
-        )
-    assert below(root) == below(sftp.root) == []
-
-
-def test_a_class_that_only_creates_exclusively_refuses_a_swap(plain: Callable[[str], str]) -> None:
-    tree = files(plain(PLAIN + EXCLUSIVE))
-    version = tree.swap("key", None, b"1")
-    with pytest.raises(FileExistsError):
-        tree.swap("key", None, b"2")
-    with pytest.raises(StorageError, match="key: PlainFileSystem cannot replace a file only while it is unchanged"):
-        tree.swap("key", version, b"2")
-    assert tree.read("key") == b"1"
+        why = f"{kind} cannot create a file exclusively, so two clients could start one run"
+        url = make()
+        check_refused(url, f"{url} cannot be a store: {why}")
+        assert not os.path.exists(os.environ.get("PLAIN_ROOT", ""))
+    assert below(ftp[0]) == below(sftp.root) == []
 
 
 def test_gc_of_such_a_class_gives_its_lease_back(plain: Callable[[str], str], tmp_path: Path) -> None:
@@ -176,11 +159,7 @@ def test_gc_of_such_a_class_gives_its_lease_back(plain: Callable[[str], str], tm
         assert collect(store, delete=True).found == ()
         assert set(store.files.list(FOLDER)) == {f"{MARK}.versions/{number + 1}" for number in range(count)}
         assert stage_input(store, str(tmp_path / "a"), cwd=tmp_path).files == 1
-
-
-def test_a_dead_clients_lease_of_such_a_class_expires(plain: Callable[[str], str]) -> None:
-    store = Store(plain(PLAIN + EXCLUSIVE))
-    with Lease(store.files, MARK, seconds=0.5) as lease:
+    with Lease(store.files, MARK, seconds=0.5) as lease:  # of a client that dies
         time.sleep(1)
         lease.check()  # it was renewed meanwhile
         lease.kept = True
@@ -198,12 +177,6 @@ def test_a_file_whose_upload_fails_is_not_there(plain: Callable[[str], str], tmp
             tree.upload(tmp_path / "large", "a/large")
         assert tree.list() == ({} if kind.cut else {"a/large": len(data)})
     assert tree.read("a/large") == data
-
-
-def test_a_class_that_swallows_the_mode_is_not_believed(plain: Callable[[str], str]) -> None:
-    swallows = "\n    def pipe_file(self, path, value, **kwargs):\n        super().pipe_file(path, value)\n"
-    assert "cannot create a file exclusively" in refused(plain(PLAIN + swallows))
-    assert not Path(os.environ["PLAIN_ROOT"]).exists()
 
 
 def test_submit_says_so_before_anything_is_sent(ftp: tuple[Path, str], jobs: Jobs) -> None:
@@ -230,24 +203,6 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- a store
-
-
-def test_a_second_client_uploads_nothing(tree: Files, tmp_path: Path) -> None:
-    (tmp_path / "data/sub").mkdir(parents=True)
-    (tmp_path / "data/sub/x.bin").write_bytes(os.urandom(MIB))
-    (tmp_path / "data/copy.bin").write_bytes((tmp_path / "data/sub/x.bin").read_bytes())
-    staged, created = [], []
-    for run_id in ("one", "two", "one"):
-        store = Store(tree.url)
-        job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": str(tmp_path / "data")}})
-        placed, trees = store.inputs(job, frozenset({"none"}), run_id="r", cwd=tmp_path)
-        layout = Layout(store=store.url, run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
-        staged.append(store.stage(layout, archive=lambda: b"code", pyz=b"runtime", trees=trees))
-        created.append(store.create_run(layout, {"protocol": 1}))
-    assert staged == [Staged(code_bytes=4, runtime_bytes=7, data_bytes=2 * MIB), Staged(), Staged()]
-    assert created == [True, True, False]
-    assert Store(tree.url).runs() == ["one", "two"]
-    assert files(tree.url).names("staging") == []
 
 
 SCRIPT = """

@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import for_each
-from servers import ATTEMPT_RACER, race
+from servers import race
 
 from cloudtrain.errors import DigestError, NotFoundError, SpecError, StorageError
 from cloudtrain.job.job import Job
@@ -348,11 +348,33 @@ def test_attempts(store: Store) -> None:
     assert store.attempts(RUN) == [0, 2, 10]
 
 
-@pytest.mark.slow
-def test_one_of_many_processes_starts_an_attempt(local: Store) -> None:
+#: For `race`: create the first ``argv[2]`` attempts of a run in the store ``argv[1]``, and print which ones succeed.
+ATTEMPT_RACER = """
+from cloudtrain.provider_api.protocol import Request
+from cloudtrain.store.store import Store
+store = Store(sys.argv[1])
+store.runs()
+request = Request(provider="p", operation="create", body={}, context={}, run="r")
+ready()
+print(json.dumps([k for k in range(int(sys.argv[2])) if store.create_attempt("run-1", k, request)]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "count"),
+    [
+        pytest.param("folder", 20, 5, marks=pytest.mark.slow),
+        pytest.param("s3", 10, 3, marks=pytest.mark.remote),
+        pytest.param("azure", 10, 3, marks=pytest.mark.remote),
+    ],
+)
+def test_one_of_many_processes_starts_an_attempt(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, keys: int, count: int
+) -> None:
     """The requests are identical, so their content does not tell the creators apart."""
-    won = race(ATTEMPT_RACER, local.url, "20", "auto", count=5)
-    assert sorted(itertools.chain(*won)) == list(range(20))
+    url = f"file://{tmp_path}/store" if kind == "folder" else request.getfixturevalue(f"{kind}_url")
+    won = race(ATTEMPT_RACER, url, str(keys), count=count)
+    assert sorted(itertools.chain(*won)) == list(range(keys))
 
 
 def test_container(store: Store, tmp_path: Path) -> None:

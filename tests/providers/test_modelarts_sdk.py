@@ -6,7 +6,6 @@ import os
 import random
 import socket
 import string
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -214,27 +213,11 @@ def test_both_clients_read_the_same_objects(plane: Plane, theirs: Any, tmp_path:
     assert theirs.deleteObject("both", "store/large").status == 204
     assert sorted(ours.list()) == ["copied.txt", "theirs.txt"]
     assert ours.names() == ["copied.txt", "theirs.txt"]
-
-
-def test_one_of_several_creating_clients_wins(plane: Plane, theirs: Any) -> None:
-    plane.obs.make("race")
-    for number in range(4):
-        won: list[str] = []
-
-        def create(name: str, key: str = f"record-{number}", won: list[str] = won) -> None:
-            if files("obs://race/store").create(key, name.encode()):
-                won.append(name)
-
-        threads = [threading.Thread(target=create, args=(name,)) for name in ("a", "b", "c")]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(won) == 1
-        assert files("obs://race/store").read(f"record-{number}") == won[0].encode()
+    assert ours.create("record", b"ours")
     header = {"x-obs-forbid-overwrite": "true"}
-    assert theirs.putContent("race", "store/record-0", "x", extensionHeaders=header).status == 409
-    assert [key for key in plane.obs.keys_of("race") if "probe" in key] == []
+    assert theirs.putContent("both", "store/record", "x", extensionHeaders=header).status == 409
+    assert ours.read("record") == b"ours"
+    assert [key for key in plane.obs.keys_of("both") if "probe" in key] == []
 
 
 @for_each("kind", ["overwrites", "parallel"])
