@@ -343,6 +343,24 @@ def test_an_attempt_that_was_accepted_but_not_noted_is_found_and_noted(world: Wo
     assert world.platform.asked == ["find 0", "status job-0", "status job-0"]
 
 
+def test_a_job_that_could_not_be_recorded_is_recorded_before_the_result(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the end, no client looks for it."""
+    write, errors = Store.write_submitted, [StorageError("the store is full")]
+
+    def once_full(*given: Any) -> None:
+        if errors:
+            raise errors.pop()
+        write(*given)
+
+    world.recorded().attempt(0, Status(state="succeeded", native="Done"), submitted=False)
+    world.platform.accepted[0] = "job-0"
+    monkeypatch.setattr(Store, "write_submitted", once_full)
+    assert world.run().result()["state"] == "succeeded"
+    assert (world.store.submitted("r1", 0) or {})["native_id"] == "job-0"
+
+
 @pytest.mark.parametrize("attempts", [0, 1])
 def test_a_run_that_was_never_submitted_says_how_to_go_on(world: World, attempts: int) -> None:
     world.recorded()
@@ -1670,6 +1688,26 @@ def test_a_job_that_was_found_after_a_refusal_runs_on(unsure: World) -> None:
     assert unsure.run().status().state == "running"
     assert deliver(unsure.run(), request(0), {}) == "job-0"
     assert unsure.platform.cancelled == []
+
+
+def test_a_job_of_a_refused_attempt_that_was_followed_is_stopped_before_it_is_recorded(
+    unsure: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client was held up after a lost answer. Another one was refused, and started the next attempt."""
+
+    def meanwhile(*given: float) -> float:
+        unsure.store.write_refused("r1", 0, category="infra", reason="try again")
+        unsure.attempt(1, RUNNING)
+        return 0.0
+
+    def stop(native_id: str) -> None:
+        assert unsure.store.submitted("r1", 0) is None
+        unsure.platform.cancelled.append(native_id)
+
+    monkeypatch.setattr("cloudtrain.runs.log_sources.random.uniform", meanwhile)
+    monkeypatch.setattr(unsure.platform, "cancel", stop)
+    assert deliver(unsure.run(), request(0), {}, say=list[str]().append) == "job-0"
+    assert unsure.platform.cancelled == ["job-0"]
 
 
 def test_a_request_that_was_sent_after_the_end_of_a_cancelled_run_is_looked_for(

@@ -41,6 +41,7 @@ from cloudtrain.validate import unix_seconds, without_secrets
         ("model-2025-06-01_1000.pt", 1000),
         ("model_20250601_100000.pt", 100000),
         ("tokens-20971520-1200", 1200),
+        ("model-2048-1024.pt", 1024),
         ("ckpt_20240101_120000", 20240101),
         ("best", None),
         ("", None),

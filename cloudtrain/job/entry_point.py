@@ -167,5 +167,6 @@ def _module_file(root: str, module: str) -> str:
     inner = module.replace(".", "/")
     why = f"no module {module} below {root}: neither {inner}.py nor {inner}/__main__.py"
     folders = sorted(path.relative_to(root).parts[0] for path in Path(root).glob(f"*/{inner}.py"))
+    folders = [os.path.relpath(os.path.join(root, folder)) for folder in folders]
     below = [f"let {folder} ship alone: --source-dir {folder} -m {module}" for folder in folders[:1]]
     raise SpecError(why, field=FIELD, hint="".join(below) or near(f"{base}.py"))

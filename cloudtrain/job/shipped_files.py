@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import SpecError, StorageError
-from ..storage.local_disk import PARTIAL, TEMP
+from ..storage.local_disk import TEMP
 from ..storage.timings import CLIENT_TIMINGS
 from .ignore import Rule, Rules
 from .own_files import PULL_STATE, pulled_files, reason
@@ -192,7 +192,7 @@ class Walk:
 def _built_in(name: str) -> str:
     if name in _NEVER or name.endswith(".pyc"):
         return f"built-in: {name if name in _NEVER else '*.pyc'}"
-    return "built-in: unfinished file of cloudtrain" if name.startswith((TEMP, PARTIAL)) else ""
+    return "built-in: unfinished file of cloudtrain" if name.startswith(TEMP) else ""
 
 
 def _marker(folder: str, names: dict[str, os.DirEntry[str]]) -> str:

@@ -78,7 +78,7 @@ def deliver(
     if budget and store.result(run.run_id) is None:
         reserve(store, budget, run.run_id, run.job.at(run.provider_name))
     native = _sent(run, request, values, refusals, say or _warn)
-    if native is not None and native not in run._known.stopped and _is_over(run, request):
+    if native is not None and native not in run._known.stopped and _is_over(run, request, native):
         with contextlib.suppress(NotFoundError):  # cancelled, or recorded as refused, while it was being sent
             run._stop(native)
     return native
@@ -101,14 +101,14 @@ def _sent(
     store, attempt, arrival = run.store, request.attempt, extras_of(run.provider).arrival_s
     until: float | None = None  # by then a request without an answer has become a job, or never will
     is_ours = False  # if that request is of this client
-    is_cancelled = False
+    is_over = False  # if the request must no longer be sent
 
     def send() -> str | None:
-        nonlocal until, is_ours, is_cancelled
+        nonlocal until, is_ours, is_over
         # Checked again after a lost answer: nothing starts once the user knows that it was cancelled or refused.
-        over = store.refused(run.run_id, attempt) is not None or store.result(run.run_id) is not None
-        is_cancelled = store.cancelled(run.run_id)
-        if over or is_cancelled:
+        is_over = store.refused(run.run_id, attempt) is not None or store.result(run.run_id) is not None
+        is_over = is_over or store.cancelled(run.run_id)
+        if is_over:
             return run.provider.find(request)  # it may have been sent before
         lease.check()
         try:
@@ -141,19 +141,25 @@ def _sent(
             else:
                 lease.kept = True  # that request may still become a job
         if native is not None:
-            if is_cancelled:  # before it is recorded: then no client looks for it
+            if is_over and _is_over(run, request, native):  # before it is recorded: then no client looks for it
+                lease.kept = True  # if this fails, other clients look for it
                 with contextlib.suppress(NotFoundError):
                     run._stop(native)
+                lease.kept = False
             store.write_submitted(run.run_id, attempt, native)
         return native
 
 
-def _is_over(run: Run, request: Request) -> bool:
-    """Return whether the run was cancelled, or has continued without the attempt while that was being sent."""
+def _is_over(run: Run, request: Request, native: str) -> bool:
+    """Return whether the run was cancelled, or has continued without the job ``native`` while that was being sent."""
     store, ended = run.store, run.store.result(run.run_id)
-    if store.cancelled(run.run_id) or (ended is not None and ended["native_id"] is None):
+    if store.cancelled(run.run_id) or (ended is not None and ended["native_id"] != native):
         return True
-    more = handover.fallbacks_of(run) or run.job.at(run.provider_name).resources.min_instance_count
+    more = (
+        store.refused(run.run_id, request.attempt)
+        or handover.fallbacks_of(run)
+        or run.job.at(run.provider_name).resources.min_instance_count
+    )
     if not more and not any(handover.next_gpu(run, request, category) is not None for category in NO_MACHINES):
         return False
     return next_of(store, run.run_id) is not None or max(store.attempts(run.run_id)) > request.attempt

@@ -18,13 +18,14 @@ _BESIDE = re.compile(
 """Other files that scripts write with their checkpoints: settings, logs, pictures, programs."""
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
 _VERSION = re.compile(r"[-_.]?(?<![a-z0-9])v\d+", re.IGNORECASE)
-_DAY = r"(?:0[1-9]|1[0-2])[-_.]?(?:0[1-9]|[12]\d|3[01])"
+_DAY = r"(?:0[1-9]|1[0-2]){0}(?:0[1-9]|[12]\d|3[01])"
 _TIME = r"[-_T](?:[01]\d|2[0-3]){0}[0-5]\d(?:{0}[0-5]\d)?"
 _LAST = _TIME.format("") + r"(?=(?:[-_.]v\d+)?$)"
 """A time without signs in it. Only at the end of a name, as ``model-2025-06-01_1000.pt`` may be of step 1000."""
 _NO_STEP = re.compile(
     r"(?<![a-z0-9])v\d+|epochs?[-_=]*\d+"
-    rf"|(?<!\d)20\d\d(?:[-_.]{_DAY}(?!\d)(?:{_TIME.format('[-_.:]')}(?!\d)|{_LAST})?|{_DAY}{_LAST})",
+    rf"|(?<!\d)20\d\d(?:[-_.]{_DAY.format('[-_.]')}(?!\d)(?:{_TIME.format('[-_.:]')}(?!\d)|{_LAST})?"
+    rf"|{_DAY.format('')}{_LAST})",
     re.IGNORECASE,
 )
 """Versions, epochs and dates: ``2025-06-01_15-30``, ``20250601-153059``."""

@@ -19,7 +19,6 @@ from ..errors import DigestError, SpecError, StorageError
 from ..validate import url_scheme
 
 __all__ = [
-    "PARTIAL",
     "TEMP",
     "cache_home",
     "disk_errors",
@@ -41,8 +40,7 @@ __all__ = [
 
 SHOWN = 300
 """Characters of a path in a message; the middle of a longer path is left out."""
-TEMP, PARTIAL = ".cloudtrain-tmp-", ".partial-"
-"""Start of the name of an unfinished file, and of an unfinished folder."""
+TEMP = ".cloudtrain-tmp-"
 #: Parts of a temporary file's name after `TEMP`; the process id stands between them, as many may share a folder.
 _HERE, _NUMBERS = secrets.token_hex(8), itertools.count()
 _CHUNK = 1 << 20

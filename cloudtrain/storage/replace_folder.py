@@ -13,16 +13,17 @@ import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from .local_disk import PARTIAL, disk_errors
+from .local_disk import disk_errors
 
 __all__ = ["aside", "discard", "files_below", "keep", "names_for", "prune", "swap", "take", "tidy"]
 
 _FORMER = ".former-"
+_NEXT = ".partial-"
 
 
 def aside(final: Path) -> Path:
     """Return the path at which the next version of ``final`` is built."""
-    return final.with_name(PARTIAL + final.name)
+    return final.with_name(_NEXT + final.name)
 
 
 def tidy(folder: Path, names: Collection[str]) -> None:
@@ -37,7 +38,7 @@ def tidy(folder: Path, names: Collection[str]) -> None:
                     discard(path)
                 else:
                     os.replace(path, final)
-            elif path.name.startswith(PARTIAL) and path.name.removeprefix(PARTIAL) not in names:
+            elif path.name.startswith(_NEXT) and path.name.removeprefix(_NEXT) not in names:
                 discard(path)
 
 

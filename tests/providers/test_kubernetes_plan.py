@@ -235,7 +235,7 @@ def test_own_names_of_gpus_win_and_no_label_asks_for_any() -> None:
             "kubernetes.hami.use_gputype",
         ),
         (
-            {"hami": {"use_gputype": "A100", "nouse_gputype": ["A100"]}},
+            {"hami": {"use_gputype": "A100", "nouse_gputype": "V100,A100"}},
             {"gpu": ("A100:1",)},
             "kubernetes.hami.use_gputype",
         ),

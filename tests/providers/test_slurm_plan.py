@@ -237,7 +237,7 @@ def known(rows: tuple[tuple[str, ...], ...] = (), marks: Mapping[str, str] | Non
         ({"JobState": "FAILED", "ExitCode": "231:0"}, "failed", "preempted"),
         ({"JobState": "FAILED", "ExitCode": "230:0"}, "failed", "infra"),
         ({"JobState": "FAILED", "ExitCode": "2:0"}, "failed", "image"),
-        ({"JobState": "FAILED", "ExitCode": "255:0"}, "failed", "infra"),
+        ({"JobState": "FAILED", "ExitCode": "255:0"}, "failed", "user_error"),
         ({"JobState": "FAILED", "ExitCode": "0:53"}, "failed", "infra"),
         ({"JobState": "FAILED", "ExitCode": "1:0"}, "failed", "user_error"),
         ({"JobState": "OUT_OF_MEMORY"}, "failed", "oom"),

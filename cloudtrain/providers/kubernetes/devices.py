@@ -148,8 +148,10 @@ def tolerations(settings: Settings, gpu: Gpu | None, spot: bool) -> list[dict[st
 def hami_annotations(settings: Settings) -> dict[str, str]:
     """Return HAMi's annotations of the pods. Raises `SpecError` if no card is left."""
     for kind in ("gputype", "gpuuuid"):
-        uses = _values(settings.hami.get(f"use_{kind}", ()))
-        if uses and set(uses) <= set(_values(settings.hami.get(f"nouse_{kind}", ()))):
+        uses, excludes = (
+            ",".join(_values(settings.hami.get(f"{use}_{kind}", ()))).split(",") for use in ("use", "nouse")
+        )
+        if uses != [""] and set(uses) <= {*excludes}:
             field = f"{NAME}.hami.use_{kind}"
             raise SpecError(f"nouse_{kind} excludes all of it", field=field, hint="keep one of them")
     words = {name: word for name, (word, rule) in _HAMI.items() if not isinstance(rule, range)}

@@ -54,7 +54,7 @@ _ENDS = {
     f"{AGAIN}:0": ("preempted", "its nodes stopped at a notice, and Slurm did not start it again"),
     f"{LOST}:0": ("infra", "a node was lost"),
     "2:0": ("image", f"{NAME}.python did not start on a node, or the node does not see the store: its log says more"),
-    "255:0": ("infra", f"srun or the container did not start: its log says more; check {NAME}.container"),
+    "255:0": ("user_error", f"srun or the container did not start: its log says more; check {NAME}.container"),
     "0:53": ("infra", "Slurm could not start the batch script: its log's folder is missing on the node"),
 }
 """Category and reason of a job's end."""
