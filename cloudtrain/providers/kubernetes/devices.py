@@ -147,11 +147,12 @@ def tolerations(settings: Settings, gpu: Gpu | None, spot: bool) -> list[dict[st
 
 def hami_annotations(settings: Settings) -> dict[str, str]:
     """Return HAMi's annotations of the pods. Raises `SpecError` if no card is left."""
+
+    def cards(rule: str) -> set[str]:
+        return {*",".join(_values(settings.hami.get(rule, ()))).split(",")} - {""}
+
     for kind in ("gputype", "gpuuuid"):
-        uses, excludes = (
-            ",".join(_values(settings.hami.get(f"{use}_{kind}", ()))).split(",") for use in ("use", "nouse")
-        )
-        if uses != [""] and set(uses) <= {*excludes}:
+        if (uses := cards(f"use_{kind}")) and uses <= cards(f"nouse_{kind}"):
             field = f"{NAME}.hami.use_{kind}"
             raise SpecError(f"nouse_{kind} excludes all of it", field=field, hint="keep one of them")
     words = {name: word for name, (word, rule) in _HAMI.items() if not isinstance(rule, range)}
