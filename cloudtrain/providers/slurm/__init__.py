@@ -27,13 +27,9 @@ class Settings:
 
     host: str = setting("login node that ssh reaches; default: the tools of this machine")
     mounts: dict[str, Any] = setting(
-        "the nodes' folder by the URL of the bucket, or folder here, that it shows; "
-        "default: nodes see this machine's paths",
-        dict,
+        "the nodes' folder by the URL or folder here that it shows; default: nodes see this machine's paths", dict
     )
-    folder: str = setting(
-        "folder of the login node and all nodes, for Slurm's logs and the secrets of a run; default: the run's"
-    )
+    folder: str = setting("folder of all nodes for a run's secrets and Slurm's logs; default: the run's own")
     partition: str = setting("--partition of sbatch")
     account: str = setting("--account of sbatch")
     qos: str = setting("--qos of sbatch")
@@ -42,8 +38,7 @@ class Settings:
     nodelist: str = setting("--nodelist of sbatch")
     exclude: str = setting("--exclude of sbatch")
     gres_type: dict[str, Any] = setting(
-        "the cluster's type by the GPU's name: H100 = \"nvidia_h100_80gb_hbm3\"; default: the name in lower case",
-        dict,
+        "the cluster's type by the GPU's name: H100 = 'nvidia_h100_80gb_hbm3'; default: the name in lower case", dict
     )
     mem: str = setting("memory of a node for jobs without memory_gb: 64G")
     cpus_per_task: int = setting("cores of a node for jobs without cpus", 0, least=0)

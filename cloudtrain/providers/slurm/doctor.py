@@ -5,7 +5,6 @@ Nothing is created. ``doctor --job`` looks at the store from a node.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -71,7 +70,7 @@ def _partition(account: Account, request: Request | None) -> Check:
 def _minutes(limit: str) -> float:
     """Return the minutes of sinfo's ``[[days-]hours:]minutes:seconds``; infinity for other words."""
     if not (found := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)):
-        return math.inf
+        return float("inf")
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return (days * 24 + hours) * 60 + minutes + seconds / 60
 
