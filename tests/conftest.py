@@ -60,8 +60,8 @@ def _copied_flags(app: cyclopts.App, **more: Any) -> cyclopts.ArgumentCollection
 
 cyclopts.App.assemble_argument_collection = _copied_flags
 
-# A new process of ours has not imported pydantic when it parses its command line. Here other tests have. cyclopts would
-# then make pydantic check every flag a second time, which takes half of the time of a `plan`.
+# Other tests import pydantic into this process. cyclopts then lets pydantic check every flag a second time, which takes
+# half of the time of a `plan`. The real command has not imported pydantic when it parses its flags.
 cyclopts.argument._argument.sys = SimpleNamespace(modules={})
 
 settings.register_profile("fast", max_examples=FEW, deadline=None, derandomize=True)

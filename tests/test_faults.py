@@ -168,7 +168,7 @@ def trial(check: Callable[[Broken, Path, st.DataObject], None]) -> Callable[[Bro
 @trial
 def test_a_target_holds_the_right_bytes_or_what_it_held(place: Broken, tmp_path: Path, drawn: st.DataObject) -> None:
     faults, size, seed = drawn.draw(place.moving), drawn.draw(place.sizes), drawn.draw(st.integers(0, 99))
-    promised, told = drawn.draw(st.booleans()), drawn.draw(st.booleans())
+    gives_digest, gives_size = drawn.draw(st.booleans()), drawn.draw(st.booleans())
     draw, one_at_a_time = random.Random(seed), threading.Lock()
     place.begin(data := draw.randbytes(size))
     target = tmp_path / "target"
@@ -178,15 +178,17 @@ def test_a_target_holds_the_right_bytes_or_what_it_held(place: Broken, tmp_path:
         with one_at_a_time:  # gcsfs sends two requests at once
             place.write(draw.randbytes(size))
 
-    if not promised:  # only a digest shows a changed byte
+    if not gives_digest:  # only a digest shows a changed byte
         faults = [None if fault == "corrupt" else fault for fault in faults]
     with place.planned(faults, replace):
         try:
-            place.tree.download("key", target, sha256=digest(data) if promised else None, size=size if told else None)
+            place.tree.download(
+                "key", target, sha256=digest(data) if gives_digest else None, size=size if gives_size else None
+            )
         except (StorageError, DigestError):
             assert target.read_bytes() == b"old"
         else:
-            assert target.read_bytes() in ([data] if promised else place.versions)
+            assert target.read_bytes() in ([data] if gives_digest else place.versions)
     assert os.listdir(tmp_path) == ["target"]
     place.tree.download("key", target, sha256=digest(place.versions[-1]))
     assert target.read_bytes() == place.versions[-1]

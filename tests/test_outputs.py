@@ -14,6 +14,7 @@ from cloudtrain.job.job import Source
 from cloudtrain.job.own_files import _SETTINGS, PULL_STATE, reason
 from cloudtrain.report.markup import page, tag
 from cloudtrain.settings.settings import FILE
+from cloudtrain.storage.local_disk import TEMP
 
 RUN = {"run": "s3://b/p/runs/r-1", "run_id": "r-1"}
 OURS: dict[str, Any] = {
@@ -110,6 +111,13 @@ def test_of_a_folder_of_the_user_s_that_pull_filled_the_rest_ships(tmp_path: Pat
     fill(tmp_path, {"train.py": "", **{below + name: "" for name in mine + pulled}})
     fill(tmp_path, {below + PULL_STATE: {"run": RUN["run"], "files": {name: {} for name in pulled}}})
     assert [file.path for file in bundle(tmp_path).files] == sorted(["train.py", *(below + name for name in mine)])
+
+
+def test_what_a_killed_pull_was_writing_does_not_ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloudtrain.job.own_files._MOST", 1)  # the record of a large pull counts all the same
+    fill(tmp_path, {"train.py": "", "src/net.py": "", "src/a.txt": "", f"src/{TEMP}1-2": "half"})
+    fill(tmp_path, {f"src/{PULL_STATE}": {"run": RUN["run"], "files": {"a.txt": {}}}})
+    assert [file.path for file in bundle(tmp_path).files] == ["src/net.py", "train.py"]
 
 
 def test_a_large_file_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

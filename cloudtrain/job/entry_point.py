@@ -166,7 +166,8 @@ def _module_file(root: str, module: str) -> str:
             return path
     inner = module.replace(".", "/")
     why = f"no module {module} below {root}: neither {inner}.py nor {inner}/__main__.py"
-    folders = sorted(path.relative_to(root).parts[0] for path in Path(root).glob(f"*/{inner}.py"))
-    folders = [os.path.relpath(os.path.join(root, folder)) for folder in folders]
-    below = [f"let {folder} ship alone: --source-dir {folder} -m {module}" for folder in folders[:1]]
-    raise SpecError(why, field=FIELD, hint="".join(below) or near(f"{base}.py"))
+    hint = near(f"{base}.py")
+    if found := sorted(Path(root).glob(f"*/{inner}.py")):
+        folder = os.path.relpath(os.path.join(root, found[0].relative_to(root).parts[0]))
+        hint = f"let {folder} ship alone: --source-dir {folder} -m {module}"
+    raise SpecError(why, field=FIELD, hint=hint)

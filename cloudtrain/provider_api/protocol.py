@@ -566,7 +566,8 @@ def check_settings(settings: Any, prefix: str) -> None:
     """Raise `SpecError` for a value outside the limits of its `setting`. ``prefix`` begins the field of the error."""
     for spec in dataclasses.fields(settings):
         value, limits = getattr(settings, spec.name), spec.metadata.get("schema", {})
-        if "enum" in limits and value not in (*limits["enum"], spec.default or None):  # None: not set
+        is_unset = value is None and not spec.default
+        if "enum" in limits and value not in limits["enum"] and not is_unset:
             choice_of(value, tuple(filter(None, limits["enum"])), prefix + spec.name)
         if "minimum" in limits and isinstance(spec.default, int):
             whole_number(value, prefix + spec.name, least=limits["minimum"], most=limits.get("maximum"))

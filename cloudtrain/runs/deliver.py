@@ -101,14 +101,14 @@ def _sent(
     store, attempt, arrival = run.store, request.attempt, extras_of(run.provider).arrival_s
     until: float | None = None  # by then a request without an answer has become a job, or never will
     is_ours = False  # if that request is of this client
-    is_over = False  # if the request must no longer be sent
+    is_barred = False  # if the request must no longer be sent
 
     def send() -> str | None:
-        nonlocal until, is_ours, is_over
+        nonlocal until, is_ours, is_barred
         # Checked again after a lost answer: nothing starts once the user knows that it was cancelled or refused.
-        is_over = store.refused(run.run_id, attempt) is not None or store.result(run.run_id) is not None
-        is_over = is_over or store.cancelled(run.run_id)
-        if is_over:
+        is_barred = store.refused(run.run_id, attempt) is not None or store.result(run.run_id) is not None
+        is_barred = is_barred or store.cancelled(run.run_id)
+        if is_barred:
             return run.provider.find(request)  # it may have been sent before
         lease.check()
         try:
@@ -141,7 +141,7 @@ def _sent(
             else:
                 lease.kept = True  # that request may still become a job
         if native is not None:
-            if is_over and _is_over(run, request, native):  # before it is recorded: then no client looks for it
+            if is_barred and _is_over(run, request, native):  # before it is recorded: then no client looks for it
                 lease.kept = True  # if this fails, other clients look for it
                 with contextlib.suppress(NotFoundError):
                     run._stop(native)

@@ -679,7 +679,8 @@ def committed_in(there: Files, root: str) -> tuple[list[Checkpoint], dict[str, i
     def look(folder: str) -> Checkpoint | None:
         key, match = f"{root}/{folder}".strip("/"), _CHECKPOINT.fullmatch(folder)
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-            commit = json_loads(there.read(f"{key}/{COMMIT}"))  # its folder counts, whatever it names
+            commit = json_loads(there.read(f"{key}/{COMMIT}"))
+            # The name of the folder counts, also if the file has another one.
             item = Checkpoint.of({**commit, **match.groupdict()} if match else commit, key)
             if item.missing(lambda path: sizes.get(f"{folder}/{path}".lstrip("/"))) is None:
                 return item

@@ -57,8 +57,8 @@ def _partition(account: Account, request: Request | None) -> Check:
     if wrong := [name for name in chosen if name not in rows]:
         why = f"{wrong[0]!r} is no partition" if wrong[0] else "is not set, and there is no default"
         raise SpecError(why, field=f"{NAME}.partition", hint=f"choose one of: {', '.join(sorted(rows))}")
-    asks = request is not None and account.settings.partition and not account.settings.qos  # a QOS may allow more
-    minutes = request.body["sbatch"]["time"] if request is not None and asks else 0
+    is_sure = account.settings.partition and not account.settings.qos  # a QOS may allow more
+    minutes = request.body["sbatch"]["time"] if request is not None and is_sure else 0
     if all(minutes > _minutes(rows[name][2]) for name in chosen):  # sbatch takes such a job, which then never starts
         limits = ", ".join(f"{name} allows {rows[name][2]}" for name in chosen)
         hint = f"lower --max-runtime, or set {NAME}.max_time to the partition's limit in seconds"
