@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests/kit"))
 
-from test_docs import BIN, Block, blocks, page  # noqa: E402  the tests read pages in the same way
+from pages import BIN, Block, blocks, page  # noqa: E402  the tests read pages in the same way
 
 PAGE = "docs/first-run.md"
 HOME = "/home/you/cloudtrain"

@@ -26,7 +26,9 @@ from cloudtrain.store import runtime_zip
 if TYPE_CHECKING:
     from jobs import Once
 
-pytest_plugins = ["jobs", "servers", "plain", "containers", "trainings", "trials", "clients", "doctoring", "warm"]
+pytest_plugins = [
+    "jobs", "servers", "plain", "containers", "trainings", "trials", "clients", "doctoring", "warm", "built_wheel",
+]  # fmt: skip
 
 # Every test has its own store and needs the same zip in it. The zips of the providers share most of their modules.
 runtime_zip.build = functools.cache(runtime_zip.build)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,10 @@ from cloudtrain.errors import SpecError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout, LayoutInput, Request
 
-__all__ = ["Plans"]
+__all__ = ["PROVIDERS", "STORES", "Plans", "sample_plans"]
+
+PROVIDERS = ("local", "docker", "sagemaker", "azureml", "vertex")
+STORES = {"sagemaker": "s3://b/s", "azureml": "abfs://c@acct.dfs.core.windows.net/s", "vertex": "gs://b/s"}
 
 
 @dataclass(frozen=True)
@@ -55,3 +59,10 @@ class Plans:
             self.planned(given, **fields)
         assert "\n" not in str(caught.value)
         return caught.value
+
+
+def sample_plans(name: str) -> Plans:
+    """Return the plans of a provider with the settings and the job of its ``SAMPLE``."""
+    module = importlib.import_module(f"cloudtrain.providers.{name}")
+    store = STORES.get(name, "file:///store")
+    return Plans(module.Provider, module.SAMPLE.get("settings", {}), store, module.SAMPLE.get("job", {}))

@@ -20,8 +20,8 @@ from earlier import Ran
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import Jobs
+from plans import PROVIDERS, STORES, sample_plans
 from rows import for_each
-from test_provenance import PROVIDERS, STORES, plans
 
 from cloudtrain.cli import main
 from cloudtrain.cli.format import plan_text
@@ -78,7 +78,7 @@ def test_a_plan_holds_what_it_must_and_no_credential(
         monkeypatch.setenv(variable, value)
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     word = {where: canary(where) for where in ALLOWED}
-    own = plans(name)
+    own = sample_plans(name)
     reference = {"local": "env:HF_TOKEN", "docker": "env:HF_TOKEN"}.get(name)
     sample = importlib.import_module(f"cloudtrain.providers.{name}").SAMPLE
     (tmp_path / "train.py").write_text(f"# {canary('code')}\n")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+from pages import commands
 from rows import for_each
-from test_docs import commands
 
 from cloudtrain import cli
 from cloudtrain.cli.output import Screen

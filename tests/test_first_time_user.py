@@ -11,8 +11,8 @@ from typing import Any
 
 import first_time_user as stranger
 import pytest
+from pages import ROOT, blocks, section
 from rows import for_each
-from test_docs import ROOT, blocks, section
 
 from cloudtrain import cli
 

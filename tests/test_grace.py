@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fleet import Ranks
-from test_scale import Place
+from fleet_run import Place
 
 from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.runtime import mirror_files

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from clients import at_work
-from test_docs import Block, blocks, commands, section, table
+from pages import Block, blocks, commands, section, table
 from worlds.azureml.world import AzureMLWorld
 from worlds.sagemaker.plane import Plane
 from worlds.sagemaker.world import SageMakerWorld

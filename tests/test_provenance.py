@@ -4,7 +4,6 @@ second job."""
 from __future__ import annotations
 
 import base64
-import importlib
 import json
 import os
 import re
@@ -19,7 +18,7 @@ import pytest
 from foldercloud import NAME, install
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import Plans
+from plans import PROVIDERS, sample_plans
 from rows import for_each
 from worlds.sagemaker.questions import Questions
 from worlds.sagemaker.strict import broken_rules, model_errors
@@ -43,8 +42,6 @@ GITHUB = {
     "GITHUB_RUN_ID": "123", "GITHUB_RUN_ATTEMPT": "2",
 }  # fmt: skip
 PAGE = "https://github.com/team/train/actions/runs/123/attempts/2"
-PROVIDERS = ("local", "docker", "sagemaker", "azureml", "vertex")
-STORES = {"sagemaker": "s3://b/s", "azureml": "abfs://c@acct.dfs.core.windows.net/s", "vertex": "gs://b/s"}
 FULL = {"revision": f"{SHA}-dirty", "branch": "main", "ci": "github", "ci_run": "123-2", "ci_url": PAGE}
 
 
@@ -139,7 +136,8 @@ def test_who_calls_aws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key-1")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     try:
-        provider = plans("sagemaker").provider(**plans("sagemaker").settings)
+        own = sample_plans("sagemaker")
+        provider = own.provider(**own.settings)
         assert in_background(provider.principal)() == "arn:aws:iam::123456789012:user/tester"
         assert wire.calls == ["GetCallerIdentity"]
         wire.expired.add("key-1")
@@ -152,14 +150,8 @@ def test_who_calls_aws(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------------- in each cloud's tags
 
 
-def plans(name: str) -> Plans:
-    module = importlib.import_module(f"cloudtrain.providers.{name}")
-    store = STORES.get(name, "file:///store")
-    return Plans(module.Provider, module.SAMPLE.get("settings", {}), store, module.SAMPLE.get("job", {}))
-
-
 def planned(name: str, origin: Mapping[str, str], **fields: Any) -> Request:
-    own = plans(name)
+    own = sample_plans(name)
     job = Job.make(**{"entry_point": "train.py", **own.fields, **fields})
     request: Request = own.provider(**own.settings).plan(job, own.layout(origin=origin))
     return request

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run import RUNNING, SUCCEEDED, T0, ClientRetried, World, failed
+from memory_run import RUNNING, SUCCEEDED, T0, ClientRetried, World, failed
 
 from cloudtrain.errors import ConflictError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from cloudtrain.runs import pull as pull_module

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_run import PENDING, ROOT_CAUSE, RUNNING, SUCCEEDED, T0, World, again, failed, failure, rows
 from rows import for_each
-from test_run import PENDING, ROOT_CAUSE, RUNNING, SUCCEEDED, T0, World, failed, failure
 
 from cloudtrain import cli
 from cloudtrain.errors import NotFoundError, SpecError
-from cloudtrain.provider_api.protocol import AttemptInfo, Status
+from cloudtrain.provider_api.protocol import Status
 from cloudtrain.report import live_data as seen_module
 from cloudtrain.report.curves import curves, means, number, spread, ticks
 from cloudtrain.report.live_data import LiveRunReader
@@ -115,14 +115,6 @@ def page_of(world: World, now: float = T0 + 60) -> Page:
     return Page(report(run, run.result(), clock=lambda: now))
 
 
-def rows(first: int, last: int, **more: Any) -> str:
-    """Return lines of metrics whose loss is 1 / step, half a second apart."""
-    return "".join(
-        json.dumps({"step": step, "epoch": 0, "time": T0 + step / 2, "loss": 1 / step, **more}) + "\n"
-        for step in range(first, last + 1)
-    )
-
-
 def points(figure: str, kind: str) -> list[list[tuple[float, float]]]:
     lines = re.findall(rf'<polyline points="([^"]*)" class="{kind}">', figure)
     return [[tuple(map(float, pair.split(","))) for pair in line.split(" ")] for line in lines]  # type: ignore[misc]
@@ -195,23 +187,6 @@ def test_a_failed_run_shows_the_rank_that_failed_first(world: World) -> None:
     assert page.of("span", "state failed")
     assert "No node has written any metrics." in page.text
     assert "No node has written any metrics yet" not in page.text
-
-
-def again(world: World) -> World:
-    """Return a run that was preempted after step 12 and resumed from step 8."""
-    lost = {"seconds": 2.5, "steps": 4}
-    told = Status(
-        state="succeeded",
-        attempts=(AttemptInfo(number="0.0", started=T0, ended=T0 + 6, category="preempted", reason="spot capacity"),
-                  AttemptInfo(number="1.0", started=T0 + 10, ended=T0 + 20)),
-        billed_s=16, saved=0.63, cost_usd=1.5,
-    )  # fmt: skip
-    world.recorded().attempt(0, told).start("0.0")
-    world.start("1.0", after="0.0", resumed_from="step-8", lost=lost)
-    world.exit(attempt="1.0", outcome="succeeded", decided=True, resumed_from="step-8")
-    world.write("live/metrics/0.0-node-0.jsonl", rows(1, 12))
-    world.write("live/metrics/1.0-node-0.jsonl", rows(9, 20))
-    return world
 
 
 def test_a_run_that_was_preempted_and_went_on(world: World) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_docs import environment
+from pages import environment
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -26,11 +26,10 @@ import pytest
 from foldercloud import NAME, install
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_run import PENDING, RUNNING, SUCCEEDED, T0, World, again, failed, failure, numbered, rows
+from pages import blocks
 from rich.cells import cell_len
 from rich.console import Console
-from test_docs import blocks
-from test_report import again, rows
-from test_run import PENDING, RUNNING, SUCCEEDED, T0, World, failed, failure, numbered
 
 from cloudtrain import cli
 from cloudtrain.cli.watch import Measured, Picture, Watch, fair, follow, on_terminal, screen, sparkline

@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests/kit"))
 
-from test_docs import blocks  # noqa: E402  what a page tells to run is read in one place
+from pages import blocks  # noqa: E402  what a page tells to run is read in one place
 
 PAGE = "docs/watching.md"
 #: Picture of each run, and its width and height in pixels.

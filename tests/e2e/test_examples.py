@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from jobs import Jobs
-from test_docs import blocks
+from pages import blocks
 from trainings import Trainings, torch
 
 from cloudtrain.runs.run import Run

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_wheel import built, environment
-
-__all__ = ["built"]
+from built_wheel import environment_with
 
 SCRIPT = """
 import os, sys, time
@@ -64,7 +62,7 @@ def home(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     if not folder:
         pytest.skip("no folder with torchx in TORCHX_FOLDER; make test sets it")
     base = tmp_path_factory.mktemp("torchx")
-    environ = {**environment(base / "venv", built[1]), "PYTHONPATH": folder}
+    environ = {**environment_with(base / "venv", built[1]), "PYTHONPATH": folder}
     (base / "home").mkdir()
     (base / "home/train.py").write_text(SCRIPT)
     return base / "home", environ

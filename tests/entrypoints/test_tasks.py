@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from test_docs import blocks, section, table
+from pages import blocks, section, table
 from trainings import DIGITS, ROOT, TEXT, Launched, Trainings, torch
 
 pytestmark = pytest.mark.slow
