@@ -367,7 +367,7 @@ class Site:
         """Put the store behind a slow file system."""
         self.jobs.store.mkdir()
         (self.jobs.tmp / "behind").mkdir()
-        command = [sys.executable, ROOT / "tests/slowfs.py", self.jobs.tmp / "behind", self.jobs.store]
+        command = [sys.executable, ROOT / "tests/kit/slowfs.py", self.jobs.tmp / "behind", self.jobs.store]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
             try:
                 self.jobs.wait_for(lambda: os.path.ismount(self.jobs.store) or process.poll() is not None)

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from containers import left
+from faulty_proxy import Proxy
 from jobs import CLI, Jobs
-from proxy import Proxy
 from worlds.azureml import wire as azure_wire
 from worlds.azureml.world import AzureMLWorld
 from worlds.sagemaker import wire as aws_wire

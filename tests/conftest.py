@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from jobs import Once
 
 pytest_plugins = [
-    "jobs", "servers", "plain", "containers", "trainings", "trials", "clients", "doctoring", "warm", "built_wheel",
+    "jobs", "servers", "third_party_fs", "containers", "trainings", "trials", "clients", "doctor_runs", "warm_cli",
+    "built_wheel",
 ]  # fmt: skip
 
 # Every test has its own store and needs the same zip in it. The zips of the providers share most of their modules.

@@ -3,7 +3,7 @@
     .venv-mutants/bin/python tools/mutants.py [--share 0.05] [--seed 0] [--only GLOB …] [--again] [--no-report]
 
 mutmut makes the mutants. For each it runs the tests that reach its function, in ``tests/providers``,
-``tests/test_attempts.py`` and ``tests/runtime/test_decisions.py``. They need no container engine and only this
+``tests/runs/test_attempts.py`` and ``tests/runtime/test_decisions.py``. They need no container engine and only this
 project's own emulators (``[tool.mutmut]`` in pyproject.toml). ``--seed`` draws ``--share`` of each file's mutants;
 ``--again`` tries the survivors of the last run. Exit code 0: every survivor is explained in ``tools/survivors.toml``.
 1: one is not. 2: no mutant was tried.

@@ -2,7 +2,7 @@
 
 The files are the source. They refer to each other by name, so a tool that is given the path of one finds the others.
 `load` returns one that stands alone. For a new ``--json``, or a new field in one, add its schema here and run
-``tools/json_page.py``: `tests/test_schemas.py` fails until then.
+``tools/json_page.py``: `tests/cli/test_json_schemas.py` fails until then.
 """
 
 from __future__ import annotations

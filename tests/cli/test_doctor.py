@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import slowfs
 from disks import mounted
-from doctoring import Examiner
-from faulty import FaultyS3
+from doctor_runs import Examiner
+from faulty_s3 import FaultyS3
 from rows import for_each
 
 from cloudtrain import cli

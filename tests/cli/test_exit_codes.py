@@ -13,7 +13,7 @@ import pytest
 from cloudtrain import cli, errors
 from cloudtrain.errors import EXIT_CODES, CloudtrainError
 
-PAGE = Path(__file__).parents[1] / "docs/exit-codes.md"
+PAGE = Path(__file__).parents[2] / "docs/exit-codes.md"
 
 
 def subclasses(kind: type[CloudtrainError]) -> Iterator[type[CloudtrainError]]:

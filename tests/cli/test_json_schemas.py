@@ -29,7 +29,7 @@ from cloudtrain.provider_api.protocol import STATES
 from cloudtrain.runs.log_order import Line
 from cloudtrain.store import store
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CHECKERS = {name: jsonschema.Draft202012Validator(schemas.load(name), format_checker=None) for name in schemas.names()}
 NOT_VERBS = {"error", "result"}
 """Schemas that are not named after a verb."""

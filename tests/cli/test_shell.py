@@ -1,4 +1,4 @@
-"""The verbs shell and tensorboard, by the console script. tests/entering.py has a shell on each real platform."""
+"""The verbs shell and tensorboard, by the console script. A shell on each real platform: node_shells.py."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from pages import environment
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 #: As IPython does it: each cell within an event loop that runs, with ``await`` at its top level.

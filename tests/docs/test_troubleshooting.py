@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rows import for_each
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 HEADING = re.compile(r"(?m)^### (.*)$")
 GROUPS = (

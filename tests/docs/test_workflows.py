@@ -19,7 +19,7 @@ from cloudtrain import cli
 from cloudtrain.cli.output import Screen
 from cloudtrain.job.run_id import check_run_id
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GITHUB = [ROOT / "examples/ci/github-actions.yml", *sorted((ROOT / ".github/workflows").glob("*.yml"))]
 GITLAB = ROOT / "examples/ci/gitlab-ci.yml"
 TEMPLATES = [GITHUB[0], GITLAB]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from jobs import Done, Jobs
 
-SCRIPTS = Path(__file__).with_name("scripts")
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 ROWS = "1 2 3\n4 5 6\n7 8 9\n10 11 12\n"
 DATA = {
     "sagemaker": "s3://data-bucket/rows/",

@@ -22,7 +22,7 @@ from cloudtrain.testing.platform import FakePlatform
 
 W = TypeVar("W", bound=FakePlatform)
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DDP = str(ROOT / "entrypoints/ddp.py")
 DIGITS = ROOT / "examples/data/digits.csv.gz"
 EPOCHS = 8

@@ -27,7 +27,7 @@ from jobs import Jobs
 from cloudtrain.engine.docker_api import connect
 from cloudtrain.errors import SpecError
 
-BUILD = Path(__file__).parent / "images" / "build.sh"
+BUILD = Path(__file__).parents[1] / "images" / "build.sh"
 IMAGE = "cloudtrain-test"
 
 

@@ -47,7 +47,7 @@ def recorded_with_shared_copies(folder: Path) -> None:
 
 def _recorded(name: str, folder: Path) -> dict[str, bytes]:
     found = {}
-    for path, text in json.loads((Path(__file__).parent / name).read_text()).items():
+    for path, text in json.loads((Path(__file__).parents[1] / "data" / name).read_text()).items():
         if path.endswith("/submitted.json"):
             text = re.sub(r'"time": [\d.]+', f'"time": {time.time()}', text)
         plain = base64.b64decode(text[7:]) if text.startswith("base64:") else None

@@ -22,8 +22,8 @@ from cloudtrain.runs.run import Run
 from cloudtrain.testing.platform import FakePlatform, Impossible
 from cloudtrain.testing.tables import Fields
 
-SCRIPT = Path(__file__).with_name("slurm.sh")
-DDP = Path(__file__).parent / "providers" / "slurm_ddp.py"
+SCRIPT = Path(__file__).parents[1] / "slurm.sh"
+DDP = Path(__file__).parents[1] / "providers" / "slurm_ddp.py"
 GRACE = 30
 """Seconds of the stop grace that the provider is told: GraceTime is 30, KillWait 5."""
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Late:
@@ -37,7 +37,7 @@ class Late:
 
 torch, _dcp = Late("torch"), Late("torch.distributed.checkpoint.format_utils")
 DIGITS, TEXT = ROOT / "examples/data/digits.csv.gz", ROOT / "examples/data/persuasion.txt.gz"
-ODD = ("--task", str(Path(__file__).with_name("entrypoints") / "odd.py"), "--epochs", "3", "--global-batch", "16")
+ODD = ("--task", str(ROOT / "tests/entrypoints/odd.py"), "--epochs", "3", "--global-batch", "16")
 """The flags of the tests' own task: 6 steps an epoch."""
 WARM = """
 import json, os, runpy, socket, sys, traceback, warnings

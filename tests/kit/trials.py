@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from jobs import Done, Jobs, Once
 
-SCRIPT = Path(__file__).with_name("e2e") / "survivor.py"
+SCRIPT = Path(__file__).parents[1] / "e2e" / "survivor.py"
 TRIALS = int(os.environ.get("CLOUDTRAIN_TRIALS") or 0)
 SEED = os.environ.get("CLOUDTRAIN_SEED") or "0"
 LONGEST = 300

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WANTED = {"good": "1", "bad": "2"}
 HOLE = {"id": "PYSEC-1", "fix_versions": ["2.1", "3"]}
 SKIPPED = {"name": "bad", "skip_reason": "Dependency not found on PyPI and could not be audited: bad (2)"}

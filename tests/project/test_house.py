@@ -18,7 +18,7 @@ from rows import for_each
 
 from cloudtrain.validate import toml_loads
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "cloudtrain"
 FUNCTION_LINES = 60
 

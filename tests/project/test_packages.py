@@ -13,7 +13,7 @@ import pytest
 
 from cloudtrain.storage.extras import extra_of, install_command, missing_packages, not_installed
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXTRAS = {
     "local": ["numpy", "torch"],
     "docker": ["docker"],

@@ -14,7 +14,7 @@ import pytest
 from worlds.vertex.identity import Identity
 from worlds.vertex.wire import Answer, Call, Fault, Wire
 
-TOOL = Path(__file__).parents[1] / "tools" / "refresh_prices.py"
+TOOL = Path(__file__).parents[2] / "tools" / "refresh_prices.py"
 
 
 def _tool() -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from doctoring import Examiner
+from doctor_runs import Examiner
 from worlds.azureml.plane import SUBSCRIPTION
 from worlds.azureml.wire import Fault
 from worlds.azureml.world import AzureMLWorld

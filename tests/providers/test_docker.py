@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from containers import left
-from entering import check_shell
+from node_shells import check_shell
 from rows import for_each
 
 from cloudtrain.engine import ENGINE_PREFIX

@@ -15,8 +15,8 @@ from typing import Any
 import foldercloud
 import pytest
 import tomli_w
-from dates import date_back
 from foldercloud import NAME, Provider
+from store_times import date_back
 from vertex_recorded import after_waiting
 from worlds.azureml.life import QUOTA
 from worlds.azureml.world import AzureMLWorld

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import tomli_w
-from dates import date_back
 from earlier import Ran
+from store_times import date_back
 from worlds.sagemaker import wire as aws_wire
 from worlds.sagemaker.world import SageMakerWorld
 from worlds.vertex import wire as google_wire

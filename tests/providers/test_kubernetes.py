@@ -19,8 +19,8 @@ from typing import Any
 import clients
 import pytest
 from clients import DDP, DEATHS, DIGITS, EPOCHS, PATIENCE, PLAIN, check_death
-from entering import check_shell
 from jobs import CLI, Done, Jobs
+from node_shells import check_shell
 from worlds.kubernetes.life import Job
 from worlds.kubernetes.world import KubernetesWorld
 

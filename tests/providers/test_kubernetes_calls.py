@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doctoring import Examiner
+from doctor_runs import Examiner
 from websocket import WebSocketConnectionClosedException
 from worlds.base import Fault
 from worlds.kubernetes.cluster import Refusal

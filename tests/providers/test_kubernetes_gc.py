@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctoring import Examiner
+from doctor_runs import Examiner
 from worlds.base import Fault
 from worlds.kubernetes.cluster import Refusal
 from worlds.kubernetes.pods import stamp

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from doctoring import Examiner
+from doctor_runs import Examiner
 from jobs import Jobs
 from worlds.kubernetes.cluster import Refusal
 from worlds.kubernetes.strict import check_jobset

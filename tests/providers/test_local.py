@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from entering import check_shell
+from node_shells import check_shell
 
 import cloudtrain
 from cloudtrain.engine import ENGINE_PREFIX, supervised

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from doctoring import Examiner
+from doctor_runs import Examiner
 from worlds.sagemaker.plane import NEW_ACCOUNT, PLENTY, REGION
 from worlds.sagemaker.wire import ACCOUNT, Fault
 from worlds.sagemaker.world import SageMakerWorld

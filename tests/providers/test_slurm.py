@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from entering import check_shell
 from jobs import Jobs
+from node_shells import check_shell
 from slurmcluster import (
     Cluster,
     SlurmPlatform,

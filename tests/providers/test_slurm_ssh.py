@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from entering import check_shell
+from node_shells import check_shell
 from slurmcluster import SlurmPlatform, running
 
 from cloudtrain.errors import AuthError, LostContactError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from doctoring import Examiner
+from doctor_runs import Examiner
 from worlds.vertex.plane import metrics as taken
 from worlds.vertex.strict import parsed
 from worlds.vertex.wire import Fault, Refusal, off

@@ -571,7 +571,7 @@ class TestIdentity:
 
 @pytest.mark.remote
 class TestStorage:
-    """Parts that `tests/test_files.py` does not need. It tests the rest of the API through gcsfs."""
+    """Parts that `tests/storage/test_files.py` does not need. It tests the rest of the API through gcsfs."""
 
     def test_generations_are_kept(self, plane: Plane, raw: Raw) -> None:
         upload = f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name=a%2Fb"

@@ -19,9 +19,9 @@ from typing import Any
 import foldercloud
 import pytest
 import tomli_w
-from dates import date_back
 from earlier import Ran, recorded_with_lists
 from foldercloud import NAME, Provider
+from store_times import date_back
 
 from cloudtrain import cli
 from cloudtrain.cli.watch import Watch

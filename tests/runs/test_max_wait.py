@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dates import DatedFiles, TimelessFiles
+from store_times import DatedFiles, TimelessFiles
 
 from cloudtrain.provider_api.protocol import AttemptInfo, Request, Status
 from cloudtrain.runs.attempts import AttemptPolicy

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import yaml
-from dates import date_back
 from foldercloud import NAME, Provider, install
 from jobs import Jobs, dying
+from store_times import date_back
 
 from cloudtrain.cli import main
 from cloudtrain.errors import LostContactError, NotFoundError
@@ -32,7 +32,7 @@ from cloudtrain.store.store import Store
 FAILED = {"state": "failed", "category": "infra", "reason": "the machine burnt"}
 TRIALS = int(os.environ.get("CLOUDTRAIN_TRIALS") or 0)
 SEED = os.environ.get("CLOUDTRAIN_SEED") or "0"
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Place:

@@ -1714,7 +1714,7 @@ def test_a_local_store_needs_no_third_party_package(world: World) -> None:
         f"open_run('r1', store_url={str(world.root)!r}, cwd=Path.cwd()).result()\n"
         "bad = {'fsspec', 'rich', 'cyclopts', 'torch', 'pathspec'} & set(sys.modules); assert not bad, bad"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_refused_ids_are_a_users_error() -> None:

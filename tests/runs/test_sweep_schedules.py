@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from sweeping import World
+from sweep_schedules import World
 
 from cloudtrain.runs.sweeps import state as states
 from cloudtrain.runs.sweeps.drive import Driver, Log

@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import rows
 from rich.console import Console
 from rows import for_each
 
@@ -211,7 +212,7 @@ def test_equal_histories_give_equal_parameters_in_another_process(sampler: str) 
     assert list(found) == list(spec.space) or sampler == "random"
     assert propose(spec, history(spec, 15, 3)) == found != propose(spec, history(spec, 14, 3))
     code = f"""
-import sys; sys.path.insert(0, {str(__file__).rpartition("/")[0]!r})
+import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(rows.__file__).parent)]!r}
 import json, test_sweeps as t
 spec = t.spec_of(sampler={sampler!r})
 print(json.dumps(t.propose(spec, t.history(spec, 15, 3))))

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from faulty import FAULTS, FaultyS3
+from faulty_proxy import PLANNED, Proxy
+from faulty_s3 import FAULTS, FaultyS3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import PROFILE, examples
-from proxy import PLANNED, Proxy
 from servers import AZURITE_ACCOUNT, point_aws_at
 from trials import SEED, TRIALS
 

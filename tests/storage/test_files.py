@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plain import EXCLUSIVE, PLAIN
 from rows import for_each
 from servers import race
+from third_party_fs import EXCLUSIVE, PLAIN
 from worlds.vertex.gcs import Gcs
 
 from cloudtrain.errors import DigestError, StorageError

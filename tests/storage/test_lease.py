@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from faulty import FaultyS3
+from faulty_s3 import FaultyS3
 from fsspec.implementations.memory import MemoryFileSystem
 from servers import point_aws_at, race
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from faulty import FaultyS3
+from faulty_s3 import FaultyS3
 from rows import for_each
 from servers import AZURITE_ACCOUNT, AZURITE_KEY, azurite, free_port, point_aws_at, required, served
 from worlds.azureml.wire import Answer, Wire
@@ -37,7 +37,7 @@ from cloudtrain.storage.timings import CLIENT_TIMINGS
 
 pytestmark = pytest.mark.remote
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from fileservers import Server, login, served_ftp, served_sftp
 from fsspec.config import conf
 from hub import Hub, served_hub
 from jobs import Done, Jobs
-from plain import BUFFERED, EXCLUSIVE, PLAIN
+from third_party_fs import BUFFERED, EXCLUSIVE, PLAIN
 
 from cloudtrain.errors import AuthError, CloudtrainError, ConflictError, SpecError, StorageError
 from cloudtrain.job.job import Job

@@ -18,7 +18,7 @@ from typing import Any
 
 import foldercloud
 import pytest
-from faulty import FaultyS3
+from faulty_s3 import FaultyS3
 from fsspec.implementations.memory import MemoryFileSystem
 from servers import Web, point_aws_at
 from trials import SEED, TRIALS

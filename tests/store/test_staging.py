@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty import FaultyS3
+from faulty_s3 import FaultyS3
 from servers import Web, point_aws_at
 from trials import SEED
 

@@ -32,7 +32,7 @@ from cloudtrain.validate import toml_loads
 cloudtrain_offline, cloudtrain_store = plugin.cloudtrain_offline, plugin.cloudtrain_store
 fake_cloud, cloudtrain_snapshot = plugin.fake_cloud, plugin.cloudtrain_snapshot
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 AWS = {"region": "eu-west-1", "role": "arn:aws:iam::123456789012:role/training"}
 FOLDERS = {"slurm": "shared", "kubernetes": "shared"}
 """Providers whose store is a folder: the kit keeps only buckets in memory."""

@@ -13,7 +13,7 @@ from .vertex.plane import Plane
 __all__ = ["MountedBucket"]
 
 BUCKET = "training"
-FILES = Path(__file__).parents[1] / "bucketfs.py"
+FILES = Path(__file__).parents[1] / "kit" / "bucketfs.py"
 
 
 class MountedBucket:
