@@ -37,7 +37,7 @@ used=$(cat "$base/used" 2>/dev/null); used=${used:-0}
 mkdir -p "$live"
 
 # Two ports without a listener, for node 0.
-port=$((20000 + (job * 2 + restart * 34) % 12000))
+port=$((20000 + (job * 2 + restart * 5002) % 12000))
 while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || (exec 3<>"/dev/tcp/127.0.0.1/$((port + 1))") 2>/dev/null; do
     port=$((port < 31998 ? port + 2 : 20000))
 done
