@@ -351,6 +351,7 @@ def test_unforeseen_errors_are_one_line_and_exit_9(
     assert "Traceback" in main_of("list", capsys=capsys)[2]
 
 
+@pytest.mark.costly
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = main_of("--help", capsys=capsys)
     assert code == 0

@@ -83,6 +83,7 @@ def test_a_hostile_job_file_is_refused_in_one_line(name: str, folder: Path, caps
     refused(["plan", name], capsys, folder)
 
 
+@pytest.mark.costly
 def test_a_report_where_nothing_can_be_written_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["submit", "train.py", "--run-id", "fine"]) == 0
     capsys.readouterr()

@@ -125,6 +125,7 @@ def _help_of(verb: str) -> str:
     return " ".join(name for item in cli.make_app()[verb].assemble_argument_collection() for name in item.names)
 
 
+@pytest.mark.costly
 @for_each("name", [*schemas.names(), schemas.SHARED])
 def test_the_files_are_schemas_and_strict(name: str) -> None:
     raw = json.loads(schemas.path(name).read_text())
@@ -251,6 +252,7 @@ lr = [0.1, 0.2]
 """
 
 
+@pytest.mark.costly
 def test_a_budget_that_runs_share_and_what_they_have_cost(account: Account) -> None:
     assert account.of("budget", "team", code=2)["field"] == "budget"
     words = ("submit", "train.py", "--set", "budget=team", "--detach")
@@ -280,6 +282,7 @@ def test_a_budget_that_runs_share_and_what_they_have_cost(account: Account) -> N
     assert (refused["field"], refused["hint"]) == ("budget", "leave the fallback out: --fallback=")
 
 
+@pytest.mark.costly
 def test_the_trials_of_a_sweep_reserve_from_the_budget_too(account: Account) -> None:
     def held() -> list[str]:
         return [row["run_id"] for row in account.of("budget", "team")["runs"]]
@@ -301,6 +304,7 @@ def test_the_trials_of_a_sweep_reserve_from_the_budget_too(account: Account) -> 
     assert account.of("cancel", "t")["state"] == "cancelled"  # its trial was never recorded
 
 
+@pytest.mark.costly
 def test_a_sweep_in_every_verb(account: Account) -> None:
     Path("tune.toml").write_text(TUNE)
     Path("job.toml").write_text('entry_point = "train.py"\n')
@@ -363,6 +367,7 @@ def test_a_sweep_that_cannot_be_sent(account: Account) -> None:
     assert not Path(".cloudtrain/runs/s-0002").exists()
 
 
+@pytest.mark.costly
 def test_what_is_no_answer_is_refused(account: Account) -> None:
     account.submit("r1", state="failed", category="oom", reason="too much")
     good = account.of("status", "r1")
@@ -426,6 +431,7 @@ def test_a_run_in_every_state(account: Account, name: str) -> None:
         assert account.of("cancel", "r1")["state"] == "cancelled"
 
 
+@pytest.mark.costly
 def test_a_run_that_ended_for_every_reason(account: Account) -> None:
     account.submit("r1")
     result = account.folder / "code/.cloudtrain/runs/r1/result.json"
@@ -484,6 +490,7 @@ def test_plans(account: Account) -> None:
     account.of("plan", "train.py", "--provider", "docker", "--image", "a:1")
 
 
+@pytest.mark.costly
 def test_several_runs_are_one_object(account: Account) -> None:
     for run_id, state in (("r1", "succeeded"), ("r2", "running")):
         account.submit(run_id, state=state)
@@ -502,6 +509,7 @@ def test_several_runs_are_one_object(account: Account) -> None:
     assert [row["state"] for row in account.of("cancel", "r1", "r2")["runs"]] == ["succeeded", "cancelled"]
 
 
+@pytest.mark.costly
 def test_a_run_is_found_by_the_beginning_of_its_id_and_as_the_last_one(account: Account) -> None:
     account.of("status", code=2)
     account.submit("abc-1", state="succeeded")
@@ -524,6 +532,7 @@ def test_a_run_that_is_there_is_found_without_a_list(account: Account, monkeypat
     assert account.of("status", "r1")["run_id"] == "r1"
 
 
+@pytest.mark.costly
 def test_the_exit_code_of_a_detached_run_is_that_of_its_end(account: Account) -> None:
     words = ("train.py", "--run-id", "r1", "--detach")
     assert account.of("submit", *words)["exit_code"] is None
@@ -532,6 +541,7 @@ def test_the_exit_code_of_a_detached_run_is_that_of_its_end(account: Account) ->
     assert account.of("submit", *words)["exit_code"] == 1
 
 
+@pytest.mark.costly
 def test_runs_with_their_hyperparameters_tags_metrics_and_cost(account: Account) -> None:
     for number, rate in enumerate(("0.1", "0.2")):
         account.submit(f"r{number}", "--hp", f"lr={rate}", "--tag", f"part={number}", "--name", f"sweep-{number}")
@@ -646,6 +656,7 @@ def test_a_stream_is_an_object_a_line_up_to_the_error() -> None:
 # ---------------------------------------------------------------------------------------- objects that are not of a run
 
 
+@pytest.mark.costly
 def test_settings_machines_and_checks(account: Account) -> None:
     rows = {row["key"]: row for row in account.of("config")["settings"]}
     assert rows["provider"]["source"] == "cloudtrain.toml"

@@ -313,6 +313,7 @@ def test_an_input_whose_package_is_missing_is_refused_before_a_run_is_recorded(
     assert not (folder / ".cloudtrain/runs/lacks").exists()
 
 
+@pytest.mark.costly
 def test_a_pull_names_the_other_run_whose_files_it_removes(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,6 +123,7 @@ def test_bash_completes_verbs_and_flags(script: Path, words: list[str], wanted: 
     assert how == "complete -o default -F _cloudtrain cloudtrain"  # completes file names where no flag fits
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shells_script_names_every_verb(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", shell]) == 0

@@ -232,6 +232,7 @@ def check_command(words: list[str]) -> None:
         cli.parse(tokens, args, Screen(io.StringIO(), io.StringIO()))
 
 
+@pytest.mark.costly
 @for_each("name", PAGES)
 def test_commands_named_in_the_text_exist(name: str) -> None:
     """Check spans such as `make demo`. Of `cloudtrain VERB`, which a sentence may shorten, check the verb and its
@@ -333,6 +334,7 @@ def test_the_command_line_page_has_every_verb_and_no_other() -> None:
     assert table(first) == [[cell.replace("|", "\\|") for cell in row] for row in rows]
 
 
+@pytest.mark.costly
 def test_the_variables_of_a_script_are_those_that_a_node_sets() -> None:
     pattern = r"\bCLOUDTRAIN_(?:[A-Z]+_?)+"
     ours = variables() - {"CLOUDTRAIN_WORKER"}  # removed before the script's first line

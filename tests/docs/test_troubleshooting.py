@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
 from rows import for_each
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,7 @@ def is_said(message: str) -> bool:
     return bool(fixed) and any(pattern.search(text) for text in texts())
 
 
+@pytest.mark.costly
 @for_each("message", sorted(set(messages())))
 def test_each_message_is_one_of_the_code(message: str) -> None:
     for part in PARTS.get(message, [message]):

@@ -285,6 +285,7 @@ def random_tree(root: Path, names: list[str], ignores: dict[str, list[str]]) -> 
             (root / folder / ".gitignore").write_bytes("\n".join(lines).encode())
 
 
+@pytest.mark.costly
 @given(names=PATHS, ignores=IGNORES, exclude=st.lists(PATTERN, max_size=2))
 @settings(max_examples=examples(int(os.environ.get("CLOUDTRAIN_EXAMPLES", "150"))), deadline=None)
 def test_in_a_checkout_git_s_own_list_ships(
@@ -569,6 +570,7 @@ def test_manifest_and_archive_say_the_same(tmp_path: Path) -> None:
         assert tar.extractfile(MANIFEST).read() == made.manifest()  # type: ignore[union-attr]
 
 
+@pytest.mark.costly
 def test_what_does_not_shrink_is_packed_as_it_is(tmp_path: Path) -> None:
     """Each is in blocks of its own. A bundle that is cut between two blocks is not valid."""
     files(tmp_path, {ENTRY: ""})

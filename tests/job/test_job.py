@@ -138,6 +138,7 @@ def test_every_job_round_trips_through_json_toml_and_pickle(job: Job) -> None:
     assert dataclasses.asdict(job)["name"] == job.name
 
 
+@pytest.mark.costly
 @given(jobs(), st.randoms(use_true_random=False))
 def test_the_digest_does_not_depend_on_the_order_of_keys_or_the_form(job: Job, random: Any) -> None:
     def shuffled(value: Any) -> Any:

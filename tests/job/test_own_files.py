@@ -147,6 +147,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
     return error, hint
 
 
+@pytest.mark.costly
 def test_the_same_command_finds_its_run_again_and_another_job_is_told_what_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

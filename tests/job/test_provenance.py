@@ -179,6 +179,7 @@ def test_native_tags_say_where_it_comes_from(name: str) -> None:
 LEGAL = {"sagemaker": r"[\w .:/=+@-]{1,256}", "vertex": r"[a-z0-9_-]{1,63}", "azureml": r".{1,256}"}
 
 
+@pytest.mark.costly
 @given(
     st.sampled_from(PROVIDERS),
     st.fixed_dictionaries(

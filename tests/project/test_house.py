@@ -171,6 +171,7 @@ def test_imports_go_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.costly
 def test_the_node_side_and_providers_need_little_of_ours() -> None:
     wrong = []
     for path in sources():
@@ -279,6 +280,7 @@ def literals(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.attr
 
 
+@pytest.mark.costly
 def test_only_a_provider_itself_says_its_name() -> None:
     """`local` and `docker` are common words. `compat` is about the SDK of one platform."""
     clouds = re.compile("|".join(PROVIDERS - {"local", "docker"}), re.IGNORECASE)
@@ -366,6 +368,7 @@ def test_nothing_is_left_for_later() -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.costly
 def test_no_function_is_a_stub() -> None:
     """A function without an effect must state the reason in its docstring."""
     found = []
@@ -388,6 +391,7 @@ def _does(statement: ast.stmt) -> bool:
     return not (text_or_dots or isinstance(statement, ast.Pass))
 
 
+@pytest.mark.costly
 def test_a_broad_except_says_why() -> None:
     wrong = []
     for path in shipped():
@@ -498,6 +502,7 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, text
 
 
+@pytest.mark.costly
 def test_messages_are_in_plain_words() -> None:
     found = [
         f"{name_of(path)}:{line}: {text}"

@@ -117,6 +117,7 @@ def test_the_command_is_words_and_fills_in_every_path() -> None:
     assert request.body["inputs"]["one"]["type"] == "uri_file"
 
 
+@pytest.mark.costly
 @for_each(
     ("url", "path"),
     [

@@ -130,6 +130,7 @@ def only(plane: Plane) -> CommandJob:
 # ------------------------------------------------------------------------------------------------------------- creation
 
 
+@pytest.mark.costly
 def test_a_creation_is_looked_for_checked_and_put_once(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_creation_is_looked_for_checked_and_put_once(
     assert provider.find(made.planned(attempt=1)) is None
 
 
+@pytest.mark.costly
 def test_variables_that_were_not_there_are_not_there_afterwards(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GIT_DIR", raising=False)
     before = dict(os.environ)
@@ -195,6 +197,7 @@ def test_another_job_of_that_name_is_a_conflict(plane: Plane, tags: dict[str, st
     assert operations(plane) == ["GET job"] * 2
 
 
+@pytest.mark.costly
 def test_a_job_that_another_client_has_just_put_is_the_same(plane: Plane) -> None:
     """Check that a second client learns this from the refusal alone."""
     request, provider = plans(plane).planned(), client(plane)
@@ -208,6 +211,7 @@ def test_a_job_that_another_client_has_just_put_is_the_same(plane: Plane) -> Non
     assert len(plane.jobs) == 1
 
 
+@pytest.mark.costly
 def test_a_lost_answer_makes_no_second_job(plane: Plane) -> None:
     request, provider = plans(plane).planned(), client(plane)
     plane.wire.faults.append(Fault("PUT job", done=True))
@@ -224,6 +228,7 @@ def test_a_missing_role_is_named(plane: Plane) -> None:
     assert plane.jobs == {}
 
 
+@pytest.mark.costly
 def test_a_store_outside_the_datastores_container(plane: Plane) -> None:
     plane.datastore("elsewhere", "another")
     ours, store = plane.blobs.account, plane.container
@@ -253,6 +258,7 @@ def test_a_store_outside_the_datastores_container(plane: Plane) -> None:
     assert len(plane.jobs) == 1
 
 
+@pytest.mark.costly
 def test_a_cluster_is_checked_before_a_job_waits_for_it(plane: Plane) -> None:
     """Check this because the service accepts a job for a missing cluster, which then waits for ever."""
     plane.computes["gpus"] = {"vmSize": "STANDARD_NC64AS_T4_V3"}
@@ -285,6 +291,7 @@ def test_a_cluster_is_checked_before_a_job_waits_for_it(plane: Plane) -> None:
     assert client(plane).account.compute("odd")["vmSize"] == "Standard_Of_Next_Year"
 
 
+@pytest.mark.costly
 def test_a_refusal_of_the_sdk_is_one_line(plane: Plane) -> None:
     """Check this because the SDK prints it in colours and over many lines."""
     request = plans(plane).planned()
@@ -353,6 +360,7 @@ def test_an_answer_that_is_no_json_is_one_line(plane: Plane) -> None:
         assert account.call("GET", f"{plane.url}/elsewhere", what="look") is None
 
 
+@pytest.mark.costly
 def test_each_error_names_its_call(plane: Plane) -> None:
     provider = client(plane)
     native = provider.submit(plans(plane).planned())
@@ -406,6 +414,7 @@ def test_a_host_that_asks_for_a_pause_gets_it(
 # --------------------------------------------------------------------------------------- status, cancel and the history
 
 
+@pytest.mark.costly
 def test_a_status_asks_the_history_only_for_its_own_facts(plane: Plane) -> None:
     provider = client(plane, prices={"Standard_DS3_v2": 2.0})
     native = provider.submit(plans(plane).planned(instance_type="Standard_DS3_v2", instance_count=2))
@@ -441,6 +450,7 @@ def test_a_status_asks_the_history_only_for_its_own_facts(plane: Plane) -> None:
     assert (behind.state, behind.started) == ("failed", pytest.approx(job.started, abs=0.01)), "the history may lag"
 
 
+@pytest.mark.costly
 def test_a_job_is_found_after_the_settings_changed(plane: Plane) -> None:
     """Check that it is found by its whole id; a bare name belongs to the present workspace."""
     native = client(plane).submit(plans(plane).planned())
@@ -456,6 +466,7 @@ def test_a_job_is_found_after_the_settings_changed(plane: Plane) -> None:
         client(plane).status("none")
 
 
+@pytest.mark.costly
 def test_a_cancel_is_sent_once_and_ended_jobs_stay(plane: Plane) -> None:
     provider = client(plane)
     native = provider.submit(plans(plane).planned())
@@ -478,6 +489,7 @@ def test_a_cancel_is_sent_once_and_ended_jobs_stay(plane: Plane) -> None:
                 provider.cancel(native)
 
 
+@pytest.mark.costly
 def test_a_log_is_read_from_its_cursor_without_a_token(plane: Plane) -> None:
     provider = client(plane)
     native = provider.submit(plans(plane).planned(instance_count=2))
@@ -504,6 +516,7 @@ def restarted(job: CommandJob, number: int, text: str) -> None:
     job.log(number).flush()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("at_the_end", [206, 416])
 @pytest.mark.parametrize("length", [1, 39, 40, 41, 300], ids=lambda n: f"{n}-lines")
 def test_a_restarted_log_is_read_from_its_start(plane: Plane, length: int, at_the_end: int) -> None:
@@ -526,6 +539,7 @@ def test_a_restarted_log_is_read_from_its_start(plane: Plane, length: int, at_th
     assert provider.logs(native, last.cursor).lines == ()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("older", [False, True], ids=["cursor", "older-cursor"])
 def test_a_restarted_log_with_the_same_lines_before_the_cursor(plane: Plane, older: bool) -> None:
     """Check this when only its first bytes differ. Cursors of older versions lack them and are still valid."""
@@ -543,6 +557,7 @@ def test_a_restarted_log_with_the_same_lines_before_the_cursor(plane: Plane, old
     assert lines == (["done"] if older else ["attempt 1", *same.splitlines(), "done"])
 
 
+@pytest.mark.costly
 def test_a_log_that_does_not_exist_yet_keeps_its_cursor(plane: Plane) -> None:
     provider = client(plane)
     native = provider.submit(plans(plane).planned())
@@ -558,6 +573,7 @@ def test_a_log_that_does_not_exist_yet_keeps_its_cursor(plane: Plane) -> None:
     assert [line.text for line in provider.logs(native, second.cursor).lines] == ["two"]
 
 
+@pytest.mark.costly
 def test_the_files_of_a_restart_are_read_too(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     provider = client(plane)
     native = provider.submit(plans(plane).planned(instance_count=2))
@@ -644,6 +660,7 @@ def test_the_discovery_is_called_once_a_workspace(plane: Plane) -> None:
 # -------------------------------------------------------------------------------------------------------------- callers
 
 
+@pytest.mark.costly
 def test_a_revoked_token_is_replaced_once(plane: Plane) -> None:
     provider = client(plane)
     native = provider.submit(plans(plane).planned())

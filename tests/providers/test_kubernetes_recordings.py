@@ -55,6 +55,7 @@ def test_the_answer_to_a_job(case: str) -> None:
     assert found == (ANSWERS["cases"][case]["code"], ANSWERS["cases"][case]["message"])
 
 
+@pytest.mark.costly
 def test_a_field_that_is_not_known_is_dropped_without_strictness() -> None:
     check_job(changed("unknown field in Job"), strict=False)
 

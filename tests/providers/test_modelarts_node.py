@@ -154,6 +154,7 @@ def test_a_rank_has_torch_npu_before_its_script(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.costly
 def test_an_image_without_torch_npu_fails_by_that_name(tmp_path: Path) -> None:
     environ = stub(tmp_path / "site")
     done = rank(tmp_path, "print('never')\n", {**environ, "PYTHONPATH": ""})

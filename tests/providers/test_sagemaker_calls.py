@@ -405,6 +405,7 @@ def test_billed_time() -> None:
     assert status_of(describe("j")).billed_s is None
 
 
+@pytest.mark.costly
 def test_an_estimate_where_a_price_is_known(aws: Aws) -> None:
     aws.answer = lambda operation, body: (200, describe("j", "Completed", "Completed", BillableTimeInSeconds=3600))
     assert provider().status(ARN + "j").cost_usd == 0.5
@@ -481,6 +482,7 @@ def test_no_exception_of_the_sdk_escapes() -> None:
     assert error_of(ZeroDivisionError()) is None
 
 
+@pytest.mark.costly
 def test_an_expired_session_is_replaced(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check this because credentials change during a long wait."""
     expired = (
@@ -663,6 +665,7 @@ def test_no_lines_yet_and_no_such_job(aws: Aws) -> None:
         provider().logs(ARN + "j")
 
 
+@pytest.mark.costly
 def test_a_stale_token_begins_again(aws: Aws) -> None:
     streams = Streams(size=2)
     for number in range(6):
@@ -691,6 +694,7 @@ def test_a_pass_begins_at_the_job_s_creation(aws: Aws) -> None:
     assert aws.names().count("DescribeTrainingJob") == 1
 
 
+@pytest.mark.costly
 def test_more_streams_than_one_call_takes(aws: Aws) -> None:
     """Check a job of 130 nodes: a hundred names at a time, each line once, also of streams that begin later."""
     streams = Streams(size=40, repeat=True)

@@ -274,6 +274,7 @@ def test_a_job_in_deletion_is_not_found(wire: Wire, account: aws.Account) -> Non
     assert (caught.value.field, str(caught.value)) == ("run", "run: SageMaker is deleting the training job run-a0")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("status", "header", "region"),
     [(200, "eu-west-1", "eu-west-1"), (301, "us-west-2", "us-west-2"), (403, "eu-west-3", "eu-west-3"), (403, "", "")],

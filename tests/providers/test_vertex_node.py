@@ -406,6 +406,7 @@ def test_a_mount_that_comes_late_is_waited_for(service: Any, tmp_path: Path) -> 
     assert service.requests == []
 
 
+@pytest.mark.costly
 def test_the_digest_is_that_of_the_client(tmp_path: Path) -> None:
     archive = tmp_path / "cloudtrain.pyz"
     archive.write_bytes(runtime_zip.build())
@@ -439,6 +440,7 @@ def start_bootstrap(
     )
 
 
+@pytest.mark.costly
 def test_it_continues_in_the_verified_runtime(service: Any, tmp_path: Path) -> None:
     context = tmp_path / "container" / "context.json"
     context.parent.mkdir()
@@ -462,6 +464,7 @@ def test_a_damaged_runtime_is_not_started(service: Any, tmp_path: Path) -> None:
     assert err.count("\n") == 1
 
 
+@pytest.mark.costly
 def test_a_node_that_cannot_start_lets_vertex_try_again(service: Any, tmp_path: Path) -> None:
     """Check a late metadata server, then an unreadable input."""
     assert bootstrap.AGAIN == node.AGAIN
@@ -504,6 +507,7 @@ runtime.leave(sys.argv[1:])
 """
 
 
+@pytest.mark.costly
 def test_a_stop_while_the_runtime_loads_is_handled(tmp_path: Path) -> None:
     """Check that its own handler gets it: PID 1 would lose it, and any other process would die."""
     (tmp_path / "context.json").write_text(json.dumps({"protocol": PROTOCOL, "provider": "vertex"}))

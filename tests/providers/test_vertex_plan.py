@@ -399,6 +399,7 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.costly
 @for_each(("field", "given", "fields", "says"), REFUSED)
 def test_refused(field: str, given: dict[str, Any], fields: dict[str, Any], says: str) -> None:
     error = refused(given, **fields)
@@ -589,6 +590,7 @@ def _without_defaults(value: Any) -> Any:
     return [_without_defaults(item) for item in value] if isinstance(value, list) else value
 
 
+@pytest.mark.costly
 @settings(max_examples=examples(3 * TRIALS or 300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(GIVEN, JOBS)
 def test_what_is_planned_is_what_the_sdk_sends(given: dict[str, Any], fields: dict[str, Any]) -> None:

@@ -103,6 +103,7 @@ def after(plane: Plane, operation: str, then: Callable[[], object]) -> None:
 # ------------------------------------------------------------------------------------------------------------- creation
 
 
+@pytest.mark.costly
 def test_a_creation_is_looked_for_and_made_once(plane: Plane) -> None:
     request = PLANS.planned()
     native = client().submit(request)
@@ -476,6 +477,7 @@ def test_names_have_the_project_s_number_and_log_queries_its_id(plane: Plane) ->
 # -------------------------------------------------------------------------------------- another region, another project
 
 
+@pytest.mark.costly
 def test_a_region_without_the_machine_moves_a_run_to_the_next(
     plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

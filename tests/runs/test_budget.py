@@ -192,6 +192,7 @@ def played(count: int, **world: Any) -> tuple[Counter[str], list[str]]:
     return happened, problems
 
 
+@pytest.mark.costly
 def test_schedules() -> None:
     happened, problems = played(FEW)
     assert problems == []
@@ -221,6 +222,7 @@ def breaks(**world: Any) -> bool:
     return any("promised" in text for seed in range(MUTANT) for text in World(seed, **world).play())
 
 
+@pytest.mark.costly
 def test_a_client_that_ignores_the_prefix_breaks_the_limit() -> None:
     assert breaks(log=Behind)
 
@@ -230,5 +232,6 @@ def test_a_client_that_counts_only_ended_runs_breaks_the_limit(monkeypatch: pyte
     assert breaks()
 
 
+@pytest.mark.costly
 def test_a_client_that_does_not_reserve_again_after_its_record_breaks_the_limit() -> None:
     assert breaks(again=False)

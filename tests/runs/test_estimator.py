@@ -104,6 +104,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.costly
 def test_fit_writes_the_logs_and_returns_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     estimator = Estimator(entry_point="train.py", source_dir="src", hyperparameters={"lr": 0.1}, provider="local")
     run = estimator.fit("good", run_id="fit-1")
@@ -194,6 +195,7 @@ def test_waiting_starts_the_attempts_that_the_job_allows(folder: Path) -> None:
     assert calls == ["f-2"]
 
 
+@pytest.mark.costly
 def test_what_a_notebook_shows_is_a_table_with_escaped_text(folder: Path) -> None:
     (folder / "src" / "<b>.py").write_text("print('x')\n")
     plan = cloudtrain.plan(Job.make(entry_point="<b>.py", source_dir="src", name="b"))
@@ -254,6 +256,7 @@ def test_an_error_shows_your_own_lines_alone(tmp_path: Path, call: str, message:
     assert f"{os.sep}cloudtrain{os.sep}" in whole.stderr
 
 
+@pytest.mark.costly
 def test_a_notebook_shows_the_cell_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shell = {"__name__": "IPython.core.interactiveshell"}

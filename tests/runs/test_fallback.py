@@ -120,6 +120,7 @@ def places(tmp_path: Path, installed: None) -> Places:
 # ---------------------------------------------------------------------------------------------------- what is moved for
 
 
+@pytest.mark.costly
 def test_the_first_that_has_machines_gets_the_job_and_the_others_get_nothing(places: Places) -> None:
     run = places.submit()
     assert places.jobs() == [["r.0"], []]
@@ -170,6 +171,7 @@ def test_who_follows_goes_along(places: Places, tmp_path: Path, verb: str) -> No
         assert json.loads((tmp_path / "out/result.json").read_text())["state"] == "succeeded"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("verb", ["logs", "pull"])
 def test_a_follower_waits_while_another_client_copies_data_to_the_next_place(
     places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str

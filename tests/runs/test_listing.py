@@ -78,6 +78,7 @@ def bucket() -> Store:
     return Store(f"memory://{uuid.uuid4().hex}")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("place", ["folder", "bucket"])
 def test_the_newest_come_first_whoever_chose_their_ids(place: str, request: pytest.FixtureRequest) -> None:
     store: Store = request.getfixturevalue(place)

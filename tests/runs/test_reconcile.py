@@ -158,6 +158,7 @@ def test_what_was_refused_while_somebody_looked_is_not_sent_later(place: Place) 
     assert place.reconcile() == []
 
 
+@pytest.mark.costly
 def test_what_was_cancelled_is_cancelled_again_if_nobody_asked_the_platform(place: Place) -> None:
     run = place.submit(retries=3)
     place.dies("cloudtrain.store.store:Store.cancel", "after", "cancel", run.url)
@@ -168,6 +169,7 @@ def test_what_was_cancelled_is_cancelled_again_if_nobody_asked_the_platform(plac
     assert place.platform.jobs() == ["r.0"]
 
 
+@pytest.mark.costly
 def test_another_clients_context_is_never_told_to_the_nodes_of_a_newer_attempt(place: Place) -> None:
     """A newer client came between this client's record and its context."""
     run = place.submit(gpu=["H100:8", "A100:4"])
@@ -216,6 +218,7 @@ def test_what_has_waited_too_long_is_retried_and_the_next_gpu_is_tried(place: Pl
     assert result["attempts"][0]["reason"] == "no machines within max_wait (1h)"
 
 
+@pytest.mark.costly
 def test_a_client_that_waits_ends_it_too(place: Place) -> None:
     run = place.submit(max_wait=3600, retries=1)
     place.long_ago(run)
@@ -233,6 +236,7 @@ def test_somebody_who_only_looks_ends_nothing(place: Place) -> None:
     assert place.store.expired("r", 0) is None
 
 
+@pytest.mark.costly
 def test_machines_that_came_are_not_stopped(place: Place) -> None:
     """They came between the decision and the cancel: the run has the machines that it waited for."""
     run = place.submit(max_wait=3600)

@@ -31,6 +31,7 @@ def played(first: int, last: int, **world: Any) -> tuple[Counter[str], list[str]
     return count, problems
 
 
+@pytest.mark.costly
 def test_schedules() -> None:
     count, problems = played(0, FEW)
     assert problems == []

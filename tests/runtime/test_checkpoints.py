@@ -279,6 +279,7 @@ def test_a_mount_that_fails_for_a_moment_makes_no_checkpoint_missing(
     assert [item.name for item in complete(disk.place)] == ["step-1", "step-2"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_mount_that_fails_for_long_fails_the_attempt(disk: FaultyDisk, fault: tuple[str, str, int]) -> None:
     before = tree(disk.behind)
@@ -299,6 +300,7 @@ def test_a_mount_that_fails_for_long_fails_the_attempt(disk: FaultyDisk, fault: 
         assert [item.name for item in complete(disk.place)] == ["step-1"]
 
 
+@pytest.mark.costly
 @for_each("fault", [
     ("readdir", "/", errno.EACCES),
     ("open", "/step-2/0.0-2/commit.json", errno.EPERM),
@@ -323,6 +325,7 @@ def test_a_closed_folder_of_the_user_is_named_at_once(disk: FaultyDisk, fault: t
         complete(disk.place, url=url)
 
 
+@pytest.mark.costly
 def test_a_mount_whose_calls_take_long_to_fail_is_not_asked_for_each_checkpoint(
     disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +348,7 @@ def test_a_mount_whose_calls_take_long_to_fail_is_not_asked_for_each_checkpoint(
     assert len(asked) == 2
 
 
+@pytest.mark.costly
 @for_each("fault", [
     ("readdir", "/step-1", errno.EIO),
     ("read", "/step-1/0.0-1/commit.json", errno.EIO),
@@ -373,6 +377,7 @@ def test_which_checkpoints_are_certainly_older(tmp_path: Path, folder: str, newe
     assert checkpoints._is_older(Path(folder), committed(tmp_path, *newest.split("/"))) is older
 
 
+@pytest.mark.costly
 @for_each("fault", [
     ("readdir", "/lost+found", errno.EACCES),
     ("open", "/lost+found/commit.json", errno.EACCES),
@@ -424,6 +429,7 @@ def test_a_mount_that_fails_damages_no_checkpoint(disk: FaultyDisk, tmp_path: Pa
     restore(one, tmp_path / "out", node=0)
 
 
+@pytest.mark.costly
 def test_a_checkpoint_with_a_folder_that_cannot_be_listed_is_not_finished(disk: FaultyDisk, tmp_path: Path) -> None:
     for name in ("step-3/a.pt", "step-3/deep/b.pt"):
         write(disk.place / name)

@@ -286,6 +286,7 @@ def test_the_best_is_a_pointer(bare: Path, monkeypatch: pytest.MonkeyPatch) -> N
 # ------------------------------------------------------------------------------------------------- where it is imported
 
 
+@pytest.mark.costly
 def test_it_comes_out_of_the_zip_and_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "cloudtrain.pyz").write_bytes(runtime_zip.build())
     code = """

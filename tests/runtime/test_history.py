@@ -219,6 +219,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyDisk
         yield found
 
 
+@pytest.mark.costly
 def test_a_restart_takes_no_earlier_ones_number_while_a_mount_fails(disk: FaultyDisk) -> None:
     """`Path.glob` of Python 3.13 returns nothing then."""
     assert restart_of(disk.place, 0) == "0.0"

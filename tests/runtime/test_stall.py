@@ -426,6 +426,7 @@ def test_gpus_of_ranks_that_have_ended_are_not_idle() -> None:
     assert part._asked is None
 
 
+@pytest.mark.costly
 def test_another_cause_that_comes_while_the_ranks_are_asked_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes(None)
     while (0, 0, "stacks") not in nodes.sent:

@@ -162,6 +162,7 @@ def test_stand_ins_are_not_examples(provider: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------- init
 
 
+@pytest.mark.costly
 def test_init_writes_what_a_plan_needs(capsys: Capture) -> None:
     flags = ["--set", "region=eu-west-1", "--set", "role=arn:aws:iam::123456789012:role/T"]
     assert cli.main(["init", "--provider", "sagemaker", "--store", "s3://b/p", *flags, "--json"]) == 0

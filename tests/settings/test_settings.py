@@ -393,6 +393,7 @@ def test_config_says_each_value_and_where_it_was_found(
     assert "did you mean 'store'?" in capsys.readouterr().err
 
 
+@pytest.mark.costly
 def test_every_verb_takes_a_profile(
     tmp_path: Path, cloud: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -222,6 +222,7 @@ for _ in range(20):
 """
 
 
+@pytest.mark.costly
 def test_processes_that_write_at_once_leave_a_whole_file(tree: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-c", _WRITER, str(tree), str(tmp_path / "cache")]
     started = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -543,6 +543,7 @@ def test_a_conflict_with_a_loser_is_tried_again(memory: RemoteFiles, flaky: Any)
         tree.create("other", b"mine")
 
 
+@pytest.mark.costly
 def test_an_unknown_scheme_and_a_missing_package() -> None:
     with pytest.raises(SpecError, match="fsspec knows no file system for nosuch:"):
         files("nosuch://bucket/x").read("key")

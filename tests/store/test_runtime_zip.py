@@ -55,6 +55,7 @@ def test_digest_and_bytes_are_the_same_in_every_process_and_whatever_the_dates(t
     assert here[0] == runtime_zip.digest()
 
 
+@pytest.mark.costly
 def test_another_byte_is_another_digest(tmp_path: Path) -> None:
     copy = copy_of_the_package(tmp_path)
     with open(copy / "cloudtrain" / "runtime" / "cause.py", "a") as stream:
@@ -75,6 +76,7 @@ def test_dates_are_fixed_and_the_client_half_stays_at_home(built: Path) -> None:
     assert len(runtime_zip.build()) < 1 << 20
 
 
+@pytest.mark.costly
 def test_it_runs_isolated_and_without_site(built: Path, tmp_path: Path) -> None:
     done = python("-I", "-S", str(built), "run", "--context", str(tmp_path / "none.json"), cwd=tmp_path)
     assert done.returncode == 1
@@ -92,6 +94,7 @@ def test_a_context_of_another_version_is_refused_in_one_line(built: Path, tmp_pa
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.costly
 def test_the_node_side_imports_nothing_but_the_standard_library(built: Path) -> None:
     """Test also with a full site-packages: -I keeps it on sys.path, and still no module of it is imported."""
     code = """
@@ -129,6 +132,7 @@ def test_the_zip_imports_where_only_it_is(built: Path) -> None:
     assert python("-I", "-S", "-c", code, str(built)).stdout.encode() == source
 
 
+@pytest.mark.costly
 def test_a_script_on_a_node_can_import_every_public_name(built: Path) -> None:
     """And what submits a job. The client's other packages are not needed before they are used."""
     code = """

@@ -191,6 +191,7 @@ def test_a_slow_client_finds_what_a_faster_one_has_staged(s3: FaultyS3, store: S
     assert rest(store) == set()
 
 
+@pytest.mark.costly
 def test_a_first_copy_that_goes_while_it_is_placed_is_made_again(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test a store that cannot copy by itself, such as Azure's."""
     monkeypatch.setattr(RemoteFiles, "copies", False)

@@ -126,6 +126,7 @@ def test_refusals_are_the_providers_own_and_send_nothing(fake_cloud: FakeCloud) 
     assert fake_cloud.requests == []
 
 
+@pytest.mark.costly
 def test_the_same_submission_is_one_job(fake_cloud: FakeCloud) -> None:
     fake_cloud.hold()
     first, second = (on_aws().fit(wait=False, run_id="mine-1") for _ in range(2))
@@ -194,6 +195,7 @@ def test_a_preemption_is_the_platforms_to_repair(fake_cloud: FakeCloud) -> None:
     ]
 
 
+@pytest.mark.costly
 def test_no_capacity_means_the_next_gpu_of_the_list(fake_cloud: FakeCloud) -> None:
     fake_cloud.capacity().succeed()
     run = of("vertex", gpu=["H100:8", "A100:8"], instance_type=None, cpus=None, memory_gb=None).fit()
@@ -213,6 +215,7 @@ def test_a_request_is_refused(fake_cloud: FakeCloud, error: Any, kind: type[Exce
     assert (result["state"], result["exit_code"]) == ("failed", kind.exit_code)
 
 
+@pytest.mark.costly
 def test_a_held_job_is_cancelled_or_released(fake_cloud: FakeCloud) -> None:
     fake_cloud.hold("pending", "waiting for machines").hold()
     first, second = on_aws().fit(wait=False), on_aws().fit(wait=False)
@@ -268,6 +271,7 @@ def test_a_job_of_a_cloud_is_run_here_preempted_retried_and_resumed(
     assert "secret-word" not in str([cloudtrain_store.read(key, "s3://b") for key in cloudtrain_store.files("s3://b")])
 
 
+@pytest.mark.costly
 def test_what_only_a_platform_can_read_is_asked_for(fake_cloud: FakeCloud) -> None:
     fake_cloud.run_locally()
     secret = {"TOKEN": "aws:arn:aws:secretsmanager:eu-west-1:123456789012:secret:token-AbCdEf"}
