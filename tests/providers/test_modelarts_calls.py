@@ -34,7 +34,6 @@ from cloudtrain.storage import obs
 from cloudtrain.storage.files import files
 from cloudtrain.testing.tables import Place, Sample, plan_of
 
-
 SAMPLE = Sample.of(Provider)
 NATIVE = f"{REGION}/{PROJECT}/00000000-0000-0000-0000-000000000000"
 
