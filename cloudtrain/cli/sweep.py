@@ -163,7 +163,7 @@ def _say_start(handle: Sweep, screen: Screen) -> None:
 
 
 def _at_worst(caps: Mapping[str, float], limits: Mapping[str, Any]) -> Iterator[str]:
-    for name, unit in zip(CURRENCIES, ("USD", "GPU hours"), strict=True):
+    for name, unit in CURRENCIES.items():
         cap, limit = caps.get(name), limits.get(name)
         if cap is not None and limits.get("trials"):
             yield f"at worst: {limits['trials']} trials x {cap:g} {unit} = {limits['trials'] * cap:g} {unit}"
@@ -382,7 +382,7 @@ def sweep_line(result: Mapping[str, Any]) -> str:
     words.append(f"{len(result['trials'])} trials, {counts['running']} running")
     if best:
         words.append(f"best {result['metric']} {value_text(best['value'])} (trial {best['trial']})")
-    for name, unit in zip(CURRENCIES, ("USD", "GPU hours"), strict=True):
+    for name, unit in CURRENCIES.items():
         budget = result["budget"][name]
         if budget["limit"] is not None:
             words.append(f"{budget['used']:.2f} + {budget['reserved']:.2f} of {budget['limit']:g} {unit}")

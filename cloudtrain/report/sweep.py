@@ -51,7 +51,7 @@ def _facts(result: Row) -> list[tuple[str, str]]:
         rows.append(("best", f"{value_text(best['value'])} in {best['run_id']} with {found}"))
     counts = [f"{count} {name}" for name, count in result["counts"].items() if count]
     rows += [("trials", ", ".join(counts) or "none yet"), ("limits", limits_text(result["limits"]))]
-    for name, unit in zip(CURRENCIES, ("USD", "GPU hours"), strict=True):
+    for name, unit in CURRENCIES.items():
         budget = result["budget"][name]
         if budget["used"] or budget["limit"] is not None:
             rows.append((unit, f"{budget['used']:.2f} used, {budget['reserved']:.2f} reserved"))

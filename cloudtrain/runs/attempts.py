@@ -239,11 +239,12 @@ def next_nodes(history: History) -> int:
     An attempt without machines is followed by the next smaller number, once no GPU of the list is left. Any other
     attempt, and one for the smallest number, is followed by the most.
     """
-    if history.category in NO_MACHINES:
-        if history.next_gpu is not None:
-            return history.nodes[-1]
-        return next((n for n in history.node_counts if n < history.nodes[-1]), history.node_counts[0])
-    return history.node_counts[0]
+    most, last = history.node_counts[0], history.nodes[-1]
+    if history.category not in NO_MACHINES:
+        return most
+    if history.next_gpu is not None:
+        return last
+    return next((count for count in history.node_counts if count < last), most)
 
 
 # ------------------------------------------------------------------------------------------------------- facts, as read

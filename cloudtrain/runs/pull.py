@@ -34,7 +34,7 @@ from .log_sources import index_segments
 from .metrics import json_rows, merge_metrics
 from .pull_kinds import PULL_KINDS, parse_selection
 
-__all__ = ["PullReport", "merge_metrics", "newest_pulled", "pull"]
+__all__ = ["PullReport", "newest_pulled", "pull"]
 
 _PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "outputs", "result.json", "run.json")
 _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
@@ -121,9 +121,8 @@ def _alone(folder: Path) -> Iterator[None]:
                     break
                 except BlockingIOError:
                     if time.monotonic() >= deadline:
-                        raise ConflictError(
-                            f"another pull fills {folder}", hint="wait for its end, or name another folder with --out"
-                        ) from None
+                        hint = "wait for its end, or name another folder with --out"
+                        raise ConflictError(f"another pull fills {folder}", hint=hint) from None
                     time.sleep(0.1)
         yield
 

@@ -106,10 +106,10 @@ class Retry:
             self.begin()
             return True
         store = run.store
-        newest = max(store.attempts(run.run_id))
+        newest = store.newest_attempt(run.run_id)
         if handover.newer_attempt_exists(store, run.run_id, newest, result) or self._is_alive(newest, result):
             return True
-        policy, history = AttemptPolicy.of_job(run.job.at(run.provider_name)), handover.history_of(run, newest, result)
+        policy, history = AttemptPolicy.of_job(run._own_job), handover.history_of(run, newest, result)
         ending, before = self._endings(newest, result)
         decision = policy.decide(history, ending=ending, before=before, used=usage_of(result, self._clock()))
         if isinstance(decision, Next):
@@ -140,7 +140,7 @@ class Retry:
         Return False if it cannot be planned, or the run was cancelled.
         """
         run, store, number = self._run, self._run.store, decision.number
-        last, job = store.attempt_request(run.run_id, number - 1), run.job.at(run.provider_name)
+        last, job = store.attempt_request(run.run_id, number - 1), run._own_job
         if last is None or store.cancelled(run.run_id):
             return False
         gpu_index = last.gpu_index if decision.choice is None else decision.choice
@@ -200,7 +200,7 @@ class Retry:
         """Send a request and record a refusal, so that the run does not wait for that attempt."""
         run = self._run
         write_context(run.store, self._layout, run.run_id)
-        if max(run.store.attempts(run.run_id)) > request.attempt:
+        if run.store.newest_attempt(run.run_id) > request.attempt:
             return  # another client sent it, saw it fail and has continued
         try:
             deliver(run, request, values, say=self._say_wait)
@@ -218,7 +218,7 @@ class Retry:
             if row["category"] in NO_MACHINES and request is not None:
                 refusals.append(handover.refusal_of(run, row, request.gpu_index))
         if not refusals:
-            request = run.store.attempt_request(run.run_id, max(run.store.attempts(run.run_id)))
+            request = run.store.attempt_request(run.run_id, run.store.newest_attempt(run.run_id))
             refusals.append(handover.refusal_of(run, result, request.gpu_index if request is not None else 0))
         from ..store.copies import PreviousPlace
 
@@ -304,9 +304,8 @@ class Retry:
             return run.store.files.read(key)
         except FileNotFoundError:
             again = f"submit the same job again with --run-id {run.run_id}, by the same version of cloudtrain"
-            raise StorageError(
-                f"{run.store.url}/{key} is missing, so the next store cannot get it", hint=again
-            ) from None
+            why = f"{run.store.url}/{key} is missing, so the next store cannot get it"
+            raise StorageError(why, hint=again) from None
 
     def _bring(self, digest: str, store: Store, name: str) -> None:
         """Copy a data tree from this run's store into ``store`` and check each digest, unless it is complete there."""

@@ -366,10 +366,8 @@ def first_request(provider: Provider, job: Job, layout: Layout) -> Request:
     request, given = provider.plan(job, layout), layout.resume_source or layout.resume
     if given is None or given.startswith(f"{layout.store}/runs/"):
         return request
-    why = (
-        "is outside this store: with write access there, anyone can run code in this job, because torch.load unpickles"
-    )
-    notes = [f"resume_from {scrubbed(given)} {why}"]
+    why = "with write access there, anyone can run code in this job, because torch.load unpickles"
+    notes = [f"resume_from {scrubbed(given)} is outside this store: {why}"]
     if layout.resume_source:
         notes += [f"its newest complete checkpoint is copied to {layout.resume}, through this machine, when it is sent"]
     return dataclasses.replace(request, notes=(*request.notes, *notes))
@@ -476,10 +474,8 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
 
 def _built(source: Source, store: Store, settings: Settings, cwd: Path, *files: Path) -> Bundle:
     """Return the bundle, without the store and ``files`` in the source, or the files that this process writes to."""
-    home, most = local_path(store.url), settings.max_code_mb * MIB
-    return build_bundle(
-        source, cwd=cwd, max_bytes=most, never=[home] if home else [], outputs=_identities(1, 2, *files)
-    )
+    home, most, outputs = local_path(store.url), settings.max_code_mb * MIB, _identities(1, 2, *files)
+    return build_bundle(source, cwd=cwd, max_bytes=most, never=[home] if home else [], outputs=outputs)
 
 
 def link_fallbacks(plans: Sequence[Plan]) -> Plan:
@@ -489,9 +485,8 @@ def link_fallbacks(plans: Sequence[Plan]) -> Plan:
     for plan in plans[1:]:
         if taken.count(plan.run_url) > 1:
             why = f"fallback {plan.settings.profile} has a store of another profile: {without_secrets(plan.store.url)}"
-            raise SpecError(
-                why, field="store", hint=f"give it a store of its own, in [profiles.{plan.settings.profile}]"
-            )
+            hint = f"give it a store of its own, in [profiles.{plan.settings.profile}]"
+            raise SpecError(why, field="store", hint=hint)
     following: tuple[Plan, ...] = ()
     for plan in reversed(plans[1:]):  # each has those that follow it
         own = Fallbacks(first=taken[0], further=following)
@@ -600,7 +595,7 @@ def _check_this_machine(plan: Plan) -> None:
 def _check_not_refused(run: Run) -> None:
     """Raise the error of a refused run that is over: its id is used up. Keep its result if there is none yet."""
     store, run_id = run.store, run.run_id
-    newest = max(store.attempts(run_id), default=0)
+    newest = store.newest_attempt(run_id)
     if store.refused(run_id, newest) is None:
         return
     if store.result(run_id) is None:
@@ -782,11 +777,9 @@ def _of_another_job(plan: Plan, record: Mapping[str, Any]) -> ConflictError:
         except (FileNotFoundError, StorageError, ValueError):  # the store no longer has it
             changed = []
         words += changed or ["the code"]
-    return ConflictError(
-        f"{plan.run_id!r} is already the id of another job in {plan.store.url}; different: {_listed(words)}",
-        field="run_id",
-        hint="choose another --run-id; to find this run again, undo the change",
-    )
+    why = f"{plan.run_id!r} is already the id of another job in {plan.store.url}; different: {_listed(words)}"
+    hint = "choose another --run-id; to find this run again, undo the change"
+    return ConflictError(why, field="run_id", hint=hint)
 
 
 def flat_fields(value: Any, name: str = "") -> dict[str, Any]:
@@ -810,8 +803,5 @@ def _recorded_otherwise(plan: Plan, recorded: Layout | None = None) -> ConflictE
         given = [(layout.resume_source or layout.resume) for layout in (recorded, plan.layout)]
         words += ["resume_from"] if given[0] != given[1] else []
         words += ["the version of cloudtrain"] if recorded.runtime_digest != plan.layout.runtime_digest else []
-    return ConflictError(
-        f"{plan.run_id!r} was recorded with another request; different: {_listed(words) or 'settings'}",
-        field="run_id",
-        hint="choose another --run-id",
-    )
+    why = f"{plan.run_id!r} was recorded with another request; different: {_listed(words) or 'settings'}"
+    return ConflictError(why, field="run_id", hint="choose another --run-id")

@@ -197,10 +197,8 @@ def _collected(
 def _refuse_unreadable(named: _Named) -> None:
     if named.unreadable:
         names = ", ".join(sorted(named.unreadable)[:3])
-        raise StorageError(
-            f"nothing is removed: run.json of {names} cannot be read, so the files that it needs are unknown",
-            hint="delete the folders of these runs in the store, if you do not need them",
-        )
+        why = f"nothing is removed: run.json of {names} cannot be read, so the files that it needs are unknown"
+        raise StorageError(why, hint="delete the folders of these runs in the store, if you do not need them")
 
 
 class _Named:

@@ -306,11 +306,10 @@ class Store:
     def run(self, run_id: str, *, needs: Sequence[str] = (), among: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the record of `create_run`, with its ``needs``. Raises `NotFoundError` with the nearest run, of
         ``among`` if given."""
-        record = self._json(f"{run_folder(run_id)}/run.json")
+        record = self._read_created(f"{run_folder(run_id)}/run.json")
         if record is None:
             near = did_you_mean(run_id, self.runs() if among is None else among)
             raise NotFoundError(f"no run {run_id!r} in {self.url}", field="run", hint=near)
-        record.pop(_TOKEN, None)
         return _checked_run(record, needs, f"{self.url}/{run_folder(run_id)}/run.json")
 
     def has_run(self, run_id: str) -> bool:
@@ -321,25 +320,24 @@ class Store:
         """Return run ids, sorted: dated ids (the default) come oldest first."""
         return [name for name in self.files.names("runs") if is_run_id(name)]
 
-    def create_attempt(self, run: Layout | str, k: int, request: Request) -> bool:
+    def create_attempt(self, run_id: str, k: int, request: Request) -> bool:
         """Write request.json of attempt ``k``; return False if another client has started that attempt."""
-        return self._create(
-            attempt_record(run if isinstance(run, str) else run.run_id, k, "request"), request.to_dict()
-        )
+        return self._create(attempt_record(run_id, k, "request"), request.to_dict())
 
     def attempt_request(self, run_id: str, k: int) -> Request | None:
         """Return the request of attempt ``k``, or None if there is no such attempt."""
-        record = self._json(attempt_record(run_id, k, "request"))
-        if record is None:
-            return None
-        record.pop(_TOKEN, None)
-        return Request.from_dict(record)
+        record = self._read_created(attempt_record(run_id, k, "request"))
+        return None if record is None else Request.from_dict(record)
 
     def attempts(self, run_id: str) -> list[int]:
         """Return the numbers of attempts with a request, ascending."""
         keys = self.files.list(f"{run_folder(run_id)}/attempts")
         parts = [key.split("/")[-2:] for key in keys]
         return sorted(int(number) for number, name in parts if name == "request.json" and number.isdigit())
+
+    def newest_attempt(self, run_id: str) -> int:
+        """Return the number of the newest of `attempts`; 0 if there is none."""
+        return max(self.attempts(run_id), default=0)
 
     def write_submitted(self, run_id: str, k: int, native_id: str) -> None:
         """Record the platform's id of attempt ``k``. A second call keeps the time: `max_wait` counts from it."""
@@ -429,10 +427,7 @@ class Store:
 
     def sweep(self, sweep_id: str) -> dict[str, Any] | None:
         """Return the record of `create_sweep`, or None if there is no such sweep."""
-        record = self._json(f"{sweep_folder(sweep_id)}/sweep.json")
-        if record is not None:
-            record.pop(_TOKEN, None)
-        return record
+        return self._read_created(f"{sweep_folder(sweep_id)}/sweep.json")
 
     def sweeps(self) -> list[str]:
         """Return sweep ids, sorted."""
@@ -455,13 +450,10 @@ class Store:
         found: list[dict[str, Any] | None] = []
         if not start:
             count = len(self.files.names(f"{folder}/log"))
-            found = parallel(lambda number: self._json(_log_entry(folder, number)), [*range(count)])
+            found = parallel(lambda number: self._read_created(_log_entry(folder, number)), [*range(count)])
         while not found or found[-1] is not None:
-            found.append(self._json(_log_entry(folder, start + len(found))))
-        entries = [entry for entry in found[: found.index(None)] if entry is not None]
-        for entry in entries:
-            entry.pop(_TOKEN, None)
-        return entries
+            found.append(self._read_created(_log_entry(folder, start + len(found))))
+        return [entry for entry in found[: found.index(None)] if entry is not None]
 
     def exits(self, run_id: str) -> list[dict[str, Any]]:
         """Return the nodes' exit records in order of attempt and node, without incomplete ones."""
@@ -489,8 +481,15 @@ class Store:
         token = secrets.token_hex(16)
         if self.files.create(key, to_json({**record, _TOKEN: token})):
             return True
-        stored = self.record(key)
-        return stored is not None and bool(stored.get(_TOKEN) == token)
+        stored = self.record(key) or {}
+        return bool(stored.get(_TOKEN) == token)
+
+    def _read_created(self, key: str) -> dict[str, Any] | None:
+        """Return the record that `_create` wrote, or None."""
+        record = self._json(key)
+        if record is not None:
+            record.pop(_TOKEN, None)
+        return record
 
     def record(self, key: str) -> dict[str, Any] | None:
         """Return the JSON object at ``key``; None if it is missing, or broken as a killed writer leaves it."""

@@ -114,10 +114,8 @@ def parse_space(table: Any) -> dict[str, Dimension]:
 
 def _dimension(value: Any, where: str) -> Dimension:
     if isinstance(value, Sequence) and not isinstance(value, str):
-        known = [
-            item for item in value if isinstance(item, (str, int)) or (isinstance(item, float) and math.isfinite(item))
-        ]
-        if not value or len(known) < len(value):
+        known = (isinstance(item, (str, int)) or (isinstance(item, float) and math.isfinite(item)) for item in value)
+        if not value or not all(known):
             raise SpecError("must be a list of at least one text, finite number or boolean", field=where)
         if len({(type(item), item) for item in value}) < len(value):
             raise SpecError("has one value twice", field=where)
@@ -125,9 +123,8 @@ def _dimension(value: Any, where: str) -> Dimension:
     table = table_of(value, where)
     for key in table:
         if key not in RANGE_KEYS:
-            raise SpecError(
-                f"has no key {key!r}", field=where, hint="write { low = 1, high = 8, step = 1, log = false }"
-            )
+            hint = "write { low = 1, high = 8, step = 1, log = false }"
+            raise SpecError(f"has no key {key!r}", field=where, hint=hint)
     numbers = {key: _number(table.get(key), f"{where}.{key}") for key in ("low", "high")}
     low, high, log = numbers["low"], numbers["high"], table.get("log", False)
     step = _number(table["step"], f"{where}.step") if "step" in table else 0
@@ -162,9 +159,8 @@ def grid_size(space: Space) -> int:
     size = 1
     for name, dimension in space.items():
         if isinstance(dimension, Range) and (dimension.log or not (dimension.step or dimension.whole)):
-            raise SpecError(
-                "a grid needs a step or a list of values", field=f"space.{name}", hint=f"{name} = [0.001, 0.01, 0.1]"
-            )
+            why, hint = "a grid needs a step or a list of values", f"{name} = [0.001, 0.01, 0.1]"
+            raise SpecError(why, field=f"space.{name}", hint=hint)
         size *= dimension.count
         if size > MOST_GRID:
             raise SpecError(f"the grid has more than {MOST_GRID:,} points", field="space", hint="use random or tpe")
