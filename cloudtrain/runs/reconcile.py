@@ -48,9 +48,7 @@ def reconcile(
     if _is_store(target, cwd):
         url = normalize(settings.resolved(target), cwd=cwd)
         return reconcile_store(url, environ=environ, say=say, settings=settings)
-    place = settings.store if url_scheme(target) else settings.resolved()
-    run = open_run(settings.resolved(target), store_url=place, cwd=cwd, settings=settings)
-    return [reconcile_run(run, environ=environ, say=say)]
+    return [reconcile_run(open_run(target, cwd=cwd, settings=settings), environ=environ, say=say)]
 
 
 def _is_store(target: str, cwd: Path) -> bool:

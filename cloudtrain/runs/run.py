@@ -999,12 +999,14 @@ def _pending(status: Status, reason: str) -> Status:
 # ------------------------------------------------------------------------------------------------------- finding runs
 
 
-def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Settings = NO_SETTINGS) -> Run:
-    """Return the run ``ref``: the URL or local path of a run folder, or a run's id in the store at ``store_url``.
+def open_run(
+    ref: str, *, store_url: str | None = None, cwd: Path | None = None, settings: Settings = NO_SETTINGS
+) -> Run:
+    """Return the run ``ref``: the URL or local path of a run folder, or an id in ``store_url`` (default: the setting).
 
     ``settings`` have this machine's identity. Raises `NotFoundError` with the nearest id if there is none.
     """
-    where, run_id = split_ref(ref, "runs", store_url)
+    where, run_id = split_ref(ref, "runs", store_url, settings)
     if not where:
         raise NotFoundError(f"{ref!r} is not the URL of a run folder, <store>/runs/<run id>", field="run")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import SpecError, StorageError
-from ..settings.settings import NO_SETTINGS, Settings
+from ..settings.settings import Settings
 from ..storage.digest_cache import TreeFile, tree_digest
 from ..storage.files import Entry, Progress, parallel
 from ..storage.lease import FOLDER
@@ -47,16 +47,15 @@ class StagedInput:
 
 
 def stage_at(
-    store: str | None,
     url: str,
     *,
-    settings: Settings = NO_SETTINGS,
+    settings: Settings,
     cwd: Path,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> StagedInput:
-    """Run `stage_input` for the store at the URL ``store`` (default: the setting), opened with ``settings``."""
-    found = normalize(settings.resolved(store), cwd=cwd)
+    """Run `stage_input` for the store of ``settings``, opened with them."""
+    found = normalize(settings.resolved(), cwd=cwd)
     opened, _ = in_store(found, settings, lambda store: (store, store.files.names(FOLDER)))
     return stage_input(opened, url, cwd=cwd, progress=progress, say=say)
 

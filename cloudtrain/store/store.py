@@ -623,9 +623,12 @@ def in_store(url: str, settings: Settings, use: Callable[[Store], T]) -> T:
     return settings.let_in(url, lambda caller: use(Store(url, storage=caller, moving=settings.moving)))
 
 
-def split_ref(ref: str, folder: str, store_url: str) -> tuple[str, str]:
+def split_ref(ref: str, folder: str, store_url: str | None, settings: Settings) -> tuple[str, str]:
     """Return the store and the id of ``ref``: the URL or path of a folder in ``folder`` of a store, or an id in
-    ``store_url``. The id is not checked. The store is "" if it is a URL or path of anything else."""
+    ``store_url`` (default: the setting). The id is not checked. The store is "" if ``ref`` is anything else."""
+    if store_url is None:
+        store_url = settings.store if url_scheme(ref) else settings.resolved()
+        ref = settings.resolved(ref)
     ref = (ref if url_scheme(ref) else ref.replace(os.sep, "/")).rstrip("/") or ref
     if not url_scheme(ref) and "/" not in ref:
         return store_url, ref

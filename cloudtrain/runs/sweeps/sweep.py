@@ -21,7 +21,7 @@ from ...settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ...storage.local_disk import local_path
 from ...storage.timings import CLIENT_TIMINGS
 from ...store.store import Store, split_ref, sweep_folder
-from ...validate import did_you_mean, json_value, table_of, url_scheme
+from ...validate import did_you_mean, json_value, table_of
 from ..log_sources import Contact
 from ..run import Run
 from ..submit import Plan, make_plan, plan_record, stage_content
@@ -159,9 +159,7 @@ class Sweep:
 
         Raises `NotFoundError` if there is no such sweep.
         """
-        settings = Settings.load(store=store, profile=profile)
-        place = settings.store if url_scheme(sweep) else settings.resolved()
-        return open_sweep(settings.resolved(sweep), store_url=place, cwd=Path.cwd(), settings=settings)
+        return open_sweep(sweep, settings=Settings.load(store=store, profile=profile))
 
     def __repr__(self) -> str:
         return f"Sweep({self.url!r})"
@@ -430,17 +428,17 @@ def _identity(record: Mapping[str, Any]) -> list[Any]:
     return [*(record.get(key) for key in ("spec", "job_digest", "provider")), record.get("code", {}).get("digest")]
 
 
-def open_sweep(ref: str, *, store_url: str, cwd: Path | None = None, settings: Settings = NO_SETTINGS) -> Sweep:
-    """Return the sweep ``ref``: the URL or path of its folder, or its id in the store at ``store_url``.
+def open_sweep(ref: str, *, store_url: str | None = None, settings: Settings = NO_SETTINGS) -> Sweep:
+    """Return the sweep ``ref``: the URL or path of its folder, or its id in ``store_url`` (default: the setting).
 
     Raises `NotFoundError` with the nearest id if there is none.
     """
-    where, sweep_id = split_ref(ref, "sweeps", store_url)
+    where, sweep_id = split_ref(ref, "sweeps", store_url, settings)
     if not where:
         raise NotFoundError(f"{ref!r} is not the URL of a sweep, <store>/sweeps/<sweep id>", field="sweep")
 
     def read(caller: StoreCredentials) -> tuple[Store, dict[str, Any], StoreCredentials]:
-        store = Store(where, cwd=cwd, storage=caller, moving=settings.moving)
+        store = Store(where, storage=caller, moving=settings.moving)
         record = None
         with contextlib.suppress(SpecError):  # no id of a sweep
             record = store.sweep(check_sweep_id(sweep_id))
