@@ -249,13 +249,13 @@ class Run:
         result = self.store.result(self.run_id)
         if result is None:
             return self._platform_status()
-        noted = {k: self.store.submitted(self.run_id, k) for k in sorted(self.store.attempts(self.run_id))}
+        noted = {k: self.store.submitted(self.run_id, k) for k in self.store.attempts(self.run_id)}
         return outcome.status_of(result), {k: str(item["native_id"]) for k, item in noted.items() if item}
 
     def _platform_status(self) -> tuple[Status, dict[int, str]]:
         """Return the platform's status of the newest submitted attempt, and all native ids."""
         recorded, self._known.unsent = self.store.attempts(self.run_id), None
-        natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
+        natives = {k: native for k in recorded if (native := self._native(k)) is not None}
         last = max(recorded, default=0)
         refused = None if last in natives else self._refused_status(last)
         cancelled = last not in natives and self.store.cancelled(self.run_id)  # once: all below goes by one answer
@@ -273,8 +273,8 @@ class Run:
             status = self._arriving(status, last)
         elif status.final and newest < last and not cancelled:
             if refused is not None:
-                finished = status.finished if refused.final else None
-                return replace(refused, finished=finished, reason=f"attempt {last} was {refused.reason}"), natives
+                reason = f"attempt {last} was {refused.reason}"
+                return replace(refused, finished=status.finished, reason=reason), natives
             self._known.unsent = last
             reason = f"attempt {last} is recorded but not submitted yet; the attempt before: {status.reason or 'ended'}"
             status = _pending(status, reason)

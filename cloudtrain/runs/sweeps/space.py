@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from ...errors import SpecError
-from ...validate import table_of
+from ...validate import is_number, table_of
 
 __all__ = ["Choices", "Dimension", "Params", "Range", "grid_point", "grid_size", "parse_space", "random_point"]
 
@@ -38,8 +38,8 @@ class Range:
 
     def contains(self, value: Any) -> bool:
         """Return whether ``value`` is a number of the range, on a step if it has one. Optuna takes no other."""
-        is_number = isinstance(value, int if self.whole else (int, float)) and not isinstance(value, bool)
-        if not is_number or not self.low <= value <= self.high:
+        fits = is_number(value) and (not self.whole or isinstance(value, int))
+        if not fits or not self.low <= value <= self.high:
             return False
         steps = (value - self.low) / (self.step or 1)
         return not self.step or abs(steps - round(steps)) < 1e-8
@@ -143,7 +143,7 @@ def _dimension(value: Any, where: str) -> Dimension:
 
 
 def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:  # or it is NaN
+    if not (is_number(value) and abs(value) <= LARGEST):  # also for NaN
         raise SpecError("must be a number", field=where, hint="{ low = 1e-5, high = 0.1, log = true }")
     return value
 

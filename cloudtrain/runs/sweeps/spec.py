@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import SpecError
 from ...job.fields import MAX_ID, is_slug
-from ...validate import choice_of, near_or_all, parse_duration, table_of, text_of, whole_number
+from ...validate import choice_of, is_number, near_or_all, parse_duration, table_of, text_of, whole_number
 from .space import Dimension, Params, grid_size, parse_space
 
 __all__ = [
@@ -181,7 +181,7 @@ def _first(points: Any, space: Mapping[str, Dimension]) -> tuple[Params, ...]:
 
 
 def _amount(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+    if not (is_number(value) and math.isfinite(value) and value > 0):
         raise SpecError("must be a number above zero", field=name)
     return float(value)
 
