@@ -743,7 +743,8 @@ def _merge_nodes(item: Checkpoint, names: Iterable[str]) -> dict[str, _Source]:
         size, digest = item.files[path]
         match = nodes[path]
         node, rest = (match[1], match[2]) if match else ("0", path)
-        target = _in_checkpoint(item.name, rest)
+        # Nodes list their files with the checkpoint's name in front.
+        target = rest if rest == item.name or rest.startswith(f"{item.name}/") else f"{item.name}/{rest}"
         if target in placed and placed[target].sha256 == digest:
             continue
         if places.free(target):
@@ -753,8 +754,3 @@ def _merge_nodes(item: Checkpoint, names: Iterable[str]) -> dict[str, _Source]:
             target = places.of_node(target, node, f"{item.name}/" if inner else "")
         placed[target] = _Source(key=f"{item.key}/{path}", size=size, mark=digest, sha256=digest)
     return placed
-
-
-def _in_checkpoint(name: str, path: str) -> str:
-    """Return ``path`` below the checkpoint ``name``: nodes list their files with the name in front."""
-    return path if path == name or path.startswith(f"{name}/") else f"{name}/{path}"

@@ -295,10 +295,6 @@ class Plan:
         return {"code_bytes": self.upload.bundle.size, "input_bytes": copied, "checkpoints": kept + 2 if kept else None}
 
 
-def _made_id(name: str, preview: bool) -> str:
-    return f"{name[:35].rstrip('-')}-plan" if preview else new_run_id(name)
-
-
 def make_plan(
     job: Job,
     *,
@@ -328,11 +324,12 @@ def make_plan(
         check_script(bundle.root, bundle.entry_point)
     if job.resources.min_instance_count:
         check_keeps_batch(job, (bundle.disk(file.path) for file in bundle.files if not file.link))
-    chosen_id = _made_id(job.name, preview) if run_id is None else check_run_id(run_id)
-    inputs, trees = store.inputs(job, chosen.schemes, run_id=chosen_id, cwd=cwd)
+    if run_id is None:
+        run_id = f"{job.name[:35].rstrip('-')}-plan" if preview else new_run_id(job.name)
+    inputs, trees = store.inputs(job, chosen.schemes, run_id=check_run_id(run_id), cwd=cwd)
     layout = Layout(
         store=store.url,
-        run_id=chosen_id,
+        run_id=run_id,
         code_digest=bundle.digest,
         runtime_digest=runtime_zip.digest(type(chosen)),
         inputs=inputs,

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
 from random import Random
 from typing import Any
 
@@ -51,7 +50,7 @@ class Range:
         if self.log:
             return min(self.high, max(self.low, _log_uniform(random, self.low, self.high)))
         if self.whole or self.step:
-            return self._point(random.randrange(self.count))
+            return self.point(random.randrange(self.count))
         return random.uniform(self.low, self.high)
 
     @property
@@ -59,37 +58,30 @@ class Range:
         """The number of points of a range with a step; a whole range has the step 1 by default."""
         return int((self.high - self.low) / (self.step or 1) + 1e-9) + 1
 
-    def _point(self, number: int) -> float:
+    def point(self, number: int) -> float:
+        """Return point ``number`` of a range with a step, from 0 on, ascending."""
         point = self.low + number * (self.step or 1)
         return point if self.whole else round(point, 12)
-
-    def points(self) -> list[float]:
-        """Return every number of a range with a step, ascending."""
-        return [self._point(number) for number in range(self.count)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """A list of values without an order."""
+    """A list of values without an order, with the methods of a `Range`."""
 
     values: tuple[Any, ...]
 
     def contains(self, value: Any) -> bool:
-        """Return whether ``value`` is one of the values."""
         return any(value == each and type(value) is type(each) for each in self.values)
+
+    def draw(self, random: Random) -> Any:
+        return self.point(random.randrange(self.count))
 
     @property
     def count(self) -> int:
-        """The number of values."""
         return len(self.values)
 
-    def draw(self, random: Random) -> Any:
-        """Return a random value."""
-        return self.values[random.randrange(len(self.values))]
-
-    def points(self) -> list[Any]:
-        """Return all values."""
-        return list(self.values)
+    def point(self, number: int) -> Any:
+        return self.values[number]
 
 
 Dimension = Range | Choices
@@ -169,5 +161,8 @@ def grid_size(space: Space) -> int:
 
 def grid_point(space: Space, number: int) -> Params | None:
     """Return point ``number`` of the grid; the last name of the space changes fastest. None after the last point."""
-    point = next(islice(product(*(dimension.points() for dimension in space.values())), number, None), None)
-    return None if point is None else dict(zip(space, point, strict=True))
+    found = {}
+    for name in reversed([*space]):
+        number, at = divmod(number, space[name].count)
+        found[name] = space[name].point(at)
+    return None if number else {name: found[name] for name in space}
