@@ -1,8 +1,4 @@
-"""Take the next step of a waiting client: another attempt, if the platform starts none, or the run's next place.
-
-`Retry` sends attempts that an earlier client recorded but never sent. It starts the next attempt with the rest of the
-Job's limits. `attempts` and `handover` decide when.
-"""
+"""Take the next step of a waiting client: another attempt, if the platform starts none, or the run's next place."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from ..provider_api.protocol import Layout, Request, extras_of
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
-from ..store.store import Store
+from ..store.store import Store, manifest_key
 from . import handover
 from .attempts import NO_MACHINES, AttemptPolicy, Ending, Next, exception_of, usage_of
 from .deliver import deliver, secret_values, write_context
@@ -40,8 +36,8 @@ class Retry:
 
     Clients start another attempt unless the platform does. If no further attempt can have machines, the run and its
     handle move to the next place. Creating a `Retry` sends an attempt that an earlier client recorded but never sent;
-    `resend` does so for a client that dies later. `AttemptPolicy` decides what follows, on any client by the same
-    records.
+    `resend` does so for a client that dies later. `AttemptPolicy` and `handover` decide what follows, on any client by
+    the same records.
 
     ``environ`` has the values of ``env:`` references. ``clock`` gives Unix seconds. ``plans`` are those of the
     submitting client. Any other client makes the next plan from the records, and copies code and data from the store
@@ -309,7 +305,7 @@ class Retry:
 
     def _bring(self, digest: str, store: Store, name: str) -> None:
         """Copy a data tree from this run's store into ``store`` and check each digest, unless it is complete there."""
-        old, manifest = self._run.store, f"data/manifests/{digest}.json"
+        old, manifest = self._run.store, manifest_key(digest)
         store.announce(self._run.run_id, [digest], say=self._say)  # from here on no client deletes the tree
         if store.files.exists(manifest):
             return

@@ -54,6 +54,7 @@ __all__ = [
     "expect",
     "file_of_url",
     "in_store",
+    "manifest_key",
     "run_folder",
     "split_ref",
     "sweep_folder",
@@ -192,16 +193,17 @@ class Store:
         named += [*(tree.digest for tree in trees), *(item.url for item in layout.inputs.values())]
         self.announce(layout.run_id, named, say=say)
         code, runtime = self._key(layout.code), self._key(layout.runtime)
-        wanted = [code, runtime, *map(_manifest, trees)]
+        wanted = [code, runtime, *(manifest_key(tree.digest) for tree in trees)]
         for tree in trees:
             if tree.known is not None:
                 tree.known.keep()
         there = {key for key, known in zip(wanted, parallel(self.files.exists, wanted), strict=True) if known}
+        lacking = [tree for tree in trees if manifest_key(tree.digest) not in there]
         zipped = pyz if callable(pyz) else lambda: pyz
         return Staged(
             code_bytes=0 if code in there else self._stage(code, archive, progress),
             runtime_bytes=0 if runtime in there else self._stage(runtime, zipped, progress),
-            data_bytes=sum(self.stage_tree(tree, progress) for tree in trees if _manifest(tree) not in there),
+            data_bytes=sum(self.stage_tree(tree, progress) for tree in lacking),
         )
 
     def _stage(self, key: str, content: Callable[[], bytes | Path], progress: Progress | None) -> int:
@@ -233,7 +235,7 @@ class Store:
     def write_manifest(self, digest: str, listed: Iterable[TreeFile]) -> None:
         """Record that the tree with this digest is complete."""
         record = {item.path: {"size": item.size, "sha256": item.sha256} for item in listed}
-        self.files.write(f"data/manifests/{digest}.json", to_json({"protocol": PROTOCOL, "files": record}))
+        self.files.write(manifest_key(digest), to_json({"protocol": PROTOCOL, "files": record}))
 
     def _stage_file(
         self,
@@ -657,6 +659,12 @@ def _log_entry(folder: str, number: int) -> str:
     return f"{folder}/log/{number:06d}.json"
 
 
+def manifest_key(digest: str) -> str:
+    """Return the key of the record that the data tree of this digest is complete: not inside the tree, where a script
+    would find it, and platforms that match prefixes would copy it."""
+    return f"data/manifests/{digest}.json"
+
+
 def attempt_record(run_id: str, k: int, name: str) -> str:
     """Return the key of the record ``name`` of attempt ``k``."""
     return f"{run_folder(run_id)}/attempts/{int(k)}/{name}.json"
@@ -691,11 +699,6 @@ def committed_in(there: Files, root: str) -> tuple[list[Checkpoint], dict[str, i
     pairs = (name.rpartition("/") for name in sizes)
     folders = [folder for folder, _, name in pairs if name == COMMIT and folder.count("/") < 2]
     return sorted(filter(None, parallel(look, folders)), key=lambda item: item.order), sizes
-
-
-def _manifest(tree: LocalTree) -> str:
-    # Not inside the trees: a script would find it, and platforms that match prefixes would copy it.
-    return f"data/manifests/{tree.digest}.json"
 
 
 def _placed(item: Input, url: str, file: str | None) -> LayoutInput:
