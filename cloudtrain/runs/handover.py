@@ -32,26 +32,10 @@ if TYPE_CHECKING:
     from .run import Run
 
 __all__ = [
-    "REFUSALS",
-    "clients_retry",
-    "close_left",
-    "cut_off",
-    "decide",
-    "fallbacks_of",
-    "history_of",
-    "is_moving",
-    "may_continue",
-    "moving",
-    "newer_attempt_exists",
-    "next_gpu",
-    "nodes_of",
-    "refusal_of",
-    "refusals_of",
-    "region_of_provider",
-    "sending",
-    "unanswered",
-    "unsent_attempt",
-]
+    "REFUSALS", "clients_retry", "close_left", "cut_off", "decide", "fallbacks_of", "history_of", "is_moving",
+    "may_continue", "moving", "newer_attempt_exists", "next_gpu", "nodes_of", "refusal_of", "refusals_of",
+    "region_of_provider", "sending", "unanswered", "unsent_attempt",
+]  # fmt: skip
 
 REFUSALS = (CapacityError, PlatformError, QuotaError, SpecError)
 """Errors with which a provider refuses a request."""

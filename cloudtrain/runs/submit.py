@@ -50,21 +50,9 @@ if TYPE_CHECKING:
     from ..store.copies import PreviousPlace
 
 __all__ = [
-    "Fallbacks",
-    "Plan",
-    "Upload",
-    "first_request",
-    "flat_fields",
-    "link_fallbacks",
-    "load_plan",
-    "make_plan",
-    "plan_of_record",
-    "plan_record",
-    "run_of_plan",
-    "send_plan",
-    "stage_content",
-    "with_recorded_origin",
-]
+    "Fallbacks", "Plan", "Upload", "first_request", "flat_fields", "link_fallbacks", "load_plan", "make_plan",
+    "plan_of_record", "plan_record", "run_of_plan", "send_plan", "stage_content", "with_recorded_origin",
+]  # fmt: skip
 
 MIB = 1 << 20
 MOST_NAMED = 8

@@ -34,18 +34,9 @@ if TYPE_CHECKING:
     from ..storage.remote import RemoteFiles
 
 __all__ = [
-    "Copy",
-    "OverwrittenError",
-    "PreviousPlace",
-    "RemoteInput",
-    "copy_checkpoint",
-    "copy_inputs",
-    "followed",
-    "list_source",
-    "resume_copy_url",
-    "version_of",
-    "with_own_copies",
-]
+    "Copy", "OverwrittenError", "PreviousPlace", "RemoteInput", "copy_checkpoint", "copy_inputs", "followed",
+    "list_source", "resume_copy_url", "version_of", "with_own_copies",
+]  # fmt: skip
 
 Say = Callable[[str], None]
 
