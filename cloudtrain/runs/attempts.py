@@ -93,10 +93,7 @@ class History:
 
 @dataclass(frozen=True, kw_only=True)
 class Next:
-    """Start attempt ``number`` with GPU ``choice`` of the list (None: the same again) and the rest of the limits.
-
-    It has ``nodes`` nodes.
-    """
+    """Start attempt ``number`` on ``nodes`` nodes, with GPU ``choice`` of the list (None: the same) and ``limits``."""
 
     number: int
     choice: int | None = None

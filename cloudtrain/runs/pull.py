@@ -30,7 +30,7 @@ from ..storage.replace_folder import aside, discard, files_below, keep, names_fo
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, expect, run_folder, to_json
 from ..validate import json_loads
-from .log_sources import index_segments
+from .log_sources import Contact, index_segments
 from .metrics import json_rows, merge_metrics
 from .pull_kinds import PULL_KINDS, parse_selection
 
@@ -134,22 +134,22 @@ def _follow(
 
     A remote store may be silent for `ClientTimings.pull_silence`.
     """
-    looked, failing = float("-inf"), None
+    contact, looked = Contact(clock=clock, patience=CLIENT_TIMINGS.pull_silence), float("-inf")
     for status in along:
         if status.final or abs(clock() - looked) < CLIENT_TIMINGS.pull_look:
             continue
         before = work.moved
         try:
             report = work.once()
-            failing = None
+            contact.heard(None)
             if on_pull is not None and work.moved > before:
                 on_pull(report)
         except StorageError as exc:
-            failing = clock() if failing is None else failing
+            contact.heard(exc)
             gone = isinstance(exc.__cause__, FileNotFoundError)
             ours = isinstance(exc, DigestError) or getattr(exc.__cause__, "errno", None) in _OURS
             passing = gone or (not ours and local_path(work.store.url) is None)
-            if not passing or clock() - failing >= CLIENT_TIMINGS.pull_silence:
+            if not passing or contact.lost:
                 raise
         looked = clock()
 
