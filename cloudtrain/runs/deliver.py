@@ -133,7 +133,7 @@ def _sent(
         until = None if lease.took_over is None else time.monotonic() + arrival - lease.took_over
         try:
             native = patiently(send)
-        except (AuthError, *handover.REFUSALS) as exc:
+        except handover.ANSWERS as exc:
             native = None if until is None else _late_job(run, request, f"was refused ({exc})", until, lease, say)
             if native is None:
                 if isinstance(exc, refusals):

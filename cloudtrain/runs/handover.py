@@ -32,13 +32,15 @@ if TYPE_CHECKING:
     from .run import Run
 
 __all__ = [
-    "REFUSALS", "clients_retry", "close_left", "cut_off", "decide", "fallbacks_of", "history_of", "is_moving",
-    "may_continue", "moving", "newer_attempt_exists", "next_gpu", "nodes_of", "refusal_of", "refusals_of",
+    "ANSWERS", "REFUSALS", "clients_retry", "close_left", "cut_off", "decide", "fallbacks_of", "history_of",
+    "is_moving", "may_continue", "moving", "newer_attempt_exists", "next_gpu", "nodes_of", "refusal_of", "refusals_of",
     "region_of_provider", "sending", "unanswered", "unsent_attempt",
 ]  # fmt: skip
 
 REFUSALS = (CapacityError, PlatformError, QuotaError, SpecError)
 """Errors with which a provider refuses a request."""
+ANSWERS = (AuthError, *REFUSALS)
+"""Errors that answer a request: it becomes no job."""
 
 Record = Mapping[str, Any]
 
@@ -61,7 +63,7 @@ def sending(
     ) as lease:
         try:
             yield lease
-        except (AuthError, *REFUSALS):
+        except ANSWERS:
             raise
         except BaseException:
             lease.kept = True

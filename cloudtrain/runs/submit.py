@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _version
-from ..errors import AuthError, CloudtrainError, ConflictError, SpecError, StorageError, UnsupportedError, scrubbed
+from ..errors import CloudtrainError, ConflictError, SpecError, StorageError, UnsupportedError, scrubbed
 from ..job.bundle import Bundle, build_bundle, changes
 from ..job.entry_point import check_keeps_batch, check_script
 from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source
@@ -40,7 +40,7 @@ from ..store import runtime_zip
 from ..store.store import Staged, Store
 from ..validate import json_loads, url_scheme, without_secrets
 from .deliver import deliver, error_of, reserve, secret_values, write_context
-from .handover import REFUSALS, unsent_attempt
+from .handover import ANSWERS, unsent_attempt
 from .outcome import one_line
 from .run import Run
 from .summary import columns, plan_rows, table_html
@@ -549,8 +549,8 @@ def send_plan(
     say(f"submitting to {plan.provider_name}")
     try:
         # The submitter gets an error, so no other client may send it later.
-        native = deliver(run, plan.request, values, refusals=(AuthError, *REFUSALS), say=note or progress)
-    except (AuthError, *REFUSALS):
+        native = deliver(run, plan.request, values, refusals=ANSWERS, say=note or progress)
+    except ANSWERS:
         with contextlib.suppress(CloudtrainError):
             if run.result()["native_id"] is not None:  # else the result is kept, if nothing follows
                 return run  # it was accepted nevertheless
