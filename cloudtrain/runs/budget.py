@@ -183,9 +183,9 @@ class _StoredRuns:
         if result is None:
             return None
         if result.get("native_id") is None:
-            sent = any(cut_off(self._store, run_id, k) for k in self._store.attempts(run_id))
+            may_arrive = any(cut_off(self._store, run_id, k) for k in self._store.attempts(run_id))
             # A request without an answer may still arrive; after a day it has not.
-            return None if sent and time.time() - (self._store.cancelled_since(run_id) or 0.0) < DAY else {}
+            return None if may_arrive and time.time() - (self._store.cancelled_since(run_id) or 0.0) < DAY else {}
         if had_no_machines(result):
             return {}
         cost = result.get("cost") or {}

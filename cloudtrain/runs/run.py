@@ -953,8 +953,8 @@ class Run:
         self._follow_handover()
         store, run_id = self.store, self.run_id
         if self._is_over():
-            sent = [k for k in store.attempts(run_id) if store.submitted(run_id, k) is None]
-            if not (store.cancelled(run_id) and any(handover.cut_off(store, run_id, k) for k in sent)):
+            unrecorded = [k for k in store.attempts(run_id) if store.submitted(run_id, k) is None]
+            if not (store.cancelled(run_id) and any(handover.cut_off(store, run_id, k) for k in unrecorded)):
                 return
         errors: list[CloudtrainError] = []
         unmarked: StorageError | None = None
