@@ -140,6 +140,7 @@ def _sent(
                     with contextlib.suppress(CloudtrainError):
                         store.write_refused(run.run_id, attempt, category=category_of(exc), reason=exc.with_hint())
                 raise
+            is_barred = True  # it came so late that the run may have been cancelled meanwhile
         if native is None and until is not None:
             if is_ours:  # it may have been sent so late after a cancel that no other client looks for the job any more
                 native = _late_job(run, request, "was cancelled", until, lease, say)
