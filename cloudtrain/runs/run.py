@@ -28,7 +28,6 @@ from ..errors import (
 )
 from ..job.job import Job
 from ..job.run_id import check_run_id
-from ..provider_api import catalog
 from ..provider_api.node import attempt_key
 from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Shell, Status, extras_of
 from ..runtime.checkpoint_model import Checkpoint
@@ -40,7 +39,7 @@ from ..store.store import Staged, Store, StoreClock, cancel_record, next_of, spl
 from ..validate import did_you_mean, parse_since, whole_number
 from . import handover, outcome
 from .attempts import NO_MACHINES, AttemptPolicy
-from .cost import Account, cost_of, seconds_of
+from .cost import cost_of, seconds_of
 from .log_order import Line
 from .log_sources import Contact, Tail, last_lines, patiently, written_since
 from .machines import bad_machine_rows
@@ -508,10 +507,7 @@ class Run:
             first = min(k for k, known in natives.items() if known == native)
             return self.store.attempt_request(self.run_id, first)
 
-        settings = self.provider.settings
-        prices, region = getattr(settings, "prices", None), catalog.region_of(settings)
-        account = Account(job=self._own_job, provider=self.provider_name, prices=prices, region=region)
-        return cost_of(account, statuses, attempts, request_of, self._clock())
+        return cost_of(self._own_job, self.provider, statuses, attempts, request_of, self._clock())
 
     def _old_status(self, attempt: int, native: str, exits: Sequence[Record]) -> Status:
         """Return an earlier attempt's status; a platform that forgot it or does not answer is not an error here."""

@@ -26,7 +26,6 @@ from ..job.entry_point import check_keeps_batch, check_script
 from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source
 from ..job.provenance import digest_of, in_background, origin_of
 from ..job.run_id import check_run_id, new_run_id
-from ..provider_api import catalog
 from ..provider_api.limits import THIS_MACHINE
 from ..provider_api.node_count import plan_attempt, with_node_count
 from ..provider_api.protocol import Layout, Provider, Request, extras_of, extras_of_type, recorded_settings
@@ -39,6 +38,7 @@ from ..storage.local_disk import local_path
 from ..store import runtime_zip
 from ..store.store import Staged, Store
 from ..validate import json_loads, url_scheme, without_secrets
+from .cost import price_of
 from .deliver import deliver, error_of, reserve, secret_values, write_context
 from .handover import ANSWERS, unsent_attempt
 from .outcome import one_line
@@ -236,12 +236,9 @@ class Plan:
     def price(self) -> dict[str, Any] | None:
         """Return the most that all nodes cost on demand until the hard limit, on the most expensive possible machine of
         any choice; None if one has no price."""
-        settings = self.provider.settings
-        region = catalog.region_of(settings)
         names = dict.fromkeys(name for request in (self.request, *self.later) for name in request.instance_types)
         machines = self.job.resources.instance_count if names else 1  # else all nodes share this machine
-        own = getattr(settings, "prices", None)
-        found = {name: catalog.price(self.provider_name, name, own, region=region) for name in names or [THIS_MACHINE]}
+        found = {name: price_of(self.provider, name) for name in names or [THIS_MACHINE]}
         known = {name: price for name, price in found.items() if price is not None}
         if len(known) < len(found):
             return None
