@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import CloudtrainError
 from .job.job import FLAT_FIELDS, Input, Job, Scalar
-from .validate import url_scheme
 
 if TYPE_CHECKING:
     from .runs.log_order import Line
@@ -103,8 +102,7 @@ def attach(run: str, *, store: str | None = None, profile: str | None = None) ->
     from .settings.settings import Settings
 
     settings = Settings.load(store=store, profile=profile)
-    place = settings.store if url_scheme(run) else settings.resolved()
-    return _following(open_run(settings.resolved(run), store_url=place, cwd=Path.cwd(), settings=settings))
+    return _following(open_run(run, settings=settings))
 
 
 def _load_settings(

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from .errors import NotFoundError, SpecError, StorageError, scrubbed
 
 __all__ = [
-    "BRIEF", "DEEPEST", "TEST_TIMINGS", "URL_FORMS", "brief", "choice_of", "did_you_mean", "duration", "is_price",
-    "json_loads", "json_or_text", "json_value", "parse_duration", "parse_since", "parse_size", "read_table",
+    "BRIEF", "DEEPEST", "TEST_TIMINGS", "URL_FORMS", "brief", "choice_of", "did_you_mean", "duration", "is_number",
+    "is_price", "json_loads", "json_or_text", "json_value", "parse_duration", "parse_since", "parse_size", "read_table",
     "respelt", "sequence_of", "similar", "table_of", "text_of", "texts_of", "timings_of", "toml_loads",
     "unix_seconds", "url_scheme", "whole_number", "without_secrets",
 ]  # fmt: skip
@@ -323,9 +323,14 @@ def json_value(value: Any, where: str, *, depth: int = 0) -> Any:
     raise SpecError(f"{type(value).__name__} cannot be written as JSON", field=where)
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether it is a number: Python counts booleans as such."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def is_price(value: Any) -> bool:
     """Return whether it is US dollars an hour: above zero, and below 10^12, more than any machine costs."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e12
+    return is_number(value) and 0 < value < 1e12
 
 
 def sequence_of(value: Any) -> Any:

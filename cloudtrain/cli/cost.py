@@ -97,7 +97,8 @@ def budget(
     screen: Ours[Screen],
 ) -> int:
     """Show the budget of a store's runs, or set its limits. Runs that have ended no longer reserve anything."""
-    from ..runs.budget import UNITS, BudgetState, open_budget
+    from ..runs.budget import BudgetState, open_budget
+    from ..runs.sweeps.spec import CURRENCIES
 
     given = {"max_cost": max_cost, "max_gpu_hours": max_gpu_hours}
     limits = {key: value for key, value in given.items() if value is not None}
@@ -117,14 +118,15 @@ def budget(
         raise NotFoundError(f"there is no budget {name!r} in this store", field="budget", hint=hint)
     rows = {key: {"limit": most, "used": round(state.spent(key), 4), "reserved": round(state.reserved(key), 4)}
             for key, most in state.limits.items()}  # fmt: skip
-    runs = [{"run_id": run, **{key: cap.get(key) for key in UNITS}} for run, cap in state.held.items()]
-    found = {"budget": name, "limits": {key: rows.get(key) for key in UNITS}, "runs": runs, "exit_code": 0}
+    runs = [{"run_id": run, **{key: cap.get(key) for key in CURRENCIES}} for run, cap in state.held.items()]
+    found = {"budget": name, "limits": {key: rows.get(key) for key in CURRENCIES}, "runs": runs, "exit_code": 0}
     lines = [
-        (key, f"{row['used']:.2f} used, {row['reserved']:.2f} reserved of {row['limit']:g} {UNITS[key]}")
+        (key, f"{row['used']:.2f} used, {row['reserved']:.2f} reserved of {row['limit']:g} {CURRENCIES[key]}")
         for key, row in rows.items()
     ]
     held = [
-        (run, f"{', '.join(f'{cap[key]:g} {UNITS[key]}' for key in cap)} reserved") for run, cap in state.held.items()
+        (run, f"{', '.join(f'{most:g} {CURRENCIES[key]}' for key, most in cap.items())} reserved")
+        for run, cap in state.held.items()
     ]
     screen.answer(found, columns([("budget", name), *lines, *held]))
     return 0

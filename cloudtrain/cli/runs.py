@@ -582,34 +582,28 @@ def _find(word: str, at: Where) -> Run | Sweep:
     An id or a URL is opened as it is, as a run and then as a sweep. Only if there is neither, the runs of the store are
     listed.
     """
+    from ..runs.run import open_run
+
     settings = at.settings()
     if word == NEWEST:
-        return _at(_newest(settings), settings)
+        return open_run(_newest(settings), settings=settings)
     try:
-        return _at(word, settings)
+        return open_run(word, settings=settings)
     except NotFoundError as exc:
         from ..runs.sweeps.sweep import open_sweep
 
         if word != LAST:
-            place = settings.store if url_scheme(word) else settings.resolved()
             with suppress(NotFoundError):
-                return open_sweep(settings.resolved(word), store_url=place, cwd=Path.cwd(), settings=settings)
+                return open_sweep(word, settings=settings)
         found = "" if _is_place(word) else _meant(word, settings)
         if not found:
             raise exc from None
-    return _at(found, settings)
+    return open_run(found, settings=settings)
 
 
 def _is_place(word: str) -> bool:
     """Return whether ``word`` is the URL or path of a run folder, and not an id."""
     return bool(url_scheme(word)) or "/" in word.replace("\\", "/")
-
-
-def _at(word: str, settings: Settings) -> Run:
-    from ..runs.run import open_run
-
-    place = settings.store if url_scheme(word) else settings.resolved()
-    return open_run(settings.resolved(word), store_url=place, cwd=Path.cwd(), settings=settings)
 
 
 def _meant(word: str, settings: Settings) -> str:

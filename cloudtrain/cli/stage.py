@@ -32,7 +32,7 @@ def stage(
     screen.interrupted = "interrupted; the same command continues"
     with screen.progress() as say:
         moved = format.Moved("copied", say if screen.interactive else None)
-        found = stage_at(settings.store, url, settings=settings, cwd=Path.cwd(), progress=moved, say=say)
+        found = stage_at(url, settings=settings, cwd=Path.cwd(), progress=moved, say=say)
     screen.answer({**dataclasses.asdict(found), "exit_code": 0}, found.url)
     size = f"{plural(found.files, 'file')}, {format.size_text(found.bytes)}"
     new = f"{format.size_text(found.copied)} copied{moved.pace}" if found.copied else "nothing copied: the store has it"

@@ -24,7 +24,7 @@ from ..runs.sweeps.state import State
 from ..runs.sweeps.sweep import CAPS, Sweep, make_sweep, open_sweep, plan_of_sweep
 from ..runs.sweeps.view import change_lines, limits_text, value_text
 from ..settings.settings import Settings
-from ..validate import near_or_all, read_table, table_of, url_scheme
+from ..validate import near_or_all, read_table, table_of
 from . import format
 from .common_flags import HERE, At, OnEnd, OnSignal, Where, run_on_end, stoppable, switch, undisturbed
 from .flags import job_of
@@ -35,7 +35,6 @@ from .submit import NO_FLAGS, Image, LocalStore, Provider, Set, settings_pairs
 __all__ = [
     "cancel_sweep",
     "drive_sweep",
-    "find_sweep",
     "list_trials",
     "plan_sweep",
     "reconcile_sweep",
@@ -94,7 +93,7 @@ def sweep(
         handle.create()
         at = Where(store=local_store, profile=at.profile) if rehearse else at
     else:
-        handle = find_sweep(target, chosen)
+        handle = open_sweep(target, settings=chosen)
         handle.change(limits)
     _say_start(handle, screen)
     if detach:
@@ -147,12 +146,6 @@ def _below(table: str) -> Iterator[None]:
         raise SpecError(exc.message, field=f"{table}.{exc.field}", hint=exc.hint) from None
 
 
-def find_sweep(word: str, settings: Settings) -> Sweep:
-    """Return the sweep that ``word`` names: an id, or a URL or path. Raises `NotFoundError` for none."""
-    place = settings.store if url_scheme(word) else settings.resolved()
-    return open_sweep(settings.resolved(word), store_url=place, cwd=Path.cwd(), settings=settings)
-
-
 def _say_start(handle: Sweep, screen: Screen) -> None:
     """Print the limits, and the most that the trials can cost."""
     screen.about = {"sweep": handle.url, "sweep_id": handle.id}
@@ -163,7 +156,7 @@ def _say_start(handle: Sweep, screen: Screen) -> None:
 
 
 def _at_worst(caps: Mapping[str, float], limits: Mapping[str, Any]) -> Iterator[str]:
-    for name, unit in zip(CURRENCIES, ("USD", "GPU hours"), strict=True):
+    for name, unit in CURRENCIES.items():
         cap, limit = caps.get(name), limits.get(name)
         if cap is not None and limits.get("trials"):
             yield f"at worst: {limits['trials']} trials x {cap:g} {unit} = {limits['trials'] * cap:g} {unit}"
@@ -279,7 +272,7 @@ def trial_table(result: Mapping[str, Any]) -> str:
 
 def list_trials(word: str, at: Where, screen: Screen) -> int:
     """Print one line a trial of the sweep that ``word`` names."""
-    handle = find_sweep(word, at.settings())
+    handle = open_sweep(word, settings=at.settings())
     result = handle.result()
     screen.answer(result, trial_table(result))
     screen.next(["status", handle.id], ["report", handle.id], where=at.flags)
@@ -382,7 +375,7 @@ def sweep_line(result: Mapping[str, Any]) -> str:
     words.append(f"{len(result['trials'])} trials, {counts['running']} running")
     if best:
         words.append(f"best {result['metric']} {value_text(best['value'])} (trial {best['trial']})")
-    for name, unit in zip(CURRENCIES, ("USD", "GPU hours"), strict=True):
+    for name, unit in CURRENCIES.items():
         budget = result["budget"][name]
         if budget["limit"] is not None:
             words.append(f"{budget['used']:.2f} + {budget['reserved']:.2f} of {budget['limit']:g} {unit}")

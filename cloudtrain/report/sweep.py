@@ -10,7 +10,7 @@ from typing import Any
 from ..runs.sweeps.spec import CURRENCIES
 from ..runs.sweeps.sweep import Sweep
 from ..runs.sweeps.view import limits_text, value_text
-from ..validate import without_secrets
+from ..validate import is_number, without_secrets
 from . import markup
 from .curves import Point
 from .markup import Html, drawing, html_table, label, page, save_page, tag
@@ -51,7 +51,7 @@ def _facts(result: Row) -> list[tuple[str, str]]:
         rows.append(("best", f"{value_text(best['value'])} in {best['run_id']} with {found}"))
     counts = [f"{count} {name}" for name, count in result["counts"].items() if count]
     rows += [("trials", ", ".join(counts) or "none yet"), ("limits", limits_text(result["limits"]))]
-    for name, unit in zip(CURRENCIES, ("USD", "GPU hours"), strict=True):
+    for name, unit in CURRENCIES.items():
         budget = result["budget"][name]
         if budget["used"] or budget["limit"] is not None:
             rows.append((unit, f"{budget['used']:.2f} used, {budget['reserved']:.2f} reserved"))
@@ -117,7 +117,7 @@ def _heights_and_ends(column: Sequence[Any]) -> tuple[list[float], str, str]:
 
     Numbers stand by size (logarithmic for a wide range), other values by order of appearance.
     """
-    numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in column)
+    numeric = all(map(is_number, column))
     kinds = list(dict.fromkeys(map(str, column)))
     values = column if numeric else [kinds.index(str(value)) for value in column]
     low, high = min(values), max(values)

@@ -17,21 +17,9 @@ from .cost import seconds_of
 from .outcome import unix_time, was_lost
 
 __all__ = [
-    "NOT_RETRIED",
-    "NO_MACHINES",
-    "AttemptPolicy",
-    "Ending",
-    "History",
-    "Move",
-    "Next",
-    "Stop",
-    "Usage",
-    "Wait",
-    "exception_of",
-    "had_no_machines",
-    "next_nodes",
-    "usage_of",
-]
+    "NOT_RETRIED", "NO_MACHINES", "AttemptPolicy", "Ending", "History", "Move", "Next", "Stop", "Usage", "Wait",
+    "exception_of", "had_no_machines", "next_nodes", "usage_of",
+]  # fmt: skip
 
 NO_MACHINES = frozenset({"capacity", "quota"})
 """Categories that another GPU of the list, or another region or provider, may cure."""
@@ -105,10 +93,7 @@ class History:
 
 @dataclass(frozen=True, kw_only=True)
 class Next:
-    """Start attempt ``number`` with GPU ``choice`` of the list (None: the same again) and the rest of the limits.
-
-    It has ``nodes`` nodes.
-    """
+    """Start attempt ``number`` on ``nodes`` nodes, with GPU ``choice`` of the list (None: the same) and ``limits``."""
 
     number: int
     choice: int | None = None
@@ -239,11 +224,12 @@ def next_nodes(history: History) -> int:
     An attempt without machines is followed by the next smaller number, once no GPU of the list is left. Any other
     attempt, and one for the smallest number, is followed by the most.
     """
-    if history.category in NO_MACHINES:
-        if history.next_gpu is not None:
-            return history.nodes[-1]
-        return next((n for n in history.node_counts if n < history.nodes[-1]), history.node_counts[0])
-    return history.node_counts[0]
+    most, last = history.node_counts[0], history.nodes[-1]
+    if history.category not in NO_MACHINES:
+        return most
+    if history.next_gpu is not None:
+        return last
+    return next((count for count in history.node_counts if count < last), most)
 
 
 # ------------------------------------------------------------------------------------------------------- facts, as read

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 from ..errors import SpecError
 from ..job.fields import is_slug
-from ..job.job import Job
 from ..store.store import Store
 from .attempts import had_no_machines
 from .handover import cut_off
@@ -29,9 +28,8 @@ from .sweeps.drive import Log, writer
 from .sweeps.spec import CURRENCIES, Limits
 from .sweeps.state import SLACK, Entry
 
-__all__ = ["UNITS", "Budget", "BudgetState", "Runs", "fold_budget", "hold", "open_budget"]
+__all__ = ["Budget", "BudgetState", "Runs", "open_budget"]
 
-UNITS = {"max_cost": "USD", "max_gpu_hours": "GPU hours"}
 DOUBT = 600.0
 """Seconds after which a reservation without a recorded run is doubted."""
 DAY = 86400.0
@@ -71,7 +69,7 @@ class BudgetState:
         return self.limits[currency] - self.spent(currency) - self.reserved(currency)
 
 
-def fold_budget(entries: Sequence[Entry]) -> BudgetState:
+def _fold(entries: Sequence[Entry]) -> BudgetState:
     """Return the state after ``entries``, which begin with entry 0."""
     limits: dict[str, float] = {}
     held: dict[str, Use] = {}
@@ -107,7 +105,7 @@ class Budget:
 
     def state(self) -> BudgetState:
         """Return the state by the whole log."""
-        return fold_budget(self._log.read())
+        return _fold(self._log.read())
 
     def change(self, limits: Mapping[str, float]) -> None:
         """Replace these limits; the first ones make the budget. Raises `SpecError` for an invalid limit."""
@@ -123,10 +121,10 @@ class Budget:
             if run_id in state.held and run_id not in state.doubted:
                 return
             if run_id in state.held:  # a client may be about to release it
-                state = fold_budget([*self._log.entries, {"kind": "release", "run": run_id, "used": {}}])
+                state = _fold([*self._log.entries, {"kind": "release", "run": run_id, "used": {}}])
             refusal = self._refusal(state, cap)
             if refusal is None:
-                if self._add("reserve", run=run_id, cap={name: cap[name] for name in CURRENCIES if name in cap}):
+                if self._add("reserve", run=run_id, cap=dict(cap)):
                     return
             elif settled:
                 raise refusal
@@ -143,12 +141,10 @@ class Budget:
                 hint = f"set {currency} of the job"
                 return SpecError(f"a run of {self.name!r} needs its own {currency}", field="budget", hint=hint)
             if cap[currency] > state.rest(currency) + limit * SLACK:
-                unit, rest = UNITS[currency], max(0.0, state.rest(currency))
-                return SpecError(
-                    f"{rest:.2f} of {limit:g} {unit} are left in {self.name!r}; this run may use {cap[currency]:g}",
-                    field="budget",
-                    hint=f"to see its runs: cloudtrain budget {self.name}; to close ended ones: cloudtrain reconcile",
-                )
+                unit, rest = CURRENCIES[currency], max(0.0, state.rest(currency))
+                why = f"{rest:.2f} of {limit:g} {unit} are left in {self.name!r}; this run may use {cap[currency]:g}"
+                hint = f"to see its runs: cloudtrain budget {self.name}; to close ended ones: cloudtrain reconcile"
+                return SpecError(why, field="budget", hint=hint)
         return None
 
     def settle(self, only: str = "") -> BudgetState:
@@ -187,9 +183,9 @@ class _StoredRuns:
         if result is None:
             return None
         if result.get("native_id") is None:
-            sent = any(cut_off(self._store, run_id, k) for k in self._store.attempts(run_id))
+            may_arrive = any(cut_off(self._store, run_id, k) for k in self._store.attempts(run_id))
             # A request without an answer may still arrive; after a day it has not.
-            return None if sent and time.time() - (self._store.cancelled_since(run_id) or 0.0) < DAY else {}
+            return None if may_arrive and time.time() - (self._store.cancelled_since(run_id) or 0.0) < DAY else {}
         if had_no_machines(result):
             return {}
         cost = result.get("cost") or {}
@@ -205,9 +201,3 @@ def open_budget(store: Store, name: str) -> Budget:
     if not is_slug(name):
         raise SpecError(f"{name!r} must be lower-case letters, digits and single inner dashes", field="budget")
     return Budget(name, Log(store, f"budgets/{name}"), _StoredRuns(store))
-
-
-def hold(store: Store, name: str, run_id: str, job: Job) -> None:
-    """Reserve the limits of a run's ``job`` from the budget ``name``, unless they are reserved. Raises `SpecError`."""
-    cap = {currency: getattr(job, currency) for currency in CURRENCIES if getattr(job, currency) is not None}
-    open_budget(store, name).reserve(run_id, cap)

@@ -14,9 +14,9 @@ from typing import Any
 from ..job.job import Job
 from ..provider_api import catalog
 from ..provider_api.limits import THIS_MACHINE, gpus_per_node
-from ..provider_api.protocol import AttemptInfo, Request, Status
+from ..provider_api.protocol import AttemptInfo, Provider, Request, Status
 
-__all__ = ["Account", "cost_of", "seconds_of"]
+__all__ = ["cost_of", "price_of", "seconds_of"]
 
 NEVER_RAN = frozenset({"cancelled", "capacity", "quota"})
 """Categories of an attempt that had no machines, unless its nodes or a client know of a start."""
@@ -31,16 +31,6 @@ class _Used:
     usd: float | None = None
     date: str = ""
     gpu_hours: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Account:
-    """An account: it runs ``job`` (as ``provider`` runs it), with its ``prices``, in its ``region``."""
-
-    job: Job
-    provider: str
-    prices: Mapping[str, float] | None = None
-    region: str = ""
 
 
 def seconds_of(spans: Spans, now: float, nodes: Sequence[int] = ()) -> float:
@@ -59,7 +49,8 @@ def seconds_of(spans: Spans, now: float, nodes: Sequence[int] = ()) -> float:
 
 
 def cost_of(
-    account: Account,
+    job: Job,
+    provider: Provider,
     statuses: Mapping[str, Status],
     attempts: Sequence[AttemptInfo],
     request_of: Callable[[str], Request | None],
@@ -67,17 +58,17 @@ def cost_of(
 ) -> dict[str, Any]:
     """Return the ``cost`` of a result, over all attempts; None for each value that would be a guess.
 
-    ``statuses`` is the platform's status by native id, oldest first. ``request_of(native)`` is the request sent.
-    ``now`` is Unix seconds. ``saved`` is the newest attempt's.
+    ``job`` is as ``provider`` runs it. ``statuses`` is the platform's status by native id, oldest first.
+    ``request_of(native)`` is the request sent. ``now`` is Unix seconds. ``saved`` is the newest attempt's.
     """
     used = []
     for native, status in statuses.items():
         own = [info for info in attempts if info.native_id == native]
-        used.append(_used(account, status, own, partial(request_of, native), now))
+        used.append(_used(job, provider, status, own, partial(request_of, native), now))
     dates = sorted({item.date for item in used if item.date})
     return {
-        "limit_usd": account.job.max_cost,
-        "limit_gpu_hours": account.job.max_gpu_hours,
+        "limit_usd": job.max_cost,
+        "limit_gpu_hours": job.max_gpu_hours,
         "estimate_usd": _total([item.usd for item in used]),
         "priced_on": dates[0] if dates else None,
         "gpu_hours": _total([item.gpu_hours for item in used]),
@@ -92,14 +83,15 @@ def _total(values: Sequence[float | None]) -> float | None:
 
 
 def _used(
-    account: Account,
+    job: Job,
+    provider: Provider,
     status: Status,
     attempts: Sequence[AttemptInfo],
     request_of: Callable[[], Request | None],
     now: float,
 ) -> _Used:
     spans: Spans = [(info.started, info.ended) for info in attempts]
-    nodes = [info.nodes or account.job.resources.instance_count for info in attempts]
+    nodes = [info.nodes or job.resources.instance_count for info in attempts]
     began = any(start is not None for start, _ in spans)
     if status.final and not began and status.started is None:
         if not status.native:
@@ -108,12 +100,12 @@ def _used(
             return _Used()  # it may have had machines, and the platform does not report its start
     until = status.finished if status.final and status.finished is not None else now
     if not began:
-        spans, nodes = [(status.started, status.finished)], nodes[-1:] or [account.job.resources.instance_count]
+        spans, nodes = [(status.started, status.finished)], nodes[-1:] or [job.resources.instance_count]
     ran = seconds_of(spans, until, nodes) / 3600
     hours = ran if status.billed_s is None else status.billed_s / 3600
-    names, gpu_index = _machines(account.job, status, request_of)
+    names, gpu_index = _machines(job, status, request_of)
     gpu_hours = None
-    gpus = [gpus_per_node(account.provider, name, account.job, gpu_index) for name in names]
+    gpus = [gpus_per_node(provider.name, name, job, gpu_index) for name in names]
     known = [count for count in gpus if count is not None]
     if known and len(known) == len(gpus):
         gpu_hours = max(ran, hours) * max(known)  # spot bills less than the job ran
@@ -121,7 +113,7 @@ def _used(
         return _Used(usd=status.cost_usd, gpu_hours=gpu_hours)
     if status.final and not hours:
         return _Used(usd=0.0, gpu_hours=gpu_hours if ran else 0.0)
-    dearest = _dearest(account, names)
+    dearest = _dearest(provider, names)
     if dearest is None:
         return _Used(gpu_hours=gpu_hours)
     machines = seconds_of(spans, until) / 3600 if names == (THIS_MACHINE,) else hours  # all nodes share this machine
@@ -139,9 +131,16 @@ def _machines(job: Job, status: Status, request_of: Callable[[], Request | None]
     return ((machine,) if machine else tuple(request.instance_types) or (THIS_MACHINE,)), request.gpu_index
 
 
-def _dearest(account: Account, names: Sequence[str]) -> catalog.Price | None:
+def price_of(provider: Provider, machine: str) -> catalog.Price | None:
+    """Return the price of a machine: the account's own, else that of its region; None if it is unknown."""
+    settings = provider.settings
+    own, region = getattr(settings, "prices", None), catalog.region_of(settings)
+    return catalog.price(provider.name, machine, own, region=region)
+
+
+def _dearest(provider: Provider, names: Sequence[str]) -> catalog.Price | None:
     """Return the highest price: the account's own or the very service's; None if one of the machines has neither."""
-    found = [catalog.price(account.provider, name, account.prices, region=account.region) for name in names]
+    found = [price_of(provider, name) for name in names]
     known = [price for price in found if price is not None and price.of_service]
     if not known or len(known) < len(found):
         return None

@@ -43,21 +43,26 @@ _KINDS: Mapping[str, type[CloudtrainError]] = {
 def write_context(store: Store, layout: Layout, run_id: str) -> None:
     """Write the context of the newest attempt, even if a slower client wrote another one meanwhile."""
     while True:
-        newest = max(store.attempts(run_id))
+        newest = store.newest_attempt(run_id)
         request = store.attempt_request(run_id, newest)
         # Another GPU may mean another number of ranks; most attempts have the same context.
         if request is not None and store.context(layout) != request.context:
             store.write_container(layout, request.context, secrets.token_bytes(32))
-        if max(store.attempts(run_id)) == newest:
+        if store.newest_attempt(run_id) == newest:
             return
 
 
 def reserve(store: Store, budget: str, run_id: str, job: Job) -> None:
-    """Reserve the cap of a run in its ``budget`` (empty: none), unless it is cancelled. Raises as `budget.hold`."""
-    if budget and not store.cancelled(run_id):
-        from .budget import hold  # it loads the sweeps, and a plan needs neither
+    """Reserve the limits of a run's ``job`` in its ``budget`` (empty: none), unless the run is cancelled.
 
-        hold(store, budget, run_id, job)
+    Raises `SpecError` as `Budget.reserve` does.
+    """
+    if budget and not store.cancelled(run_id):
+        from .budget import open_budget  # it loads the sweeps, and a plan needs neither
+        from .sweeps.spec import CURRENCIES
+
+        cap = {currency: most for currency in CURRENCIES if (most := getattr(job, currency)) is not None}
+        open_budget(store, budget).reserve(run_id, cap)
 
 
 def deliver(
@@ -76,7 +81,7 @@ def deliver(
     """
     store, budget = run.store, run.record.get("budget")
     if budget and store.result(run.run_id) is None:
-        reserve(store, budget, run.run_id, run.job.at(run.provider_name))
+        reserve(store, budget, run.run_id, run._own_job)
     native = _sent(run, request, values, refusals, say or _warn)
     if native is not None and native not in run._known.stopped and _is_over(run, request, native):
         with contextlib.suppress(NotFoundError):  # cancelled, or recorded as refused, while it was being sent
@@ -128,13 +133,14 @@ def _sent(
         until = None if lease.took_over is None else time.monotonic() + arrival - lease.took_over
         try:
             native = patiently(send)
-        except (AuthError, *handover.REFUSALS) as exc:
+        except handover.ANSWERS as exc:
             native = None if until is None else _late_job(run, request, f"was refused ({exc})", until, lease, say)
             if native is None:
                 if isinstance(exc, refusals):
                     with contextlib.suppress(CloudtrainError):
                         store.write_refused(run.run_id, attempt, category=category_of(exc), reason=exc.with_hint())
                 raise
+            is_barred = True  # it came so late that the run may have been cancelled meanwhile
         if native is None and until is not None:
             if is_ours:  # it may have been sent so late after a cancel that no other client looks for the job any more
                 native = _late_job(run, request, "was cancelled", until, lease, say)
@@ -155,14 +161,11 @@ def _is_over(run: Run, request: Request, native: str) -> bool:
     store, ended = run.store, run.store.result(run.run_id)
     if store.cancelled(run.run_id) or (ended is not None and ended["native_id"] != native):
         return True
-    more = (
-        store.refused(run.run_id, request.attempt)
-        or handover.fallbacks_of(run)
-        or run.job.at(run.provider_name).resources.min_instance_count
-    )
+    refused, fewer = store.refused(run.run_id, request.attempt), run._own_job.resources.min_instance_count
+    more = refused or handover.fallbacks_of(run) or fewer
     if not more and not any(handover.next_gpu(run, request, category) is not None for category in NO_MACHINES):
         return False
-    return next_of(store, run.run_id) is not None or max(store.attempts(run.run_id)) > request.attempt
+    return next_of(store, run.run_id) is not None or store.newest_attempt(run.run_id) > request.attempt
 
 
 def _late_job(

@@ -1,8 +1,7 @@
 """Try a job with the settings as given, then with each profile of ``fallback``, if there are no machines.
 
 Each of them has a run of its own in its own store, with the same id. `handover` decides when a run may move on, and how
-another client continues from the records. `submit_with_fallbacks` loops around sending,
-`Retry` around waiting.
+another client continues from the records. `submit_with_fallbacks` loops around sending, `Retry` around waiting.
 """
 
 from __future__ import annotations
@@ -14,14 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import (
-    CapacityError,
-    CloudtrainError,
-    ConflictError,
-    LostContactError,
-    QuotaError,
-    SpecError,
-)
+from ..errors import CapacityError, CloudtrainError, ConflictError, LostContactError, QuotaError, SpecError
 from ..job.job import Job
 from ..settings.needs import refusal
 from ..settings.settings import AUTO, Settings
@@ -32,16 +24,9 @@ from . import handover
 from .deliver import error_of
 from .retry import Retry, check_installed, name_of, refusal_text
 from .run import Run
-from .submit import Plan, link_fallbacks, run_of_plan, with_recorded_origin
-from .submit import make_plan as plan_of
-from .submit import send_plan as send
+from .submit import Plan, link_fallbacks, make_plan, run_of_plan, send_plan, with_recorded_origin
 
-__all__ = [
-    "only_first",
-    "plan_with_fallbacks",
-    "submit_with_fallbacks",
-    "where",
-]
+__all__ = ["only_first", "plan_with_fallbacks", "submit_with_fallbacks", "where"]
 
 
 def plan_with_fallbacks(
@@ -59,17 +44,14 @@ def plan_with_fallbacks(
     takes the fallback profiles alone, in the order of their price, without those that refuse the job.
     """
     if settings.budget and settings.fallback:
-        raise SpecError(
-            f"{settings.budget!r} holds in one store, so a run cannot use {', '.join(settings.fallback)}",
-            field="budget",
-            hint="leave the fallback out: --fallback=",
-        )
+        why = f"{settings.budget!r} holds in one store, so a run cannot use {', '.join(settings.fallback)}"
+        raise SpecError(why, field="budget", hint="leave the fallback out: --fallback=")
     if settings.provider == AUTO:
         return _cheapest(job, settings=settings, run_id=run_id, cwd=cwd, preview=preview)
     plans: list[Plan] = []
     for number, own in enumerate(settings.candidates()):
         try:
-            plans.append(plan_of(job, settings=own, run_id=run_id, cwd=cwd, preview=preview, follows=not preview))
+            plans.append(make_plan(job, settings=own, run_id=run_id, cwd=cwd, preview=preview, follows=not preview))
         except SpecError as exc:
             if not number:
                 raise
@@ -101,7 +83,7 @@ def _cheapest(job: Job, *, settings: Settings, run_id: str | None, cwd: Path, pr
     for own in map(settings.of_profile, dict.fromkeys(filter(None, (settings.profile, *settings.fallback)))):
         row = {"profile": own.profile, "provider": own.provider, "usd_per_hour": None, "reason": None}
         try:
-            plan = plan_of(job, settings=own, run_id=made, cwd=cwd, preview=preview, follows=not preview)
+            plan = make_plan(job, settings=own, run_id=made, cwd=cwd, preview=preview, follows=not preview)
             if plan.missing:  # then submit would leave it out
                 raise refusal(plan.provider_name, plan.missing, file=own.file, profile=own.profile)
         except SpecError as exc:
@@ -198,14 +180,14 @@ def submit_with_fallbacks(
     for further in plan.fallbacks.further:
         check_installed(further)
     say = note or progress or (lambda _: None)
-    deliver = partial(send, environ=environ, progress=progress, moved=moved)
+    send = partial(send_plan, environ=environ, progress=progress, moved=moved)
     others = len(plan.job.resources.gpu) > 1 or plan.job.resources.min_instance_count
     if not plan.fallbacks.further and not others:
-        return deliver(plan)
+        return send(plan)
     plans = (plan, *plan.fallbacks.further)
     newest = _newest(plans)
     try:
-        run = deliver(newest)
+        run = send(newest)
     except (CapacityError, QuotaError) as exc:
         run = run_of_plan(newest)
         refused = _refused(run)
@@ -240,16 +222,15 @@ def _newest(plans: Sequence[Plan]) -> Plan:
             return plan
         with_recorded_origin(plan)
         if noted["run"] != following.run_url:
-            raise ConflictError(
-                f"{plan.run_id!r} continued at {noted['run']}", field="run_id", hint="choose another id"
-            )
+            why = f"{plan.run_id!r} continued at {noted['run']}"
+            raise ConflictError(why, field="run_id", hint="choose another id")
     return plans[-1]
 
 
 def _refused(run: Run) -> dict[str, Any] | None:
     """Return the refusal of the newest attempt, if it was refused and the run has no other outcome."""
     store, run_id = run.store, run.run_id
-    newest, ended = max(store.attempts(run_id), default=0), store.result(run_id)
+    newest, ended = store.newest_attempt(run_id), store.result(run_id)
     if store.submitted(run_id, newest) is not None or store.cancelled(run_id) or (ended and ended["native_id"]):
         return None
     return store.refused(run_id, newest)

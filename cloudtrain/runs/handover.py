@@ -32,29 +32,15 @@ if TYPE_CHECKING:
     from .run import Run
 
 __all__ = [
-    "REFUSALS",
-    "clients_retry",
-    "close_left",
-    "cut_off",
-    "decide",
-    "fallbacks_of",
-    "history_of",
-    "is_moving",
-    "may_continue",
-    "moving",
-    "newer_attempt_exists",
-    "next_gpu",
-    "nodes_of",
-    "refusal_of",
-    "refusals_of",
-    "region_of_provider",
-    "sending",
-    "unanswered",
-    "unsent_attempt",
-]
+    "ANSWERS", "REFUSALS", "clients_retry", "close_left", "cut_off", "decide", "fallbacks_of", "history_of",
+    "is_moving", "may_continue", "moving", "newer_attempt_exists", "next_gpu", "nodes_of", "refusal_of", "refusals_of",
+    "region_of_provider", "sending", "unanswered", "unsent_attempt",
+]  # fmt: skip
 
 REFUSALS = (CapacityError, PlatformError, QuotaError, SpecError)
 """Errors with which a provider refuses a request."""
+ANSWERS = (AuthError, *REFUSALS)
+"""Errors that answer a request: it becomes no job."""
 
 Record = Mapping[str, Any]
 
@@ -77,7 +63,7 @@ def sending(
     ) as lease:
         try:
             yield lease
-        except (AuthError, *REFUSALS):
+        except ANSWERS:
             raise
         except BaseException:
             lease.kept = True
@@ -139,9 +125,8 @@ def newer_attempt_exists(store: Store, run_id: str, newest: int, result: Record)
 
 def region_of_provider(provider: Provider) -> str:
     """Return the region in the provider's settings; empty if they name none."""
-    settings = getattr(provider, "settings", None)
-    specs = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
-    return ", ".join(str(getattr(settings, spec.name)) for spec in specs if spec.metadata.get("place"))
+    specs = dataclasses.fields(provider.settings)
+    return ", ".join(str(getattr(provider.settings, spec.name)) for spec in specs if spec.metadata.get("place"))
 
 
 # -------------------------------------------------------------------------------------- further attempts and places
@@ -150,7 +135,7 @@ def region_of_provider(provider: Provider) -> str:
 def unsent_attempt(run: Run) -> int | None:
     """Return the newest attempt (0 if none is recorded) unless it was sent or refused or the run is over; else None."""
     store, run_id = run.store, run.run_id
-    newest = max(store.attempts(run_id), default=0)
+    newest = store.newest_attempt(run_id)
     known = any(look(run_id, newest) is not None for look in (store.submitted, store.refused))
     return None if known or store.cancelled(run_id) or store.result(run_id) is not None else newest
 
@@ -176,7 +161,7 @@ def refusals_of(run: Run, natives: Collection[int] = ()) -> list[dict[str, Any]]
 
 def refusal_of(run: Run, refused: Record, gpu_index: int) -> dict[str, Any]:
     """Return this place's refusal for one GPU of the list, with category and reason from ``refused``."""
-    gpus = run.job.at(run.provider_name).resources.gpu
+    gpus = run._own_job.resources.gpu
     return {
         "run": run.url,
         "provider": run.provider_name,
@@ -214,7 +199,7 @@ def history_of(run: Run, newest: int, result: Record) -> History:
     """
     store, run_id, category = run.store, run.run_id, result["category"]
     requests = [store.attempt_request(run_id, k) for k in range(newest + 1)]
-    unserved, last, wanted = category in NO_MACHINES, requests[-1], run.job.at(run.provider_name).resources
+    unserved, last, wanted = category in NO_MACHINES, requests[-1], run._own_job.resources
     counts, bound = wanted.node_counts, ""
     if wanted.min_instance_count and result["state"] == "failed":
         resume = Layout.from_dict(run.record["layout"]).resume
@@ -250,8 +235,8 @@ def may_continue(run: Run, result: Record) -> bool:
     """Return whether a waiting client may start another attempt after a failure, here or elsewhere."""
     if result["state"] != "failed":
         return False
-    newest = max(run.store.attempts(run.run_id), default=0)
-    policy, history = AttemptPolicy.of_job(run.job.at(run.provider_name)), history_of(run, newest, result)
+    newest = run.store.newest_attempt(run.run_id)
+    policy, history = AttemptPolicy.of_job(run._own_job), history_of(run, newest, result)
     if policy.retries_here(history) or policy.moves(history) or policy.is_bound(history):
         return True
     open_here = history.starts and not history.cancelled
@@ -260,7 +245,7 @@ def may_continue(run: Run, result: Record) -> bool:
 
 def next_gpu(run: Run, request: Request, category: str) -> int | None:
     """Return the index of the next GPU of the list after ``request``, if it can be requested here; else None."""
-    job, gpu_index = run.job.at(run.provider_name), request.next_gpu_index(category)
+    job, gpu_index = run._own_job, request.next_gpu_index(category)
     if run.provider.retried_by != "client" or gpu_index >= len(job.resources.gpu):
         return None
     try:

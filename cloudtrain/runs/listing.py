@@ -256,10 +256,9 @@ ROW = ("run_id", "provider", "state", "category", "reason", "name", "created")
 """Fields of a row; the rest is for `Wanted`."""
 
 
-def _row(run_id: str, data: Record, **said: Any) -> Row:
-    job = data.get("job") or {}
-    created = data.get("created")
-    row = {
+def _row(run_id: str, data: Record) -> Row:
+    job, created = data.get("job") or {}, data.get("created")
+    return {
         "run_id": run_id,
         "provider": data.get("provider"),
         "state": data.get("state"),
@@ -272,7 +271,6 @@ def _row(run_id: str, data: Record, **said: Any) -> Row:
         "cost": data.get("cost"),
         "attempts": len(data.get("attempts") or ()),
     }
-    return {**row, **said}
 
 
 def recorded_runs(store: Store | str, settings: Settings = NO_SETTINGS) -> Iterator[tuple[Row, Run | Exception | None]]:
@@ -281,9 +279,8 @@ def recorded_runs(store: Store | str, settings: Settings = NO_SETTINGS) -> Itera
     An unreadable run has its error in place of the Run. Runs with equal settings share one provider. A store's URL is
     opened with ``settings``, and each run with its own provider's; a `Store` is used as it is.
     """
-    yield from (
-        (row, run) for row, run in _records(_open(store, settings), settings, CHUNK) if not isinstance(run, _Gone)
-    )
+    found = _records(_open(store, settings), settings, CHUNK)
+    yield from ((row, run) for row, run in found if not isinstance(run, _Gone))
 
 
 def _open(store: Store | str, settings: Settings) -> _Opened:
@@ -328,7 +325,7 @@ def _read(store: Store, reads_job: bool, run_id: str) -> tuple[Row, dict[str, An
         from ..job.job import Job
 
         record = _run_record(store, run_id)
-        row = _row(run_id, {**record, **(result or {})}, name=Job.from_dict(record["job"]).name)
+        row = _row(run_id, {**record, **(result or {}), "name": Job.from_dict(record["job"]).name})
         return row, record if result is None else None
     except Exception as exc:  # noqa: BLE001 - one broken record must not hide the other runs
         return _row(run_id, {}), exc

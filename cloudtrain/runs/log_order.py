@@ -198,29 +198,29 @@ class LogOrderer:
 
     # ------------------------------------------------------------------------------------------------------------- gaps
 
-    def wanted(self, *, now: bool = False) -> list[MissingRange]:
-        """Return the gaps to look for in the segments, one Want a node. ``now``: also those not yet due.
+    def wanted(self) -> list[MissingRange]:
+        """Return the gaps to look for in the segments now, one a node. Call `answered` after each.
 
-        The same gap is returned again every ``gap_timeout`` seconds. Call `answered` after each.
+        The same gap is returned again every ``gap_timeout`` seconds.
         """
         out = []
         for stream in sorted(self._gapped, key=_stream_key):
             state = self._states[stream]
-            if now or self._due(state):
+            if self._due(state):
                 state.asked = self._clock()
                 attempt, node = stream
                 out.append(MissingRange(attempt=attempt, node=node, first=state.next, last=max(state.held) - 1))
         return out
 
-    def answered(self, want: MissingRange, *, give_up: bool = False) -> Iterator[Line]:
-        """Record that the segments were read for ``want``; give up lines past their time, or all if ``give_up``."""
+    def answered(self, want: MissingRange) -> Iterator[Line]:
+        """Record that the segments were read for ``want``; give up lines past their time."""
         state = self._states.get(want.stream)
         if state is None:
             return
         patience = self._gap_timeout + self._segment_timeout
         while state.held and (want.last is None or state.order[0] <= want.last + 1):
             full = len(state.held) > self._max_held
-            if not (give_up or full or self._clock() - state.gap_since() >= patience):
+            if not full and self._clock() - state.gap_since() < patience:
                 break
             yield from self._skip(want.stream, state)
         self._note(want.stream, state)

@@ -77,10 +77,10 @@ class Contact:
 
 
 class Tail:
-    """A reader that feeds a Follower from the platform's pages and the store's segments.
+    """A reader that feeds a `LogOrderer` from the platform's pages and the store's segments.
 
-    ``clock`` measures waits, ``now`` gives Unix seconds.
-    ``more``: a page is waiting; ``flowing``: the last round brought lines.
+    ``clock`` measures waits, ``now`` gives Unix seconds. ``more``: a page is waiting; ``flowing``: the last round
+    brought lines.
     """
 
     def __init__(
@@ -93,11 +93,10 @@ class Tail:
         patience: float,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._now = now
+        self.store, self._run_id, self._provider, self._clock, self._now = store, run_id, provider, clock, now
         self.more = self.flowing = False
-        self.store, self._run_id, self._provider, self._clock = store, run_id, provider, clock
         self._contact = Contact(clock=clock, patience=patience)
-        self._follower = LogOrderer(clock=clock)
+        self._orderer = LogOrderer(clock=clock)
         self._cursors: dict[str, Any] = {}
         self._midway: set[str] = set()
         self._stalls = 0
@@ -128,9 +127,9 @@ class Tail:
     def rest(self) -> Iterator[Line]:
         """Yield all remaining lines of the segments; missing lines become markers."""
         index = self._index()
-        for want in self._follower.drain(self.store.exits(self._run_id), index):
+        for want in self._orderer.drain(self.store.exits(self._run_id), index):
             yield from self._read(want, index)
-            yield from self._follower.finish(want.stream)
+            yield from self._orderer.finish(want.stream)
 
     def dated(self, line: Line, *, over: bool) -> Line:
         """Return ``line`` with a time: if its platform's log gives none, the one of the node's own segments.
@@ -196,22 +195,22 @@ class Tail:
         self._stalls = 0 if page.lines or page.cursor != before else self._stalls + 1
         self.more = page.more and self._stalls < STALLS
         (self._midway.add if self.more else self._midway.discard)(native)
-        yield from self._follower.page(page.lines)
+        yield from self._orderer.page(page.lines)
 
     def _gaps(self) -> Iterator[Line]:
         """Read a listing and a segment or two for each node that lacks lines, in parallel for hundreds of nodes."""
-        wanted = self._follower.wanted()
+        wanted = self._orderer.wanted()
         indexes = parallel(lambda want: self._index(f"{want.attempt}/node-{want.node}/"), wanted)
         for want, index in zip(wanted, indexes, strict=True):
             yield from self._read(want, index)
-            yield from self._follower.answered(want)
+            yield from self._orderer.answered(want)
 
     def _catch_up(self) -> Iterator[Line]:
         if self._clock() < self._segments_due:
             return
         self._segments_due = self._clock() + CLIENT_TIMINGS.segments
         index = self._index()
-        for want in self._follower.drain((), index):
+        for want in self._orderer.drain((), index):
             yield from self._read(want, index)
 
     def _index(self, below: str = "") -> _Index:
@@ -222,10 +221,10 @@ class Tail:
     def _read(self, want: MissingRange, index: _Index) -> Iterator[Line]:
         """Feed the segments that may hold the wanted lines.
 
-        If a segment was merged into another one, list again. The follower gives each line once.
+        If a segment was merged into another one, list again. The orderer gives each line once.
         """
         for look in range(LOOKS):
-            first, gone = max(want.first, self._follower.position(want.stream)), False
+            first, gone = max(want.first, self._orderer.position(want.stream)), False
             segments = index.get(want.stream, ())
             for i, (span, key) in enumerate(segments):
                 after = segments[i + 1][0].first if i + 1 < len(segments) else None
@@ -238,7 +237,7 @@ class Tail:
                     if gone:
                         break
                     continue
-                yield from self._follower.segment(text.split("\n"))
+                yield from self._orderer.segment(text.split("\n"))
             if not gone:
                 return
             index = self._index(f"{want.attempt}/node-{want.node}/")

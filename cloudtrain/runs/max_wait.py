@@ -6,11 +6,11 @@ cancels. The run then ends by that record, not as cancelled by a user.
 
 from __future__ import annotations
 
-from ..provider_api.node import attempt_key
 from ..provider_api.protocol import Status
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, StoreClock, attempt_record
 from .attempts import AttemptPolicy, Wait
+from .outcome import records_within
 
 __all__ = ["MaxWait"]
 
@@ -33,7 +33,7 @@ class MaxWait:
         if ticks() <= self._due.get(key, -1.0):
             return ""
         # Only the newest attempt counts, and one that a user cancelled ends as cancelled.
-        if attempt < max(self._store.attempts(self._run_id)) or self._store.cancelled(self._run_id):
+        if attempt < self._store.newest_attempt(self._run_id) or self._store.cancelled(self._run_id):
             return ""
         decision = self._policy.decide_wait(self._waited(attempt, status))
         if isinstance(decision, Wait):
@@ -47,7 +47,7 @@ class MaxWait:
     def _waited(self, attempt: int, status: Status) -> float:
         """Return the seconds for which the attempt has waited: since its submission, or the loss of its machines."""
         begun = [info for info in status.attempts if info.started is not None]
-        known = [r for r in self._store.starts(self._run_id) if attempt_key(str(r["attempt"]))[:1] == (attempt,)]
+        known = records_within(attempt, self._store.starts(self._run_id))
         if begun and (lost := begun[-1].ended) is not None:
             return self._clock.since(lost)
         starts, record = max(len(begun), len(known)), attempt_record(self._run_id, attempt, "submitted")

@@ -11,7 +11,7 @@ from ..errors import SpecError
 from ..provider_api.node import attempt_key
 from ..storage.files import Entry
 from ..store.store import Store, run_folder
-from ..validate import DEEPEST, json_loads, json_value
+from ..validate import DEEPEST, is_number, json_loads, json_value
 
 __all__ = ["MetricsReader", "json_rows", "merge_metrics"]
 
@@ -77,7 +77,7 @@ def merge_metrics(attempts: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[
 
 def _step(row: Mapping[str, Any]) -> float | None:
     step = row.get("step")
-    return step if isinstance(step, (int, float)) and not isinstance(step, bool) else None
+    return step if is_number(step) else None
 
 
 def json_rows(data: bytes) -> list[dict[str, Any]]:

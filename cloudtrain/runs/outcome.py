@@ -14,30 +14,10 @@ from ..provider_api.protocol import ABANDONED, FINAL, AttemptInfo, Status
 from ..runtime.checkpoint_names import step_of
 
 __all__ = [
-    "CANCELLING",
-    "LIST_FIELDS",
-    "Verdict",
-    "attempt_info",
-    "attempt_row",
-    "attempts_of",
-    "attempts_within",
-    "began_at",
-    "first_line",
-    "iso_time",
-    "newest_records",
-    "one_line",
-    "public_result",
-    "records_of",
-    "root_record",
-    "status_of",
-    "unix_time",
-    "verdict_of",
-    "was_lost",
-    "with_exits",
-    "with_records",
-    "with_start",
-    "without_machines",
-]
+    "CANCELLING", "attempt_info", "attempt_row", "attempts_of", "began_at", "first_line", "iso_time", "newest_records",
+    "one_line", "public_result", "records_of", "records_within", "root_record", "status_of", "unix_time", "verdict_of",
+    "was_lost", "with_exits", "with_records", "with_start", "without_machines",
+]  # fmt: skip
 
 #: Categories that the platform knows better than its nodes; the nodes know all others better.
 PLATFORM_DECIDES = frozenset({"cancelled", "timeout", "capacity", "quota", "auth", "image", "preempted"})
@@ -99,8 +79,13 @@ def verdict_of(status: Status, records: Sequence[Record]) -> Verdict:
 
 def began_at(attempt: int, starts: Sequence[Record], exits: Sequence[Record]) -> float | None:
     """Return when a node of start ``attempt`` first ran, by the nodes' own records (Unix seconds), or None."""
-    own = [r for r in (*starts, *exits) if attempt_key(str(r["attempt"]))[:1] == (attempt,)]
+    own = records_within(attempt, [*starts, *exits])
     return min((float(r["started"]) for r in own if r.get("started")), default=None)
+
+
+def records_within(attempt: int, records: Sequence[Record]) -> list[Record]:
+    """Return the records of start ``attempt`` and of the platform's restarts within it."""
+    return [r for r in records if attempt_key(str(r["attempt"]))[:1] == (attempt,)]
 
 
 def with_start(status: Status, began: float | None, *, ran: float, stopped: bool) -> Status:
@@ -176,17 +161,15 @@ def records_of(info: AttemptInfo, exits: Sequence[Record], starts: Sequence[Reco
     own = [r for r in exits if r["attempt"] == info.number]
     if any(r.get("decided") for r in own):
         return own
-    k = attempt_key(info.number)[:1]
+    within = records_within(attempt_key(info.number)[0], exits)
     ghost = own and all(r["outcome"] == "stopped" for r in own)
     if ghost and starts is not None and not any(r["attempt"] == info.number for r in starts):
-        decided = [r for r in exits if attempt_key(str(r["attempt"]))[:1] == k and r.get("decided")]
-        before = newest_records(decided)
+        before = newest_records([r for r in within if r.get("decided")])
         if any(r["outcome"] == "failed" and not r.get("lost") for r in before):
             return before
     if own or info.started is None:
         return own
-    since = [r for r in exits if attempt_key(str(r["attempt"]))[:1] == k and (r.get("ended") or 0) >= info.started]
-    return newest_records(since)
+    return newest_records([r for r in within if (r.get("ended") or 0) >= info.started])
 
 
 def newest_records(records: Sequence[Record]) -> list[Record]:
@@ -247,8 +230,7 @@ def attempts_of(
         for info in status.attempts or attempts_within(k, status, known, {str(r["attempt"]) for r in exits}):
             infos.setdefault(info.number, replace(info, native_id=info.native_id or native))
     for number in known - infos.keys():
-        native = natives.get(attempt_key(number)[0] if attempt_key(number) else -1, "")
-        infos[number] = AttemptInfo(number=number, native_id=native)
+        infos[number] = AttemptInfo(number=number, native_id=natives.get(attempt_key(number)[0], ""))
     return with_records(infos, exits, starts)
 
 

@@ -30,11 +30,11 @@ from ..storage.replace_folder import aside, discard, files_below, keep, names_fo
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store, expect, run_folder, to_json
 from ..validate import json_loads
-from .log_sources import index_segments
+from .log_sources import Contact, index_segments
 from .metrics import json_rows, merge_metrics
 from .pull_kinds import PULL_KINDS, parse_selection
 
-__all__ = ["PullReport", "merge_metrics", "newest_pulled", "pull"]
+__all__ = ["PullReport", "newest_pulled", "pull"]
 
 _PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "outputs", "result.json", "run.json")
 _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
@@ -121,9 +121,8 @@ def _alone(folder: Path) -> Iterator[None]:
                     break
                 except BlockingIOError:
                     if time.monotonic() >= deadline:
-                        raise ConflictError(
-                            f"another pull fills {folder}", hint="wait for its end, or name another folder with --out"
-                        ) from None
+                        hint = "wait for its end, or name another folder with --out"
+                        raise ConflictError(f"another pull fills {folder}", hint=hint) from None
                     time.sleep(0.1)
         yield
 
@@ -135,22 +134,22 @@ def _follow(
 
     A remote store may be silent for `ClientTimings.pull_silence`.
     """
-    looked, failing = float("-inf"), None
+    contact, looked = Contact(clock=clock, patience=CLIENT_TIMINGS.pull_silence), float("-inf")
     for status in along:
         if status.final or abs(clock() - looked) < CLIENT_TIMINGS.pull_look:
             continue
         before = work.moved
         try:
             report = work.once()
-            failing = None
+            contact.heard(None)
             if on_pull is not None and work.moved > before:
                 on_pull(report)
         except StorageError as exc:
-            failing = clock() if failing is None else failing
+            contact.heard(exc)
             gone = isinstance(exc.__cause__, FileNotFoundError)
             ours = isinstance(exc, DigestError) or getattr(exc.__cause__, "errno", None) in _OURS
             passing = gone or (not ours and local_path(work.store.url) is None)
-            if not passing or clock() - failing >= CLIENT_TIMINGS.pull_silence:
+            if not passing or contact.lost:
                 raise
         looked = clock()
 
@@ -744,7 +743,8 @@ def _merge_nodes(item: Checkpoint, names: Iterable[str]) -> dict[str, _Source]:
         size, digest = item.files[path]
         match = nodes[path]
         node, rest = (match[1], match[2]) if match else ("0", path)
-        target = _in_checkpoint(item.name, rest)
+        # Nodes list their files with the checkpoint's name in front.
+        target = rest if rest == item.name or rest.startswith(f"{item.name}/") else f"{item.name}/{rest}"
         if target in placed and placed[target].sha256 == digest:
             continue
         if places.free(target):
@@ -754,8 +754,3 @@ def _merge_nodes(item: Checkpoint, names: Iterable[str]) -> dict[str, _Source]:
             target = places.of_node(target, node, f"{item.name}/" if inner else "")
         placed[target] = _Source(key=f"{item.key}/{path}", size=size, mark=digest, sha256=digest)
     return placed
-
-
-def _in_checkpoint(name: str, path: str) -> str:
-    """Return ``path`` below the checkpoint ``name``: nodes list their files with the name in front."""
-    return path if path == name or path.startswith(f"{name}/") else f"{name}/{path}"

@@ -23,16 +23,15 @@ def parse_selection(what: str | Iterable[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for text in [what] if isinstance(what, str) else what:
         for part in text.split(","):
-            word, colon, choice = part.strip().partition(":")
-            if _CHOICE.fullmatch(part.strip()):
-                raise SpecError(
-                    f"{part.strip()!r} names no kind of result", field="what", hint=f"write checkpoints:{part}"
-                )
+            part = part.strip()
+            word, colon, choice = part.partition(":")
+            if _CHOICE.fullmatch(part):
+                raise SpecError(f"{part!r} names no kind of result", field="what", hint=f"write checkpoints:{part}")
             if word not in PULL_KINDS:
                 hint = near_or_all(word, PULL_KINDS)
                 raise SpecError(f"{word!r} is not a kind of result", field="what", hint=hint)
             if colon and (word != "checkpoints" or not _CHOICE.fullmatch(choice)):
                 hint = "write checkpoints:latest, :best, :step=N or :all"
-                raise SpecError(f"{part.strip()!r} names no checkpoints", field="what", hint=hint)
+                raise SpecError(f"{part!r} names no checkpoints", field="what", hint=hint)
             found.setdefault(word, []).append(choice or "all")
     return found

@@ -16,7 +16,7 @@ from ..job.run_id import is_run_id
 from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.local_disk import local_path, normalize
 from ..storage.timings import CLIENT_TIMINGS
-from ..store.store import Store, in_store
+from ..store.store import in_store
 from ..validate import url_scheme
 from .listing import recorded_runs
 from .log_sources import patiently
@@ -48,17 +48,13 @@ def reconcile(
     if _is_store(target, cwd):
         url = normalize(settings.resolved(target), cwd=cwd)
         return reconcile_store(url, environ=environ, say=say, settings=settings)
-    place = settings.store if url_scheme(target) else settings.resolved()
-    run = open_run(settings.resolved(target), store_url=place, cwd=cwd, settings=settings)
-    return [reconcile_run(run, environ=environ, say=say)]
+    return [reconcile_run(open_run(target, cwd=cwd, settings=settings), environ=environ, say=say)]
 
 
 def _is_store(target: str, cwd: Path) -> bool:
     parent, _, name = target.replace(os.sep, "/").rstrip("/").rpartition("/")
     if url_scheme(target) or parent:
-        if parent.rpartition("/")[2] == "sweeps":
-            return False
-        return parent.rpartition("/")[2] != "runs"
+        return parent.rpartition("/")[2] not in ("runs", "sweeps")
     return (cwd / name / "runs").is_dir() or not is_run_id(name)
 
 
@@ -93,21 +89,20 @@ def _code(exc: Exception) -> int:
 
 
 def reconcile_store(
-    store: Store | str, *, environ: Mapping[str, str], say: Say | None = None, settings: Settings = NO_SETTINGS
+    url: str, *, environ: Mapping[str, str], say: Say | None = None, settings: Settings = NO_SETTINGS
 ) -> list[Row]:
-    """Run `reconcile_run` on every run of the store without a result, in order of ids, then step its sweeps.
+    """Run `reconcile_run` on every run without a result of the store at ``url``, in order of ids, then step its sweeps.
 
     A run that only another machine knows is named in ``error``, but its ``exit_code`` is 0. Raises `NotFoundError` for
-    a folder that does not exist, and the errors of listing the store. ``settings`` have this machine's identity, and
-    open the store at a URL.
+    a folder that does not exist, and the errors of listing the store. ``settings`` have this machine's identity.
     """
-    url = normalize(store, cwd=Path.cwd()) if isinstance(store, str) else store.url
+    url = normalize(url, cwd=Path.cwd())
     path = local_path(url)
     if path is not None and not path.is_dir():
         raise NotFoundError(f"there is no store at {path}", field="store")
     rows: list[Row] = []
     silent: set[int] = set()
-    for seen, run in recorded_runs(store, settings):
+    for seen, run in recorded_runs(url, settings):
         if isinstance(run, Exception):
             row = {"run": f"{url}/runs/{seen['run_id']}", "run_id": seen["run_id"], "provider": seen["provider"]}
             rows.append({**row, **_STANDS, "done": [], "error": one_line(run), "exit_code": _code(run)})
@@ -118,20 +113,18 @@ def reconcile_store(
                 silent |= {id(run.provider)} if exc.passing else set()
                 row["exit_code"] = row["exit_code"] if exc.passing else 0
             rows.append(row)
-    return rows + _sweep_rows(store, url, environ, say, settings)
+    return rows + _sweep_rows(url, environ, say, settings)
 
 
-def _sweep_rows(
-    store: Store | str, url: str, environ: Mapping[str, str], say: Say | None, settings: Settings
-) -> list[Row]:
+def _sweep_rows(url: str, environ: Mapping[str, str], say: Say | None, settings: Settings) -> list[Row]:
     """Make the steps of each sweep that has not ended, and return its row: ``run`` is the sweep's URL.
 
     Trials that only another machine knows are an ``error`` with exit code 0, as such runs are.
     """
-    opened = in_store(url, settings, lambda found: found) if isinstance(store, str) else store
     rows: list[Row] = []
-    for sweep_id in opened.sweeps():
-        if opened.sweep_ended(sweep_id):
+    store, sweeps = in_store(url, settings, lambda found: (found, found.sweeps()))
+    for sweep_id in sweeps:
+        if store.sweep_ended(sweep_id):
             continue
         row = {"run": f"{url}/sweeps/{sweep_id}", "run_id": sweep_id, "provider": None, **_STANDS, "done": []}
         try:

@@ -1,8 +1,4 @@
-"""Take the next step of a waiting client: another attempt, if the platform starts none, or the run's next place.
-
-`Retry` sends attempts that an earlier client recorded but never sent. It starts the next attempt with the rest of the
-Job's limits. `attempts` and `handover` decide when.
-"""
+"""Take the next step of a waiting client: another attempt, if the platform starts none, or the run's next place."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from ..provider_api.protocol import Layout, Request, extras_of
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
-from ..store.store import Store
+from ..store.store import Store, manifest_key
 from . import handover
 from .attempts import NO_MACHINES, AttemptPolicy, Ending, Next, exception_of, usage_of
 from .deliver import deliver, secret_values, write_context
@@ -40,8 +36,8 @@ class Retry:
 
     Clients start another attempt unless the platform does. If no further attempt can have machines, the run and its
     handle move to the next place. Creating a `Retry` sends an attempt that an earlier client recorded but never sent;
-    `resend` does so for a client that dies later. `AttemptPolicy` decides what follows, on any client by the same
-    records.
+    `resend` does so for a client that dies later. `AttemptPolicy` and `handover` decide what follows, on any client by
+    the same records.
 
     ``environ`` has the values of ``env:`` references. ``clock`` gives Unix seconds. ``plans`` are those of the
     submitting client. Any other client makes the next plan from the records, and copies code and data from the store
@@ -106,10 +102,10 @@ class Retry:
             self.begin()
             return True
         store = run.store
-        newest = max(store.attempts(run.run_id))
+        newest = store.newest_attempt(run.run_id)
         if handover.newer_attempt_exists(store, run.run_id, newest, result) or self._is_alive(newest, result):
             return True
-        policy, history = AttemptPolicy.of_job(run.job.at(run.provider_name)), handover.history_of(run, newest, result)
+        policy, history = AttemptPolicy.of_job(run._own_job), handover.history_of(run, newest, result)
         ending, before = self._endings(newest, result)
         decision = policy.decide(history, ending=ending, before=before, used=usage_of(result, self._clock()))
         if isinstance(decision, Next):
@@ -140,7 +136,7 @@ class Retry:
         Return False if it cannot be planned, or the run was cancelled.
         """
         run, store, number = self._run, self._run.store, decision.number
-        last, job = store.attempt_request(run.run_id, number - 1), run.job.at(run.provider_name)
+        last, job = store.attempt_request(run.run_id, number - 1), run._own_job
         if last is None or store.cancelled(run.run_id):
             return False
         gpu_index = last.gpu_index if decision.choice is None else decision.choice
@@ -200,7 +196,7 @@ class Retry:
         """Send a request and record a refusal, so that the run does not wait for that attempt."""
         run = self._run
         write_context(run.store, self._layout, run.run_id)
-        if max(run.store.attempts(run.run_id)) > request.attempt:
+        if run.store.newest_attempt(run.run_id) > request.attempt:
             return  # another client sent it, saw it fail and has continued
         try:
             deliver(run, request, values, say=self._say_wait)
@@ -218,7 +214,7 @@ class Retry:
             if row["category"] in NO_MACHINES and request is not None:
                 refusals.append(handover.refusal_of(run, row, request.gpu_index))
         if not refusals:
-            request = run.store.attempt_request(run.run_id, max(run.store.attempts(run.run_id)))
+            request = run.store.attempt_request(run.run_id, run.store.newest_attempt(run.run_id))
             refusals.append(handover.refusal_of(run, result, request.gpu_index if request is not None else 0))
         from ..store.copies import PreviousPlace
 
@@ -304,13 +300,12 @@ class Retry:
             return run.store.files.read(key)
         except FileNotFoundError:
             again = f"submit the same job again with --run-id {run.run_id}, by the same version of cloudtrain"
-            raise StorageError(
-                f"{run.store.url}/{key} is missing, so the next store cannot get it", hint=again
-            ) from None
+            why = f"{run.store.url}/{key} is missing, so the next store cannot get it"
+            raise StorageError(why, hint=again) from None
 
     def _bring(self, digest: str, store: Store, name: str) -> None:
         """Copy a data tree from this run's store into ``store`` and check each digest, unless it is complete there."""
-        old, manifest = self._run.store, f"data/manifests/{digest}.json"
+        old, manifest = self._run.store, manifest_key(digest)
         store.announce(self._run.run_id, [digest], say=self._say)  # from here on no client deletes the tree
         if store.files.exists(manifest):
             return

@@ -28,7 +28,6 @@ from ..errors import (
 )
 from ..job.job import Job
 from ..job.run_id import check_run_id
-from ..provider_api import catalog
 from ..provider_api.node import attempt_key
 from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Shell, Status, extras_of
 from ..runtime.checkpoint_model import Checkpoint
@@ -38,42 +37,21 @@ from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Staged, Store, StoreClock, cancel_record, next_of, split_ref
 from ..validate import did_you_mean, parse_since, whole_number
-from . import handover
+from . import handover, outcome
 from .attempts import NO_MACHINES, AttemptPolicy
-from .cost import Account, cost_of, seconds_of
+from .cost import cost_of, seconds_of
 from .log_order import Line
 from .log_sources import Contact, Tail, last_lines, patiently, written_since
 from .machines import bad_machine_rows
 from .max_wait import MaxWait
 from .metrics import MetricsReader
-from .outcome import (
-    CANCELLING,
-    attempt_row,
-    attempts_of,
-    began_at,
-    iso_time,
-    newest_records,
-    public_result,
-    records_of,
-    root_record,
-    status_of,
-    verdict_of,
-    with_start,
-    without_machines,
-)
 from .pull_kinds import PULL_KINDS
 from .summary import columns, nodes_text, run_rows, table_html
 
 if TYPE_CHECKING:
     from .pull import PullReport
 
-__all__ = [
-    "INTERNAL",
-    "AttemptStarter",
-    "Run",
-    "StatusListener",
-    "open_run",
-]
+__all__ = ["INTERNAL", "AttemptStarter", "Run", "StatusListener", "open_run"]
 
 INTERNAL = ("store", "staged", "provider", "waiting")
 """Attributes of a Run that `dir` leaves out."""
@@ -176,7 +154,7 @@ class Run:
     def _summary(self) -> list[tuple[str, str]]:
         """Return the state of the run and the next call as rows. Asks the platform, and raises nothing."""
         try:
-            result, wanted = self.result(), self.job.at(self.provider_name).resources
+            result, wanted = self.result(), self._own_job.resources
         except CloudtrainError as exc:
             return [("run", self.run_id), ("state", f"unknown: {exc}"), ("url", self.url)]
         machines = " or ".join([*wanted.gpu] or filter(None, [wanted.instance_type]))
@@ -207,6 +185,11 @@ class Run:
         return str(self.record["provider"])
 
     @property
+    def _own_job(self) -> Job:
+        """The job as the run's provider runs it."""
+        return self.job.at(self.provider_name)
+
+    @property
     def provider(self) -> Provider:
         """The provider, with the settings of the submission."""
         if self._provider is None:
@@ -214,8 +197,8 @@ class Run:
         return self._provider
 
     def _check(self) -> None:
-        if not self.record:
-            raise NotFoundError(f"no run at {self.url}", field="run")
+        """Raise `NotFoundError` if there is no such run."""
+        _ = self.record
 
     def _follow_handover(self) -> bool:
         """Switch this handle to the run's newest place. Return True if it had moved.
@@ -253,23 +236,25 @@ class Run:
         After the end of the run, this object is ``result.json`` of the run folder, and no call asks the platform again.
         """
         self._follow_handover()
+        return self._stored() or self._conclude(*self._platform_status())
+
+    def _stored(self) -> Result | None:
+        """Return the result in result.json; None while there is none."""
         stored = self.store.result(self.run_id)
-        if stored is not None:
-            return public_result(stored)
-        return self._conclude(*self._platform_status())
+        return None if stored is None else outcome.public_result(stored)
 
     def _current_status(self) -> tuple[Status, dict[int, str]]:
         """Return the status from result.json, else from the platform; and the native ids by attempt, oldest first."""
         result = self.store.result(self.run_id)
         if result is None:
             return self._platform_status()
-        noted = {k: self.store.submitted(self.run_id, k) for k in sorted(self.store.attempts(self.run_id))}
-        return status_of(result), {k: str(item["native_id"]) for k, item in noted.items() if item}
+        noted = {k: self.store.submitted(self.run_id, k) for k in self.store.attempts(self.run_id)}
+        return outcome.status_of(result), {k: str(item["native_id"]) for k, item in noted.items() if item}
 
     def _platform_status(self) -> tuple[Status, dict[int, str]]:
         """Return the platform's status of the newest submitted attempt, and all native ids."""
         recorded, self._known.unsent = self.store.attempts(self.run_id), None
-        natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
+        natives = {k: native for k in recorded if (native := self._native(k)) is not None}
         last = max(recorded, default=0)
         refused = None if last in natives else self._refused_status(last)
         cancelled = last not in natives and self.store.cancelled(self.run_id)  # once: all below goes by one answer
@@ -287,11 +272,11 @@ class Run:
             status = self._arriving(status, last)
         elif status.final and newest < last and not cancelled:
             if refused is not None:
-                finished = status.finished if refused.final else None
-                return replace(refused, finished=finished, reason=f"attempt {last} was {refused.reason}"), natives
+                reason = f"attempt {last} was {refused.reason}"
+                return replace(refused, finished=status.finished, reason=reason), natives
             self._known.unsent = last
             reason = f"attempt {last} is recorded but not submitted yet; the attempt before: {status.reason or 'ended'}"
-            status = replace(status, state="pending", reason=reason, category="", finished=None)
+            status = _pending(status, reason)
         return status, natives
 
     def _native(self, attempt: int) -> str | None:
@@ -332,8 +317,7 @@ class Run:
 
     def _arriving(self, status: Status, attempt: int) -> Status:
         within = f"within {self._longest_arrival:.0f} s of the cancel or of its client's end"
-        reason = f"attempt {attempt} has no answer yet; the platform may still start it {within}"
-        return replace(status, state="pending", reason=reason, category="", finished=None)
+        return _pending(status, f"attempt {attempt} has no answer yet; the platform may still start it {within}")
 
     def _arrival(self, attempt: int) -> str | None:
         """Return the native id of an attempt that a client was sending when it was cut off, if the request becomes a
@@ -398,8 +382,8 @@ class Run:
         try:
             return self.provider.status(native)
         except NotFoundError:
-            records = [r for r in self.store.exits(self.run_id) if attempt_key(str(r["attempt"]))[:1] == (attempt,)]
-            root = root_record(newest_records(records))
+            records = outcome.records_within(attempt, self.store.exits(self.run_id))
+            root = outcome.root_record(outcome.newest_records(records))
             if root is None or not root.get("decided"):
                 raise
             state = "succeeded" if root["outcome"] == "succeeded" else "failed"
@@ -412,7 +396,7 @@ class Run:
         expired = self.store.expired(self.run_id, attempt) if by_us else None
         if status.limit_s is not None and status.state != "pending":
             status = self._with_start(attempt, status, exits, stopped=cancelled or expired is not None)
-        return without_machines(status, str(expired["reason"])) if expired else status
+        return outcome.without_machines(status, str(expired["reason"])) if expired else status
 
     def _with_start(self, attempt: int, status: Status, exits: Sequence[Record] | None, *, stopped: bool) -> Status:
         """Return ``status`` with the time at which the attempt began to run, and as a timeout if it was one.
@@ -425,7 +409,7 @@ class Run:
             return replace(status, started=self._known.began[attempt])
         starts = store.starts(run_id)
         exits = (store.exits(run_id) if exits is None else exits) if status.final else ()
-        began = began_at(attempt, starts, exits)
+        began = outcome.began_at(attempt, starts, exits)
         if began is not None:
             self._known.began[attempt] = began
         elif status.final:
@@ -436,17 +420,17 @@ class Run:
                 began = store.runs_since(run_id, attempt, began)
         ran = 0.0
         if status.final:
-            rows = attempts_of({"": replace(status, started=began)}, {attempt: ""}, exits, starts)
+            rows = outcome.attempts_of({"": replace(status, started=began)}, {attempt: ""}, exits, starts)
             spans = [(row.started, row.ended) for row in rows if attempt_key(row.number)[:1] == (attempt,)]
             ran = seconds_of(spans, status.finished or self._clock())
-        return with_start(status, began, ran=ran, stopped=stopped)
+        return outcome.with_start(status, began, ran=ran, stopped=stopped)
 
     def _expire(self, status: Status, natives: Mapping[int, str]) -> str:
         """Cancel an attempt that waits beyond ``max_wait`` for machines, if no platform does; return the reason."""
         if self.provider.max_wait_by != "client" or not natives:
             return ""
         if self._known.max_wait is None:
-            policy = AttemptPolicy.of_job(self.job.at(self.provider_name))
+            policy = AttemptPolicy.of_job(self._own_job)
             self._known.max_wait = MaxWait(store=self.store, run_id=self.run_id, policy=policy, clock=self._store_clock)
         if reason := self._known.max_wait.ends(max(natives), status):
             with contextlib.suppress(NotFoundError):
@@ -466,7 +450,7 @@ class Run:
 
     def _is_late(self, result: Result) -> bool:
         """Return whether another client has meanwhile followed up the attempt of ``result``."""
-        newest = max(self.store.attempts(self.run_id), default=0)
+        newest = self.store.newest_attempt(self.run_id)
         if not self.store.cancelled(self.run_id):
             return handover.newer_attempt_exists(self.store, self.run_id, newest, result)
         # An attempt recorded but unsent before a cancel is never sent.
@@ -474,28 +458,27 @@ class Run:
 
     def _compute(self, status: Status, natives: Mapping[int, str]) -> Result:
         exits = self.store.exits(self.run_id)
-        newest = natives[max(natives)] if natives else ""
+        newest = natives[max(natives)] if natives else None
         last = {native: k for k, native in natives.items()}
         statuses = {
             native: status if native == newest else self._old_status(k, native, exits) for native, k in last.items()
         }
         starts = self.store.starts(self.run_id)
-        attempts = [
-            replace(info, nodes=self._nodes_of(info.number)) for info in attempts_of(statuses, natives, exits, starts)
-        ]
-        verdict = verdict_of(status, records_of(attempts[-1], exits, starts) if attempts else ())
+        known = outcome.attempts_of(statuses, natives, exits, starts)
+        attempts = [replace(info, nodes=self._nodes_of(info.number)) for info in known]
+        verdict = outcome.verdict_of(status, outcome.records_of(attempts[-1], exits, starts) if attempts else ())
         refusals, reason = handover.refusals_of(self, natives), verdict.reason
-        rows = [attempt_row(info) for info in attempts]
+        rows = [outcome.attempt_row(info) for info in attempts]
         bad = bad_machine_rows(self.provider, rows)
         if not status.final and (since := self.store.cancelled_since(self.run_id)) is not None:
-            reason = "; ".join(filter(None, [f"{CANCELLING} {iso_time(since)}", reason]))
+            reason = "; ".join(filter(None, [f"{outcome.CANCELLING} {outcome.iso_time(since)}", reason]))
         if status.state == "running":
             reason = "; ".join(filter(None, [reason, self.waiting()]))
         return {
             "run": self.url,
             "run_id": self.run_id,
             "provider": self.provider_name,
-            "native_id": natives[max(natives)] if natives else None,
+            "native_id": newest,
             "state": verdict.state,
             "category": verdict.category or None,
             "exit_code": verdict.exit_code,
@@ -510,7 +493,7 @@ class Run:
 
     def _nodes_of(self, attempt: str) -> int:
         """Return the number of nodes that attempt ``k.r`` asked for, by its record; without one, the job's."""
-        wanted, k = self.job.at(self.provider_name).resources, (attempt_key(attempt) or (0,))[0]
+        wanted, k = self._own_job.resources, attempt_key(attempt)[0]
         if not wanted.min_instance_count:
             return wanted.instance_count
         if k not in self._known.nodes:
@@ -524,10 +507,7 @@ class Run:
             first = min(k for k, known in natives.items() if known == native)
             return self.store.attempt_request(self.run_id, first)
 
-        settings, name = getattr(self.provider, "settings", None), self.provider_name
-        prices, region = getattr(settings, "prices", None), catalog.region_of(settings)
-        account = Account(job=self.job.at(name), provider=name, prices=prices, region=region)
-        return cost_of(account, statuses, attempts, request_of, self._clock())
+        return cost_of(self._own_job, self.provider, statuses, attempts, request_of, self._clock())
 
     def _old_status(self, attempt: int, native: str, exits: Sequence[Record]) -> Status:
         """Return an earlier attempt's status; a platform that forgot it or does not answer is not an error here."""
@@ -555,10 +535,9 @@ class Run:
         newest = self.checkpoint()
         if newest is None:
             return None
-        row: dict[str, Any] = {"name": newest.name, "step": newest.step, "committed": iso_time(newest.committed)}
-        if not final:
-            row["age_s"] = round(self._clock() - newest.committed, 1)
-        return row
+        committed = newest.committed
+        row = {"name": newest.name, "step": newest.step, "committed": outcome.iso_time(committed)}
+        return row if final else {**row, "age_s": round(self._clock() - committed, 1)}
 
     def _kept(self, result: Result) -> Result:
         """Return ``result`` as result.json has it."""
@@ -572,7 +551,7 @@ class Run:
 
             with contextlib.suppress(AuthError, StorageError):  # the next run that needs room does it
                 open_budget(self.store, budget).settle(self.run_id)
-        return public_result(stored)
+        return outcome.public_result(stored)
 
     # ------------------------------------------------------------------------------------------ logs, metrics, waiting
 
@@ -645,7 +624,7 @@ class Run:
         """Raise `NotFoundError` for a number that no node or rank of the run, or of its ``nodes``, has."""
         if number is None:
             return
-        wanted = self.job.at(self.provider_name)
+        wanted = self._own_job
         count = nodes or wanted.resources.instance_count
         if kind == "rank" and wanted.launcher == "torchrun":
             count *= max(wanted.resources.processes(i) for i in range(max(1, len(wanted.resources.gpu))))
@@ -688,9 +667,8 @@ class Run:
         a line of text about each action. Raises the errors of `status`.
         """
         self._follow_handover()
-        stored = self.store.result(self.run_id)
-        if stored is not None:
-            return public_result(stored)
+        if (stored := self._stored()) is not None:
+            return stored
         if retry is None and self._policy is not None:
             retry = self._policy(self)
         status, natives = self._platform_status()
@@ -718,9 +696,8 @@ class Run:
             return None
         if retry is None:
             return result
-        stored = self.store.result(self.run_id)
-        if stored is not None:  # the client that kept it found that nothing follows
-            return public_result(stored)
+        if (stored := self._stored()) is not None:  # the client that kept it found that nothing follows
+            return stored
         if (handover.may_continue(self, result) and retry(result)) or self._is_late(result):
             return None
         return self._keep(result)
@@ -788,10 +765,7 @@ class Run:
         )
 
     def _ended(self, status: Status) -> Result:
-        stored = self.store.result(self.run_id)
-        if stored is not None:
-            return public_result(stored)
-        return self._conclude(status, dict(sorted(self._known.natives.items())))
+        return self._stored() or self._conclude(status, dict(sorted(self._known.natives.items())))
 
     def _events(
         self,
@@ -857,7 +831,7 @@ class Run:
         places = handover.fallbacks_of(self)
         if not starts and not places:
             return status
-        newest, now = max(self.store.attempts(self.run_id), default=0), self._clock()
+        newest, now = self.store.newest_attempt(self.run_id), self._clock()
         since = self._known.over[newest] = min(self._known.over.get(newest, now), now)
         since = min(since, status.finished or now) if newest in natives else since  # else it is of the one before
         late = now - since >= CLIENT_TIMINGS.next_attempt
@@ -865,12 +839,11 @@ class Run:
             return status
         if not self._may_be_followed(newest, status, natives):
             return status
-        reason = f"attempt {newest} ended: {status.reason or status.native}; another attempt may follow"
-        return replace(status, state="pending", reason=reason, category="", finished=None)
+        return _pending(status, f"attempt {newest} ended: {status.reason or status.native}; another attempt may follow")
 
     def _may_be_followed(self, newest: int, status: Status, natives: Mapping[int, str]) -> bool:
         """Return whether a waiting client may still retry it. The costly part is computed once an attempt."""
-        if not self.job.at(self.provider_name).retries and status.category not in NO_MACHINES:
+        if not self._own_job.retries and status.category not in NO_MACHINES:
             return False
         if newest not in self._known.retried:
             self._known.retried[newest] = handover.may_continue(self, self._compute(status, natives))
@@ -976,8 +949,8 @@ class Run:
         self._follow_handover()
         store, run_id = self.store, self.run_id
         if self._is_over():
-            sent = [k for k in store.attempts(run_id) if store.submitted(run_id, k) is None]
-            if not (store.cancelled(run_id) and any(handover.cut_off(store, run_id, k) for k in sent)):
+            unrecorded = [k for k in store.attempts(run_id) if store.submitted(run_id, k) is None]
+            if not (store.cancelled(run_id) and any(handover.cut_off(store, run_id, k) for k in unrecorded)):
                 return
         errors: list[CloudtrainError] = []
         unmarked: StorageError | None = None
@@ -1014,15 +987,22 @@ class Run:
             return False
 
 
+def _pending(status: Status, reason: str) -> Status:
+    """Return ``status`` as pending: another attempt may follow, or the platform may still start one."""
+    return replace(status, state="pending", reason=reason, category="", finished=None)
+
+
 # ------------------------------------------------------------------------------------------------------- finding runs
 
 
-def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Settings = NO_SETTINGS) -> Run:
-    """Return the run ``ref``: the URL or local path of a run folder, or a run's id in the store at ``store_url``.
+def open_run(
+    ref: str, *, store_url: str | None = None, cwd: Path | None = None, settings: Settings = NO_SETTINGS
+) -> Run:
+    """Return the run ``ref``: the URL or local path of a run folder, or an id in ``store_url`` (default: the setting).
 
     ``settings`` have this machine's identity. Raises `NotFoundError` with the nearest id if there is none.
     """
-    where, run_id = split_ref(ref, "runs", store_url)
+    where, run_id = split_ref(ref, "runs", store_url, settings)
     if not where:
         raise NotFoundError(f"{ref!r} is not the URL of a run folder, <store>/runs/<run id>", field="run")
 

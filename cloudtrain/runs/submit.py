@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _version
-from ..errors import AuthError, CloudtrainError, ConflictError, SpecError, StorageError, UnsupportedError, scrubbed
+from ..errors import CloudtrainError, ConflictError, SpecError, StorageError, UnsupportedError, scrubbed
 from ..job.bundle import Bundle, build_bundle, changes
 from ..job.entry_point import check_keeps_batch, check_script
 from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source
 from ..job.provenance import digest_of, in_background, origin_of
 from ..job.run_id import check_run_id, new_run_id
-from ..provider_api import catalog
 from ..provider_api.limits import THIS_MACHINE
 from ..provider_api.node_count import plan_attempt, with_node_count
 from ..provider_api.protocol import Layout, Provider, Request, extras_of, extras_of_type, recorded_settings
@@ -39,8 +38,9 @@ from ..storage.local_disk import local_path
 from ..store import runtime_zip
 from ..store.store import Staged, Store
 from ..validate import json_loads, url_scheme, without_secrets
+from .cost import price_of
 from .deliver import deliver, error_of, reserve, secret_values, write_context
-from .handover import REFUSALS, unsent_attempt
+from .handover import ANSWERS, unsent_attempt
 from .outcome import one_line
 from .run import Run
 from .summary import columns, plan_rows, table_html
@@ -50,21 +50,9 @@ if TYPE_CHECKING:
     from ..store.copies import PreviousPlace
 
 __all__ = [
-    "Fallbacks",
-    "Plan",
-    "Upload",
-    "first_request",
-    "flat_fields",
-    "link_fallbacks",
-    "load_plan",
-    "make_plan",
-    "plan_of_record",
-    "plan_record",
-    "run_of_plan",
-    "send_plan",
-    "stage_content",
-    "with_recorded_origin",
-]
+    "Fallbacks", "Plan", "Upload", "first_request", "flat_fields", "link_fallbacks", "load_plan", "make_plan",
+    "plan_of_record", "plan_record", "run_of_plan", "send_plan", "stage_content", "with_recorded_origin",
+]  # fmt: skip
 
 MIB = 1 << 20
 MOST_NAMED = 8
@@ -248,12 +236,9 @@ class Plan:
     def price(self) -> dict[str, Any] | None:
         """Return the most that all nodes cost on demand until the hard limit, on the most expensive possible machine of
         any choice; None if one has no price."""
-        settings = self.provider.settings
-        region = catalog.region_of(settings)
         names = dict.fromkeys(name for request in (self.request, *self.later) for name in request.instance_types)
         machines = self.job.resources.instance_count if names else 1  # else all nodes share this machine
-        own = getattr(settings, "prices", None)
-        found = {name: catalog.price(self.provider_name, name, own, region=region) for name in names or [THIS_MACHINE]}
+        found = {name: price_of(self.provider, name) for name in names or [THIS_MACHINE]}
         known = {name: price for name, price in found.items() if price is not None}
         if len(known) < len(found):
             return None
@@ -295,10 +280,6 @@ class Plan:
         return {"code_bytes": self.upload.bundle.size, "input_bytes": copied, "checkpoints": kept + 2 if kept else None}
 
 
-def _made_id(name: str, preview: bool) -> str:
-    return f"{name[:35].rstrip('-')}-plan" if preview else new_run_id(name)
-
-
 def make_plan(
     job: Job,
     *,
@@ -328,11 +309,12 @@ def make_plan(
         check_script(bundle.root, bundle.entry_point)
     if job.resources.min_instance_count:
         check_keeps_batch(job, (bundle.disk(file.path) for file in bundle.files if not file.link))
-    chosen_id = _made_id(job.name, preview) if run_id is None else check_run_id(run_id)
-    inputs, trees = store.inputs(job, chosen.schemes, run_id=chosen_id, cwd=cwd)
+    if run_id is None:
+        run_id = f"{job.name[:35].rstrip('-')}-plan" if preview else new_run_id(job.name)
+    inputs, trees = store.inputs(job, chosen.schemes, run_id=check_run_id(run_id), cwd=cwd)
     layout = Layout(
         store=store.url,
-        run_id=chosen_id,
+        run_id=run_id,
         code_digest=bundle.digest,
         runtime_digest=runtime_zip.digest(type(chosen)),
         inputs=inputs,
@@ -366,10 +348,8 @@ def first_request(provider: Provider, job: Job, layout: Layout) -> Request:
     request, given = provider.plan(job, layout), layout.resume_source or layout.resume
     if given is None or given.startswith(f"{layout.store}/runs/"):
         return request
-    why = (
-        "is outside this store: with write access there, anyone can run code in this job, because torch.load unpickles"
-    )
-    notes = [f"resume_from {scrubbed(given)} {why}"]
+    why = "with write access there, anyone can run code in this job, because torch.load unpickles"
+    notes = [f"resume_from {scrubbed(given)} is outside this store: {why}"]
     if layout.resume_source:
         notes += [f"its newest complete checkpoint is copied to {layout.resume}, through this machine, when it is sent"]
     return dataclasses.replace(request, notes=(*request.notes, *notes))
@@ -476,10 +456,8 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
 
 def _built(source: Source, store: Store, settings: Settings, cwd: Path, *files: Path) -> Bundle:
     """Return the bundle, without the store and ``files`` in the source, or the files that this process writes to."""
-    home, most = local_path(store.url), settings.max_code_mb * MIB
-    return build_bundle(
-        source, cwd=cwd, max_bytes=most, never=[home] if home else [], outputs=_identities(1, 2, *files)
-    )
+    home, most, outputs = local_path(store.url), settings.max_code_mb * MIB, _identities(1, 2, *files)
+    return build_bundle(source, cwd=cwd, max_bytes=most, never=[home] if home else [], outputs=outputs)
 
 
 def link_fallbacks(plans: Sequence[Plan]) -> Plan:
@@ -489,9 +467,8 @@ def link_fallbacks(plans: Sequence[Plan]) -> Plan:
     for plan in plans[1:]:
         if taken.count(plan.run_url) > 1:
             why = f"fallback {plan.settings.profile} has a store of another profile: {without_secrets(plan.store.url)}"
-            raise SpecError(
-                why, field="store", hint=f"give it a store of its own, in [profiles.{plan.settings.profile}]"
-            )
+            hint = f"give it a store of its own, in [profiles.{plan.settings.profile}]"
+            raise SpecError(why, field="store", hint=hint)
     following: tuple[Plan, ...] = ()
     for plan in reversed(plans[1:]):  # each has those that follow it
         own = Fallbacks(first=taken[0], further=following)
@@ -569,8 +546,8 @@ def send_plan(
     say(f"submitting to {plan.provider_name}")
     try:
         # The submitter gets an error, so no other client may send it later.
-        native = deliver(run, plan.request, values, refusals=(AuthError, *REFUSALS), say=note or progress)
-    except (AuthError, *REFUSALS):
+        native = deliver(run, plan.request, values, refusals=ANSWERS, say=note or progress)
+    except ANSWERS:
         with contextlib.suppress(CloudtrainError):
             if run.result()["native_id"] is not None:  # else the result is kept, if nothing follows
                 return run  # it was accepted nevertheless
@@ -600,7 +577,7 @@ def _check_this_machine(plan: Plan) -> None:
 def _check_not_refused(run: Run) -> None:
     """Raise the error of a refused run that is over: its id is used up. Keep its result if there is none yet."""
     store, run_id = run.store, run.run_id
-    newest = max(store.attempts(run_id), default=0)
+    newest = store.newest_attempt(run_id)
     if store.refused(run_id, newest) is None:
         return
     if store.result(run_id) is None:
@@ -782,11 +759,9 @@ def _of_another_job(plan: Plan, record: Mapping[str, Any]) -> ConflictError:
         except (FileNotFoundError, StorageError, ValueError):  # the store no longer has it
             changed = []
         words += changed or ["the code"]
-    return ConflictError(
-        f"{plan.run_id!r} is already the id of another job in {plan.store.url}; different: {_listed(words)}",
-        field="run_id",
-        hint="choose another --run-id; to find this run again, undo the change",
-    )
+    why = f"{plan.run_id!r} is already the id of another job in {plan.store.url}; different: {_listed(words)}"
+    hint = "choose another --run-id; to find this run again, undo the change"
+    return ConflictError(why, field="run_id", hint=hint)
 
 
 def flat_fields(value: Any, name: str = "") -> dict[str, Any]:
@@ -810,8 +785,5 @@ def _recorded_otherwise(plan: Plan, recorded: Layout | None = None) -> ConflictE
         given = [(layout.resume_source or layout.resume) for layout in (recorded, plan.layout)]
         words += ["resume_from"] if given[0] != given[1] else []
         words += ["the version of cloudtrain"] if recorded.runtime_digest != plan.layout.runtime_digest else []
-    return ConflictError(
-        f"{plan.run_id!r} was recorded with another request; different: {_listed(words) or 'settings'}",
-        field="run_id",
-        hint="choose another --run-id",
-    )
+    why = f"{plan.run_id!r} was recorded with another request; different: {_listed(words) or 'settings'}"
+    return ConflictError(why, field="run_id", hint="choose another --run-id")

@@ -10,25 +10,9 @@ from ..validate import duration, without_secrets
 from .outcome import unix_time
 
 __all__ = [
-    "attempt_history",
-    "columns",
-    "cost_text",
-    "failure_place",
-    "fallback_text",
-    "max_runtime",
-    "nodes_text",
-    "plan_rows",
-    "plural",
-    "price_text",
-    "ranking_rows",
-    "run_rows",
-    "size_text",
-    "stall_timeout",
-    "state_line",
-    "status_text",
-    "summary",
-    "table_html",
-    "when",
+    "attempt_history", "columns", "cost_text", "failure_place", "fallback_text", "max_runtime", "nodes_text",
+    "plan_rows", "plural", "price_text", "ranking_rows", "run_rows", "size_text", "stall_timeout", "state_line",
+    "status_text", "summary", "table_html", "when",
 ]  # fmt: skip
 
 RETRIED_BY = {
@@ -179,9 +163,8 @@ def columns(rows: Sequence[Sequence[Any]]) -> str:
     """Return left-aligned columns; the last one is not padded."""
     cells = [[" ".join(str(cell).split()) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]) - 1)]
-    return "\n".join(
-        "  ".join([*[c.ljust(w) for c, w in zip(row, widths, strict=False)], row[-1]]).rstrip() for row in cells
-    )
+    padded = ([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]] for row in cells)
+    return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
 def size_text(count: float) -> str:

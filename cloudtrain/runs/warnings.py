@@ -20,14 +20,8 @@ if TYPE_CHECKING:
     from ..provider_api.protocol import Request
 
 __all__ = [
-    "append_cautions",
-    "cautions",
-    "gpu_memory_gib",
-    "gpu_memory_texts",
-    "is_secret_name",
-    "memory_notes",
-    "total_gpus",
-]
+    "append_cautions", "cautions", "gpu_memory_gib", "gpu_memory_texts", "is_secret_name", "memory_notes", "total_gpus",
+]  # fmt: skip
 
 _SECRET = re.compile(
     r"(?<![a-z])(secret|token|[a-z]*passwords?|[a-z]*passwd|pwd|pat|passphrase|credentials?|connection ?string"

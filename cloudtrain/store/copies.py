@@ -28,25 +28,15 @@ from ..storage.fsspec_pool import STREAMED
 from ..storage.local_disk import local_path, safe
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import json_loads, url_scheme, without_secrets
-from .store import COMMIT, Store, committed_in, copied_input_url, expect, in_store, next_of, to_json
+from .store import COMMIT, Store, committed_in, copied_input_url, expect, in_store, manifest_key, next_of, to_json
 
 if TYPE_CHECKING:
     from ..storage.remote import RemoteFiles
 
 __all__ = [
-    "Copy",
-    "CopySource",
-    "OverwrittenError",
-    "PreviousPlace",
-    "RemoteInput",
-    "copy_checkpoint",
-    "copy_inputs",
-    "followed",
-    "list_source",
-    "resume_copy_url",
-    "version_of",
-    "with_own_copies",
-]
+    "Copy", "OverwrittenError", "PreviousPlace", "RemoteInput", "copy_checkpoint", "copy_inputs", "followed",
+    "list_source", "resume_copy_url", "version_of", "with_own_copies",
+]  # fmt: skip
 
 Say = Callable[[str], None]
 
@@ -443,7 +433,7 @@ def _earlier_copy(left: PreviousPlace | None, name: str, item: LayoutInput) -> _
     store, folder = left.store, _folder_of(left.store, before)
     root = folder.rpartition("/")[0]
     shared = root == "data"  # an earlier version's, shared between runs
-    key = f"data/manifests/{folder[5:]}.json" if shared else f"{root}/listing.json"
+    key = manifest_key(folder[5:]) if shared else f"{root}/listing.json"
     record = store.record(key) or {}
     if shared and record.get("complete") is not True:
         return None

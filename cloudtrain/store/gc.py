@@ -26,7 +26,7 @@ from ..storage.lease import DELETES, FOLDER, MARK, Lease, is_mark, load_lease
 from ..storage.local_disk import TEMP, local_path, normalize
 from ..storage.timings import CLIENT_TIMINGS
 from ..validate import json_loads
-from .store import SOURCES, Store, in_store
+from .store import SOURCES, Store, in_store, manifest_key
 
 __all__ = ["OLDER_THAN", "Collected", "Leftover", "collect", "collect_at"]
 
@@ -45,10 +45,6 @@ _WORD = re.compile(r"[A-Za-z0-9._-]+")
 Say = Callable[[str], None]
 Listed = Callable[[Iterable[Mapping[str, Any]]], Mapping[NativeObject, ProviderExtras]]
 """Function that returns the platforms' objects, each with its provider, by one run.json of each place."""
-
-
-def _none(records: Iterable[Mapping[str, Any]]) -> Mapping[NativeObject, ProviderExtras]:
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +94,7 @@ def collect_at(
     settings: Settings = NO_SETTINGS,
     cwd: Path | None = None,
     say: Say | None = None,
-    objects: Listed = _none,
+    objects: Listed = lambda records: {},
 ) -> Collected:
     """Run `collect` on the store at ``url``, opened with ``settings``. Raises `NotFoundError` for a missing folder."""
     url = normalize(settings.resolved(url), cwd=cwd or Path.cwd())
@@ -116,7 +112,7 @@ def collect(
     delete: bool = False,
     lease: float = CLIENT_TIMINGS.lease,
     say: Say | None = None,
-    objects: Listed = _none,
+    objects: Listed = lambda records: {},
 ) -> Collected:
     """Return the things that no run refers to, largest first; ``delete`` removes those older than ``older_than`` s.
 
@@ -197,10 +193,8 @@ def _collected(
 def _refuse_unreadable(named: _Named) -> None:
     if named.unreadable:
         names = ", ".join(sorted(named.unreadable)[:3])
-        raise StorageError(
-            f"nothing is removed: run.json of {names} cannot be read, so the files that it needs are unknown",
-            hint="delete the folders of these runs in the store, if you do not need them",
-        )
+        why = f"nothing is removed: run.json of {names} cannot be read, so the files that it needs are unknown"
+        raise StorageError(why, hint="delete the folders of these runs in the store, if you do not need them")
 
 
 class _Named:
@@ -275,7 +269,7 @@ def _leftovers(store: Store, named: _Named) -> Iterator[Leftover]:
     for top, name in folders:
         if name in named:
             continue
-        folder, manifest = f"{top}/{name}", f"data/manifests/{name}.json" if top == "data" else ""
+        folder, manifest = f"{top}/{name}", manifest_key(name) if top == "data" else ""
         # The manifest goes first, alone: a tree without one is half an upload, and no client takes it for complete.
         first = (manifest,) if manifest in manifests else ()
         found = sources.get(name, {}) if top == "data" else {}

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import SpecError, StorageError
-from ..settings.settings import NO_SETTINGS, Settings
+from ..settings.settings import Settings
 from ..storage.digest_cache import TreeFile, tree_digest
 from ..storage.files import Entry, Progress, parallel
 from ..storage.lease import FOLDER
 from ..storage.local_disk import local_path, normalize
 from ..validate import url_scheme, without_secrets
 from .copies import Copy, OverwrittenError, RemoteInput, list_source, version_of
-from .store import RELAYED, SOURCES, Store, check_listable, existing_path, file_of_url, in_store, to_json
+from .store import RELAYED, SOURCES, Store, check_listable, existing_path, file_of_url, in_store, manifest_key, to_json
 
 __all__ = ["StagedInput", "stage_at", "stage_input"]
 
@@ -47,16 +47,15 @@ class StagedInput:
 
 
 def stage_at(
-    store: str | None,
     url: str,
     *,
-    settings: Settings = NO_SETTINGS,
+    settings: Settings,
     cwd: Path,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> StagedInput:
-    """Run `stage_input` for the store at the URL ``store`` (default: the setting), opened with ``settings``."""
-    found = normalize(settings.resolved(store), cwd=cwd)
+    """Run `stage_input` for the store of ``settings``, opened with them."""
+    found = normalize(settings.resolved(), cwd=cwd)
     opened, _ = in_store(found, settings, lambda store: (store, store.files.names(FOLDER)))
     return stage_input(opened, url, cwd=cwd, progress=progress, say=say)
 
@@ -118,7 +117,7 @@ def _stage_remote(
                     store.files.write(record, _source_record(source, known))  # young again: its run comes later
                     _clear(store, address)
                     return known, listed, 0
-        first, journal = f"data/{address}", f"data/manifests/{address}.json"
+        first, journal = f"data/{address}", manifest_key(address)
         copy = Copy(store, first, source, found, journal=journal, progress=progress, say=say)
         copied = copy.run()
         files = [
@@ -136,7 +135,7 @@ def _stage_remote(
 
 def _clear(store: Store, address: str) -> None:
     """Remove the first copy; a client that is still writing it finds the content."""
-    store.files.discard([f"data/manifests/{address}.json"])
+    store.files.discard([manifest_key(address)])
     store.files.discard([*store.files.list(f"data/{address}")])
     store.files.prune(f"data/{address}")
 
@@ -154,7 +153,7 @@ def _address(shown: str, found: Mapping[str, Entry]) -> str:
 
 def _complete(store: Store, digest: str) -> list[TreeFile] | None:
     """Return the files of the tree with this digest if it is complete in the store, each with its size; else None."""
-    listed = (store.record(f"data/manifests/{digest}.json") or {}).get("files")
+    listed = (store.record(manifest_key(digest)) or {}).get("files")
     if not isinstance(listed, dict):
         return None
     files = [TreeFile(path=path, size=item["size"], sha256=item["sha256"]) for path, item in listed.items()]

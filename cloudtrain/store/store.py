@@ -38,27 +38,10 @@ if TYPE_CHECKING:
     from ..storage.digest_cache import LocalTree, TreeFile
 
 __all__ = [
-    "COMMIT",
-    "EARLY",
-    "RELAYED",
-    "SOURCES",
-    "Staged",
-    "Store",
-    "StoreClock",
-    "attempt_record",
-    "cancel_record",
-    "check_listable",
-    "committed_in",
-    "copied_input_url",
-    "existing_path",
-    "expect",
-    "file_of_url",
-    "in_store",
-    "run_folder",
-    "split_ref",
-    "sweep_folder",
-    "to_json",
-]
+    "COMMIT", "EARLY", "RELAYED", "SOURCES", "Staged", "Store", "StoreClock", "attempt_record", "cancel_record",
+    "check_listable", "committed_in", "copied_input_url", "existing_path", "expect", "file_of_url", "in_store",
+    "manifest_key", "run_folder", "split_ref", "sweep_folder", "to_json",
+]  # fmt: skip
 
 
 T = TypeVar("T")
@@ -192,16 +175,17 @@ class Store:
         named += [*(tree.digest for tree in trees), *(item.url for item in layout.inputs.values())]
         self.announce(layout.run_id, named, say=say)
         code, runtime = self._key(layout.code), self._key(layout.runtime)
-        wanted = [code, runtime, *map(_manifest, trees)]
+        wanted = [code, runtime, *(manifest_key(tree.digest) for tree in trees)]
         for tree in trees:
             if tree.known is not None:
                 tree.known.keep()
         there = {key for key, known in zip(wanted, parallel(self.files.exists, wanted), strict=True) if known}
+        lacking = [tree for tree in trees if manifest_key(tree.digest) not in there]
         zipped = pyz if callable(pyz) else lambda: pyz
         return Staged(
             code_bytes=0 if code in there else self._stage(code, archive, progress),
             runtime_bytes=0 if runtime in there else self._stage(runtime, zipped, progress),
-            data_bytes=sum(self.stage_tree(tree, progress) for tree in trees if _manifest(tree) not in there),
+            data_bytes=sum(self.stage_tree(tree, progress) for tree in lacking),
         )
 
     def _stage(self, key: str, content: Callable[[], bytes | Path], progress: Progress | None) -> int:
@@ -233,7 +217,7 @@ class Store:
     def write_manifest(self, digest: str, listed: Iterable[TreeFile]) -> None:
         """Record that the tree with this digest is complete."""
         record = {item.path: {"size": item.size, "sha256": item.sha256} for item in listed}
-        self.files.write(f"data/manifests/{digest}.json", to_json({"protocol": PROTOCOL, "files": record}))
+        self.files.write(manifest_key(digest), to_json({"protocol": PROTOCOL, "files": record}))
 
     def _stage_file(
         self,
@@ -306,11 +290,10 @@ class Store:
     def run(self, run_id: str, *, needs: Sequence[str] = (), among: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the record of `create_run`, with its ``needs``. Raises `NotFoundError` with the nearest run, of
         ``among`` if given."""
-        record = self._json(f"{run_folder(run_id)}/run.json")
+        record = self._read_created(f"{run_folder(run_id)}/run.json")
         if record is None:
             near = did_you_mean(run_id, self.runs() if among is None else among)
             raise NotFoundError(f"no run {run_id!r} in {self.url}", field="run", hint=near)
-        record.pop(_TOKEN, None)
         return _checked_run(record, needs, f"{self.url}/{run_folder(run_id)}/run.json")
 
     def has_run(self, run_id: str) -> bool:
@@ -321,25 +304,24 @@ class Store:
         """Return run ids, sorted: dated ids (the default) come oldest first."""
         return [name for name in self.files.names("runs") if is_run_id(name)]
 
-    def create_attempt(self, run: Layout | str, k: int, request: Request) -> bool:
+    def create_attempt(self, run_id: str, k: int, request: Request) -> bool:
         """Write request.json of attempt ``k``; return False if another client has started that attempt."""
-        return self._create(
-            attempt_record(run if isinstance(run, str) else run.run_id, k, "request"), request.to_dict()
-        )
+        return self._create(attempt_record(run_id, k, "request"), request.to_dict())
 
     def attempt_request(self, run_id: str, k: int) -> Request | None:
         """Return the request of attempt ``k``, or None if there is no such attempt."""
-        record = self._json(attempt_record(run_id, k, "request"))
-        if record is None:
-            return None
-        record.pop(_TOKEN, None)
-        return Request.from_dict(record)
+        record = self._read_created(attempt_record(run_id, k, "request"))
+        return None if record is None else Request.from_dict(record)
 
     def attempts(self, run_id: str) -> list[int]:
         """Return the numbers of attempts with a request, ascending."""
         keys = self.files.list(f"{run_folder(run_id)}/attempts")
         parts = [key.split("/")[-2:] for key in keys]
         return sorted(int(number) for number, name in parts if name == "request.json" and number.isdigit())
+
+    def newest_attempt(self, run_id: str) -> int:
+        """Return the number of the newest of `attempts`; 0 if there is none."""
+        return max(self.attempts(run_id), default=0)
 
     def write_submitted(self, run_id: str, k: int, native_id: str) -> None:
         """Record the platform's id of attempt ``k``. A second call keeps the time: `max_wait` counts from it."""
@@ -429,10 +411,7 @@ class Store:
 
     def sweep(self, sweep_id: str) -> dict[str, Any] | None:
         """Return the record of `create_sweep`, or None if there is no such sweep."""
-        record = self._json(f"{sweep_folder(sweep_id)}/sweep.json")
-        if record is not None:
-            record.pop(_TOKEN, None)
-        return record
+        return self._read_created(f"{sweep_folder(sweep_id)}/sweep.json")
 
     def sweeps(self) -> list[str]:
         """Return sweep ids, sorted."""
@@ -455,13 +434,10 @@ class Store:
         found: list[dict[str, Any] | None] = []
         if not start:
             count = len(self.files.names(f"{folder}/log"))
-            found = parallel(lambda number: self._json(_log_entry(folder, number)), [*range(count)])
+            found = parallel(lambda number: self._read_created(_log_entry(folder, number)), [*range(count)])
         while not found or found[-1] is not None:
-            found.append(self._json(_log_entry(folder, start + len(found))))
-        entries = [entry for entry in found[: found.index(None)] if entry is not None]
-        for entry in entries:
-            entry.pop(_TOKEN, None)
-        return entries
+            found.append(self._read_created(_log_entry(folder, start + len(found))))
+        return [entry for entry in found[: found.index(None)] if entry is not None]
 
     def exits(self, run_id: str) -> list[dict[str, Any]]:
         """Return the nodes' exit records in order of attempt and node, without incomplete ones."""
@@ -489,8 +465,15 @@ class Store:
         token = secrets.token_hex(16)
         if self.files.create(key, to_json({**record, _TOKEN: token})):
             return True
-        stored = self.record(key)
-        return stored is not None and bool(stored.get(_TOKEN) == token)
+        stored = self.record(key) or {}
+        return bool(stored.get(_TOKEN) == token)
+
+    def _read_created(self, key: str) -> dict[str, Any] | None:
+        """Return the record that `_create` wrote, or None."""
+        record = self._json(key)
+        if record is not None:
+            record.pop(_TOKEN, None)
+        return record
 
     def record(self, key: str) -> dict[str, Any] | None:
         """Return the JSON object at ``key``; None if it is missing, or broken as a killed writer leaves it."""
@@ -624,9 +607,12 @@ def in_store(url: str, settings: Settings, use: Callable[[Store], T]) -> T:
     return settings.let_in(url, lambda caller: use(Store(url, storage=caller, moving=settings.moving)))
 
 
-def split_ref(ref: str, folder: str, store_url: str) -> tuple[str, str]:
+def split_ref(ref: str, folder: str, store_url: str | None, settings: Settings) -> tuple[str, str]:
     """Return the store and the id of ``ref``: the URL or path of a folder in ``folder`` of a store, or an id in
-    ``store_url``. The id is not checked. The store is "" if it is a URL or path of anything else."""
+    ``store_url`` (default: the setting). The id is not checked. The store is "" if ``ref`` is anything else."""
+    if store_url is None:
+        store_url = settings.store if url_scheme(ref) else settings.resolved()
+        ref = settings.resolved(ref)
     ref = (ref if url_scheme(ref) else ref.replace(os.sep, "/")).rstrip("/") or ref
     if not url_scheme(ref) and "/" not in ref:
         return store_url, ref
@@ -653,6 +639,12 @@ def sweep_folder(sweep_id: str) -> str:
 
 def _log_entry(folder: str, number: int) -> str:
     return f"{folder}/log/{number:06d}.json"
+
+
+def manifest_key(digest: str) -> str:
+    """Return the key of the record that the data tree of this digest is complete: not inside the tree, where a script
+    would find it, and platforms that match prefixes would copy it."""
+    return f"data/manifests/{digest}.json"
 
 
 def attempt_record(run_id: str, k: int, name: str) -> str:
@@ -689,11 +681,6 @@ def committed_in(there: Files, root: str) -> tuple[list[Checkpoint], dict[str, i
     pairs = (name.rpartition("/") for name in sizes)
     folders = [folder for folder, _, name in pairs if name == COMMIT and folder.count("/") < 2]
     return sorted(filter(None, parallel(look, folders)), key=lambda item: item.order), sizes
-
-
-def _manifest(tree: LocalTree) -> str:
-    # Not inside the trees: a script would find it, and platforms that match prefixes would copy it.
-    return f"data/manifests/{tree.digest}.json"
 
 
 def _placed(item: Input, url: str, file: str | None) -> LayoutInput:

@@ -73,7 +73,7 @@ class Platform(ProviderExtras):
     min_poll_s: ClassVar[float] = 0.1
     max_poll_s: ClassVar[float] = 2.0
 
-    settings: Any = None
+    settings: Any = field(default_factory=NoSettings)
     jobs: dict[str, Status] = field(default_factory=dict)
     pages: dict[str, list[LogLine]] = field(default_factory=dict)
     accepted: dict[int, str] = field(default_factory=dict)

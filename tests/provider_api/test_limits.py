@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from jobs import Jobs
@@ -17,7 +18,7 @@ from cloudtrain.job.job import Job
 from cloudtrain.provider_api.limits import checked_prices, gpus_per_node, hard_limit
 from cloudtrain.provider_api.protocol import AttemptInfo, Layout, Provider, Request, Status
 from cloudtrain.provider_api.registry import find_provider
-from cloudtrain.runs.cost import Account, cost_of, seconds_of
+from cloudtrain.runs.cost import cost_of, seconds_of
 from cloudtrain.runs.outcome import unix_time
 from cloudtrain.runs.retry import Retry
 from cloudtrain.runs.run import Run
@@ -239,14 +240,15 @@ def test_on_this_machine_the_supervisor_counts_all_attempts(tmp_path: Path) -> N
     assert done.json["cost"]["estimate_usd"] == pytest.approx(6, abs=2)
 
 
-def account(**fields: Any) -> Account:
-    prices = {"m": 2.0}
-    return Account(job=Job.make(**{"entry_point": "t.py", "instance_count": 3, **fields}), provider="p", prices=prices)
+def priced(name: str, **prices: float) -> Provider:
+    """Return a provider of this name whose account has these prices."""
+    return cast(Provider, SimpleNamespace(name=name, settings=SimpleNamespace(prices=prices)))
 
 
 def used(status: Status, *infos: AttemptInfo, now: float = T0 + HOUR, **fields: Any) -> tuple[Any, Any]:
     attempts = [replace(info, native_id="n") for info in infos]
-    cost = cost_of(account(gpu="X:4", **fields), {"n": status}, attempts, lambda native: None, now)
+    job = Job.make(**{"entry_point": "t.py", "instance_count": 3, "gpu": "X:4", **fields})
+    cost = cost_of(job, priced("p", m=2.0), {"n": status}, attempts, lambda native: None, now)
     return cost["estimate_usd"], cost["gpu_hours"]
 
 
@@ -281,6 +283,6 @@ def test_a_dated_price_of_the_service_is_one_and_another_s_is_none() -> None:
         ("azureml", "Standard_NC4as_T4_v3", (0.526, "2024-09-19", 1.0)),
         ("sagemaker", "ml.p5.48xlarge", (None, None, 8.0)),
     ):
-        whose = Account(job=Job.make(entry_point="t.py"), provider=provider)
-        cost = cost_of(whose, {"n": failed(machine, finished=T0 + HOUR)}, [info], lambda native: None, T0)
+        job, ended = Job.make(entry_point="t.py"), failed(machine, finished=T0 + HOUR)
+        cost = cost_of(job, priced(provider), {"n": ended}, [info], lambda native: None, T0)
         assert (cost["estimate_usd"], cost["priced_on"], cost["gpu_hours"]) == told

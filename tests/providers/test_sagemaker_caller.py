@@ -304,6 +304,8 @@ def test_other_providers_are_tried_only_if_the_chosen_one_is_refused(account: Ac
     account.gate.expired.add(OWN)
     assert open_run("r", store_url=account.store, settings=mixed).status().state == "pending"
     assert [row["state"] for row in list_page(account.store, mixed, limit=None).rows] == ["pending"]
+    (row,) = reconcile(account.store, settings=mixed, cwd=account.folder, environ={})
+    assert (row["state"], row["error"]) == ("pending", None)
     account.gate.expired.add(ANN)
     with pytest.raises(AuthError):
         open_run("r", store_url=account.store, settings=mixed)

@@ -160,13 +160,6 @@ def test_each_gap_has_a_time_of_its_own() -> None:
     assert seqs(follower.page([raw(3)])) == [3, 4]
 
 
-def test_a_reader_that_does_not_follow_gives_up_at_once() -> None:
-    follower = make()
-    assert list(follower.page([raw(2), raw(4)])) == []
-    (want,) = follower.wanted(now=True)
-    assert seqs(follower.answered(want, give_up=True)) == ["[… 1 line lost]", 2, "[… 1 line lost]", 4]
-
-
 def test_what_waits_is_bounded() -> None:
     follower = make(max_held=10)
     assert list(follower.page(raw(i) for i in range(2, 12))) == []

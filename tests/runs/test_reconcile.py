@@ -61,7 +61,7 @@ class Place:
         return [*words, "--set", f"folder={self.cloud}", "--detach", "--max-runtime", "600"]
 
     def reconcile(self, **environ: str) -> list[dict[str, Any]]:
-        return reconcile_store(self.store, environ=environ)
+        return reconcile_store(self.store.url, environ=environ)
 
     def dies(self, call: str, moment: str, *words: str) -> None:
         words = words or ("reconcile", self.store.url)

@@ -31,6 +31,11 @@ from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
 
 
+@dataclass(frozen=True)
+class NoSettings:
+    """Settings of a provider that has none."""
+
+
 @dataclass
 class Platform(ProviderExtras):
     """Jobs in memory. ``ends`` are the ends of attempt 0, 1, …; ``failing`` is how many submits fail first."""
@@ -40,6 +45,7 @@ class Platform(ProviderExtras):
     max_wait_by: ClassVar[str] = "platform"
     min_poll_s: ClassVar[float] = 0.0
     max_poll_s: ClassVar[float] = 0.0
+    settings: ClassVar[Any] = NoSettings()
 
     ends: list[Status]
     failing: int = 0

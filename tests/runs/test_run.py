@@ -1435,6 +1435,22 @@ def test_a_job_of_a_request_without_an_answer_is_stopped_after_a_cancel(
     assert not was_cut_off(unsure.store, "r1", 0)
 
 
+def test_a_job_that_arrives_after_a_refusal_and_a_cancel_is_stopped_before_it_is_recorded(
+    unsure: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client dies once the job is recorded: from then on no client looks for it."""
+    record = Store.write_submitted
+
+    def dies(self: Store, *given: Any) -> None:
+        record(self, *given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Store, "write_submitted", dies)
+    with pytest.raises(KeyboardInterrupt):
+        deliver(unsure.run(), request(0), {}, say=lambda _: unsure.store.cancel("r1"))
+    assert unsure.platform.cancelled == ["job-0"]
+
+
 def test_a_job_of_a_cancelled_run_that_cannot_be_stopped_is_left_to_the_next_client(
     unsure: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

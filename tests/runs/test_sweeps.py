@@ -594,7 +594,7 @@ def test_a_trial_whose_request_has_no_answer_counts_with_its_cap(
     plan = trial_plan(
         sweep.record, one, store=sweep.store, provider=sweep.provider, settings=Settings.load()
     )  # fmt: skip
-    assert sweep.store.create_attempt(plan.layout, 0, plan.request)
+    assert sweep.store.create_attempt(plan.run_id, 0, plan.request)
     result = {"state": "cancelled", "native_id": None, "cost": None}
     trials = RunTrials(
         sweep.record, sweep.spec, store=sweep.store, provider=sweep.provider, settings=Settings.load(), environ={}
@@ -798,7 +798,7 @@ def test_a_store_wide_reconcile_makes_the_steps_of_a_local_sweep_in_a_remote_sto
     )  # fmt: skip
     record = {**plan_record(plan), "protocol": 1, "created": time.time()}
     assert sweep.store.create_run(plan.layout, record)
-    assert sweep.store.create_attempt(plan.layout, 0, plan.request)
+    assert sweep.store.create_attempt(plan.run_id, 0, plan.request)
     sweep.store.write_submitted("s-0000", 0, "elsewhere:/gone/s-0000")
     rows = {row["run_id"]: row for row in reconcile_store(store, environ={})}
     assert rows["s"]["exit_code"] == rows["s-0000"]["exit_code"] == 0

@@ -22,7 +22,8 @@ from servers import race
 from cloudtrain.errors import DigestError, NotFoundError, SpecError, StorageError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout, Request
-from cloudtrain.runs.pull import merge_metrics, pull
+from cloudtrain.runs.metrics import merge_metrics
+from cloudtrain.runs.pull import pull
 from cloudtrain.store.store import Staged, Store
 
 RUN = "20250101-000000-train-abcd"
@@ -334,7 +335,7 @@ def test_a_lost_reply_is_no_lost_creation(store: Store, monkeypatch: pytest.Monk
 def test_attempts(store: Store) -> None:
     assert store.attempts(RUN) == []
     assert store.attempt_request(RUN, 0) is None
-    assert store.create_attempt(layout(store), 0, REQUEST)
+    assert store.create_attempt(RUN, 0, REQUEST)
     assert store.create_attempt(RUN, 10, REQUEST)
     assert store.create_attempt(RUN, 2, REQUEST)
     assert not store.create_attempt(RUN, 2, REQUEST)

@@ -7,16 +7,15 @@ allowed after its prefix stays allowed, however late it comes and whatever other
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from .prune import Points, is_hopeless
 from .samplers import propose
-from .space import Params
 from .spec import MOST_TRIALS, SweepSpec
 from .state import State, is_over
 
-__all__ = ["REFUSED", "limit_reached", "next_entry", "outcome_rows", "run_of_trial"]
+__all__ = ["REFUSED", "next_entry", "run_of_trial"]
 
 REFUSED = 3
 """Trials in a row without a machine after which a sweep ends."""
@@ -30,7 +29,6 @@ def next_entry(
     *,
     sweep_id: str,
     cap: Mapping[str, float],
-    sample: Callable[[SweepSpec, State], Params | None] = propose,
 ) -> dict[str, Any] | None:
     """Return the entry to add after the prefix of ``state``; None: nothing to add now.
 
@@ -38,7 +36,7 @@ def next_entry(
     """
     if state.ended:
         return None
-    live, why = state.live, limit_reached(state, cap, now)
+    live, why = state.live, _limit_reached(state, cap, now)
     if live and why == "max_runtime" and not state.closing:
         return _entry(state, "stop", trial=None, why=why)
     if spec.prune is not None and not state.closing:
@@ -47,7 +45,7 @@ def next_entry(
             if trial.n not in state.stops and is_hopeless(points.get(trial.n, ()), others, spec.prune):
                 return _entry(state, "stop", trial=trial.n, why=spec.prune.rule)
     if not why and len(live) < state.limits.parallel:
-        params = sample(spec, state)
+        params = propose(spec, state)
         if params is not None:
             n = len(state.trials)
             return _entry(state, "trial", n=n, run=run_of_trial(sweep_id, n), params=params, cap=dict(cap))
@@ -55,7 +53,7 @@ def next_entry(
     return _entry(state, "end", why=why) if why and not live else None
 
 
-def limit_reached(state: State, cap: Mapping[str, float], now: float) -> str:
+def _limit_reached(state: State, cap: Mapping[str, float], now: float) -> str:
     """Return the limit that forbids another trial, by its name; empty if none does.
 
     ``max_cost`` and ``max_gpu_hours`` forbid it for as long as the running trials may use their whole caps.
@@ -90,12 +88,7 @@ def run_of_trial(sweep_id: str, n: int) -> str:
 
 
 def _entry(state: State, kind: str, **fields: Any) -> dict[str, Any]:
-    return {"kind": kind, **fields, "ended": outcome_rows(state)}
-
-
-def outcome_rows(state: State) -> list[dict[str, Any]]:
-    """Return the outcomes that no entry has yet, as an entry keeps them."""
-    return [
-        {key: value for key, value in dataclasses.asdict(item).items() if value not in (None, "")}
-        for item in state.news
-    ]
+    """Return an entry with the outcomes that no entry has yet; unknown values are left out."""
+    news = [dataclasses.asdict(outcome) for outcome in state.news]
+    ended = [{key: value for key, value in row.items() if value not in (None, "")} for row in news]
+    return {"kind": kind, **fields, "ended": ended}

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
+from ...validate import is_number
 from .spec import Prune, SweepSpec
 
 __all__ = ["Points", "costs_of", "is_hopeless", "value_of"]
@@ -24,18 +25,14 @@ def costs_of(rows: Iterable[Mapping[str, Any]], spec: SweepSpec) -> list[tuple[f
     points = []
     for row in rows:
         at, value = row.get(by), row.get(spec.metric)
-        if _is_number(at) and _is_number(value) and math.isfinite(at):
+        if is_number(at) and is_number(value) and math.isfinite(at):
             points.append((float(at), spec.sign * value if math.isfinite(value) else math.inf))
     return sorted(points)
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def value_of(rows: Sequence[Mapping[str, Any]], spec: SweepSpec) -> float | None:
     """Return a trial's value: its best finite one, or the last; None without one."""
-    known = [float(row[spec.metric]) for row in rows if _is_number(row.get(spec.metric))]
+    known = [float(row[spec.metric]) for row in rows if is_number(row.get(spec.metric))]
     if spec.value == "last":
         known = known[-1:]
     finite = [value for value in known if math.isfinite(value)]

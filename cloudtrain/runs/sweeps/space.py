@@ -6,12 +6,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
 from random import Random
 from typing import Any
 
 from ...errors import SpecError
-from ...validate import table_of
+from ...validate import is_number, table_of
 
 __all__ = ["Choices", "Dimension", "Params", "Range", "grid_point", "grid_size", "parse_space", "random_point"]
 
@@ -38,8 +37,8 @@ class Range:
 
     def contains(self, value: Any) -> bool:
         """Return whether ``value`` is a number of the range, on a step if it has one. Optuna takes no other."""
-        is_number = isinstance(value, int if self.whole else (int, float)) and not isinstance(value, bool)
-        if not is_number or not self.low <= value <= self.high:
+        fits = is_number(value) and (not self.whole or isinstance(value, int))
+        if not fits or not self.low <= value <= self.high:
             return False
         steps = (value - self.low) / (self.step or 1)
         return not self.step or abs(steps - round(steps)) < 1e-8
@@ -51,7 +50,7 @@ class Range:
         if self.log:
             return min(self.high, max(self.low, _log_uniform(random, self.low, self.high)))
         if self.whole or self.step:
-            return self._point(random.randrange(self.count))
+            return self.point(random.randrange(self.count))
         return random.uniform(self.low, self.high)
 
     @property
@@ -59,37 +58,30 @@ class Range:
         """The number of points of a range with a step; a whole range has the step 1 by default."""
         return int((self.high - self.low) / (self.step or 1) + 1e-9) + 1
 
-    def _point(self, number: int) -> float:
+    def point(self, number: int) -> float:
+        """Return point ``number`` of a range with a step, from 0 on, ascending."""
         point = self.low + number * (self.step or 1)
         return point if self.whole else round(point, 12)
-
-    def points(self) -> list[float]:
-        """Return every number of a range with a step, ascending."""
-        return [self._point(number) for number in range(self.count)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """A list of values without an order."""
+    """A list of values without an order, with the methods of a `Range`."""
 
     values: tuple[Any, ...]
 
     def contains(self, value: Any) -> bool:
-        """Return whether ``value`` is one of the values."""
         return any(value == each and type(value) is type(each) for each in self.values)
+
+    def draw(self, random: Random) -> Any:
+        return self.point(random.randrange(self.count))
 
     @property
     def count(self) -> int:
-        """The number of values."""
         return len(self.values)
 
-    def draw(self, random: Random) -> Any:
-        """Return a random value."""
-        return self.values[random.randrange(len(self.values))]
-
-    def points(self) -> list[Any]:
-        """Return all values."""
-        return list(self.values)
+    def point(self, number: int) -> Any:
+        return self.values[number]
 
 
 Dimension = Range | Choices
@@ -114,10 +106,8 @@ def parse_space(table: Any) -> dict[str, Dimension]:
 
 def _dimension(value: Any, where: str) -> Dimension:
     if isinstance(value, Sequence) and not isinstance(value, str):
-        known = [
-            item for item in value if isinstance(item, (str, int)) or (isinstance(item, float) and math.isfinite(item))
-        ]
-        if not value or len(known) < len(value):
+        known = (isinstance(item, (str, int)) or (isinstance(item, float) and math.isfinite(item)) for item in value)
+        if not value or not all(known):
             raise SpecError("must be a list of at least one text, finite number or boolean", field=where)
         if len({(type(item), item) for item in value}) < len(value):
             raise SpecError("has one value twice", field=where)
@@ -125,9 +115,8 @@ def _dimension(value: Any, where: str) -> Dimension:
     table = table_of(value, where)
     for key in table:
         if key not in RANGE_KEYS:
-            raise SpecError(
-                f"has no key {key!r}", field=where, hint="write { low = 1, high = 8, step = 1, log = false }"
-            )
+            hint = "write { low = 1, high = 8, step = 1, log = false }"
+            raise SpecError(f"has no key {key!r}", field=where, hint=hint)
     numbers = {key: _number(table.get(key), f"{where}.{key}") for key in ("low", "high")}
     low, high, log = numbers["low"], numbers["high"], table.get("log", False)
     step = _number(table["step"], f"{where}.step") if "step" in table else 0
@@ -146,7 +135,7 @@ def _dimension(value: Any, where: str) -> Dimension:
 
 
 def _number(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:  # or it is NaN
+    if not (is_number(value) and abs(value) <= LARGEST):  # also for NaN
         raise SpecError("must be a number", field=where, hint="{ low = 1e-5, high = 0.1, log = true }")
     return value
 
@@ -162,9 +151,8 @@ def grid_size(space: Space) -> int:
     size = 1
     for name, dimension in space.items():
         if isinstance(dimension, Range) and (dimension.log or not (dimension.step or dimension.whole)):
-            raise SpecError(
-                "a grid needs a step or a list of values", field=f"space.{name}", hint=f"{name} = [0.001, 0.01, 0.1]"
-            )
+            why, hint = "a grid needs a step or a list of values", f"{name} = [0.001, 0.01, 0.1]"
+            raise SpecError(why, field=f"space.{name}", hint=hint)
         size *= dimension.count
         if size > MOST_GRID:
             raise SpecError(f"the grid has more than {MOST_GRID:,} points", field="space", hint="use random or tpe")
@@ -173,5 +161,8 @@ def grid_size(space: Space) -> int:
 
 def grid_point(space: Space, number: int) -> Params | None:
     """Return point ``number`` of the grid; the last name of the space changes fastest. None after the last point."""
-    point = next(islice(product(*(dimension.points() for dimension in space.values())), number, None), None)
-    return None if point is None else dict(zip(space, point, strict=True))
+    found = {}
+    for name in reversed([*space]):
+        number, at = divmod(number, space[name].count)
+        found[name] = space[name].point(at)
+    return None if number else {name: found[name] for name in space}

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import SpecError
 from ...job.fields import MAX_ID, is_slug
-from ...validate import choice_of, near_or_all, parse_duration, table_of, text_of, whole_number
+from ...validate import choice_of, is_number, near_or_all, parse_duration, table_of, text_of, whole_number
 from .space import Dimension, Params, grid_size, parse_space
 
 __all__ = [
@@ -21,10 +21,12 @@ __all__ = [
 
 GOALS, VALUES = ("minimize", "maximize"), ("best", "last")
 SAMPLERS, RULES = ("tpe", "random", "grid"), ("asha", "median")
-CURRENCIES = ("max_cost", "max_gpu_hours")
-"""Limits that a trial reserves, by the name of the job field with its own cap."""
+CURRENCIES = {"max_cost": "USD", "max_gpu_hours": "GPU hours"}
+"""Units of the limits that a run reserves, by the name of the job field with its own cap."""
 DIGITS = 5
 """Most characters of a trial's number and its dash in the run id ``<sweep>-<number>``."""
+LONGEST_ID = MAX_ID - DIGITS
+"""Most characters of a sweep's id."""
 MOST_TRIALS = 10_000
 """Trials of a sweep at most, whatever its limits."""
 KEYS = ("metric", "goal", "value", "sampler", "seed", "limits", "space", "first", "prune")
@@ -48,10 +50,8 @@ class Limits:
     @classmethod
     def parse(cls, table: Any) -> Limits:
         """Return the limits of a table. Raises `SpecError` with the dotted field."""
-        known = {
-            key: _LIMITS[_known(key, _LIMITS, "limits")](value) for key, value in table_of(table, "limits").items()
-        }
-        return cls(**known)
+        given = table_of(table, "limits")
+        return cls(**{key: _LIMITS[_known(key, _LIMITS, "limits")](value) for key, value in given.items()})
 
     def changed(self, table: Mapping[str, Any]) -> Limits:
         """Return these limits with those of ``table`` in their place."""
@@ -143,10 +143,9 @@ class SweepSpec:
 
 def check_sweep_id(sweep_id: str) -> str:
     """Return ``sweep_id``, a run id that leaves room for a trial's number. Raises `SpecError`."""
-    longest = MAX_ID - DIGITS
-    if not is_slug(sweep_id) or len(sweep_id) > longest:
-        text = f"{sweep_id!r} is not a sweep id: lower-case letters, digits and single inner dashes, at most {longest}"
-        raise SpecError(text, field="sweep_id")
+    if not is_slug(sweep_id) or len(sweep_id) > LONGEST_ID:
+        form = f"lower-case letters, digits and single inner dashes, at most {LONGEST_ID}"
+        raise SpecError(f"{sweep_id!r} is not a sweep id: {form}", field="sweep_id")
     return sweep_id
 
 
@@ -155,11 +154,8 @@ def check_caps(limits: Limits, cap: Mapping[str, Any]) -> None:
     for name in CURRENCIES:
         limit, own = getattr(limits, name), cap.get(name)
         if limit is not None and own is None:
-            raise SpecError(
-                f"the sweep has this limit, so each trial needs its own {name}",
-                field=f"limits.{name}",
-                hint=f"set {name} below [trial]",
-            )
+            why = f"the sweep has this limit, so each trial needs its own {name}"
+            raise SpecError(why, field=f"limits.{name}", hint=f"set {name} below [trial]")
         if limit is not None and own is not None and own > limit:
             raise SpecError(f"{limit:g} is less than the {own:g} of one trial", field=f"limits.{name}")
 
@@ -185,7 +181,7 @@ def _first(points: Any, space: Mapping[str, Dimension]) -> tuple[Params, ...]:
 
 
 def _amount(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+    if not (is_number(value) and math.isfinite(value) and value > 0):
         raise SpecError("must be a number above zero", field=name)
     return float(value)
 

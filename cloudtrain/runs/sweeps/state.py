@@ -62,8 +62,7 @@ class Outcome:
 class State:
     """A sweep after a prefix of its log. ``stops`` has the reason by trial, ``closing`` that of stopping every trial.
 
-    ``ended`` is the reason of the end, or empty. ``opened`` is the number of trials when limits changed last, and
-    ``entries`` the length of the prefix.
+    ``ended`` is the reason of the end, or empty. ``opened`` is the number of trials when limits changed last.
     """
 
     limits: Limits
@@ -74,7 +73,6 @@ class State:
     closing: str = ""
     ended: str = ""
     opened: int = 0
-    entries: int = 0
 
     @property
     def live(self) -> list[Trial]:
@@ -125,7 +123,6 @@ def fold(spec: SweepSpec, entries: Sequence[Entry]) -> State:
         closing=closing,
         ended=ended,
         opened=opened,
-        entries=len(entries),
     )
 
 

@@ -21,14 +21,14 @@ from ...settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ...storage.local_disk import local_path
 from ...storage.timings import CLIENT_TIMINGS
 from ...store.store import Store, split_ref, sweep_folder
-from ...validate import did_you_mean, json_value, table_of, url_scheme
+from ...validate import did_you_mean, json_value, table_of
 from ..log_sources import Contact
 from ..run import Run
 from ..submit import Plan, make_plan, plan_record, stage_content
 from .decide import run_of_trial
 from .drive import Driver, Log, writer
 from .samplers import check_sampler, propose, study_of
-from .spec import CURRENCIES, DIGITS, SweepSpec, check_caps, check_sweep_id
+from .spec import CURRENCIES, DIGITS, LONGEST_ID, SweepSpec, check_caps, check_sweep_id
 from .state import State, Trial, fold
 from .trials import TAG, RunTrials, trial_plan
 from .view import best_of, change_lines, sweep_summary
@@ -38,17 +38,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CAPS", "Best", "Sweep", "make_sweep", "open_sweep", "plan_of_sweep"]
 
-LONGEST_ID = 40 - DIGITS
 FIRST_PAUSE = 0.5
 """Seconds between two looks at first; they grow to the provider's longest."""
 CAPS = (*CURRENCIES, "max_runtime")
 NEEDS = ("sweep_id", "spec", "cap", "run", "provider", "settings", "job", "layout", "code")
 """Keys of sweep.json without which a sweep cannot continue."""
 Say = Callable[[str], None]
-
-
-def _silent(text: str) -> None:
-    """Print nothing."""
 
 
 @runtime_checkable
@@ -127,18 +122,12 @@ class Sweep:
         profile: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        limits: dict[str, Any] = {
-            "trials": trials,
-            "parallel": parallel,
-            "max_cost": max_cost,
-            "max_gpu_hours": max_gpu_hours,
-        }
-        limits |= {"max_runtime": max_runtime, "failures": failures}
-        tables = {"metric": metric, "goal": goal, "value": value, "sampler": sampler, "seed": seed, "prune": prune}
-        tables |= {
-            "space": table_of(space, "space"),
-            "first": [table_of(point, f"first[{number}]") for number, point in enumerate(first)],
-        }
+        limits: dict[str, Any] = {"trials": trials, "parallel": parallel, "max_cost": max_cost}
+        limits |= {"max_gpu_hours": max_gpu_hours, "max_runtime": max_runtime, "failures": failures}
+        tables: dict[str, Any] = {"metric": metric, "goal": goal, "value": value, "sampler": sampler, "seed": seed}
+        tables["prune"] = prune
+        tables["space"] = table_of(space, "space")
+        tables["first"] = [table_of(point, f"first[{number}]") for number, point in enumerate(first)]
         tables["limits"] = {key: item for key, item in limits.items() if item is not None}
         spec = SweepSpec.from_dict({key: item for key, item in tables.items() if item is not None})
         if isinstance(job, JobHolder):
@@ -170,9 +159,7 @@ class Sweep:
 
         Raises `NotFoundError` if there is no such sweep.
         """
-        settings = Settings.load(store=store, profile=profile)
-        place = settings.store if url_scheme(sweep) else settings.resolved()
-        return open_sweep(settings.resolved(sweep), store_url=place, cwd=Path.cwd(), settings=settings)
+        return open_sweep(sweep, settings=Settings.load(store=store, profile=profile))
 
     def __repr__(self) -> str:
         return f"Sweep({self.url!r})"
@@ -209,7 +196,9 @@ class Sweep:
         if self._plan is None:
             return False
         check_sampler(self.spec)
-        trial_plan(self.record, self._first_trial(), store=self.store, provider=self.provider, settings=self._settings)
+        params = propose(self.spec, State(limits=self.spec.limits)) or {}
+        first = Trial(n=0, run=run_of_trial(self.id, 0), params=params, cap=self.cap)
+        trial_plan(self.record, first, store=self.store, provider=self.provider, settings=self._settings)
         try:
             stage_content(self._plan)
             created = self.store.create_sweep(self.id, self.record)
@@ -221,10 +210,6 @@ class Sweep:
             raise ConflictError(text, field="sweep_id", hint=f"to continue that one: cloudtrain sweep {self.id}")
         self.record, self._plan = stored, None
         return created
-
-    def _first_trial(self) -> Trial:
-        params = propose(self.spec, State(limits=self.spec.limits)) or {}
-        return Trial(n=0, run=run_of_trial(self.id, 0), params=params, cap=self.cap)
 
     def run(
         self,
@@ -245,7 +230,7 @@ class Sweep:
         After Ctrl-C or an error, running trials continue. Call `run` again to continue the sweep, from any machine.
         """
         self.create()
-        say = on_change or _silent
+        say = on_change or (lambda _: None)
         driver, contact = self._driver(say), Contact(clock=time.monotonic, patience=patience)
         deadline = None if timeout is None else time.monotonic() + timeout
         before, pause = driver.state(), FIRST_PAUSE
@@ -291,7 +276,7 @@ class Sweep:
         store and platform.
         """
         self.create()
-        say = on_change or _silent
+        say = on_change or (lambda _: None)
         driver = self._driver(say, environ)
         before = driver.state()
         while driver.step():
@@ -312,7 +297,7 @@ class Sweep:
             fresh=self.provider.min_poll_s,
         )
 
-    def _trials(self, say: Say = _silent, environ: Mapping[str, str] | None = None) -> RunTrials:
+    def _trials(self, say: Say = lambda _: None, environ: Mapping[str, str] | None = None) -> RunTrials:
         return RunTrials(
             self.record,
             self.spec,
@@ -443,17 +428,17 @@ def _identity(record: Mapping[str, Any]) -> list[Any]:
     return [*(record.get(key) for key in ("spec", "job_digest", "provider")), record.get("code", {}).get("digest")]
 
 
-def open_sweep(ref: str, *, store_url: str, cwd: Path | None = None, settings: Settings = NO_SETTINGS) -> Sweep:
-    """Return the sweep ``ref``: the URL or path of its folder, or its id in the store at ``store_url``.
+def open_sweep(ref: str, *, store_url: str | None = None, settings: Settings = NO_SETTINGS) -> Sweep:
+    """Return the sweep ``ref``: the URL or path of its folder, or its id in ``store_url`` (default: the setting).
 
     Raises `NotFoundError` with the nearest id if there is none.
     """
-    where, sweep_id = split_ref(ref, "sweeps", store_url)
+    where, sweep_id = split_ref(ref, "sweeps", store_url, settings)
     if not where:
         raise NotFoundError(f"{ref!r} is not the URL of a sweep, <store>/sweeps/<sweep id>", field="sweep")
 
     def read(caller: StoreCredentials) -> tuple[Store, dict[str, Any], StoreCredentials]:
-        store = Store(where, cwd=cwd, storage=caller, moving=settings.moving)
+        store = Store(where, storage=caller, moving=settings.moving)
         record = None
         with contextlib.suppress(SpecError):  # no id of a sweep
             record = store.sweep(check_sweep_id(sweep_id))

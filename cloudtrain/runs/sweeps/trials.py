@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ...errors import AuthError, SpecError, StorageError
+from ...errors import SpecError, StorageError
 from ...job.job import Job
 from ...provider_api.protocol import Layout, Provider
 from ...settings.settings import Settings
 from ...store.store import Store
 from ..attempts import NO_MACHINES, had_no_machines
-from ..handover import REFUSALS, cut_off
+from ..handover import ANSWERS, cut_off
 from ..metrics import MetricsReader
 from ..retry import Retry
 from ..run import Run
@@ -54,10 +54,7 @@ class RunTrials:
         return Run(store=self._store, run_id=trial.run, provider=self._provider, settings=self._settings)
 
     def advance(self, trial: Trial, stop: str) -> Outcome | None:
-        """Send the trial if it was not sent, stop it if ``stop`` gives a reason, and do a waiting client's work once.
-
-        Return its outcome once its run has a result. Raises the errors of store and platform.
-        """
+        """Send or stop the trial as `Trials.advance` does, and do a waiting client's work once."""
         result = self._store.result(trial.run)
         if result is None:
             run = self.run(trial)
@@ -106,7 +103,7 @@ class RunTrials:
             plan = trial_plan(self._record, trial, store=self._store, provider=self._provider, settings=self._settings)
             try:
                 send_plan(plan, environ=self._environ, note=partial(self._line, trial))
-            except (AuthError, *REFUSALS):
+            except ANSWERS:
                 if self._store.refused(trial.run, 0) is None:
                     raise
         self._sent.add(trial.n)

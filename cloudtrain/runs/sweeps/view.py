@@ -9,11 +9,10 @@ from typing import Any
 
 from ...validate import duration
 from ..outcome import iso_time
-from .space import Params
 from .spec import CURRENCIES, SweepSpec
 from .state import STATES, Outcome, State, Trial, committed, used
 
-__all__ = ["best_of", "change_lines", "limits_text", "sweep_summary", "trial_rows", "value_text"]
+__all__ = ["best_of", "change_lines", "limits_text", "sweep_summary", "value_text"]
 
 ENDS = {
     "trials": "all trials have ended",
@@ -53,38 +52,32 @@ def sweep_summary(spec: SweepSpec, state: State, *, url: str, sweep_id: str, pro
         "exit_code": code,
         "metric": spec.metric,
         "goal": spec.goal,
-        "best": None if best is None else _row(spec, state, state.trials[best.trial]),
+        "best": None if best is None else _row(state, state.trials[best.trial]),
         "counts": {"running": len(live), **{name: counts[name] for name in STATES}},
         "limits": dataclasses.asdict(state.limits),
         "budget": {name: _budget(state, name) for name in CURRENCIES},
-        "trials": trial_rows(spec, state),
+        "trials": [_row(state, trial) for trial in state.trials],
     }
 
 
 def _budget(state: State, currency: str) -> dict[str, Any]:
     spent, most = used(state, currency), committed(state, currency)
-    return {
-        "limit": getattr(state.limits, currency), "used": round(spent, 4), "reserved": round(most - spent, 4),
-    }  # fmt: skip
+    limit = getattr(state.limits, currency)
+    return {"limit": limit, "used": round(spent, 4), "reserved": round(most - spent, 4)}
 
 
-def trial_rows(spec: SweepSpec, state: State) -> list[dict[str, Any]]:
-    """Return a row for each trial, in order."""
-    return [_row(spec, state, trial) for trial in state.trials]
-
-
-def _row(spec: SweepSpec, state: State, trial: Trial) -> dict[str, Any]:
-    outcome = state.outcomes.get(trial.n)
+def _row(state: State, trial: Trial) -> dict[str, Any]:
+    outcome = state.outcomes.get(trial.n) or Outcome(trial=trial.n, state="running")
     return {
         "trial": trial.n,
         "run_id": trial.run,
-        "state": "running" if outcome is None else outcome.state,
-        "value": None if outcome is None else outcome.value,
+        "state": outcome.state,
+        "value": outcome.value,
         "params": trial.params,
-        "cost_usd": None if outcome is None else outcome.max_cost,
-        "gpu_hours": None if outcome is None else outcome.max_gpu_hours,
+        "cost_usd": outcome.max_cost,
+        "gpu_hours": outcome.max_gpu_hours,
         "started": iso_time(trial.at),
-        "reason": "" if outcome is None else outcome.reason,
+        "reason": outcome.reason,
     }
 
 
@@ -93,13 +86,12 @@ def value_text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _params(params: Params | Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value_text(value)}" for name, value in params.items())
-
-
 def change_lines(spec: SweepSpec, before: State, now: State) -> list[str]:
     """Return a line for each thing that happened between two states."""
-    lines = [f"trial {trial.n}: {_params(trial.params)}" for trial in now.trials[len(before.trials) :]]
+    lines = []
+    for trial in now.trials[len(before.trials) :]:
+        params = " ".join(f"{name}={value_text(value)}" for name, value in trial.params.items())
+        lines.append(f"trial {trial.n}: {params}")
     lines += [f"trial {n}: stopping ({why})" for n, why in now.stops.items() if n not in before.stops]
     best, champion = best_of(spec, before), best_of(spec, now)
     for n, item in now.outcomes.items():
