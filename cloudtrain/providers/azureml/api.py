@@ -280,7 +280,7 @@ class Account:
             request = HttpRequest(method, url, json=more.get("body"), headers=dict(more.get("headers") or {}))
             pipeline = self._pipeline(signed=signed)
             answer = pipeline.run(request, stream=more.get("stream", False)).http_response
-        self._backoff.note(host, answer)
+        self._backoff.note(host, answer.status_code, answer.headers)
         return answer
 
     @staticmethod

@@ -76,7 +76,7 @@ class Provider(CloudProvider):
         return str(self.account.create(request, secrets))
 
     def may_have_sent(self, request: Request) -> bool:
-        return bool(self.account.may_have_sent(request))
+        return bool(self.account.creations.is_lost(request.body["metadata"]["name"]))
 
     def principal(self) -> str | None:
         """Return the access key's id; None for a token."""

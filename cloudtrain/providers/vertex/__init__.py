@@ -88,7 +88,7 @@ class Provider(CloudProvider):
     )
 
     def may_have_sent(self, request: Request) -> bool:
-        return bool(self.account.may_have_sent(request))
+        return bool(self.account.creations.is_lost(request.body["displayName"]))
 
     def principal(self) -> str | None:
         """Return the calling service account, or the user if gcloud has recorded the name; else None."""

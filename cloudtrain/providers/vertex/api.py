@@ -38,7 +38,7 @@ from ...provider_api import catalog
 from ...provider_api.protocol import Request, Shell
 from ...storage import extras
 from ...validate import unix_seconds
-from .._cloud import ANOTHER_ID, Backoff, decoded, first_job, found_until, pages, pairs_of, unless_over, with_ours
+from .._cloud import ANOTHER_ID, Backoff, Creations, decoded, pages, pairs_of, unless_over
 from . import NAME
 from .machines import REGIONS, REGIONS_DATE
 from .node import GCS
@@ -55,8 +55,6 @@ FINAL = frozenset(
 )
 FIRST_HOLD = 5.0
 """Pause in seconds if a service throttles and gives no time."""
-SETTLE = 5.0
-"""Seconds after a creation whose answer was lost, in which the job may not be in the list yet; unverified."""
 _JOB = re.compile(r"projects/(?P<project>[^/]+)/locations/(?P<location>[^/]+)/customJobs/(?P<id>[^/]+)")
 _OVERRIDE = "CLOUDSDK_API_ENDPOINT_OVERRIDES_"
 """Prefix of gcloud's own variables for another endpoint: gcloud topic endpoint-override."""
@@ -285,8 +283,7 @@ class Account:
         self._own_quota = True
         self._clients: dict[str, Any] = {}
         self.backoff = Backoff(first=FIRST_HOLD)
-        self._lost_at: dict[str, float] = {}
-        """Time of a creation whose answer was lost, by the job's name, on the clock of `time.monotonic`."""
+        self.creations = Creations(self.cancel)
         self._places: dict[str, tuple[str, str]] = {}
         self.ended: dict[str, float] = {}
         """Time at which a finished job ended, on the clock of `time.monotonic`."""
@@ -334,7 +331,8 @@ class Account:
             try:
                 yield
             except Exception as exc:  # recorded here, and raised unchanged
-                self.backoff.note(service, getattr(exc, "response", None))
+                if (answer := getattr(exc, "response", None)) is not None:
+                    self.backoff.note(service, answer.status_code, answer.headers)
                 if type(exc).__name__ == "RefreshError":  # google-auth's, which may be absent
                     self._forget()
                 raise
@@ -344,7 +342,7 @@ class Account:
         with self._calling(service, what):
             answer = self.session.request(method, url, json=body, timeout=TIMEOUT, **more)
         if answer.status_code >= 400:
-            self.backoff.note(service, answer)
+            self.backoff.note(service, answer.status_code, answer.headers)
             message, reason, metadata = answered(answer.content)
             if self._own_quota and CONSUMER.search(f"{reason} {message}"):
                 self._own_quota = False
@@ -398,19 +396,10 @@ class Account:
         return [str(job["name"]) for job in same]
 
     def create(self, request: Request) -> str:
-        """Return the resource name of the one job of this request.
-
-        The API takes no id from its caller. One client at a time calls this (`handover.sending`), and looks for the job
-        first.
-        """
+        """Return the resource name of the one job of this request."""
         self._check_buckets(request)
         send = self._prepared(request)
-        jobs, lost = partial(self.jobs, request), self._lost_at.get(request.body["displayName"], float("-inf"))
-        return first_job(found_until(lost + SETTLE, jobs) or with_ours(send(), jobs), self.cancel)
-
-    def may_have_sent(self, request: Request) -> bool:
-        """Return whether a call to create the request's job got no answer."""
-        return request.body["displayName"] in self._lost_at
+        return self.creations.one_job(request.body["displayName"], partial(self.jobs, request), send)
 
     def _prepared(self, request: Request) -> Callable[[], str]:
         """Prepare the creation up to its one call: the import of Google's client alone can take ten seconds."""
@@ -432,7 +421,7 @@ class Account:
                     return made
                 except Exception as exc:  # raised unchanged; after some of them a job may exist
                     if _open(exc):
-                        self._lost_at[name] = time.monotonic()
+                        self.creations.note_lost(name)
                     if isinstance(exc, (json_format.ParseError, ValueError)) or getattr(exc, "code", 0) == 409:
                         text = " ".join(str(exc).split())[:300]
                         raise LostContactError(f"create job: the answer names no job: {text}") from None
