@@ -51,53 +51,6 @@ if TYPE_CHECKING:
     from ..provider_api.catalog import Machine
     from ..provider_api.checks import Check
 
-__all__ = [
-    "ANOTHER_ID",
-    "BUCKETS",
-    "FLUSH_PATH",
-    "GRACE_PATH",
-    "Backoff",
-    "Clock",
-    "CloudProvider",
-    "ClusterProvider",
-    "Planned",
-    "bucket_url",
-    "check_gpus",
-    "check_request",
-    "check_secrets",
-    "check_shared",
-    "check_tags",
-    "decoded",
-    "digest_of",
-    "first_job",
-    "first_match",
-    "found_until",
-    "hinted",
-    "machine_of",
-    "one_line",
-    "pages",
-    "pairs_of",
-    "path_words",
-    "paths_of",
-    "patterns",
-    "pinned_machine",
-    "problems",
-    "processes_of",
-    "shared_arguments",
-    "shared_environment",
-    "shared_launch_spec",
-    "shared_path",
-    "shared_secret",
-    "shared_store",
-    "shared_url",
-    "short_key",
-    "size_of",
-    "table_in",
-    "time_of",
-    "unless_over",
-    "with_ours",
-]  # fmt: skip
-
 BUCKETS = ("s3", "gs", "abfs", "abfss", "az")
 """Schemes of buckets that nodes of a cluster can mount."""
 GIB = 1 << 30

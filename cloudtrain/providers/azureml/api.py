@@ -41,21 +41,6 @@ from .urls import cloud_of
 if TYPE_CHECKING:
     from . import Settings
 
-__all__ = [
-    "CAPACITY",
-    "FINAL",
-    "HELP",
-    "QUOTA",
-    "Account",
-    "claims_of",
-    "error_of",
-    "job_of",
-    "named",
-    "quota_hint",
-    "refusal",
-    "translated",
-]
-
 TIMEOUT = 30
 FINAL = frozenset({"Completed", "Failed", "Canceled"})
 """NotResponding and Paused are not final: by the service a job may come back from them."""

@@ -21,8 +21,6 @@ from .urls import for_fsspec
 if TYPE_CHECKING:
     from . import Settings
 
-__all__ = ["launch_spec"]
-
 ROOT = "/mnt/azureml/cr/j"
 PORT = 6105
 """MASTER_PORT, by the documents of Azure ML's first SDK."""

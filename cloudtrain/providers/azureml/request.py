@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import LayoutInput
     from . import Settings
 
-__all__ = ["checked", "plan"]
-
 OPERATION = "az ml job create"
 TAGS = tuple(f"cloudtrain.{word}" for word in ("run", "run_id", "attempt", "name"))
 TAG_RUN = TAGS[0]

@@ -15,8 +15,6 @@ from .logs import FILES
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["PENDING", "category_of", "status", "status_of"]
-
 PENDING = frozenset({"NotStarted", "Queued", "Provisioning", "Preparing", "Starting", "Paused", "Waiting"})
 """States in which no script runs. Any other state that is not final, also an unknown one, counts as running."""
 HINTS = {

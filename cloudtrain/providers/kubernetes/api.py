@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import Request
     from . import Settings
 
-__all__ = ["FINAL", "HELP", "Account", "ExistsError", "conditions_of", "error_of", "is_ending", "job_of", "path_of"]
-
 TIMEOUT = 30.0
 """Seconds for one call."""
 APPEARS = 3

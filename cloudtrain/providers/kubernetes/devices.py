@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from ...job.job import Gpu, Job
     from . import Settings
 
-__all__ = [
-    "SPOT", "check_gpu_names", "check_hami", "gpu_limits", "gpu_selector", "hami_annotations", "is_shared",
-    "kind_of", "spot_selector", "tolerations", "with_gpu_memory",
-]  # fmt: skip
-
 SPOT: Mapping[str, tuple[Mapping[str, str], Mapping[str, str] | None]] = {
     "gke": ({"cloud.google.com/gke-spot": "true"}, {"key": "cloud.google.com/gke-spot", "value": "true"}),
     "eks": ({"eks.amazonaws.com/capacityType": "SPOT"}, None),

@@ -12,8 +12,6 @@ from .request import CONTAINER, POD_INDEX
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["page"]
-
 PAGE_BYTES = 4 << 20
 """Most bytes of one pod in a page."""
 

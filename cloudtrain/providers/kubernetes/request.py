@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from ...job.job import Gpu, Job
     from . import Settings
 
-__all__ = [
-    "CANCELLED", "CONTAINER", "ENDED", "JOBSETS", "LABEL_REQUEST", "LABEL_RUN", "MANAGED_BY", "OF_SET", "OWNED",
-    "POD_INDEX", "RUN_URL", "checked", "job_object", "job_of_set", "marks_of", "mounts", "native_id_of",
-    "plan", "volume_url",
-]  # fmt: skip
-
 LABEL_RUN, LABEL_REQUEST = "cloudtrain.dev/run", "cloudtrain.dev/request"
 MANAGED_BY, RUN_URL = "app.kubernetes.io/managed-by", "cloudtrain.dev/run-url"
 CANCELLED = "cloudtrain.dev/cancelled"

@@ -22,8 +22,6 @@ from .request import CANCELLED, ENDED, POD_INDEX, marks_of
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["HINTS", "PENDING", "category_of", "status", "status_of"]
-
 HINTS: Mapping[str, str] = {
     "quota": "to see the limits, run: kubectl describe resourcequota",
     "image": "check image and kubernetes.image_pull_secrets",

@@ -45,8 +45,6 @@ from .validate import LONGEST_VALUE
 if TYPE_CHECKING:
     from . import Settings
 
-__all__ = ["FINAL", "HELP", "TOKEN", "Account", "Answer", "error_of", "job_of"]
-
 TIMEOUT = 60
 """Seconds of one call."""
 FINAL = frozenset(("Completed", "Failed", "Terminated"))

@@ -25,18 +25,6 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import LayoutInput
     from . import Settings
 
-__all__ = [
-    "OWNED",
-    "RETRY_NUM",
-    "auto_stop_hours",
-    "checked",
-    "mark_of",
-    "mounted",
-    "plan",
-    "unmounted",
-    "words_of",
-]
-
 NAME_LENGTH = 64
 RETRY_NUM = "fault-tolerance/job-retry-num"
 """The annotation with the number of ModelArts' own restarts after a fault of machines."""

@@ -32,8 +32,6 @@ from .validate import field_at
 if TYPE_CHECKING:
     from . import Settings
 
-__all__ = ["Account", "error_of", "job_of", "storage"]
-
 TIMEOUT = 30
 SESSION_NAME = "cloudtrain"
 FINAL = ("Completed", "Failed", "Stopped")

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import Request
     from .api import Account
 
-__all__ = ["ACTIONS", "PRINCIPAL", "checks"]
-
 PRINCIPAL = "sagemaker.amazonaws.com"
 ACTIONS = (
     *("sagemaker:CreateTrainingJob", "sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"),

@@ -11,8 +11,6 @@ from ...validate import did_you_mean
 from .._cloud import table_in
 from .s3 import DNS
 
-__all__ = ["check_image", "default_image", "images"]
-
 ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr(?:-fips)?\.(?P<region>[a-z0-9-]+)\.(?P<suffix>[a-z0-9.-]+)/(?P<repository>[^:@]+)(?P<tag>.*)"
 )

@@ -16,8 +16,6 @@ from .node import GRACE, INPUTS, ROOT
 if TYPE_CHECKING:
     from . import Settings
 
-__all__ = ["launch_spec"]
-
 GROUP = "homogeneousCluster"
 INTERFACE = "eth0"
 PREEMPTIONS = 1000

@@ -19,8 +19,6 @@ from .api import job_of
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["page"]
-
 GROUP = "/aws/sagemaker/TrainingJobs"
 OVERLAP = 120_000
 """Milliseconds that an event may be late. The store has later lines, if they are numbered."""

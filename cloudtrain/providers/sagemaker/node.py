@@ -20,8 +20,6 @@ from ...runtime.http_json import ask
 from . import IGNORED, UPLOADED, UPLOADING
 from .s3 import DNS, Objects, credentials, signed_headers
 
-__all__ = ["node_environment", "secret"]
-
 ROOT = "/opt/ml"
 INPUTS = f"{ROOT}/input/data"
 LIVE = f"{ROOT}/cloudtrain/live"

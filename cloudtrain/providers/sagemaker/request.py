@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ...provider_api.catalog import Machine
     from . import Settings
 
-__all__ = ["checked", "plan"]
-
 OPERATION = "CreateTrainingJob"
 TAGS = tuple(f"cloudtrain:{word}" for word in ("run", "run-id", "attempt", "name"))
 TAG_RUN = TAGS[0]

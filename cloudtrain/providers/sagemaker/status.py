@@ -16,8 +16,6 @@ from .api import job_of
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["HINTS", "PENDING", "attempt_of", "category_of", "status", "status_of"]
-
 WITH_MACHINES = frozenset({"Downloading", "DownloadingTrainingImage", "Training"})
 """The first of these ends the wait for machines."""
 RESTARTED = frozenset(

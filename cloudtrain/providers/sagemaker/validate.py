@@ -15,8 +15,6 @@ from ...errors import SpecError
 from .._cloud import problems, table_in
 from . import NAME
 
-__all__ = ["broken", "check_body", "field_at", "limits", "translated"]
-
 _OPEN = "TrainingInstanceType"
 """Choices that a newer service may extend, so others are not refused."""
 #: Java's classes of characters that Python's ``re`` lacks, inside brackets. ``\\w`` holds letters, numbers and the

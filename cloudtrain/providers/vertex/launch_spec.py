@@ -17,8 +17,6 @@ from .request import mounted
 if TYPE_CHECKING:
     from . import Settings
 
-__all__ = ["launch_spec"]
-
 TRANSIENT = (6, 11, AGAIN, 139)
 """Exit codes of failures that may pass (SIGABRT, SIGSEGV, each twice): Vertex AI's page on its training service."""
 RESTARTS = 3

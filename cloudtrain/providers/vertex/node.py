@@ -22,8 +22,6 @@ from ...provider_api.node import NodeEnvironment, Topology
 from ...runtime.http_json import ask
 from .._cloud import paths_of
 
-__all__ = ["fabric_env", "grace_of", "node_environment", "secret", "token"]
-
 GCS = "/gcs"
 """Folder in which every container sees Cloud Storage, by bucket."""
 NFS = "/mnt/nfs"
