@@ -138,7 +138,7 @@ def plan(planned: Planned) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
     job = planned.job
     check_inputs(Provider, planned.layout.inputs)
-    _refuse(planned.settings, job)
+    _refuse(job)
     settings = devices.with_gpu_memory(planned.settings, job)
     planned = planned._replace(settings=settings).on(job.resources.instance_type or "node")
     name, service = _names(planned)
@@ -210,7 +210,7 @@ def _names(planned: Planned) -> tuple[str, str]:
     return head[:longest].rstrip("-") + tail + end, f"ct{tail}"
 
 
-def _refuse(settings: Settings, job: Job) -> None:
+def _refuse(job: Job) -> None:
     wanted = job.resources
     if wanted.shm_gb and wanted.memory_gb and wanted.shm_gb > wanted.memory_gb:
         raise SpecError(f"is more than memory_gb, {wanted.memory_gb}, which holds it", field="resources.shm_gb")
@@ -351,13 +351,7 @@ def _pod(planned: Planned, *, name: str, service: str) -> dict[str, Any]:
     disk = {"sizeLimit": f"{wanted.disk_gb}G"} if wanted.disk_gb else {}
     volume = {"persistentVolumeClaim": {"claimName": s.claim}} if s.claim else dict(s.volume)
     secrets = {"name": "secrets", "secret": {"secretName": name, "defaultMode": 0o444}}
-    fields: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "subdomain": service,
-        "enableServiceLinks": False,
-        "automountServiceAccountToken": bool(s.service_account),
-        "terminationGracePeriodSeconds": s.stop_grace + EXTRA_GRACE,
-        "activeDeadlineSeconds": min(planned.seconds + JOIN, validate.INT32),
+    optional: dict[str, Any] = {
         "serviceAccountName": s.service_account,
         "imagePullSecrets": [{"name": item} for item in s.image_pull_secrets],
         "nodeSelector": {**s.node_selector, **devices.spot_selector(s, wanted.spot), **machine},
@@ -372,6 +366,15 @@ def _pod(planned: Planned, *, name: str, service: str) -> dict[str, Any]:
             **({"runAsUser": s.user, "fsGroup": s.user} if s.user else {}),
             **({"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}} if s.security else {}),
         },
+    }
+    return {
+        "restartPolicy": "Never",
+        "subdomain": service,
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": bool(s.service_account),
+        "terminationGracePeriodSeconds": s.stop_grace + EXTRA_GRACE,
+        "activeDeadlineSeconds": min(planned.seconds + JOIN, validate.INT32),
+        **{key: value for key, value in optional.items() if value},
         "volumes": [
             {"name": "shared", **volume},
             {"name": "scratch", "emptyDir": disk},
@@ -380,8 +383,6 @@ def _pod(planned: Planned, *, name: str, service: str) -> dict[str, Any]:
         ],
         "containers": [_container(planned, host=f"{name}-0.{service}")],
     }
-    kept = ("enableServiceLinks", "automountServiceAccountToken")
-    return {key: value for key, value in fields.items() if key in kept or value not in ("", [], {}, False)}
 
 
 def _container(planned: Planned, *, host: str) -> dict[str, Any]:

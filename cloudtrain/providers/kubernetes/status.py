@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import AuthError, NotFoundError
 from ...provider_api.protocol import AttemptInfo, Status
 from .._cloud import hinted, one_line, time_of
-from .api import conditions_of, is_ending
+from .api import HELP, conditions_of, is_ending
 from .node import AGAIN, TIME_UP
 from .request import CANCELLED, ENDED, POD_INDEX, marks_of
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .api import Account
 
 HINTS: Mapping[str, str] = {
-    "quota": "to see the limits, run: kubectl describe resourcequota",
+    "quota": HELP["quota"],
     "image": "check image and kubernetes.image_pull_secrets",
     "oom": "ask for more with memory_gb",
     "disk": "ask for more with disk_gb",
