@@ -22,16 +22,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request as HttpRequest
 from urllib.request import build_opener
 
-from ...errors import (
-    AuthError,
-    CloudtrainError,
-    ConflictError,
-    LostContactError,
-    NotFoundError,
-    PlatformError,
-    QuotaError,
-    SpecError,
-)
+from ... import errors
 from ...provider_api.protocol import Request, Shell, python_command, shell_arguments
 from ...storage.files import files
 from ...storage.obs import HuaweiKeys, NoRedirects, find_keys
@@ -73,28 +64,28 @@ def job_of(native_id: str) -> tuple[str, str, str]:
     """Return (region, project, id) of a native id. Raises `NotFoundError` for another text."""
     match = _ID.fullmatch(native_id)
     if match is None:
-        raise NotFoundError(f"{native_id!r} is not REGION/PROJECT/JOB", field="run")
+        raise errors.NotFoundError(f"{native_id!r} is not REGION/PROJECT/JOB", field="run")
     return match["region"], match["project"], match["id"]
 
 
-def error_of(status: int, code: str, message: str, *, what: str) -> CloudtrainError:
+def error_of(status: int, code: str, message: str, *, what: str) -> errors.CloudtrainError:
     """Return the error for an answer: its HTTP status, and ``error_code`` and ``error_msg`` of its body."""
     text = f"{what}: {one_line(message) or f'HTTP {status}'}" + (f" ({code})" if code else "")
     if code == _QUOTA_CODE or (status in (400, 403, 409) and _QUOTA.search(message)):
-        return QuotaError(text, hint=HELP["quota"])
+        return errors.QuotaError(text, hint=HELP["quota"])
     if status in (408, 429) or status >= 500:
-        return LostContactError(f"Huawei Cloud does not answer now: {text}")
+        return errors.LostContactError(f"Huawei Cloud does not answer now: {text}")
     if status in (401, 403):
         if code.startswith("APIGW.030") or status == 401:
-            return AuthError(text, hint=HELP["clock"])
-        return AuthError(text, hint=HELP["agency" if _AGENCY.search(message) else "auth"])
+            return errors.AuthError(text, hint=HELP["clock"])
+        return errors.AuthError(text, hint=HELP["agency" if _AGENCY.search(message) else "auth"])
     if status == 404:
-        return NotFoundError(text, hint=HELP["region"] if code.startswith("APIGW") else "")
+        return errors.NotFoundError(text, hint=HELP["region"] if code.startswith("APIGW") else "")
     if status == 409:
-        return ConflictError(text, field="run_id")
+        return errors.ConflictError(text, field="run_id")
     if 400 <= status < 500:
-        return SpecError(text, hint=HELP["agency"] if _AGENCY.search(message) else "")
-    return PlatformError(f"{text} (HTTP {status})")
+        return errors.SpecError(text, hint=HELP["agency"] if _AGENCY.search(message) else "")
+    return errors.PlatformError(f"{text} (HTTP {status})")
 
 
 class Account:
@@ -164,10 +155,10 @@ class Account:
         except (URLError, OSError, http.client.HTTPException) as exc:
             why = one_line(getattr(exc, "reason", "") or exc)
             hint = HELP["region"] if "resol" in why or "known" in why else ""
-            raise LostContactError(f"{what}: {parts.netloc} does not answer: {why}", hint=hint) from None
+            raise errors.LostContactError(f"{what}: {parts.netloc} does not answer: {why}", hint=hint) from None
         return decoded(raw, what=what) if raw.strip() else {}
 
-    def _refused(self, exc: HTTPError, host: str, what: str) -> CloudtrainError:
+    def _refused(self, exc: HTTPError, host: str, what: str) -> errors.CloudtrainError:
         try:
             said = json.loads(exc.read())
             code, message = str(said.get("error_code") or ""), str(said.get("error_msg") or said.get("message") or "")
@@ -235,7 +226,7 @@ class Account:
         found = sorted(ours, key=lambda meta: (int(meta.get("create_time") or 0), str(meta["id"])))
         if found and found[0]["name"] != name:
             why = f"ModelArts has a job {found[0]['name']} of an earlier run of that id, which was another job"
-            raise ConflictError(why, field="run_id", hint=ANOTHER_ID)
+            raise errors.ConflictError(why, field="run_id", hint=ANOTHER_ID)
         return ["/".join((*where, str(meta["id"]))) for meta in found if meta["name"] == name]
 
     def create(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
@@ -251,13 +242,13 @@ class Account:
             ours = "/".join((*where, str((made.get("metadata") or {}).get("id"))))
             job_of(ours)
             return ours
-        except (LostContactError, NotFoundError, PlatformError) as exc:
-            if isinstance(exc, NotFoundError) and exc.field != "run":
+        except (errors.LostContactError, errors.NotFoundError, errors.PlatformError) as exc:
+            if isinstance(exc, errors.NotFoundError) and exc.field != "run":
                 raise
             self.creations.note_lost(request.body["metadata"]["name"])
-            if isinstance(exc, LostContactError):
+            if isinstance(exc, errors.LostContactError):
                 raise
-            raise LostContactError(f"create job: the answer names no job ({exc})") from None
+            raise errors.LostContactError(f"create job: the answer names no job ({exc})") from None
 
     def _with_secrets(self, request: Request, secrets: Mapping[str, str]) -> dict[str, Any]:
         """Return the body with the values of the secrets, sealed with the run's key, in place of nothing."""
@@ -265,7 +256,7 @@ class Account:
         text = sealed(secrets, files(folder, storage=lambda _: self.storage()).read(name))
         if len(text) > LONGEST_VALUE:
             why = f"the values have {len(text)} characters together, sealed; a job holds {LONGEST_VALUE}"
-            raise SpecError(why, field="secrets", hint="pass fewer or shorter values")
+            raise errors.SpecError(why, field="secrets", hint="pass fewer or shorter values")
         algorithm = request.body["algorithm"]
         return {
             **request.body,
@@ -286,11 +277,11 @@ class Account:
         """Return ssh's command into a node. Raises `SpecError` for a job that lets no one in."""
         if "endpoints" not in request.body:
             why, hint = "the job was sent without it, and lets no shell in", "send a job with --interactive"
-            raise SpecError(why, field="interactive", hint=hint)
+            raise errors.SpecError(why, field="interactive", hint=hint)
         found = ((self.describe(native_id).get("endpoints") or {}).get("ssh") or {}).get("task_urls") or ()
         url = next((str(item.get("url")) for item in found if item.get("task") == f"worker-{node}"), "")
         if not url:
-            raise SpecError("the node's address is not known yet", field="node", hint="try again in a minute")
+            raise errors.SpecError("the node's address is not known yet", field="node", hint="try again in a minute")
         parts = urlsplit(url if "://" in url else f"ssh://{url}")
         words = python_command(shell_arguments(words_of(request.body)[4], request, node, command))
         port = ["-p", str(parts.port)] if parts.port else []

@@ -21,18 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ...errors import (
-    AuthError,
-    CapacityError,
-    CloudtrainError,
-    ConflictError,
-    LostContactError,
-    NotFoundError,
-    PlatformError,
-    QuotaError,
-    SpecError,
-    UnsupportedError,
-)
+from ... import errors
 from ...job.job import run_tag
 from ...provider_api import catalog
 from ...provider_api.protocol import Request, Shell
@@ -119,7 +108,7 @@ def job_of(native_id: str) -> tuple[str, str, str]:
     """Return (project, location, id) of a job's resource name. Raises `NotFoundError` for another text."""
     match = _JOB.fullmatch(native_id)
     if match is None:
-        raise NotFoundError(f"{native_id!r} is not projects/P/locations/L/customJobs/ID", field="run")
+        raise errors.NotFoundError(f"{native_id!r} is not projects/P/locations/L/customJobs/ID", field="run")
     return match["project"], match["location"], match["id"]
 
 
@@ -145,51 +134,51 @@ def pull_hint(text: str, agent: str = "") -> str:
 
 def refusal(
     status: int, message: str, *, what: str, reason: str = "", metadata: Mapping[str, Any] | None = None
-) -> CloudtrainError:
+) -> errors.CloudtrainError:
     """Return the error for a refusal of ``what``. ``reason`` and ``metadata`` are its ErrorInfo's."""
     said = " ".join((message or reason or str(status)).split())[:600]
     text, full = f"{what}: {said}", f"{reason} {said}"
     if CAPACITY.search(full):
-        return CapacityError(text, hint=HELP["capacity"])
+        return errors.CapacityError(text, hint=HELP["capacity"])
     if status == 429 and (MACHINES.search(full) or (QUOTA.search(full) and not RATE.search(full))):
-        return QuotaError(text, hint=quota_hint(said))
+        return errors.QuotaError(text, hint=quota_hint(said))
     if status == 403 and re.fullmatch(_SPENT, reason) and not RATE.search(said):
-        return QuotaError(text, hint=quota_hint(said))
+        return errors.QuotaError(text, hint=quota_hint(said))
     if status in (408, 429) or status >= 500 or reason == "ABORTED":  # of two concurrent calls, one must try again
-        return LostContactError(f"Google Cloud does not answer now: {text} (status {status})")
+        return errors.LostContactError(f"Google Cloud does not answer now: {text} (status {status})")
     if status == 401:
-        return AuthError(text, hint=HELP["expired"])
+        return errors.AuthError(text, hint=HELP["expired"])
     if PULL.search(said) and status in (400, 403, 404):
-        return AuthError(text, hint=pull_hint(said))
+        return errors.AuthError(text, hint=pull_hint(said))
     if status == 400 and (found := _MACHINE.search(said)):
         return _no_machine(found["machine"], text.rstrip("."))
     if _ACT_AS.search(said) and status in (400, 403, 404):
-        return AuthError(text, hint=_allow(full, what, metadata or {}))
+        return errors.AuthError(text, hint=_allow(full, what, metadata or {}))
     if _NO_PROJECT.search(full) and status in (400, 403, 404):
-        return SpecError(said, field="vertex.project", hint="to list your projects, run: gcloud projects list")
+        return errors.SpecError(said, field="vertex.project", hint="to list your projects, run: gcloud projects list")
     if status == 403:
-        return AuthError(text, hint=_allow(full, what, metadata or {}))
+        return errors.AuthError(text, hint=_allow(full, what, metadata or {}))
     if status in (400, 404) and what == CREATE and _NO_IMAGE.search(said):
-        return SpecError(said, field="image")
+        return errors.SpecError(said, field="image")
     if status == 404:
-        return NotFoundError(text)
+        return errors.NotFoundError(text)
     if status in (409, 412):
-        return ConflictError(text, field="run_id")
+        return errors.ConflictError(text, field="run_id")
     if _LOCATION.search(said):
-        return SpecError(said, field="vertex.location")
-    return SpecError(text) if 400 <= status < 500 else PlatformError(text)
+        return errors.SpecError(said, field="vertex.location")
+    return errors.SpecError(text) if 400 <= status < 500 else errors.PlatformError(text)
 
 
-def _no_machine(name: str, text: str) -> CloudtrainError:
+def _no_machine(name: str, text: str) -> errors.CloudtrainError:
     """Return the error for a machine that Vertex AI lacks. A known machine is missing in this region alone."""
     machine = catalog.machine(NAME, name)
     if machine is None:
-        return SpecError(text, field="resources.instance_type")
+        return errors.SpecError(text, field="resources.instance_type")
     same = [m for m in catalog.machines(NAME) if m.instance_type == name]
     # An N1 name may mean a machine without GPUs or with any of several.
     known = ", ".join(sorted(REGIONS.get(same[0].accelerator, ()))) if len({m.accelerator for m in same}) == 1 else ""
     listed = f"\nGoogle's page of {REGIONS_DATE} lists its GPUs in {known}" if known else ""
-    return CapacityError(f"{text}: this region has none", hint=f"try another location or machine{listed}")
+    return errors.CapacityError(f"{text}: this region has none", hint=f"try another location or machine{listed}")
 
 
 def _allow(text: str, what: str, metadata: Mapping[str, Any]) -> str:
@@ -227,7 +216,7 @@ def translated(what: str) -> AbstractContextManager[None]:
     return extras.translated(partial(error_of, what=what), needs="google-cloud-aiplatform", extra="vertex")
 
 
-def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
+def error_of(exc: Exception, *, what: str) -> errors.CloudtrainError | None:
     """Return the error for an exception of Google's libraries, or None for any other."""
     import google.auth.exceptions as auth
     import requests.exceptions as http
@@ -236,27 +225,27 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
     # By name: a status does not import the exceptions of a creation.
     names = {base.__name__ for base in type(exc).__mro__}
     if isinstance(exc, auth.DefaultCredentialsError):
-        return AuthError("no Google Cloud credentials", hint=HELP["none"])
+        return errors.AuthError("no Google Cloud credentials", hint=HELP["none"])
     if (
         isinstance(exc, (auth.TransportError, http.RequestException, ConnectionError, TimeoutError))
         or (isinstance(exc, auth.RefreshError) and exc.retryable)
         or "RetryError" in names
     ):
-        return LostContactError(f"Google Cloud does not answer: {what}: {text[:300]}")
+        return errors.LostContactError(f"Google Cloud does not answer: {what}: {text[:300]}")
     if isinstance(exc, auth.GoogleAuthError):
-        return AuthError(f"{what}: the credentials are refused ({text[:200]})", hint=HELP["expired"])
+        return errors.AuthError(f"{what}: the credentials are refused ({text[:200]})", hint=HELP["expired"])
     if isinstance(exc, (TypeError, AttributeError)) and (module := _raised_in(exc)).startswith(_SIGN_IN):
         if module == "google.oauth2._client":  # it looks for a token in any 200, also a proxy's page
-            return LostContactError(f"Google Cloud does not answer: {what}: the answer to a sign-in is not JSON")
+            return errors.LostContactError(f"Google Cloud does not answer: {what}: the answer to a sign-in is not JSON")
         why = f"{what}: the credentials cannot be used ({type(exc).__name__}: {text[:200]})"
-        return AuthError(why, hint=HELP["none"])
+        return errors.AuthError(why, hint=HELP["none"])
     if "GoogleAPICallError" in names:
         return _refused(exc, what)
     if "ParseError" in names:
         why = f"the installed google-cloud-aiplatform does not know this request: {text}"
-        return SpecError(why, field="options", hint="run: pip install --upgrade google-cloud-aiplatform")
+        return errors.SpecError(why, field="options", hint="run: pip install --upgrade google-cloud-aiplatform")
     if "GoogleAPIError" in names:
-        return PlatformError(f"{what}: {type(exc).__name__}: {text[:300]}")
+        return errors.PlatformError(f"{what}: {type(exc).__name__}: {text[:300]}")
     return None
 
 
@@ -266,7 +255,7 @@ def _raised_in(exc: Exception) -> str:
     return str(frames[-1].f_globals.get("__name__")) if frames else ""
 
 
-def _refused(exc: Any, what: str) -> CloudtrainError:
+def _refused(exc: Any, what: str) -> errors.CloudtrainError:
     message, reason, metadata = answered(getattr(exc.response, "content", b""))
     status = exc.code if isinstance(exc.code, int) else getattr(exc.response, "status_code", 0)
     reason = reason or str(exc.reason or "")
@@ -392,7 +381,7 @@ class Account:
         same = [job for job in found if job["labels"].get(TAG_BODY) == request.body["labels"][TAG_BODY]]
         if found[:1] != same[:1]:
             why = f"Vertex AI has a job {name} of an earlier run of that id, which was another job"
-            raise ConflictError(why, field="run_id", hint=ANOTHER_ID)
+            raise errors.ConflictError(why, field="run_id", hint=ANOTHER_ID)
         return [str(job["name"]) for job in same]
 
     def create(self, request: Request) -> str:
@@ -424,7 +413,7 @@ class Account:
                         self.creations.note_lost(name)
                     if isinstance(exc, (json_format.ParseError, ValueError)) or getattr(exc, "code", 0) == 409:
                         text = " ".join(str(exc).split())[:300]
-                        raise LostContactError(f"create job: the answer names no job: {text}") from None
+                        raise errors.LostContactError(f"create job: the answer names no job: {text}") from None
                     raise
 
         return send
@@ -439,13 +428,15 @@ class Account:
         """Return the page of a node's shell. Raises `SpecError` for a job that has none."""
         if not request.body["jobSpec"].get("enableWebAccess"):
             why, hint = "the job was sent without it, and lets no shell in", "send a job with --interactive"
-            raise SpecError(why, field="interactive", hint=hint)
+            raise errors.SpecError(why, field="interactive", hint=hint)
         if command:
-            raise UnsupportedError(NAME, "shell", "its shell is a page, which takes no command", hint="leave it out")
+            raise errors.UnsupportedError(
+                NAME, "shell", "its shell is a page, which takes no command", hint="leave it out"
+            )
         pages = self.describe(native_id).get("webAccessUris") or {}
         name = f"workerpool1-{node - 1}" if node else "workerpool0-0"
         if name not in pages:
-            raise SpecError("the node's shell is not ready yet", field="node", hint="try again in a minute")
+            raise errors.SpecError("the node's shell is not ready yet", field="node", hint="try again in a minute")
         return Shell(url=str(pages[name]))
 
     # ---------------------------------------------------------------------------------------------------- Cloud Storage
@@ -462,10 +453,10 @@ class Account:
             if kind != "region":
                 why = f"gs://{bucket} is a {kind} bucket ({there}), which no job can mount"
                 fix = f"copy the data into a bucket in {location}"
-                raise SpecError(why, field=field, hint=f"run: {make}" if field == "store" else fix)
+                raise errors.SpecError(why, field=field, hint=f"run: {make}" if field == "store" else fix)
             if field == "store" and there not in (location, ""):
                 why = f"gs://{bucket} is in {there}, and the jobs are in {location}"
-                raise SpecError(why, field=field, hint=f"set vertex.location to {there}, or run: {make}")
+                raise errors.SpecError(why, field=field, hint=f"set vertex.location to {there}, or run: {make}")
 
     def place(self, bucket: str, *, missing: bool = False) -> tuple[str, str]:
         """Return (location, kind) of a bucket; ("", "region") if the caller may not look at it."""
@@ -474,11 +465,11 @@ class Account:
             try:
                 url = f"{storage_endpoint()}/storage/v1/b/{bucket}?fields=location,locationType"
                 answer = self.call("storage", "GET", url, what=what)
-            except NotFoundError:
+            except errors.NotFoundError:
                 if missing:
-                    raise SpecError(f"there is no bucket {bucket}", field="store") from None
+                    raise errors.SpecError(f"there is no bucket {bucket}", field="store") from None
                 return "", "region"
-            except AuthError:
+            except errors.AuthError:
                 return "", "region"  # a caller with write access may lack read access to the bucket's metadata
             where, kind = str(answer.get("location") or "").lower(), str(answer.get("locationType") or "region")
             self._places[bucket] = where, kind
