@@ -237,6 +237,16 @@ class Planned(NamedTuple):
         own = (machine,) if self.settings.prices else ()
         return self._replace(machines=own, seconds=self.limit(lambda _: [machine]))
 
+    def with_options(self, body: Mapping[str, Any], owned: Mapping[str, str]) -> dict[str, Any]:
+        """Return ``body`` with the job's options for this provider. Raises `SpecError` for an ``owned`` field.
+
+        ``owned`` are names, divided by spaces, by the path before them.
+        """
+        from ..job.options import merge_options
+
+        paths = [place + name for place, names in owned.items() for name in names.split()]
+        return merge_options(body, self.job.options.get(self.provider, {}), owned=paths, provider=self.provider)
+
     def request(
         self,
         operation: str,

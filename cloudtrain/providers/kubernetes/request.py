@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
 from ...job.job import run_tag
-from ...job.options import merge_options
 from ...provider_api.protocol import Request, check_inputs, python_command
 from ...validate import choice_of, texts_of
 from .._cloud import Planned, bucket_url, check_shared, digest_of, shared_arguments, shared_path
@@ -37,7 +36,7 @@ QUEUE, JOBSETS = "kueue.x-k8s.io/queue-name", "jobset.x-k8s.io"
 OF_SET = "-node-0"
 """End of the name of the Job that a JobSet makes. The name of any other Job ends with the digits of its run."""
 _POD_SPEC = "items.*.spec.template.spec."
-_OWNED = {
+OWNED = {
     "": "apiVersion kind metadata",
     "items.*.": "apiVersion kind status metadata.name metadata.namespace metadata.labels",
     "items.*.spec.": "clusterIP publishNotReadyAddresses completionMode completions parallelism activeDeadlineSeconds"
@@ -46,7 +45,6 @@ _OWNED = {
     _POD_SPEC: "restartPolicy subdomain hostname activeDeadlineSeconds terminationGracePeriodSeconds hostNetwork",
     f"{_POD_SPEC}containers.*.": "name image command args",
 }
-OWNED = tuple(place + name for place, names in _OWNED.items() for name in names.split())
 """Fields of the manifest that `options` cannot change: a field or setting sets them, or the run relies on them."""
 LONGEST_NAME = 57
 """Characters of a Job's name: its pods are named ``NAME-INDEX``, with 63 at most, for up to 100,000 nodes."""
@@ -145,7 +143,7 @@ def plan(planned: Planned) -> Request:
     made = _job(planned, name, _pod(planned, name=name, service=service))
     items = [made, *([_service(made, service)] if job.resources.instance_count > 1 and settings.kind == "job" else [])]
     body: dict[str, Any] = {"apiVersion": "v1", "kind": "List", "items": items}
-    body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
+    body = planned.with_options(body, OWNED)
     validate.check_body(body)
     _check_kept(body["items"][0], items[0], settings.gpu_resource)
     if settings.kind == "jobset":
