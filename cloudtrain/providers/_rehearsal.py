@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import platform
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from ..provider_api.node import NodeEnvironment
 from ..provider_api.protocol import Layout, Request, python_command
 from ..provider_api.protocol import Provider as Target
 from ..provider_api.registry import find_provider
+from ..runtime.gpus import count as gpu_count
 
 if TYPE_CHECKING:
     from ..job.job import Job
@@ -55,13 +55,6 @@ def _memory() -> int:
         return 0
 
 
-def _gpus() -> int:
-    try:
-        return sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name))
-    except OSError:
-        return 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """``target`` is the provider's name, ``account`` its settings as runs record them, ``store`` the URL of its store.
@@ -81,7 +74,7 @@ class Settings:
     user: str = field(default_factory=_user)
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
     memory: int = field(default_factory=_memory)
-    gpus: int = field(default_factory=_gpus)
+    gpus: int = field(default_factory=gpu_count)
     no_objects: str = ""  # has no effect: runs that earlier versions recorded have it
     state_dir: str = ""
 
