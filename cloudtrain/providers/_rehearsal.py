@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine.fault_injection import Injection
-from ..engine.supervised import SupervisedProvider, clear_containers, image_id
+from ..engine.supervised import ContainersProvider
 from ..engine.url_map import map_urls, stand_in_for
 from ..errors import SpecError
 from ..provider_api.launch_spec import LaunchSpec, Mount, NodeSpec
@@ -79,7 +79,7 @@ class Settings:
     state_dir: str = ""
 
 
-class Provider(SupervisedProvider):
+class Provider(ContainersProvider):
     """Provider that runs another provider's platform here; see `Provider` for the methods."""
 
     name: ClassVar[str] = "rehearsal"
@@ -206,13 +206,6 @@ class Provider(SupervisedProvider):
         """Return the nodes; requests of earlier versions have a rule ``objects``, which has no effect now."""
         rules = {key: value for key, value in request.body["rules"].items() if key != "objects"}
         return super().launch_spec(dataclasses.replace(request, body={**request.body, "rules": rules}))
-
-    def image_digest(self, request: Request) -> str | None:
-        """Return the digest of the image that runs here."""
-        return image_id(self.launch_spec(request))
-
-    def _clear(self, folder: Any) -> None:
-        clear_containers(folder)
 
     @staticmethod
     def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:

@@ -69,10 +69,6 @@ class Provider(SupervisedProvider):
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         self._refuse(job, layout, _REFUSED, _INSTEAD)
-        for tag in job.tags:
-            if tag.startswith("cloudtrain."):
-                hint = "choose another name for the tag"
-                raise SpecError("names that begin with cloudtrain. are reserved", field=f"tags.{tag}", hint=hint)
         gpus = job.resources.gpus[gpu_index] if job.resources.gpu else None
         mounts, words = self._mounts(layout, attempt)
         node = NodeSpec(command=[self.settings.python, *words], mounts=mounts, gpus=gpus.count if gpus else 0)
