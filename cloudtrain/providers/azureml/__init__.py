@@ -18,7 +18,6 @@ __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 NAME = "azureml"
 KEEP_WARM = "cloudtrain.keep_warm"
 """Property of a job with its ``keep_warm`` in seconds."""
-
 STORE = Need(
     example="abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX",
     find="az ml datastore list -o table",

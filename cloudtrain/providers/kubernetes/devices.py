@@ -52,8 +52,6 @@ NVIDIA, MIB = "nvidia.com/gpu", 1 << 20
 """The GPU whose memory the rules share, and the bytes of HAMi's unit."""
 RESOURCES = "resources"
 """The key of a table of further resources by their full names, for the other devices that HAMi shares."""
-
-
 gpu_names = partial(table_in, __file__, "gpus.json")
 """Return the known values of a nodes' label by the name of a GPU, by the label's key."""
 

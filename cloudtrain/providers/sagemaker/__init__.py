@@ -21,7 +21,6 @@ MARK = ".sagemaker"
 """The syncing agent puts ``x.sagemaker-uploading`` and ``x.sagemaker-uploaded`` next to a file ``x``. It skips
 ``x.sagemaker-ignore`` (aws/sagemaker-xgboost-container, ``checkpointing.py``)."""
 UPLOADING, UPLOADED, IGNORED = (f"{MARK}-{word}" for word in ("uploading", "uploaded", "ignore"))
-
 STORE = Need(example="s3://BUCKET/PREFIX", find="aws s3 ls", stand_in="s3://missing-bucket", shown="s3://<bucket>")
 REGION = Need(example="eu-west-1", find="the region of the store's bucket", stand_in="us-east-1")
 ROLE = Need(

@@ -16,8 +16,6 @@ ECR = re.compile(
 )
 _PUBLIC_ECR = "public.ecr.aws/"
 _ARM, _X86 = re.compile(r"\b(arm64|aarch64|graviton)\b"), re.compile(r"\b(amd64|x86[_-]64)\b")
-
-
 images = partial(table_in, __file__, "images.json")
 """Return the table (``tools/sagemaker_tables.py``)."""
 

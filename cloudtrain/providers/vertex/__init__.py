@@ -18,7 +18,6 @@ from .._cloud import CloudProvider
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
 NAME = "vertex"
-
 STORE = Need(
     example="gs://my-bucket/cloudtrain",
     find="gcloud storage buckets list",
@@ -32,8 +31,6 @@ IMAGE = Need(
     find="with CUDA and PyTorch: Google's own stopped at 2.4",
     stand_in="missing.invalid/image:latest",
 )
-
-
 ALIASES = ("gcp", "google", "vertexai", "vertex-ai", "gcloud")
 """Other words for the platform, for the hint of an unknown provider."""
 
