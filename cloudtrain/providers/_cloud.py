@@ -762,13 +762,18 @@ def table_in(module: str, name: str) -> dict[str, Any]:
     return found
 
 
-def decoded(body: bytes, *, what: str) -> dict[str, Any]:
-    """Return the JSON object of an answer. Raises `PlatformError`: a proxy may answer with a page."""
+def object_of(body: bytes | str) -> dict[str, Any] | None:
+    """Return the JSON object of an answer; None if it has none: a proxy may answer with a page."""
     try:
         found = json.loads(body)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def decoded(body: bytes, *, what: str) -> dict[str, Any]:
+    """Return the JSON object of an answer. Raises `PlatformError` if it has none."""
+    if (found := object_of(body)) is None:
         raise PlatformError(f"{what}: the answer is not JSON")
     return found
 

@@ -22,7 +22,7 @@ from ... import errors
 from ...job.job import run_tag
 from ...provider_api.protocol import Request, Shell
 from ...storage import extras
-from .._cloud import ANOTHER_ID, Backoff, decoded, unless_over
+from .._cloud import ANOTHER_ID, Backoff, decoded, object_of, unless_over
 from . import NAME
 from .request import SSH, TAG_BODY, TAG_RUN
 from .urls import cloud_of
@@ -259,10 +259,7 @@ class Account:
 
     @staticmethod
     def _refused(answer: Any, what: str) -> errors.CloudtrainError:
-        try:
-            error = json.loads(answer.body()).get("error") or {}
-        except (ValueError, AttributeError):
-            error = {}
+        error = (object_of(answer.body()) or {}).get("error") or {}
         return refusal(answer.status_code, str(error.get("code") or ""), str(error.get("message") or ""), what=what)
 
     def url(self, path: str, *, version: str = "") -> str:
@@ -363,12 +360,8 @@ class Account:
         answer = self.fetch(url, what="discover the workspace")
         if answer.status_code >= 400:
             raise self._refused(answer, "discover the workspace")
-        try:
-            found = json.loads(answer.body())
-        except ValueError:
-            found = None
-        named = (found.get("api") or found.get("history")) if isinstance(found, dict) else ""
-        service = str(named or "").rstrip("/")
+        found = object_of(answer.body()) or {}
+        service = str(found.get("api") or found.get("history") or "").rstrip("/")
         if not service.startswith("https://"):
             raise errors.PlatformError(f"the workspace's discovery names no https service of runs: {service!r}")
         return service

@@ -7,6 +7,7 @@ An access key signs each call, or an IAM token comes with it.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -26,7 +27,7 @@ from ... import errors
 from ...provider_api.protocol import Request, Shell, python_command, shell_arguments
 from ...storage.files import files
 from ...storage.obs import HuaweiKeys, NoRedirects, find_keys
-from .._cloud import ANOTHER_ID, Backoff, Creations, decoded, one_line, pairs_of, unless_over
+from .._cloud import ANOTHER_ID, Backoff, Creations, decoded, object_of, one_line, pairs_of, unless_over
 from . import NAME
 from .node import KEY_PATH, SECRETS, sealed
 from .request import mark_of, unmounted, words_of
@@ -159,13 +160,12 @@ class Account:
         return decoded(raw, what=what) if raw.strip() else {}
 
     def _refused(self, exc: HTTPError, host: str, what: str) -> errors.CloudtrainError:
-        try:
-            said = json.loads(exc.read())
-            code, message = str(said.get("error_code") or ""), str(said.get("error_msg") or said.get("message") or "")
-        except (OSError, ValueError, AttributeError, http.client.HTTPException):
-            code, message = "", ""
+        said: dict[str, Any] = {}
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            said = object_of(exc.read()) or {}
         self._backoff.note(host, exc.code, exc.headers)
-        return error_of(exc.code, code, message, what=what)
+        message = str(said.get("error_msg") or said.get("message") or "")
+        return error_of(exc.code, str(said.get("error_code") or ""), message, what=what)
 
     # --------------------------------------------------------------------------------------------------------- the jobs
 
