@@ -128,6 +128,15 @@ class CloudProvider(ProviderExtras):
     def cancel(self, native_id: str) -> None:
         self.account.cancel(native_id)
 
+    def storage(self, url: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.account.storage(url)
+        return found
+
+    def principal(self) -> str | None:
+        """Return the identity that calls, in the platform's own form; None if it cannot be known."""
+        found: str | None = self.account.principal()
+        return found
+
     def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell | None:
         found: Shell | None = self.account.shell(request, native_id, node, command, tty=tty)
         return found
@@ -188,10 +197,6 @@ class ClusterProvider(CloudProvider):
 
     def remove(self, found: NativeObject) -> None:
         self.account.remove(found)
-
-    def principal(self) -> str | None:
-        """Return the user as the cluster knows it."""
-        return str(self.account.principal())
 
     def storage(self, url: str) -> Mapping[str, Any]:
         return {}

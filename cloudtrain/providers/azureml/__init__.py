@@ -93,19 +93,6 @@ class Provider(CloudProvider):
         workspace = (own.subscription_id, own.resource_group, own.workspace_name)
         return store_url(url, own.datastore, self.account.datastore if ask else None, workspace=workspace)
 
-    def principal(self) -> str | None:
-        """Return the token's owner: a user's name, else an application's or object's id."""
-        from .api import named
-
-        return named(self.account.credential.get_token(self.account.cloud.scope).token)
-
-    def storage(self, url: str) -> Mapping[str, Any]:
-        import os
-
-        from .urls import cloud_of, storage
-
-        return storage(url, cloud_of(self.settings), os.environ)
-
 
 DIFFERENCES = (
     "mounts are folders of this machine, which every node sees at once, and in which appending works",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import threading
 import time
@@ -25,7 +26,7 @@ from ...storage import extras
 from .._cloud import ANOTHER_ID, Backoff, decoded, object_of, unless_over
 from . import NAME
 from .request import SSH, TAG_BODY, TAG_RUN
-from .urls import cloud_of
+from .urls import cloud_of, storage
 
 if TYPE_CHECKING:
     from . import Settings
@@ -212,6 +213,14 @@ class Account:
         with self._lock:
             self._credential = None
             self._pipelines.pop(True, None)
+
+    def principal(self) -> str | None:
+        """Return the token's owner: a user's name, else an application's or object's id."""
+        return named(self.credential.get_token(self.cloud.scope).token)
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        """Return the options of a store at ``url``; see `urls.storage`."""
+        return storage(url, self.cloud, os.environ)
 
     def _pipeline(self, *, signed: bool) -> Any:
         from azure.core.pipeline import Pipeline

@@ -27,6 +27,7 @@ from ... import errors
 from ...provider_api.protocol import Request, Shell, python_command, shell_arguments
 from ...storage.files import files
 from ...storage.obs import HuaweiKeys, NoRedirects, find_keys
+from ...validate import url_scheme
 from .._cloud import ANOTHER_ID, Backoff, Creations, decoded, object_of, one_line, pairs_of, unless_over
 from . import NAME
 from .node import KEY_PATH, SECRETS, sealed
@@ -118,8 +119,10 @@ class Account:
         """Return the access key's id; None for a token."""
         return None if self.token else self.keys().ak
 
-    def storage(self) -> Mapping[str, Any]:
+    def storage(self, url: str) -> Mapping[str, Any]:
         """Return the options of a store in OBS: the region, and temporary keys if the caller has only a token."""
+        if url_scheme(url) != "obs":
+            return {}
         region = {"client_kwargs": {"region_name": self.settings.region or None}}
         if not self.token:
             return region
@@ -253,7 +256,7 @@ class Account:
     def _with_secrets(self, request: Request, secrets: Mapping[str, str]) -> dict[str, Any]:
         """Return the body with the values of the secrets, sealed with the run's key, in place of nothing."""
         folder, _, name = unmounted(pairs_of(words_of(request.body))[KEY_PATH]).rpartition("/")
-        text = sealed(secrets, files(folder, storage=lambda _: self.storage()).read(name))
+        text = sealed(secrets, files(folder, storage=self.storage).read(name))
         if len(text) > LONGEST_VALUE:
             why = f"the values have {len(text)} characters together, sealed; a job holds {LONGEST_VALUE}"
             raise errors.SpecError(why, field="secrets", hint="pass fewer or shorter values")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...provider_api.protocol import Need, Request, setting
-from ...validate import url_scheme
 from .._cloud import CloudProvider
 
 __all__ = ["DIFFERENCES", "MARK", "NAME", "SAMPLE", "Provider", "Settings"]
@@ -80,15 +79,6 @@ class Provider(CloudProvider):
 
     def warm_seconds(self, request: Request) -> int:
         return int(request.body["ResourceConfig"].get("KeepAlivePeriodInSeconds", 0))
-
-    def principal(self) -> str:
-        """Return the ARN of the calling user or role session."""
-        return str(self.account.call("sts", "get_caller_identity")["Arn"])
-
-    def storage(self, url: str) -> Mapping[str, Any]:
-        from .api import storage
-
-        return storage(self.settings) if url_scheme(url) in ("s3", "s3a") else {}
 
 
 DIFFERENCES = (

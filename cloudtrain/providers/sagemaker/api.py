@@ -14,6 +14,7 @@ from ... import errors
 from ...job.job import run_tag
 from ...provider_api.protocol import Request, Shell, python_command, shell_arguments
 from ...storage.extras import translated
+from ...validate import url_scheme
 from .._cloud import ANOTHER_ID, unless_over
 from .node import CHANNELS, INPUTS
 from .request import FIELDS, TAG_RUN
@@ -200,6 +201,21 @@ class Account:
         headers = answer["ResponseMetadata"].get("HTTPHeaders") or {}
         return str(headers.get("x-amz-bucket-region") or "")
 
+    def principal(self) -> str:
+        """Return the ARN of the calling user or role session."""
+        return str(self.call("sts", "get_caller_identity")["Arn"])
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        """Return a store's options for the same caller and region."""
+        own, options = self.settings, dict[str, Any]()
+        if url_scheme(url) not in ("s3", "s3a"):
+            return options
+        if own.region:
+            options["client_kwargs"] = {"region_name": own.region}
+        if own.profile or own.role_to_assume:
+            options["session"] = sign_in(own, own.region)._session  # botocore's, which boto3 does not expose
+        return options
+
     # ---------------------------------------------------------------------------------------------------- training jobs
 
     def create(self, request: Request) -> str:
@@ -294,13 +310,3 @@ def sign_in(settings: Settings, region: str) -> Any:
     inner = botocore.session.Session(profile=settings.profile or None)
     inner._credentials = DeferredRefreshableCredentials(refresh_using=assumed, method="sts-assume-role")
     return boto3.Session(botocore_session=inner, region_name=region or None)
-
-
-def storage(settings: Settings) -> Mapping[str, Any]:
-    """Return a store's options for the same caller and region."""
-    options: dict[str, Any] = {}
-    if settings.region:
-        options["client_kwargs"] = {"region_name": settings.region}
-    if settings.profile or settings.role_to_assume:
-        options["session"] = sign_in(settings, settings.region)._session  # botocore's, which boto3 does not expose
-    return options

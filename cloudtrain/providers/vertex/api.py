@@ -26,7 +26,7 @@ from ...job.job import run_tag
 from ...provider_api import catalog
 from ...provider_api.protocol import Request, Shell
 from ...storage import extras
-from ...validate import unix_seconds
+from ...validate import unix_seconds, url_scheme
 from .._cloud import ANOTHER_ID, Backoff, Creations, decoded, pages, pairs_of, unless_over
 from . import NAME
 from .machines import REGIONS, REGIONS_DATE
@@ -294,6 +294,17 @@ class Account:
 
                 self._session = AuthorizedSession(credentials(self.settings.project if self._own_quota else ""))
             return self._session
+
+    def principal(self) -> str | None:
+        """Return the calling service account, or the user if gcloud has recorded the name; else None."""
+        known = self.session.credentials
+        if name_of(known) == "default":  # the machine's; its token has the name
+            known.refresh(self.session._auth_request)
+        return name_of(known) or None
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        """Return a store's options. gcsfs's own lookup ends with anonymous credentials, and a refusal without reason."""
+        return {"token": credentials()} if url_scheme(url) == "gs" else {}
 
     def _forget(self) -> None:
         """Drop the session, so that the next call signs in again."""

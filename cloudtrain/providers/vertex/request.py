@@ -219,6 +219,11 @@ def mounted(url: str) -> str:
     return f"{GCS}/{url.removeprefix('gs://')}"
 
 
+def unmounted(path: str) -> str:
+    """Return the URL of a path that `mounted` made."""
+    return f"gs://{path.removeprefix(f'{GCS}/')}"
+
+
 def _arguments(job: Job, layout: Layout, machine: Machine, attempt: int) -> list[str]:
     """Return the runtime's arguments. `prepare` copies the inputs ``copy`` and ``copyfile`` to local disk first."""
     paths = {"code": mounted(layout.code), "live": mounted(layout.live)}
