@@ -178,7 +178,7 @@ def _description(job: Job, layout: Layout) -> str:
 
 
 def _check_store(store: str) -> None:
-    if url_scheme(store) != "obs" or not _BUCKET.fullmatch(store):
+    if not _BUCKET.fullmatch(store):
         hint = 'add to cloudtrain.toml: store = "obs://BUCKET/PREFIX", a bucket in the job\'s region'
         raise UnsupportedError(NAME, "store", f"its nodes see OBS, not {store}", hint=hint)
     _check_url(store, "store")

@@ -286,7 +286,7 @@ class Account:
         """Return google-auth's session, with the application default credentials.
 
         Its calls are counted against our own project: a user's credentials often name another, in which the API is off
-        (python-aiplatform #2563). `rest` changes that if the caller may not do so.
+        (python-aiplatform #2563). `call` changes that if the caller may not do so.
         """
         with self._lock:
             if self._session is None:
@@ -303,7 +303,7 @@ class Account:
         return name_of(known) or None
 
     def storage(self, url: str) -> Mapping[str, Any]:
-        """Return a store's options. gcsfs's own lookup ends with anonymous credentials, and a refusal without reason."""
+        """Return a store's options. gcsfs's own lookup would end anonymous, and with a refusal without a reason."""
         return {"token": credentials()} if url_scheme(url) == "gs" else {}
 
     def _forget(self) -> None:

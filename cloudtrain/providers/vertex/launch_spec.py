@@ -1,4 +1,4 @@
-"""Predict Vertex AI's containers for a request, as data for an engine, a World and the contract suite. Pure."""
+"""Predict Vertex AI's containers for a request, as data for an engine, a FakePlatform and the contract suite. Pure."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _reserved(settings: Settings) -> bool:
 
 
 def _check_store(store: str) -> None:
-    if url_scheme(store) != "gs" or not _BUCKET.fullmatch(store):
+    if not _BUCKET.fullmatch(store):
         hint = 'add to cloudtrain.toml: store = "gs://BUCKET/PREFIX", a bucket in the job\'s region'
         raise UnsupportedError(NAME, "store", f"its nodes see Cloud Storage, not {store}", hint=hint)
     _check_url(store, "store")
