@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ...job.job import Gpu, Job
     from . import Settings
 
-__all__ = ["OWNED", "checked", "files_folder", "mounts", "node_path", "plan"]
-
 _PASSED = ("partition", "account", "qos", "reservation", "nodelist", "exclude")
 """Settings that are options of sbatch as they are."""
 _OURS = (
