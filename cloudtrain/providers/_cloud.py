@@ -832,9 +832,9 @@ class Backoff:
         if (left := self.left(host)) > 0:
             raise LostContactError(f"{what}: {name} asks for a pause of {left:.0f} s before the next call")
 
-    def note(self, host: str, status: int, headers: Mapping[str, str]) -> None:
+    def note(self, host: str, status: int, headers: Any) -> None:
         """Hold ``host`` if it answers with status 429, or 503 with a time."""
-        asked = re.fullmatch(r"\d+(\.\d+)?", headers.get("Retry-After") or "")
+        asked = re.fullmatch(r"\d+(\.\d+)?", str(headers.get("Retry-After") or ""))
         if status == 429 or (status == 503 and asked):
             wait = float(asked[0]) if asked else self._first
             self._until[host] = time.monotonic() + min(wait, LONGEST_HOLD)

@@ -458,7 +458,6 @@ def _fields(body: Mapping[str, Any], job: Job, tags: Mapping[str, str]) -> dict[
     return fields
 
 
-_CONFIG = "AlgorithmSpecification.TrainingImageConfig"
 _IN_VPC = "set sagemaker.subnets and sagemaker.security_group_ids"
 
 
@@ -499,7 +498,7 @@ def _check_rules(
     in_vpc = config.get("TrainingRepositoryAccessMode") == "Vpc"
     if config and not (in_vpc and settings.subnets):
         why = "is only for an image that is reached in a VPC"
-        raise SpecError(why, field=f"options.{NAME}.{_CONFIG}", hint=_IN_VPC)
+        raise SpecError(why, field=f"options.{NAME}.AlgorithmSpecification.TrainingImageConfig", hint=_IN_VPC)
     for key in body["Environment"]:
         if key.startswith("CLOUDTRAIN_") and key != FAILURE_VARIABLE:
             raise SpecError("is set by cloudtrain itself", field=f"options.{NAME}.Environment.{key}")
