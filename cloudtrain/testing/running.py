@@ -23,7 +23,7 @@ from ..runs.run import Run
 from ..runs.submit import Plan
 from ..storage.files import files
 from . import probe
-from .platform import POLL, FakePlatform, Impossible, numbered, to_end
+from .platform import PATIENCE, POLL, FakePlatform, Impossible, numbered, to_end
 from .tables import CASES, JOBS, SCRIPT, SECRET, Fields, Seen
 
 __all__ = ["Jobs", "RunContract"]
@@ -92,7 +92,7 @@ class Jobs:
             last = run.job.resources.instance_count - 1
             {"cancel": lambda *_: run.cancel(), "kill": world.kill, "preempt": world.preempt}[case.act](run, last)
         states = self.states.setdefault(name, [])
-        run.wait(timeout=120, poll=POLL, on_status=lambda status: states.append(status.state))
+        run.wait(timeout=PATIENCE, poll=POLL, on_status=lambda status: states.append(status.state))
         return world.seen(run)
 
     def _changes(self, name: str) -> list[Fields]:
@@ -166,7 +166,7 @@ class RunContract:
             subprocess.Popen([sys.executable, "-c", SUBMIT_PLAN, str(saved)], stdout=subprocess.PIPE, text=True)
             for _ in range(2)
         ]
-        natives = {process.communicate(timeout=120)[0].strip() for process in both}
+        natives = {process.communicate(timeout=PATIENCE)[0].strip() for process in both}
         assert [process.returncode for process in both] == [0, 0]
         assert len(natives) == 1
         _check_ran_once(world, Run(store=plan.store, run_id="at-once", provider=world.provider), natives.pop())
@@ -393,14 +393,14 @@ class RunContract:
 def _end(world: FakePlatform, plan: Plan) -> Mapping[str, Any] | CloudtrainError:
     """Return the result of the submitted plan, or the error of submit."""
     try:
-        return world.send(plan).wait(timeout=120, poll=POLL)
+        return world.send(plan).wait(timeout=PATIENCE, poll=POLL)
     except CloudtrainError as exc:
         return exc
 
 
 def _check_ran_once(world: FakePlatform, run: Run, native: str) -> None:
     """Check that one job ran, one time: one attempt, one exit record, and each line once in the platform's own log."""
-    result = run.wait(timeout=120, poll=POLL)
+    result = run.wait(timeout=PATIENCE, poll=POLL)
     assert (result["state"], result["native_id"]) == ("succeeded", native)
     assert [attempt["number"] for attempt in result["attempts"]] == ["0.0"]
     assert run.store.attempts(run.run_id) == [0]
