@@ -155,9 +155,8 @@ def _pod_failure(pod: Object) -> tuple[str, str]:
         return "user_error", hinted(f"{node}: {said}", HINTS["disk"])
     for image, end in _ends(pod):
         category, text = category_of(end)
-        if category == "image":
-            return category, hinted(f"{node}, image {image}: {text}", HINTS[category])
         if category:
+            text = f"{node}, image {image}: {text}" if category == "image" else text
             return category, hinted(text, HINTS.get(category))
     return ("infra", f"{node}: {said}") if said else ("", "")
 
