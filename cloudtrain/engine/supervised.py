@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ..job.job import Job
 
 __all__ = [
-    "PREEMPTED", "STATE_DIR", "SupervisedProvider", "clear_containers", "existing", "image_id", "is_alive", "refuse",
+    "PREEMPTED", "STATE_DIR", "ContainersProvider", "SupervisedProvider", "existing", "is_alive", "refuse",
     "write_json",
 ]  # fmt: skip
 
@@ -116,7 +116,7 @@ class SupervisedProvider(ProviderExtras):
     def _refuse(self, job: Job, layout: Layout, fields: Mapping[str, str], instead: Mapping[str, str]) -> None:
         """Raise `UnsupportedError` if one of ``fields`` (dotted name: why) is set or an input cannot be read.
 
-        ``instead`` has the hints of some of the fields.
+        ``instead`` has the hints of some of the fields. Raises `SpecError` for a reserved tag.
         """
         for name, why in fields.items():
             owner = job.resources if name.startswith("resources.") else job
@@ -132,6 +132,10 @@ class SupervisedProvider(ProviderExtras):
             if item.mode == "mount" and url_scheme(item.url) != "file":
                 why = "a remote input can only be copied"
                 raise UnsupportedError(self.name, f"inputs.{name}.mode", why, hint="use mode copy")
+        for tag in job.tags:
+            if tag.startswith("cloudtrain."):
+                why, hint = "names that begin with cloudtrain. are reserved", "choose another name for the tag"
+                raise SpecError(why, field=f"tags.{tag}", hint=hint)
 
     def _mounts(self, layout: Layout, attempt: int, *, root: str = "") -> tuple[list[Mount], list[str]]:
         """Return a node's mounts below ``root``, and the arguments with which `cloudtrain.pyz` finds them."""
@@ -376,6 +380,22 @@ class SupervisedProvider(ProviderExtras):
         )
 
 
+class ContainersProvider(SupervisedProvider):
+    """Base of the providers whose nodes are containers."""
+
+    def image_digest(self, request: Request) -> str:
+        """Return this machine's id of the image that the nodes run. Raises the engine's errors."""
+        from .docker_api import connect
+
+        return str(connect().inspect_image(self.launch_spec(request).nodes[0].image)["Id"])
+
+    def _clear(self, folder: Path) -> None:
+        from .docker_api import clear, connect, run_label
+
+        with contextlib.suppress(Exception):  # the run's end must be reported all the same
+            clear(connect(), run_label(_read(folder / "request.json")["run"]))
+
+
 def origin_tags(layout: Layout) -> dict[str, str]:
     """Return the run's origin as tags of its nodes: the commit, and the page of the CI run."""
     page = layout.origin.get("ci_url") or layout.origin.get("ci_run", "")
@@ -466,21 +486,6 @@ def exit_records(live: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError):
             found.append(json.loads(path.read_bytes()))
     return found
-
-
-def image_id(launch: LaunchSpec) -> str:
-    """Return this machine's id of the image that the nodes run. Raises the engine's errors."""
-    from .docker_api import connect
-
-    return str(connect().inspect_image(launch.nodes[0].image)["Id"])
-
-
-def clear_containers(folder: Path) -> None:
-    """Remove the remaining containers of the run whose supervisor worked in ``folder``."""
-    from .docker_api import clear, connect, run_label
-
-    with contextlib.suppress(Exception):  # the run's end must be reported all the same
-        clear(connect(), run_label(_read(folder / "request.json")["run"]))
 
 
 def refuse(path: Path, exc: errors.CloudtrainError) -> None:

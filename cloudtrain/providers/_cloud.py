@@ -51,53 +51,6 @@ if TYPE_CHECKING:
     from ..provider_api.catalog import Machine
     from ..provider_api.checks import Check
 
-__all__ = [
-    "ANOTHER_ID",
-    "BUCKETS",
-    "FLUSH_PATH",
-    "GRACE_PATH",
-    "Backoff",
-    "Clock",
-    "CloudProvider",
-    "ClusterProvider",
-    "Planned",
-    "bucket_url",
-    "check_gpus",
-    "check_request",
-    "check_secrets",
-    "check_shared",
-    "check_tags",
-    "decoded",
-    "digest_of",
-    "first_job",
-    "first_match",
-    "found_until",
-    "hinted",
-    "machine_of",
-    "one_line",
-    "pages",
-    "pairs_of",
-    "path_words",
-    "paths_of",
-    "patterns",
-    "pinned_machine",
-    "problems",
-    "processes_of",
-    "shared_arguments",
-    "shared_environment",
-    "shared_launch_spec",
-    "shared_path",
-    "shared_secret",
-    "shared_store",
-    "shared_url",
-    "short_key",
-    "size_of",
-    "table_in",
-    "time_of",
-    "unless_over",
-    "with_ours",
-]  # fmt: skip
-
 BUCKETS = ("s3", "gs", "abfs", "abfss", "az")
 """Schemes of buckets that nodes of a cluster can mount."""
 GIB = 1 << 30
@@ -115,6 +68,8 @@ RESTARTS = 1000
 """Restarts of a job by a cluster: only the time limit of the run ends them."""
 CALLED = 1.0
 """Seconds between two calls of a notice."""
+SETTLE = 5.0
+"""Seconds after a creation whose answer was lost, in which the job may not be in the list yet; unverified."""
 LONGEST_HOLD = 300.0
 """Longest pause in seconds that a service can ask for."""
 REASON = 1024
@@ -172,6 +127,15 @@ class CloudProvider(ProviderExtras):
 
     def cancel(self, native_id: str) -> None:
         self.account.cancel(native_id)
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.account.storage(url)
+        return found
+
+    def principal(self) -> str | None:
+        """Return the identity that calls, in the platform's own form; None if it cannot be known."""
+        found: str | None = self.account.principal()
+        return found
 
     def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell | None:
         found: Shell | None = self.account.shell(request, native_id, node, command, tty=tty)
@@ -234,10 +198,6 @@ class ClusterProvider(CloudProvider):
     def remove(self, found: NativeObject) -> None:
         self.account.remove(found)
 
-    def principal(self) -> str | None:
-        """Return the user as the cluster knows it."""
-        return str(self.account.principal())
-
     def storage(self, url: str) -> Mapping[str, Any]:
         return {}
 
@@ -281,6 +241,16 @@ class Planned(NamedTuple):
         """Return the facts of a cluster's plan, with ``machine`` for its nodes."""
         own = (machine,) if self.settings.prices else ()
         return self._replace(machines=own, seconds=self.limit(lambda _: [machine]))
+
+    def with_options(self, body: Mapping[str, Any], owned: Mapping[str, str]) -> dict[str, Any]:
+        """Return ``body`` with the job's options for this provider. Raises `SpecError` for an ``owned`` field.
+
+        ``owned`` are names, divided by spaces, by the path before them.
+        """
+        from ..job.options import merge_options
+
+        paths = [place + name for place, names in owned.items() for name in names.split()]
+        return merge_options(body, self.job.options.get(self.provider, {}), owned=paths, provider=self.provider)
 
     def request(
         self,
@@ -727,34 +697,46 @@ def check_request(request: Request | None, test: Callable[[Request], str]) -> Ch
 # ------------------------------------------------------------------------------------------------------------- of jobs
 
 
-def found_until(end: float, find: Callable[[], list[str]]) -> list[str]:
-    """Return the jobs' ids. After a lost answer, a list may lack the job until ``end`` of `time.monotonic`."""
-    while not (found := find()) and time.monotonic() <= end:
-        time.sleep(0.5)
-    return found
+class Creations:
+    """Creations of jobs on a platform that takes no id from its caller, so that two clients may create one each.
 
-
-def with_ours(ours: str, find: Callable[[], list[str]]) -> list[str]:
-    """Return the ids of the request's jobs by ``find``, with ``ours``, which exists even if the search fails."""
-    found: list[str] = []
-    with suppress(CloudtrainError):
-        found = find()
-    return list({job.rpartition("/")[2]: job for job in (*found, ours)}.values())
-
-
-def first_job(found: Sequence[str], cancel: Callable[[str], None]) -> str:
-    """Return the id of the job that counts, the first, and cancel the others.
-
-    A client that slept for longer than its lease may have come second. Raises `LostContactError`, which lets the caller
-    ask again, if a job cannot be cancelled.
+    One client at a time creates a job (`handover.sending`), but one that slept for longer than its lease may come
+    second. The oldest job counts.
     """
-    for job in found[1:]:
-        try:
-            cancel(job)
-        except CloudtrainError as exc:
-            why = f"create job: {job} is a second job of this request, and it cannot be stopped: {exc}"
-            raise LostContactError(why, hint="stop it on the platform") from None
-    return found[0]
+
+    def __init__(self, cancel: Callable[[str], None]) -> None:
+        self._cancel = cancel
+        self._lost_at: dict[str, float] = {}
+        """Time of a creation whose answer was lost, by the job's name, on the clock of `time.monotonic`."""
+
+    def note_lost(self, name: str) -> None:
+        """Note that a call to create the job ``name`` got no answer."""
+        self._lost_at[name] = time.monotonic()
+
+    def is_lost(self, name: str) -> bool:
+        """Return whether a call to create the job ``name`` got no answer."""
+        return name in self._lost_at
+
+    def one_job(self, name: str, find: Callable[[], list[str]], send: Callable[[], str]) -> str:
+        """Return the id of the job ``name``: the oldest that ``find`` returns, or the one that ``send`` creates.
+
+        Cancels all others. Raises `LostContactError`, which lets the caller ask again, if one cannot be cancelled.
+        """
+        settled = self._lost_at.get(name, float("-inf")) + SETTLE
+        while not (found := find()) and time.monotonic() <= settled:
+            time.sleep(0.5)
+        if not found:
+            ours = send()
+            with suppress(CloudtrainError):  # ours exists even if the search fails
+                found = find()
+            found = list({job.rpartition("/")[2]: job for job in (*found, ours)}.values())
+        for job in found[1:]:
+            try:
+                self._cancel(job)
+            except CloudtrainError as exc:
+                why = f"create job: {job} is a second job of this request, and it cannot be stopped: {exc}"
+                raise LostContactError(why, hint="stop it on the platform") from None
+        return found[0]
 
 
 @contextmanager
@@ -785,13 +767,18 @@ def table_in(module: str, name: str) -> dict[str, Any]:
     return found
 
 
-def decoded(body: bytes, *, what: str) -> dict[str, Any]:
-    """Return the JSON object of an answer. Raises `PlatformError`: a proxy may answer with a page."""
+def object_of(body: bytes | str) -> dict[str, Any] | None:
+    """Return the JSON object of an answer; None if it has none: a proxy may answer with a page."""
     try:
         found = json.loads(body)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def decoded(body: bytes, *, what: str) -> dict[str, Any]:
+    """Return the JSON object of an answer. Raises `PlatformError` if it has none."""
+    if (found := object_of(body)) is None:
         raise PlatformError(f"{what}: the answer is not JSON")
     return found
 
@@ -845,10 +832,9 @@ class Backoff:
         if (left := self.left(host)) > 0:
             raise LostContactError(f"{what}: {name} asks for a pause of {left:.0f} s before the next call")
 
-    def note(self, host: str, answer: Any) -> None:
-        """Hold ``host`` if its answer has status 429, or 503 with a time."""
-        asked = re.fullmatch(r"\d+(\.\d+)?", str(getattr(answer, "headers", {}).get("Retry-After") or ""))
-        status = getattr(answer, "status_code", 0)
+    def note(self, host: str, status: int, headers: Any) -> None:
+        """Hold ``host`` if it answers with status 429, or 503 with a time."""
+        asked = re.fullmatch(r"\d+(\.\d+)?", str(headers.get("Retry-After") or ""))
         if status == 429 or (status == 503 and asked):
             wait = float(asked[0]) if asked else self._first
             self._until[host] = time.monotonic() + min(wait, LONGEST_HOLD)

@@ -11,14 +11,13 @@ import dataclasses
 import json
 import os
 import platform
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine.fault_injection import Injection
-from ..engine.supervised import SupervisedProvider, clear_containers, image_id
+from ..engine.supervised import ContainersProvider
 from ..engine.url_map import map_urls, stand_in_for
 from ..errors import SpecError
 from ..provider_api.launch_spec import LaunchSpec, Mount, NodeSpec
@@ -26,6 +25,7 @@ from ..provider_api.node import NodeEnvironment
 from ..provider_api.protocol import Layout, Request, python_command
 from ..provider_api.protocol import Provider as Target
 from ..provider_api.registry import find_provider
+from ..runtime.gpus import count as gpu_count
 
 if TYPE_CHECKING:
     from ..job.job import Job
@@ -55,13 +55,6 @@ def _memory() -> int:
         return 0
 
 
-def _gpus() -> int:
-    try:
-        return sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name))
-    except OSError:
-        return 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """``target`` is the provider's name, ``account`` its settings as runs record them, ``store`` the URL of its store.
@@ -81,12 +74,12 @@ class Settings:
     user: str = field(default_factory=_user)
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
     memory: int = field(default_factory=_memory)
-    gpus: int = field(default_factory=_gpus)
+    gpus: int = field(default_factory=gpu_count)
     no_objects: str = ""  # has no effect: runs that earlier versions recorded have it
     state_dir: str = ""
 
 
-class Provider(SupervisedProvider):
+class Provider(ContainersProvider):
     """Provider that runs another provider's platform here; see `Provider` for the methods."""
 
     name: ClassVar[str] = "rehearsal"
@@ -213,13 +206,6 @@ class Provider(SupervisedProvider):
         """Return the nodes; requests of earlier versions have a rule ``objects``, which has no effect now."""
         rules = {key: value for key, value in request.body["rules"].items() if key != "objects"}
         return super().launch_spec(dataclasses.replace(request, body={**request.body, "rules": rules}))
-
-    def image_digest(self, request: Request) -> str | None:
-        """Return the digest of the image that runs here."""
-        return image_id(self.launch_spec(request))
-
-    def _clear(self, folder: Any) -> None:
-        clear_containers(folder)
 
     @staticmethod
     def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:

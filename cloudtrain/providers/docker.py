@@ -13,11 +13,10 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
-from ..engine.supervised import PREEMPTED, STATE_DIR, SupervisedProvider, clear_containers, image_id, origin_tags
+from ..engine.supervised import PREEMPTED, STATE_DIR, ContainersProvider, origin_tags
 from ..errors import SpecError
 from ..provider_api.launch_spec import NodeSpec
 from ..provider_api.node import NodeEnvironment, Topology
@@ -105,7 +104,7 @@ class Settings:
     prices: dict[str, Any] = setting("US dollars an hour of this machine, localhost", dict)
 
 
-class Provider(SupervisedProvider):
+class Provider(ContainersProvider):
     """Provider of containers on this machine; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "docker"
@@ -125,10 +124,6 @@ class Provider(SupervisedProvider):
                 hint="name one: --image pytorch/pytorch:2.8.0-cuda12.8-cudnn9-runtime",
             )
         self._refuse(job, layout, _REFUSED, _INSTEAD)
-        for tag in job.tags:
-            if tag.startswith("cloudtrain."):
-                why, hint = "names that begin with cloudtrain. are reserved", "choose another name for the tag"
-                raise SpecError(why, field=f"tags.{tag}", hint=hint)
         labels = {**origin_tags(layout), **dict(sorted(job.tags.items()))}
         gpus = job.resources.gpus[gpu_index] if job.resources.gpu else None
         mounts, words = self._mounts(layout, attempt, root=ROOT)
@@ -181,13 +176,6 @@ class Provider(SupervisedProvider):
         from ..engine.checks import of_containers
 
         yield from of_containers(request, self.check)
-
-    def image_digest(self, request: Request) -> str | None:
-        """Return the id of the image that this machine's engine has; None before it is pulled."""
-        return image_id(self.launch_spec(request))
-
-    def _clear(self, folder: Path) -> None:
-        clear_containers(folder)
 
     def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
         from ..engine.docker_api import running_node

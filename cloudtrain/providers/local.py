@@ -7,7 +7,6 @@ runs this machine's Python and sees the client's environment. The script sees th
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,10 +69,6 @@ class Provider(SupervisedProvider):
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, gpu_index: int = 0) -> Request:
         self._refuse(job, layout, _REFUSED, _INSTEAD)
-        for tag in job.tags:
-            if tag.startswith("cloudtrain."):
-                hint = "choose another name for the tag"
-                raise SpecError("names that begin with cloudtrain. are reserved", field=f"tags.{tag}", hint=hint)
         gpus = job.resources.gpus[gpu_index] if job.resources.gpu else None
         mounts, words = self._mounts(layout, attempt)
         node = NodeSpec(command=[self.settings.python, *words], mounts=mounts, gpus=gpus.count if gpus else 0)
@@ -124,6 +119,8 @@ class Provider(SupervisedProvider):
 
     @staticmethod
     def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+        from ..runtime.host_facts import cpu_count
+
         nodes = int(environ[ENGINE_PREFIX + "NODES"])
         with open(int(environ[ENGINE_PREFIX + "SECRETS_FD"]), "rb") as pipe:
             secrets = json.load(pipe)
@@ -144,7 +141,7 @@ class Provider(SupervisedProvider):
             secrets=lambda reference: secrets[reference.partition(":")[2]],
             supervisor=int(environ[ENGINE_PREFIX + "SUPERVISOR"]),
             groups_file=environ[ENGINE_PREFIX + "GROUPS"],
-            cpus=max(1, _cpus() // nodes),
+            cpus=max(1, cpu_count() // nodes),
             attempt=environ.get(ENGINE_PREFIX + "ATTEMPT", ""),
         )
 
@@ -155,14 +152,6 @@ def _torch_command(python: str) -> str:
 
     own = python == sys.executable
     return install_command("local") if own else f"{python} -m pip install torch numpy"
-
-
-def _cpus() -> int:
-    """Return the number of cores this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return os.cpu_count() or 1
 
 
 SAMPLE = {

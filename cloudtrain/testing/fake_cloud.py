@@ -26,7 +26,7 @@ from ..runs.attempts import NOT_RETRIED
 from ..store import runtime_zip
 from ..store.store import Store
 from .local_job import LocalJob, LocalRun, Notice
-from .requests import assert_request
+from .requests import ANY, assert_request
 from .script import Checkpoints, Files, Left, Outcome, failed, write
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ REHEARSAL = "rehearsal"
 PACE_SECONDS = 0.01
 _build = functools.cache(runtime_zip.build)
 """Every test's store is empty, and the same runtime is put there."""
-_ANY = object()
 
 
 @dataclass
@@ -171,13 +170,13 @@ class FakeCloud:
 
     # ---------------------------------------------------------------------------------------------------- sent requests
 
-    def assert_request(self, path: str, *, equals: Any = _ANY, request: Request | None = None) -> Any:
+    def assert_request(self, path: str, *, equals: Any = ANY, request: Request | None = None) -> Any:
         """Return the value at ``path`` (``ResourceConfig.InstanceCount``, ``nodes.0.env``) of a request's body, by
         default the last one's. Raises AssertionError if there is none, or it is not ``equals``."""
         if request is None and not self.requests:
             raise AssertionError("nothing has been sent")
         chosen = self.requests[-1] if request is None else request
-        return assert_request(chosen, path) if equals is _ANY else assert_request(chosen, path, equals=equals)
+        return assert_request(chosen, path, equals=equals)
 
     # ----------------------------------------------------------------------------------------------------- the platform
 
@@ -270,7 +269,7 @@ class FakeCloud:
     def _following(self, native: _Native, number: str, outcome: Outcome, store: Store, run_id: str) -> str | None:
         """Return the attempt that the platform itself starts next, recorded as its supervisor records it."""
         k, _, r = number.partition(".")
-        if outcome.restarts:
+        if outcome.kind == "preempted":
             return f"{k}.{int(r) + 1}"
         if native.provider.retried_by != "supervisor" or outcome.kind != "failed" or outcome.category in NOT_RETRIED:
             return None

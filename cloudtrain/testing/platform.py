@@ -14,14 +14,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ..provider_api.protocol import Provider, Request
+from ..provider_api.protocol import LogLine, Provider, Request
 from ..runs.log_order import parse_line
 from ..runs.run import Run
 from ..runs.submit import Plan, send_plan
 from . import probe
 from .tables import RUN_ID, SECRET, Fields, Place, Sample, Seen, plan_of
 
-__all__ = ["FakePlatform", "Impossible", "numbered"]
+__all__ = ["FakePlatform", "Impossible", "numbered", "to_end"]
 
 POLL = 0.5
 """Seconds between two looks at a job of the suite. A look at a run in a bucket is a dozen calls of its store."""
@@ -104,14 +104,18 @@ class FakePlatform(abc.ABC):
         return Seen(ranks=tuple(json.loads(p.read_bytes()) for p in found), result=result, folder=folder)
 
 
-def numbered(provider: Provider, native_id: str) -> list[tuple[str, int, int]]:
-    """Return (attempt, node, number) of every numbered line of the platform's own log, in the order of its pages."""
-    found: list[tuple[str, int, int]] = []
-    cursor: Any = None
+def to_end(provider: Provider, native_id: str, cursor: Any = None) -> tuple[list[LogLine], Any]:
+    """Return all further lines of the platform's own log of a job that has ended, and the cursor after them."""
+    lines: list[LogLine] = []
     while True:
         page = provider.logs(native_id, cursor)
-        lines = [parse_line(line) for line in page.lines]
-        found += [(*line.stream, line.seq) for line in lines if line.stream is not None]
-        if not page.more and not page.lines:
-            return found
         cursor = json.loads(json.dumps(page.cursor))
+        lines += page.lines
+        if not page.more and not page.lines:
+            return lines, cursor
+
+
+def numbered(provider: Provider, native_id: str) -> list[tuple[str, int, int]]:
+    """Return (attempt, node, number) of every numbered line of the platform's own log, in the order of its pages."""
+    lines = map(parse_line, to_end(provider, native_id)[0])
+    return [(*line.stream, line.seq) for line in lines if line.stream is not None]

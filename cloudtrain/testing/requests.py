@@ -17,12 +17,13 @@ from ..validate import did_you_mean
 if TYPE_CHECKING:
     from ..runs.submit import Plan
 
-__all__ = ["UPDATE", "assert_request", "compare", "stable"]
+__all__ = ["ANY", "UPDATE", "assert_request", "compare", "stable"]
 
 UPDATE = "CLOUDTRAIN_SNAPSHOTS"
 """Variable that, set to ``write``, makes tests write golden files instead of comparing them."""
 MANY_LINES = 20
-_ANY = object()
+ANY = object()
+"""The value of ``equals`` that any value of a request fits."""
 _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 _HASH = re.compile(r"\b[0-9a-f]{16}\b")
 _ORIGIN = re.compile(r"cloudtrain[:.-](revision|ci)")
@@ -32,7 +33,7 @@ _ORIGIN_WORD = re.compile(rf" {_ORIGIN.pattern}=\S+")
 _CHANGING = ("code", "runtime", "disk", "job_digest", "source", "layout")
 
 
-def assert_request(planned: Request | Plan | Mapping[str, Any], path: str, *, equals: Any = _ANY) -> Any:
+def assert_request(planned: Request | Plan | Mapping[str, Any], path: str, *, equals: Any = ANY) -> Any:
     """Return the value at the dotted ``path`` of the request's body; a number is an index, so are negative ones.
 
     ``planned`` is a Request, a Plan, or the object that ``plan --json`` prints. Raises AssertionError with the part of
@@ -50,7 +51,7 @@ def assert_request(planned: Request | Plan | Mapping[str, Any], path: str, *, eq
         else:
             raise AssertionError(_missing(path, walked, name, found))
         walked.append(name)
-    if equals is not _ANY and (wanted := _plain(equals)) != (is_now := _plain(found)):
+    if equals is not ANY and (wanted := _plain(equals)) != (is_now := _plain(found)):
         raise AssertionError(f"{path} of the request\n{_difference(wanted, is_now)}")
     return found
 

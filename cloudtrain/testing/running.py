@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from ..errors import CATEGORIES, EXIT_CODES, CloudtrainError, ConflictError, NotFoundError
-from ..provider_api.protocol import STATES, LogLine, LogPage, Provider
+from ..provider_api.protocol import STATES, LogPage
 from ..runs.outcome import unix_time
 from ..runs.run import Run
 from ..runs.submit import Plan
 from ..storage.files import files
 from . import probe
-from .platform import POLL, FakePlatform, Impossible, numbered
+from .platform import PATIENCE, POLL, FakePlatform, Impossible, numbered, to_end
 from .tables import CASES, JOBS, SCRIPT, SECRET, Fields, Seen
 
 __all__ = ["Jobs", "RunContract"]
@@ -61,20 +61,13 @@ class Jobs:
             self._runs[name] = self.world.send(self.world.plan(*parts, run_id=name))
         return self._runs[name]
 
-    def script(self, name: str) -> Seen:
-        """Return the result of the job of `JOBS` or `CASES` with every change of `SCRIPT` that names it."""
-        return self._once(name, self._case if name in CASES else self._script)
-
-    def case(self, name: str) -> Seen:
-        """Return the result of the run of one of `CASES`, after the case's action."""
-        return self._once(name, self._case)
-
-    def _once(self, name: str, make: Callable[[str], Seen]) -> Seen:
+    def seen(self, name: str) -> Seen:
+        """Return the result of the job of `JOBS` or `CASES`, after its action, with every change of `SCRIPT` for it."""
         if name in self._failed:
             raise self._failed[name]
         if name not in self._seen:
             try:
-                self._seen[name] = make(name)
+                self._seen[name] = self._case(name) if name in CASES else self._script(name)
             except Exception as exc:
                 self._failed[name] = exc
                 raise
@@ -88,7 +81,7 @@ class Jobs:
     def _case(self, name: str) -> Seen:
         case, world = CASES[name], self.world
         if name == "user_error":
-            self.script("torchrun")  # the earlier run that this one resumes from
+            self.seen("torchrun")  # the earlier run that this one resumes from
         secrets = {"secrets": {probe.SECRET: world.place.secret}} if name == "user_error" else {}
         parts = (PLAIN, {"env": {"PROBE": case.probe}}, case.job, secrets, *self._changes(name))
         run = self.run(name.replace("_", "-"), *parts)
@@ -99,7 +92,7 @@ class Jobs:
             last = run.job.resources.instance_count - 1
             {"cancel": lambda *_: run.cancel(), "kill": world.kill, "preempt": world.preempt}[case.act](run, last)
         states = self.states.setdefault(name, [])
-        run.wait(timeout=120, poll=POLL, on_status=lambda status: states.append(status.state))
+        run.wait(timeout=PATIENCE, poll=POLL, on_status=lambda status: states.append(status.state))
         return world.seen(run)
 
     def _changes(self, name: str) -> list[Fields]:
@@ -173,7 +166,7 @@ class RunContract:
             subprocess.Popen([sys.executable, "-c", SUBMIT_PLAN, str(saved)], stdout=subprocess.PIPE, text=True)
             for _ in range(2)
         ]
-        natives = {process.communicate(timeout=120)[0].strip() for process in both}
+        natives = {process.communicate(timeout=PATIENCE)[0].strip() for process in both}
         assert [process.returncode for process in both] == [0, 0]
         assert len(natives) == 1
         _check_ran_once(world, Run(store=plan.store, run_id="at-once", provider=world.provider), natives.pop())
@@ -181,7 +174,7 @@ class RunContract:
     @pytest.mark.slow
     def test_a_taken_run_id_is_a_conflict(self, jobs: Jobs) -> None:
         """Check that a taken id is never adopted, and that its run stays as it is."""
-        jobs.case("succeeded")
+        jobs.seen("succeeded")
         run = jobs.run("succeeded")
         with pytest.raises(ConflictError) as caught:
             jobs.world.send(jobs.world.plan({"args": ("another",)}, run_id="succeeded"))
@@ -196,7 +189,7 @@ class RunContract:
         case = CASES[name]
         if name == "retried" and jobs.world.provider.retried_by == "client":
             return  # only a waiting client starts further attempts
-        result = jobs.case(name).result
+        result = jobs.seen(name).result
         assert (result["state"], result["category"], result["exit_code"]) == (case.state, case.category, case.exit_code)
         assert tuple(attempt["number"] for attempt in result["attempts"]) == case.attempts
         assert result["reason"] or result["state"] == "succeeded"
@@ -210,7 +203,7 @@ class RunContract:
 
     @pytest.mark.slow
     def test_status_says_what_the_platform_says(self, jobs: Jobs) -> None:
-        jobs.case("succeeded")
+        jobs.seen("succeeded")
         status = jobs.world.provider.status(jobs.native(jobs.run("succeeded")))
         assert (status.state, status.category, status.reason) == ("succeeded", "", "")
         assert status.native
@@ -227,7 +220,7 @@ class RunContract:
 
     @pytest.mark.slow
     def test_the_rank_that_failed_is_named(self, jobs: Jobs) -> None:
-        failure = jobs.case("user_error").result["failure"]
+        failure = jobs.seen("user_error").result["failure"]
         assert (failure["node"], failure["rank"], failure["process_exit_code"]) == (1, 1, 1)
         assert failure["exception"] == f"ValueError: ('the last rank fails', '***{probe.SECRET}***')"
         assert failure["file"] == "train.py"
@@ -237,7 +230,7 @@ class RunContract:
 
     @pytest.mark.slow
     def test_a_preempted_run_goes_on_where_it_was(self, jobs: Jobs) -> None:
-        seen = jobs.case("preempted")
+        seen = jobs.seen("preempted")
         assert [attempt["resumed_from"] for attempt in seen.result["attempts"]] == ["", "step-3"]
         rows = [json.loads(line) for line in (seen.folder / "metrics.jsonl").read_text().splitlines()]
         assert [(row["step"], row["attempt"]) for row in rows] == [
@@ -247,7 +240,7 @@ class RunContract:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["cancelled", "succeeded", "user_error"])
     def test_cancel_after_the_end_changes_nothing(self, jobs: Jobs, name: str) -> None:
-        jobs.case(name)
+        jobs.seen(name)
         provider, run = jobs.world.provider, jobs.run(name.replace("_", "-"))
         native = jobs.native(run)
         before = provider.status(native)
@@ -277,7 +270,7 @@ class RunContract:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", _marked(("torchrun", "python")))
     def test_every_line_comes_once(self, jobs: Jobs, name: str) -> None:
-        jobs.script(name)
+        jobs.seen(name)
         run = jobs.run("earlier" if name == "torchrun" else name)
         exits = run.store.exits(run.run_id)
         wanted = [(r["attempt"], r["node"], n + 1) for r in exits for n in range(r["lines"])]
@@ -291,15 +284,15 @@ class RunContract:
     @pytest.mark.slow
     def test_a_cursor_goes_on_where_it_was(self, jobs: Jobs) -> None:
         """Use a cursor, made during the run and kept as JSON, after the run's end by another handle."""
-        jobs.case("cancelled")
+        jobs.seen("cancelled")
         provider, native, early = jobs.world.provider, jobs.native(jobs.run("cancelled")), jobs.early["cancelled"]
         again = type(provider)(**dataclasses.asdict(provider.settings))
-        whole, cursor = _to_end(provider, native, None)
-        rest, _ = _to_end(again, native, json.loads(json.dumps(early.cursor)))
+        whole, cursor = to_end(provider, native)
+        rest, _ = to_end(again, native, json.loads(json.dumps(early.cursor)))
         assert early.lines
         assert rest
         assert [*early.lines, *rest] == whole
-        assert _to_end(again, native, cursor) == ([], cursor)
+        assert to_end(again, native, cursor) == ([], cursor)
 
     # ------------------------------------------------------------------------------------------------------- end to end
 
@@ -307,20 +300,20 @@ class RunContract:
     @pytest.mark.parametrize("field", _marked(SCRIPT))
     def test_script_field_is_seen_by_the_script(self, jobs: Jobs, field: str) -> None:
         row = SCRIPT[field]
-        seen = jobs.script(row.run)
+        seen = jobs.seen(row.run)
         assert row.seen(seen), (seen.result["reason"], seen.ranks[:1])
 
     @pytest.mark.slow
     @pytest.mark.by_runtime
     def test_ranks_train_together(self, jobs: Jobs) -> None:
         """Check an all_reduce of four ranks. Each imports torch, so most platforms show only that torchrun meets."""
-        seen = jobs.script("together")
+        seen = jobs.seen("together")
         assert seen.result["state"] == "succeeded", seen.result["reason"]
         assert [rank["sum"] for rank in seen.ranks] == [1.0 + 2 + 3 + 4] * 4
 
     @pytest.mark.slow
     def test_ranks_know_each_other(self, jobs: Jobs) -> None:
-        seen = jobs.script("torchrun")
+        seen = jobs.seen("torchrun")
         assert seen.result["state"] == "succeeded", seen.result["reason"]
         words = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         assert [tuple(int(rank["env"][word]) for word in words) for rank in seen.ranks] == [
@@ -332,7 +325,7 @@ class RunContract:
     @pytest.mark.parametrize("name", _marked(("torchrun", "python", "command")))
     def test_script_sees_the_words_of_the_contract(self, jobs: Jobs, name: str) -> None:
         """Check DESIGN §4, and that neither the engine's own words nor another launcher's are left."""
-        for rank in jobs.script(name).ranks:
+        for rank in jobs.seen(name).ranks:
             env = rank["env"]
             ours = {key for key in env if key.startswith("CLOUDTRAIN_")}
             always = {"RUN_ID", "ATTEMPT", "PROVIDER", "CHECKPOINT_DIR", "RESUME_FROM", "ARTIFACT_DIR"}
@@ -352,7 +345,7 @@ class RunContract:
 
     @pytest.mark.slow
     def test_checkpoint_is_pulled_whole(self, jobs: Jobs) -> None:
-        seen = jobs.script("torchrun")
+        seen = jobs.seen("torchrun")
         step = seen.folder / "checkpoints" / "step-3"
         assert {p.name: p.read_text() for p in step.iterdir()} == {"shard-0.txt": "shard 0", "shard-1.txt": "shard 1"}
         commit = jobs.run("earlier").store.newest_checkpoint("earlier")
@@ -361,14 +354,14 @@ class RunContract:
 
     @pytest.mark.slow
     def test_metrics_are_merged(self, jobs: Jobs) -> None:
-        rows = (jobs.script("torchrun").folder / "metrics.jsonl").read_text().splitlines()
+        rows = (jobs.seen("torchrun").folder / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == [0, 1, 2]
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", _marked(("torchrun", "python")))
     def test_all_nodes_leave_together(self, jobs: Jobs, name: str) -> None:
         """Check the end barrier: a record of each node, one of them the decided one, all after the last rank's end."""
-        jobs.script(name)
+        jobs.seen(name)
         run = jobs.run("earlier" if name == "torchrun" else name)
         exits = run.store.exits(run.run_id)
         assert [(r["node"], r["outcome"]) for r in exits] == [(0, "succeeded"), (1, "succeeded")]
@@ -380,13 +373,13 @@ class RunContract:
     def test_no_secret_is_left_anywhere(self, jobs: Jobs) -> None:
         """Check the masking, though the script prints the secret and another one dies with it in its message."""
         provider, shown = jobs.world.provider, f"***{probe.SECRET}***"
-        for seen, name in ((jobs.script("torchrun"), "earlier"), (jobs.case("user_error"), "user-error")):
+        for seen, name in ((jobs.seen("torchrun"), "earlier"), (jobs.seen("user_error"), "user-error")):
             run = jobs.run(name)
             store, native = files(run.url), jobs.native(run)
             holding = [key for key in store.list() if SECRET.encode() in store.read(key)]
             pulled = [path for path in seen.folder.rglob("*") if path.is_file() and SECRET in path.read_text("latin-1")]
             assert (holding, pulled) == ([], [])
-            texts = [line.text for line in run.logs()] + [line.text for line in _to_end(provider, native, None)[0]]
+            texts = [line.text for line in run.logs()] + [line.text for line in to_end(provider, native)[0]]
             assert sum(f"secret {shown} '{shown}' https://user:{shown}@" in text for text in texts) >= len(seen.ranks)
             assert not any(SECRET in text for text in (*texts, json.dumps(run.record), str(provider.status(native))))
             assert SECRET not in json.dumps(seen.result)
@@ -400,25 +393,14 @@ class RunContract:
 def _end(world: FakePlatform, plan: Plan) -> Mapping[str, Any] | CloudtrainError:
     """Return the result of the submitted plan, or the error of submit."""
     try:
-        return world.send(plan).wait(timeout=120, poll=POLL)
+        return world.send(plan).wait(timeout=PATIENCE, poll=POLL)
     except CloudtrainError as exc:
         return exc
 
 
-def _to_end(provider: Provider, native_id: str, cursor: Any) -> tuple[list[LogLine], Any]:
-    """Return all further lines of a run that has ended, and the cursor after them."""
-    lines: list[LogLine] = []
-    while True:
-        page = provider.logs(native_id, cursor)
-        cursor = json.loads(json.dumps(page.cursor))
-        lines += page.lines
-        if not page.more and not page.lines:
-            return lines, cursor
-
-
 def _check_ran_once(world: FakePlatform, run: Run, native: str) -> None:
     """Check that one job ran, one time: one attempt, one exit record, and each line once in the platform's own log."""
-    result = run.wait(timeout=120, poll=POLL)
+    result = run.wait(timeout=PATIENCE, poll=POLL)
     assert (result["state"], result["native_id"]) == ("succeeded", native)
     assert [attempt["number"] for attempt in result["attempts"]] == ["0.0"]
     assert run.store.attempts(run.run_id) == [0]

@@ -64,11 +64,6 @@ class Outcome:
     state: str = "running"
     left: Left = Left()
 
-    @property
-    def restarts(self) -> bool:
-        """Return True if the platform starts all nodes again by itself."""
-        return self.kind == "preempted"
-
 
 def failed(exception: BaseException | str, *, node: int, rank: int, kind: str, left: Left) -> Outcome:
     """Return the outcome of an attempt whose rank raised ``exception``, or failed with that text. ``kind`` is its

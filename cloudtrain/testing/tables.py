@@ -26,29 +26,10 @@ from ..storage.local_disk import local_path
 from . import probe
 
 __all__ = [
-    "CASES",
-    "ELSEWHERE",
-    "JOBS",
-    "PLATFORM",
-    "RUN_ID",
-    "SCRIPT",
-    "SECRET",
-    "SECRETS",
-    "Case",
-    "Fields",
-    "Place",
-    "Row",
-    "Sample",
-    "Seen",
-    "by_client",
-    "field_helps",
-    "merged",
-    "needs_nothing",
-    "plan_of",
-    "platform_rows",
-    "secret_row",
-    "verdict",
-]
+    "CASES", "ELSEWHERE", "JOBS", "PLATFORM", "RUN_ID", "SCRIPT", "SECRET", "SECRETS", "Case", "Fields",
+    "Place", "Row", "Sample", "Seen", "by_client", "field_helps", "merged", "needs_nothing", "plan_of",
+    "platform_rows", "secret_row", "verdict",
+]  # fmt: skip
 
 Fields = Mapping[str, Any]
 """Flat fields of a Job, as `Job.make` takes them."""

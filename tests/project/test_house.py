@@ -332,7 +332,7 @@ def test_the_clouds_have_the_same_files_and_names(cloud: str) -> None:
         assert set(names.split()) <= there, file
     account = next(node for node in parsed(folder / "api.py").body if getattr(node, "name", "") == "Account")
     methods = {getattr(node, "name", "") for node in account.body}  # type: ignore[attr-defined]
-    assert methods >= {"__init__", "create", "find", "describe", "cancel"}
+    assert methods >= {"__init__", "create", "find", "describe", "cancel", "principal"}
 
 
 def _names(target: ast.expr) -> list[ast.Name]:

@@ -27,6 +27,7 @@ from cloudtrain.errors import (
     SpecError,
 )
 from cloudtrain.provider_api.protocol import Request
+from cloudtrain.providers import _cloud
 from cloudtrain.providers.modelarts import Provider, api, logs
 from cloudtrain.providers.modelarts.api import error_of
 from cloudtrain.providers.modelarts.status import ABNORMAL_SECONDS, CLOCK_SECONDS, _stopped, category_of, status_of
@@ -46,7 +47,7 @@ def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(obs, "_proven", set())
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr(api, "SETTLE", 0.5)
+        monkeypatch.setattr(_cloud, "SETTLE", 0.5)
         plane.no_machines = True
         plane.obs.make("contract-bucket")
         yield plane

@@ -32,6 +32,7 @@ from cloudtrain.providers.sagemaker import status as sagemaker
 from cloudtrain.providers.vertex import Provider as Vertex
 from cloudtrain.providers.vertex import status as vertex
 from cloudtrain.providers.vertex.request import TAG_COUNT, _origin
+from cloudtrain.runtime import host_facts
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 
 ARN = "arn:aws:sagemaker:eu-west-1:123456789012:training-job/run-a0"
@@ -69,7 +70,7 @@ def test_the_sm_variables_name_the_network_the_machine_and_its_devices(tmp_path:
 def test_nodes_on_one_machine_share_its_cores(
     cores: int, nodes: int, each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "_cpus", lambda: cores)
+    monkeypatch.setattr(host_facts, "cpu_count", lambda: cores)
     (tmp_path / "secrets").write_text("{}")
     prefix, fd = local.ENGINE_PREFIX, os.open(tmp_path / "secrets", os.O_RDONLY)
     environ = {

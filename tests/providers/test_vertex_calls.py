@@ -32,6 +32,7 @@ from cloudtrain.errors import (
 )
 from cloudtrain.provider_api.protocol import LayoutInput, LogLine, Request
 from cloudtrain.provider_api.registry import find_provider
+from cloudtrain.providers import _cloud
 from cloudtrain.providers.vertex import api as own
 from cloudtrain.providers.vertex import status as states
 from cloudtrain.runs import handover
@@ -114,7 +115,7 @@ def test_a_job_without_a_shell_gives_a_hint(idle: VertexWorld, monkeypatch: pyte
     ids=["throttled", "unavailable", "late", "list", "cut"],
 )
 def test_passing_faults_are_retried(idle: VertexWorld, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own, "SETTLE", 0.5)
+    monkeypatch.setattr(_cloud, "SETTLE", 0.5)
     idle.plane.wire.faults.append(dataclasses.replace(fault))
     run = idle.send(idle.plan(run_id="again"))
     assert run.status().state == "pending"
@@ -160,7 +161,7 @@ def test_a_page_in_answer_to_a_creation_makes_no_second_job(
     page_of_a_proxy(idle, "POST customJobs", body=body)
     with pytest.raises(LostContactError):
         provider.submit(request)
-    monkeypatch.setattr(own, "SETTLE", 0.0)
+    monkeypatch.setattr(_cloud, "SETTLE", 0.0)
     idle.plane.list_lag, idle.plane.quotas["custom_model_training_cpus"] = 1e9, 0
     with pytest.raises(QuotaError, match="custom_model_training_cpus"):  # the first job uses up the quota
         provider.submit(request)
@@ -172,7 +173,7 @@ def test_a_page_in_answer_to_a_creation_makes_no_second_job(
 def test_a_refusal_after_a_lost_answer_counts_if_no_job_comes(
     idle: VertexWorld, comes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own, "SETTLE", 0.0)
+    monkeypatch.setattr(_cloud, "SETTLE", 0.0)
     monkeypatch.setattr(own, "FIRST_HOLD", 0.0)
     monkeypatch.setattr(find_provider("vertex"), "arrival_s", 2.0)
     plan, wire = idle.plan(run_id="unsure"), idle.plane.wire

@@ -38,6 +38,7 @@ from cloudtrain.errors import (
 from cloudtrain.estimator import Estimator
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import LayoutInput, Request
+from cloudtrain.providers import _cloud
 from cloudtrain.providers.vertex import Provider
 from cloudtrain.providers.vertex import api as own
 
@@ -224,7 +225,7 @@ def test_only_an_uncertain_answer_makes_the_next_call_check(
     plane: Plane, monkeypatch: pytest.MonkeyPatch, fault: Refusal | None, unsure: bool
 ) -> None:
     """Check that the next call looks for the job of the first one for a while."""
-    monkeypatch.setattr(own, "SETTLE", 0.7)
+    monkeypatch.setattr(_cloud, "SETTLE", 0.7)
     provider, request = client(), PLANS.planned()
     plane.wire.faults.append(Fault("POST customJobs", fault))
     with pytest.raises(CloudtrainError):
@@ -237,7 +238,7 @@ def test_only_an_uncertain_answer_makes_the_next_call_check(
 
 
 def test_an_answer_without_a_job_is_a_lost_one(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own, "SETTLE", 0.0)
+    monkeypatch.setattr(_cloud, "SETTLE", 0.0)
     provider, request, bodies = client(), PLANS.planned(), dict[str, bytes]()
     served = plane.wire.answer
 
@@ -257,7 +258,7 @@ def test_an_answer_without_a_job_is_a_lost_one(plane: Plane, monkeypatch: pytest
 
 def test_a_job_that_no_list_has_yet_is_awaited(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that this happens only after a lost answer."""
-    monkeypatch.setattr(own, "SETTLE", 60.0)
+    monkeypatch.setattr(_cloud, "SETTLE", 60.0)
     provider, request = client(), PLANS.planned()
     plane.wire.faults.append(Fault("POST customJobs", done=True))
     with pytest.raises(LostContactError):

@@ -520,5 +520,5 @@ def test_a_job_that_fails_its_platform_is_waited_for_once(monkeypatch: pytest.Mo
     jobs = ContractJobs(world)  # type: ignore[arg-type]
     for name in ("torchrun", "user_error", "torchrun"):
         with pytest.raises(TimeoutError, match="earlier did not end"):
-            jobs.script(name)
+            jobs.seen(name)
     assert waited == ["earlier"]

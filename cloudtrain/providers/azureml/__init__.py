@@ -18,7 +18,6 @@ __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 NAME = "azureml"
 KEEP_WARM = "cloudtrain.keep_warm"
 """Property of a job with its ``keep_warm`` in seconds."""
-
 STORE = Need(
     example="abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX",
     find="az ml datastore list -o table",
@@ -93,19 +92,6 @@ class Provider(CloudProvider):
         own = self.settings
         workspace = (own.subscription_id, own.resource_group, own.workspace_name)
         return store_url(url, own.datastore, self.account.datastore if ask else None, workspace=workspace)
-
-    def principal(self) -> str | None:
-        """Return the token's owner: a user's name, else an application's or object's id."""
-        from .api import named
-
-        return named(self.account.credential.get_token(self.account.cloud.scope).token)
-
-    def storage(self, url: str) -> Mapping[str, Any]:
-        import os
-
-        from .urls import cloud_of, storage
-
-        return storage(url, cloud_of(self.settings), os.environ)
 
 
 DIFFERENCES = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import threading
 import time
@@ -18,43 +19,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from ...errors import (
-    AuthError,
-    CapacityError,
-    CloudtrainError,
-    ConflictError,
-    LostContactError,
-    NotFoundError,
-    PlatformError,
-    QuotaError,
-    SpecError,
-    UnsupportedError,
-)
+from ... import errors
 from ...job.job import run_tag
 from ...provider_api.protocol import Request, Shell
 from ...storage import extras
-from .._cloud import ANOTHER_ID, Backoff, decoded, unless_over
+from .._cloud import ANOTHER_ID, Backoff, decoded, object_of, unless_over
 from . import NAME
 from .request import SSH, TAG_BODY, TAG_RUN
-from .urls import cloud_of
+from .urls import cloud_of, storage
 
 if TYPE_CHECKING:
     from . import Settings
-
-__all__ = [
-    "CAPACITY",
-    "FINAL",
-    "HELP",
-    "QUOTA",
-    "Account",
-    "claims_of",
-    "error_of",
-    "job_of",
-    "named",
-    "quota_hint",
-    "refusal",
-    "translated",
-]
 
 TIMEOUT = 30
 FINAL = frozenset({"Completed", "Failed", "Canceled"})
@@ -136,31 +111,31 @@ def quota_hint(text: str) -> str:
     )
 
 
-def refusal(status: int, code: str, message: str, *, what: str) -> CloudtrainError:
+def refusal(status: int, code: str, message: str, *, what: str) -> errors.CloudtrainError:
     """Return the error for an answer that is a refusal. ``what`` was requested."""
     said = " ".join(f"{message or code or status}".split())[:600]
     text = f"{what}: {said}" + (f" ({code})" if code and code not in said else "")
     if status in (408, 429) or status >= 500:
-        return LostContactError(f"Azure ML does not answer now: {text} (status {status})")
+        return errors.LostContactError(f"Azure ML does not answer now: {text} (status {status})")
     if status == 401:
-        return AuthError(text, hint=HELP["expired"])
+        return errors.AuthError(text, hint=HELP["expired"])
     if status == 403 and not QUOTA.search(said):
-        return AuthError(text, hint=HELP["role"])
+        return errors.AuthError(text, hint=HELP["role"])
     field = "azureml.workspace_name" if status == 404 and _NO_WORKSPACE.search(said) else ""
     if field := _PLACES.get(code, field):
         hint = "check subscription_id, resource_group and workspace_name"
-        return SpecError(said, field=field, hint=hint)
+        return errors.SpecError(said, field=field, hint=hint)
     if status == 404:  # before the patterns below: the missing name may contain their words
-        return NotFoundError(text)
+        return errors.NotFoundError(text)
     if QUOTA.search(f"{code} {said}"):
-        return QuotaError(text, hint=quota_hint(said))
+        return errors.QuotaError(text, hint=quota_hint(said))
     if CAPACITY.search(f"{code} {said}"):
-        return CapacityError(text, hint="try another size, region or time, or a longer max_wait")
+        return errors.CapacityError(text, hint="try another size, region or time, or a longer max_wait")
     if status == 409 or _TAKEN.search(f"{code} {said}"):
-        return ConflictError(text, field="run_id")
+        return errors.ConflictError(text, field="run_id")
     if _NO_COMPUTE.search(f"{code} {said}"):
-        return SpecError(text, field="azureml.compute")
-    return SpecError(text) if 400 <= status < 500 else PlatformError(text)
+        return errors.SpecError(text, field="azureml.compute")
+    return errors.SpecError(text) if 400 <= status < 500 else errors.PlatformError(text)
 
 
 def translated(what: str) -> AbstractContextManager[None]:
@@ -168,7 +143,7 @@ def translated(what: str) -> AbstractContextManager[None]:
     return extras.translated(partial(error_of, what=what), needs="azure-ai-ml", extra="azureml")
 
 
-def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
+def error_of(exc: Exception, *, what: str) -> errors.CloudtrainError | None:
     """Return the error for an exception of Azure's libraries, or None for any other."""
     import azure.core.exceptions as known
 
@@ -176,25 +151,25 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
     if isinstance(exc, known.ClientAuthenticationError) and exc.status_code in (None, 400):
         # The token service refuses a secret or a refresh token with 400 (AADSTS…). A chain lists its tries below that.
         first = next(filter(None, map(str.strip, str(exc).splitlines())), type(exc).__name__)
-        return AuthError(f"no Azure credentials ({first[:200]})", hint=HELP["none"])
+        return errors.AuthError(f"no Azure credentials ({first[:200]})", hint=HELP["none"])
     # A body that ended too soon: azure-core wraps the connection's error in a HttpResponseError.
     broken = getattr(exc, "response", None) is None and isinstance(getattr(exc, "inner_exception", None), OSError)
     if broken or isinstance(exc, (known.ServiceRequestError, known.ServiceResponseError)):
-        return LostContactError(f"Azure does not answer: {what}: {text}")
+        return errors.LostContactError(f"Azure does not answer: {what}: {text}")
     if isinstance(exc, known.HttpResponseError):
         status = exc.status_code or 0
         error: Any = exc.error
         code, message = str(getattr(error, "code", "") or ""), str(getattr(error, "message", "") or exc.message)
         if not status:
-            return PlatformError(f"{what}: {text}")
+            return errors.PlatformError(f"{what}: {text}")
         if "JobPropertyImmutable" in text:
             code = "JobPropertyImmutable"
         return refusal(status, code, message, what=what)
     # Before AzureError, which is a base of MlException too.
     if any(base.__name__ in ("MlException", "ValidationError") for base in type(exc).__mro__):
-        return SpecError(f"the installed azure-ai-ml refuses this request: {text}"[:900], field="options")
+        return errors.SpecError(f"the installed azure-ai-ml refuses this request: {text}"[:900], field="options")
     if isinstance(exc, known.AzureError):
-        return PlatformError(f"{what}: {type(exc).__name__}: {text}")
+        return errors.PlatformError(f"{what}: {type(exc).__name__}: {text}")
     return None
 
 
@@ -239,6 +214,14 @@ class Account:
             self._credential = None
             self._pipelines.pop(True, None)
 
+    def principal(self) -> str | None:
+        """Return the token's owner: a user's name, else an application's or object's id."""
+        return named(self.credential.get_token(self.cloud.scope).token)
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        """Return the options of a store at ``url``; see `urls.storage`."""
+        return storage(url, self.cloud, os.environ)
+
     def _pipeline(self, *, signed: bool) -> Any:
         from azure.core.pipeline import Pipeline
         from azure.core.pipeline.policies import BearerTokenCredentialPolicy, UserAgentPolicy
@@ -280,15 +263,12 @@ class Account:
             request = HttpRequest(method, url, json=more.get("body"), headers=dict(more.get("headers") or {}))
             pipeline = self._pipeline(signed=signed)
             answer = pipeline.run(request, stream=more.get("stream", False)).http_response
-        self._backoff.note(host, answer)
+        self._backoff.note(host, answer.status_code, answer.headers)
         return answer
 
     @staticmethod
-    def _refused(answer: Any, what: str) -> CloudtrainError:
-        try:
-            error = json.loads(answer.body()).get("error") or {}
-        except (ValueError, AttributeError):
-            error = {}
+    def _refused(answer: Any, what: str) -> errors.CloudtrainError:
+        error = (object_of(answer.body()) or {}).get("error") or {}
         return refusal(answer.status_code, str(error.get("code") or ""), str(error.get("message") or ""), what=what)
 
     def url(self, path: str, *, version: str = "") -> str:
@@ -316,14 +296,14 @@ class Account:
         name = request.body["name"]
         try:
             job = self.describe(name)
-        except NotFoundError:
+        except errors.NotFoundError:
             return None
         tags = job["properties"].get("tags") or {}
         if tags.get(TAG_RUN) != run_tag(request.run):
-            raise ConflictError(f"Azure ML has a job {name} of another run", field="run_id", hint=ANOTHER_ID)
+            raise errors.ConflictError(f"Azure ML has a job {name} of another run", field="run_id", hint=ANOTHER_ID)
         if tags.get(TAG_BODY) != request.body["tags"].get(TAG_BODY):
             why = f"Azure ML has a job {name} of an earlier run of that id, which was another job"
-            raise ConflictError(why, field="run_id", hint=ANOTHER_ID)
+            raise errors.ConflictError(why, field="run_id", hint=ANOTHER_ID)
         return self.native_id(name)
 
     def native_id(self, name: str) -> str:
@@ -340,9 +320,9 @@ class Account:
         """Return the command that opens a shell by the job's ssh service. Raises `SpecError` for a job without one."""
         if SSH not in (request.body.get("services") or {}):
             why, hint = "the job was sent without it, and lets no shell in", "send a job with --interactive"
-            raise SpecError(why, field="interactive", hint=hint)
+            raise errors.SpecError(why, field="interactive", hint=hint)
         if command:
-            raise UnsupportedError(NAME, "shell", "az ml job connect-ssh takes no command", hint="leave it out")
+            raise errors.UnsupportedError(NAME, "shell", "az ml job connect-ssh takes no command", hint="leave it out")
         own = self.settings
         argv = ["az", "ml", "job", "connect-ssh", "--name", job_of(native_id)[1], "--node-index", str(node)]
         argv += ["--subscription", own.subscription_id, "--resource-group", own.resource_group]
@@ -363,9 +343,9 @@ class Account:
     def _part(self, kind: str, name: str, noun: str, *, instead: str = "") -> Any:
         try:
             return self.call("GET", self.url(f"{self.workspace}/{kind}s/{name}"), what=f"get {kind}")
-        except NotFoundError:
+        except errors.NotFoundError:
             how = f"to see the {noun}s, run: az ml {kind} list -o table{instead}"
-            raise SpecError(f"the workspace has no {noun} {name!r}", field=f"azureml.{kind}", hint=how) from None
+            raise errors.SpecError(f"the workspace has no {noun} {name!r}", field=f"azureml.{kind}", hint=how) from None
 
     # ---------------------------------------------------------------------------------------------------------- history
 
@@ -389,12 +369,8 @@ class Account:
         answer = self.fetch(url, what="discover the workspace")
         if answer.status_code >= 400:
             raise self._refused(answer, "discover the workspace")
-        try:
-            found = json.loads(answer.body())
-        except ValueError:
-            found = None
-        named = (found.get("api") or found.get("history")) if isinstance(found, dict) else ""
-        service = str(named or "").rstrip("/")
+        found = object_of(answer.body()) or {}
+        service = str(found.get("api") or found.get("history") or "").rstrip("/")
         if not service.startswith("https://"):
-            raise PlatformError(f"the workspace's discovery names no https service of runs: {service!r}")
+            raise errors.PlatformError(f"the workspace's discovery names no https service of runs: {service!r}")
         return service

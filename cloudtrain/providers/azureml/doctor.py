@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import Request
     from .api import Account
 
-__all__ = ["ACTIONS", "checks"]
-
 _KIND = "Microsoft.MachineLearningServices"
 ACTIONS = (
     f"{_KIND}/workspaces/read",

@@ -1,4 +1,4 @@
-"""Predict Azure ML's containers for a request, as data for an engine, a World and the contract suite. Pure.
+"""Predict Azure ML's containers for a request, as data for an engine, a FakePlatform and the contract suite. Pure.
 
 The folders come from public traces. Cloudtrain does not rely on them: the command line names every one.
 """
@@ -20,8 +20,6 @@ from .urls import for_fsspec
 
 if TYPE_CHECKING:
     from . import Settings
-
-__all__ = ["launch_spec"]
 
 ROOT = "/mnt/azureml/cr/j"
 PORT = 6105

@@ -19,8 +19,6 @@ from .api import FINAL, translated
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["page"]
-
 FILES = re.compile(r"(.*/)?user_logs/(retry_\d+/)?std_log.*\.txt")
 """azure-ai-ml's COMMON_RUNTIME_ALL_USER_LOG_PATTERN, and the same of a restarted job (microsoft/hi-ml)."""
 MARK_BYTES = 64

@@ -20,8 +20,6 @@ from ...provider_api.node import NodeEnvironment, Topology
 from ...runtime.http_json import ask
 from .._cloud import paths_of
 
-__all__ = ["ScheduledEvents", "marker", "node_environment", "place", "secret", "token"]
-
 OWN_INPUTS = {"container": "cloudtrain_container", "runtime": "cloudtrain_runtime", "code": "cloudtrain_code"}
 """Our own inputs of a command job, all downloaded before it starts."""
 RESUME, LIVE = "cloudtrain_resume", "cloudtrain_live"

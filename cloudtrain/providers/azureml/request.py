@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
 from ...job.job import run_tag
-from ...job.options import merge_options
 from ...provider_api.protocol import Layout, Request, check_inputs
 from ...validate import choice_of, duration, url_scheme
 from .._cloud import Planned, check_secrets, check_tags, digest_of, machine_of, path_words
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from ...provider_api.catalog import Machine
     from ...provider_api.protocol import LayoutInput
     from . import Settings
-
-__all__ = ["checked", "plan"]
 
 OPERATION = "az ml job create"
 TAGS = tuple(f"cloudtrain.{word}" for word in ("run", "run_id", "attempt", "name"))
@@ -77,12 +74,13 @@ _SCOPE = re.compile(r"/subscriptions/([^/]+)/resourceGroups/([^/]+)/providers/[^
 CONFIGS = tuple(f"{folder}{name}.json" for folder in (".azureml/", "aml_config/", "") for name in ("config", "project"))
 """Files where Azure ML's own SDK looks for its settings, here and in every folder above."""
 WORKSPACE = ("subscription_id", "resource_group", "workspace_name")
-OWNED = (
-    *("$schema", "type", "name", "command", "code", "environment", "compute", "distribution", "inputs", "outputs"),
-    f"services.{SSH}",
-    *("limits", "queue_settings", "identity", "tags", "experiment_name", f"environment_variables.{NODES}"),
-    *(f"resources.{name}" for name in ("instance_type", "instance_count", "shm_size")),
-)
+OWNED = {
+    "": "$schema type name command code environment compute distribution inputs outputs limits queue_settings identity"
+    " tags experiment_name",
+    "services.": SSH,
+    "environment_variables.": NODES,
+    "resources.": "instance_type instance_count shm_size",
+}
 """Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
 
 
@@ -169,9 +167,8 @@ def plan(planned: Planned) -> Request:
         "tags": _tags(settings, job, layout, planned.attempt),
         **dict(_switches(settings, job, notes)),
     }
-    options = job.options.get(NAME, {})
-    check_options(options, body)
-    body = merge_options(body, options, owned=OWNED, provider=NAME)
+    check_options(job.options.get(NAME, {}), body)
+    body = planned.with_options(body, OWNED)
     check_body(body, serverless=not settings.compute)
     body["tags"][TAG_BODY] = digest_of(body)
     return planned.request(OPERATION, body, machines=[priced], known=known)

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from . import Settings
     from .api import Account
 
-__all__ = ["check_datastore", "create"]
-
 _ENVIRONMENT = threading.Lock()
 _SET_BY_SDK = "AZUREML_CURRENT_CLOUD"
 _GIT = tuple(f"AZUREML_GIT_{word}" for word in ("REPOSITORY_URI", "BRANCH", "COMMIT", "DIRTY", "BUILD_ID", "BUILD_URI"))

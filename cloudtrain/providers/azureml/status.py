@@ -15,8 +15,6 @@ from .logs import FILES
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["PENDING", "category_of", "status", "status_of"]
-
 PENDING = frozenset({"NotStarted", "Queued", "Provisioning", "Preparing", "Starting", "Paused", "Waiting"})
 """States in which no script runs. Any other state that is not final, also an unknown one, counts as running."""
 HINTS = {
@@ -101,7 +99,8 @@ def status_of(
     if final and not ran and _never_ran(details):
         started = None
     span = max(0.0, ended - started) if final and started is not None and ended is not None else None
-    state, category, reason = _state(native, details, _limit(properties), span)
+    limit = duration_seconds(str((properties.get("limits") or {}).get("timeout") or ""))
+    state, category, reason = _state(native, details, limit, span)
     machine = str(resources.get("instanceType") or str(properties.get("computeId") or "").rpartition("/")[2])
     hours = (span or 0.0) / 3600 * int(resources.get("instanceCount") or 1)
     priced = final and machine in (prices or {}) and (span is not None or started is None)
@@ -169,11 +168,6 @@ def _hinted(reason: str, category: str) -> str:
 
 
 _DURATION = re.compile(r"P(?:(\d+)D)?(?:T(?:(\d+)H)?(?:(\d+)M)?(?:(\d+)(?:\.\d+)?S)?)?")
-
-
-def _limit(properties: Mapping[str, Any]) -> float | None:
-    """Return the job's own time limit in seconds. It comes as an ISO 8601 duration."""
-    return duration_seconds(str((properties.get("limits") or {}).get("timeout") or ""))
 
 
 def duration_seconds(text: str) -> float | None:

@@ -19,20 +19,6 @@ from . import NAME
 if TYPE_CHECKING:
     from . import Settings
 
-__all__ = [
-    "CLOUDS",
-    "FSSPEC",
-    "Blob",
-    "Cloud",
-    "check_url",
-    "cloud_of",
-    "datastore_uri",
-    "for_fsspec",
-    "for_job",
-    "storage",
-    "store_url",
-]  # fmt: skip
-
 CLOUDS: Mapping[str, tuple[str, str, str, str]] = {
     "AzureCloud": ("management.azure.com", "login.microsoftonline.com", "ml.azure.com", "core.windows.net"),
     "AzureUSGovernment": (

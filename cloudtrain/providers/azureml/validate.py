@@ -14,8 +14,6 @@ from ...validate import did_you_mean
 from .._cloud import problems
 from . import NAME
 
-__all__ = ["check_body", "check_options"]
-
 SERVICES = {
     "ssh": ("type", "nodes", "ssh_public_keys"),
     "jupyter_lab": ("type", "nodes"),

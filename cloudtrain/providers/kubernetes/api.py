@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ... import errors
 from ...provider_api.protocol import NativeObject, Shell, python_command, shell_arguments
 from ...storage.extras import not_installed
-from .._cloud import ANOTHER_ID, one_line, time_of
+from .._cloud import ANOTHER_ID, object_of, one_line, time_of
 from . import NAME
 from .devices import kind_of
 from .request import (
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from ...provider_api.catalog import Machine
     from ...provider_api.protocol import Request
     from . import Settings
-
-__all__ = ["FINAL", "HELP", "Account", "ExistsError", "conditions_of", "error_of", "is_ending", "job_of", "path_of"]
 
 TIMEOUT = 30.0
 """Seconds for one call."""
@@ -168,12 +166,9 @@ class Account:
             self._ahead = parsedate_to_datetime(answer.headers["Date"]).timestamp() - time.time()
         if answer.status < 300:
             return bytes(answer.data)
-        try:
-            said = json.loads(answer.data)
-            reason, message = str(said.get("reason", "")), str(said.get("message", ""))
-        except (ValueError, AttributeError):
-            reason, message = "", answer.data[:300].decode("utf-8", "replace")
-        raise error_of(answer.status, reason, message, what=what)
+        if (said := object_of(answer.data)) is None:
+            said = {"message": answer.data[:300].decode("utf-8", "replace")}
+        raise error_of(answer.status, str(said.get("reason", "")), str(said.get("message", "")), what=what)
 
     # --------------------------------------------------------------------------------------------------------- the jobs
 

@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from ...job.job import Gpu, Job
     from . import Settings
 
-__all__ = [
-    "SPOT", "check_gpu_names", "check_hami", "gpu_limits", "gpu_selector", "hami_annotations", "is_shared",
-    "kind_of", "spot_selector", "tolerations", "with_gpu_memory",
-]  # fmt: skip
-
 SPOT: Mapping[str, tuple[Mapping[str, str], Mapping[str, str] | None]] = {
     "gke": ({"cloud.google.com/gke-spot": "true"}, {"key": "cloud.google.com/gke-spot", "value": "true"}),
     "eks": ({"eks.amazonaws.com/capacityType": "SPOT"}, None),
@@ -57,8 +52,6 @@ NVIDIA, MIB = "nvidia.com/gpu", 1 << 20
 """The GPU whose memory the rules share, and the bytes of HAMi's unit."""
 RESOURCES = "resources"
 """The key of a table of further resources by their full names, for the other devices that HAMi shares."""
-
-
 gpu_names = partial(table_in, __file__, "gpus.json")
 """Return the known values of a nodes' label by the name of a GPU, by the label's key."""
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import Request
     from .api import Account
 
-__all__ = ["RIGHTS", "checks"]
-
 RIGHTS = (
     *(("batch", "jobs", verb) for verb in ("get", "patch")),
     ("", "services", "create"),

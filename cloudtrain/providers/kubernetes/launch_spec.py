@@ -16,8 +16,6 @@ from .validate import quantity_of
 if TYPE_CHECKING:
     from . import Settings
 
-__all__ = ["launch_spec"]
-
 
 def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
     """Return one node a pod."""

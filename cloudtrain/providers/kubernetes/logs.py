@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ...errors import LostContactError, NotFoundError, SpecError
@@ -11,8 +12,6 @@ from .request import CONTAINER, POD_INDEX
 
 if TYPE_CHECKING:
     from .api import Account
-
-__all__ = ["page"]
 
 PAGE_BYTES = 4 << 20
 """Most bytes of one pod in a page."""
@@ -41,31 +40,27 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
         except (SpecError, NotFoundError, LostContactError):  # it is not created yet, or gone, or its machine is silent
             continue
         more |= cut
-        found = _lines(data, since, seen)
-        for line, second, number in found:
+        for moment, text, second, number in _lines(data, since, seen):
             if second >= marks.get(name, ["", 0])[0]:  # lines of stdout and stderr may swap
                 marks[name] = [second, number]
             lines.append(
                 LogLine(
                     node=str(pod["metadata"]["labels"][POD_INDEX]),
-                    text=line[1],
-                    time=time_of(line[0]),
+                    text=text,
+                    time=time_of(moment),
                     id=f"{name}:{second}:{number}",
                 )
             )
     return LogPage(lines=tuple(lines), cursor=marks, more=more and bool(lines))
 
 
-def _lines(data: bytes, since: str, seen: int) -> list[tuple[tuple[str, str], str, int]]:
-    """Return ((time, text), second, number in that second) of each whole line after the ``seen`` ones of ``since``."""
-    found = []
-    counts: dict[str, int] = {}
-    for line in data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]:
-        stamp, _, text = line.partition(b" ")
-        moment = stamp.decode("utf-8", "replace")
+def _lines(data: bytes, since: str, seen: int) -> list[tuple[str, str, str, int]]:
+    """Return (time, text, second, number in that second) of each whole line after the ``seen`` ones of ``since``."""
+    found, counts = [], Counter[str]()
+    for line in data.split(b"\n")[:-1]:
+        moment, _, text = line.decode("utf-8", "replace").partition(" ")
         second = f"{moment[:19]}Z"
-        counts[second] = counts.get(second, 0) + 1
-        if second == since and counts[second] <= seen:
-            continue
-        found.append(((moment, text.decode("utf-8", "replace").rstrip("\r")), second, counts[second]))
+        counts[second] += 1
+        if second != since or counts[second] > seen:
+            found.append((moment, text.rstrip("\r"), second, counts[second]))
     return found

@@ -9,8 +9,6 @@ from ...errors import SpecError
 from ...provider_api.node import NodeEnvironment
 from .._cloud import Clock, shared_environment, shared_secret
 
-__all__ = ["AGAIN", "GRACE", "TIME_UP", "node_environment", "secret"]
-
 GRACE = 30
 """Default seconds from the stop signal to the kill: Kubernetes' own."""
 AGAIN, TIME_UP = 75, 76

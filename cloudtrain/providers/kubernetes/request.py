@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
 from ...job.job import run_tag
-from ...job.options import merge_options
 from ...provider_api.protocol import Request, check_inputs, python_command
 from ...validate import choice_of, texts_of
 from .._cloud import Planned, bucket_url, check_shared, digest_of, shared_arguments, shared_path
@@ -22,12 +21,6 @@ from .node import AGAIN, CLOCK_PATH, HOST, LIMIT_PATH, MACHINE, NODES, SCRATCH, 
 if TYPE_CHECKING:
     from ...job.job import Gpu, Job
     from . import Settings
-
-__all__ = [
-    "CANCELLED", "CONTAINER", "ENDED", "JOBSETS", "LABEL_REQUEST", "LABEL_RUN", "MANAGED_BY", "OF_SET", "OWNED",
-    "POD_INDEX", "RUN_URL", "checked", "job_object", "job_of_set", "marks_of", "mounts", "native_id_of",
-    "plan", "volume_url",
-]  # fmt: skip
 
 LABEL_RUN, LABEL_REQUEST = "cloudtrain.dev/run", "cloudtrain.dev/request"
 MANAGED_BY, RUN_URL = "app.kubernetes.io/managed-by", "cloudtrain.dev/run-url"
@@ -43,7 +36,7 @@ QUEUE, JOBSETS = "kueue.x-k8s.io/queue-name", "jobset.x-k8s.io"
 OF_SET = "-node-0"
 """End of the name of the Job that a JobSet makes. The name of any other Job ends with the digits of its run."""
 _POD_SPEC = "items.*.spec.template.spec."
-_OWNED = {
+OWNED = {
     "": "apiVersion kind metadata",
     "items.*.": "apiVersion kind status metadata.name metadata.namespace metadata.labels",
     "items.*.spec.": "clusterIP publishNotReadyAddresses completionMode completions parallelism activeDeadlineSeconds"
@@ -52,7 +45,6 @@ _OWNED = {
     _POD_SPEC: "restartPolicy subdomain hostname activeDeadlineSeconds terminationGracePeriodSeconds hostNetwork",
     f"{_POD_SPEC}containers.*.": "name image command args",
 }
-OWNED = tuple(place + name for place, names in _OWNED.items() for name in names.split())
 """Fields of the manifest that `options` cannot change: a field or setting sets them, or the run relies on them."""
 LONGEST_NAME = 57
 """Characters of a Job's name: its pods are named ``NAME-INDEX``, with 63 at most, for up to 100,000 nodes."""
@@ -144,14 +136,14 @@ def plan(planned: Planned) -> Request:
     """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
     job = planned.job
     check_inputs(Provider, planned.layout.inputs)
-    _refuse(planned.settings, job)
+    _refuse(job)
     settings = devices.with_gpu_memory(planned.settings, job)
     planned = planned._replace(settings=settings).on(job.resources.instance_type or "node")
     name, service = _names(planned)
     made = _job(planned, name, _pod(planned, name=name, service=service))
     items = [made, *([_service(made, service)] if job.resources.instance_count > 1 and settings.kind == "job" else [])]
     body: dict[str, Any] = {"apiVersion": "v1", "kind": "List", "items": items}
-    body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
+    body = planned.with_options(body, OWNED)
     validate.check_body(body)
     _check_kept(body["items"][0], items[0], settings.gpu_resource)
     if settings.kind == "jobset":
@@ -216,7 +208,7 @@ def _names(planned: Planned) -> tuple[str, str]:
     return head[:longest].rstrip("-") + tail + end, f"ct{tail}"
 
 
-def _refuse(settings: Settings, job: Job) -> None:
+def _refuse(job: Job) -> None:
     wanted = job.resources
     if wanted.shm_gb and wanted.memory_gb and wanted.shm_gb > wanted.memory_gb:
         raise SpecError(f"is more than memory_gb, {wanted.memory_gb}, which holds it", field="resources.shm_gb")
@@ -357,13 +349,7 @@ def _pod(planned: Planned, *, name: str, service: str) -> dict[str, Any]:
     disk = {"sizeLimit": f"{wanted.disk_gb}G"} if wanted.disk_gb else {}
     volume = {"persistentVolumeClaim": {"claimName": s.claim}} if s.claim else dict(s.volume)
     secrets = {"name": "secrets", "secret": {"secretName": name, "defaultMode": 0o444}}
-    fields: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "subdomain": service,
-        "enableServiceLinks": False,
-        "automountServiceAccountToken": bool(s.service_account),
-        "terminationGracePeriodSeconds": s.stop_grace + EXTRA_GRACE,
-        "activeDeadlineSeconds": min(planned.seconds + JOIN, validate.INT32),
+    optional: dict[str, Any] = {
         "serviceAccountName": s.service_account,
         "imagePullSecrets": [{"name": item} for item in s.image_pull_secrets],
         "nodeSelector": {**s.node_selector, **devices.spot_selector(s, wanted.spot), **machine},
@@ -378,6 +364,15 @@ def _pod(planned: Planned, *, name: str, service: str) -> dict[str, Any]:
             **({"runAsUser": s.user, "fsGroup": s.user} if s.user else {}),
             **({"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}} if s.security else {}),
         },
+    }
+    return {
+        "restartPolicy": "Never",
+        "subdomain": service,
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": bool(s.service_account),
+        "terminationGracePeriodSeconds": s.stop_grace + EXTRA_GRACE,
+        "activeDeadlineSeconds": min(planned.seconds + JOIN, validate.INT32),
+        **{key: value for key, value in optional.items() if value},
         "volumes": [
             {"name": "shared", **volume},
             {"name": "scratch", "emptyDir": disk},
@@ -386,8 +381,6 @@ def _pod(planned: Planned, *, name: str, service: str) -> dict[str, Any]:
         ],
         "containers": [_container(planned, host=f"{name}-0.{service}")],
     }
-    kept = ("enableServiceLinks", "automountServiceAccountToken")
-    return {key: value for key, value in fields.items() if key in kept or value not in ("", [], {}, False)}
 
 
 def _container(planned: Planned, *, host: str) -> dict[str, Any]:

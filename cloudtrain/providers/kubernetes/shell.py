@@ -20,8 +20,6 @@ from ...errors import CloudtrainError, LostContactError
 from . import Settings
 from .api import Account
 
-__all__ = ["main"]
-
 STDIN, STDOUT, STDERR, ERROR, RESIZE = range(5)
 """Channels of the protocols v4.channel.k8s.io and v5.channel.k8s.io."""
 LOOK = 0.2

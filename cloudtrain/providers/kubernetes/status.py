@@ -15,17 +15,15 @@ from typing import TYPE_CHECKING, Any
 from ...errors import AuthError, NotFoundError
 from ...provider_api.protocol import AttemptInfo, Status
 from .._cloud import hinted, one_line, time_of
-from .api import conditions_of, is_ending
+from .api import HELP, conditions_of, is_ending
 from .node import AGAIN, TIME_UP
 from .request import CANCELLED, ENDED, POD_INDEX, marks_of
 
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["HINTS", "PENDING", "category_of", "status", "status_of"]
-
 HINTS: Mapping[str, str] = {
-    "quota": "to see the limits, run: kubectl describe resourcequota",
+    "quota": HELP["quota"],
     "image": "check image and kubernetes.image_pull_secrets",
     "oom": "ask for more with memory_gb",
     "disk": "ask for more with disk_gb",
@@ -157,9 +155,8 @@ def _pod_failure(pod: Object) -> tuple[str, str]:
         return "user_error", hinted(f"{node}: {said}", HINTS["disk"])
     for image, end in _ends(pod):
         category, text = category_of(end)
-        if category == "image":
-            return category, hinted(f"{node}, image {image}: {text}", HINTS[category])
         if category:
+            text = f"{node}, image {image}: {text}" if category == "image" else text
             return category, hinted(text, HINTS.get(category))
     return ("infra", f"{node}: {said}") if said else ("", "")
 

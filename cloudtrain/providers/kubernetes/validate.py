@@ -17,11 +17,6 @@ from ...validate import choice_of, near_or_all, whole_number
 from .._cloud import table_in
 from . import NAME
 
-__all__ = [
-    "INT32", "check_body", "check_fields", "check_key", "check_labels", "check_name", "check_tolerations",
-    "check_volume", "known_fields", "label_text", "quantity_of",
-]  # fmt: skip
-
 LONGEST = 63
 """Characters of a label's value, and of the name part of a key."""
 INT32 = 2**31 - 1

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...provider_api.protocol import Need, Request, setting
-from ...validate import url_scheme
 from .._cloud import CloudProvider
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
@@ -76,17 +75,7 @@ class Provider(CloudProvider):
         return str(self.account.create(request, secrets))
 
     def may_have_sent(self, request: Request) -> bool:
-        return bool(self.account.may_have_sent(request))
-
-    def principal(self) -> str | None:
-        """Return the access key's id; None for a token."""
-        return self.account.principal()  # type: ignore[no-any-return]
-
-    def storage(self, url: str) -> Mapping[str, Any]:
-        if url_scheme(url) != "obs":
-            return {}
-        found: Mapping[str, Any] = self.account.storage()
-        return found
+        return bool(self.account.creations.is_lost(request.body["metadata"]["name"]))
 
 
 DIFFERENCES = (

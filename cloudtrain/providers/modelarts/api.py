@@ -7,6 +7,7 @@ An access key signs each call, or an IAM token comes with it.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -16,26 +17,18 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request as HttpRequest
 from urllib.request import build_opener
 
-from ...errors import (
-    AuthError,
-    CloudtrainError,
-    ConflictError,
-    LostContactError,
-    NotFoundError,
-    PlatformError,
-    QuotaError,
-    SpecError,
-)
+from ... import errors
 from ...provider_api.protocol import Request, Shell, python_command, shell_arguments
 from ...storage.files import files
 from ...storage.obs import HuaweiKeys, NoRedirects, find_keys
-from .._cloud import ANOTHER_ID, Backoff, decoded, first_job, found_until, one_line, pairs_of, unless_over, with_ours
+from ...validate import url_scheme
+from .._cloud import ANOTHER_ID, Backoff, Creations, decoded, object_of, one_line, pairs_of, unless_over
 from . import NAME
 from .node import KEY_PATH, SECRETS, sealed
 from .request import mark_of, unmounted, words_of
@@ -44,8 +37,6 @@ from .validate import LONGEST_VALUE
 
 if TYPE_CHECKING:
     from . import Settings
-
-__all__ = ["FINAL", "HELP", "TOKEN", "Account", "Answer", "error_of", "job_of"]
 
 TIMEOUT = 60
 """Seconds of one call."""
@@ -57,8 +48,6 @@ KEYS_SECONDS = 3600 * 12
 """Life of the keys that a token buys for OBS; IAM gives 24 hours at most."""
 PAGE = 50
 """Most jobs of one answer; the offset counts pages."""
-SETTLE = 5.0
-"""Seconds after a creation whose answer was lost, in which the job may not be in the list yet; unverified."""
 FIRST_HOLD = 5.0
 _ID = re.compile(r"(?P<region>[a-z0-9-]+)/(?P<project>[0-9a-f]{32})/(?P<id>[0-9a-f-]{36})")
 _AGENCY = re.compile(r"agency|delegat|authori[sz]ation", re.IGNORECASE)
@@ -73,39 +62,32 @@ HELP: Mapping[str, str] = {
 }
 
 
-class Answer(NamedTuple):
-    """An answer's JSON object and headers."""
-
-    value: dict[str, Any]
-    headers: Mapping[str, str]
-
-
 def job_of(native_id: str) -> tuple[str, str, str]:
     """Return (region, project, id) of a native id. Raises `NotFoundError` for another text."""
     match = _ID.fullmatch(native_id)
     if match is None:
-        raise NotFoundError(f"{native_id!r} is not REGION/PROJECT/JOB", field="run")
+        raise errors.NotFoundError(f"{native_id!r} is not REGION/PROJECT/JOB", field="run")
     return match["region"], match["project"], match["id"]
 
 
-def error_of(status: int, code: str, message: str, *, what: str) -> CloudtrainError:
+def error_of(status: int, code: str, message: str, *, what: str) -> errors.CloudtrainError:
     """Return the error for an answer: its HTTP status, and ``error_code`` and ``error_msg`` of its body."""
     text = f"{what}: {one_line(message) or f'HTTP {status}'}" + (f" ({code})" if code else "")
     if code == _QUOTA_CODE or (status in (400, 403, 409) and _QUOTA.search(message)):
-        return QuotaError(text, hint=HELP["quota"])
+        return errors.QuotaError(text, hint=HELP["quota"])
     if status in (408, 429) or status >= 500:
-        return LostContactError(f"Huawei Cloud does not answer now: {text}")
+        return errors.LostContactError(f"Huawei Cloud does not answer now: {text}")
     if status in (401, 403):
         if code.startswith("APIGW.030") or status == 401:
-            return AuthError(text, hint=HELP["clock"])
-        return AuthError(text, hint=HELP["agency" if _AGENCY.search(message) else "auth"])
+            return errors.AuthError(text, hint=HELP["clock"])
+        return errors.AuthError(text, hint=HELP["agency" if _AGENCY.search(message) else "auth"])
     if status == 404:
-        return NotFoundError(text, hint=HELP["region"] if code.startswith("APIGW") else "")
+        return errors.NotFoundError(text, hint=HELP["region"] if code.startswith("APIGW") else "")
     if status == 409:
-        return ConflictError(text, field="run_id")
+        return errors.ConflictError(text, field="run_id")
     if 400 <= status < 500:
-        return SpecError(text, hint=HELP["agency"] if _AGENCY.search(message) else "")
-    return PlatformError(f"{text} (HTTP {status})")
+        return errors.SpecError(text, hint=HELP["agency"] if _AGENCY.search(message) else "")
+    return errors.PlatformError(f"{text} (HTTP {status})")
 
 
 class Account:
@@ -116,8 +98,7 @@ class Account:
         self._lock = threading.RLock()
         self._bought: tuple[float, Mapping[str, str]] | None = None
         self._backoff = Backoff(first=FIRST_HOLD)
-        self._lost_at: dict[str, float] = {}
-        """Time of a creation whose answer was lost, by the job's name, on the clock of `time.monotonic`."""
+        self.creations = Creations(self.cancel)
         self.ended: dict[str, float] = {}
         """Time at which a finished job was first seen so, on the clock of `time.monotonic`."""
         self.abnormal: dict[str, float] = {}
@@ -138,8 +119,10 @@ class Account:
         """Return the access key's id; None for a token."""
         return None if self.token else self.keys().ak
 
-    def storage(self) -> Mapping[str, Any]:
+    def storage(self, url: str) -> Mapping[str, Any]:
         """Return the options of a store in OBS: the region, and temporary keys if the caller has only a token."""
+        if url_scheme(url) != "obs":
+            return {}
         region = {"client_kwargs": {"region_name": self.settings.region or None}}
         if not self.token:
             return region
@@ -148,12 +131,12 @@ class Account:
                 identity = {"methods": ["token"], "token": {"duration_seconds": KEYS_SECONDS}}
                 url = f"{iam_endpoint(self.settings.region)}/v3.0/OS-CREDENTIAL/securitytokens"
                 what = "ask IAM for keys of OBS"
-                found = self.rest("POST", url, what=what, body={"auth": {"identity": identity}}).value["credential"]
+                found = self.rest("POST", url, what=what, body={"auth": {"identity": identity}})["credential"]
                 own = {"key": found["access"], "secret": found["secret"], "token": found["securitytoken"]}
                 self._bought = time.monotonic(), own
             return {**region, **self._bought[1]}
 
-    def rest(self, method: str, url: str, *, what: str, body: Any = None, **query: Any) -> Answer:
+    def rest(self, method: str, url: str, *, what: str, body: Any = None, **query: Any) -> dict[str, Any]:
         """Return the answer to one call. ``what`` names it in messages. Raises the errors of `error_of`."""
         parts = urlsplit(url)
         pairs = [(name, str(value)) for name, value in query.items()]
@@ -170,35 +153,38 @@ class Account:
         try:
             asked = HttpRequest(target, data=data or None, headers=headers, method=method)
             with build_opener(NoRedirects).open(asked, timeout=TIMEOUT) as answer:
-                raw, found = answer.read(), dict(answer.headers)
+                raw = answer.read()
         except HTTPError as exc:
             raise self._refused(exc, parts.netloc, what) from None
         except (URLError, OSError, http.client.HTTPException) as exc:
             why = one_line(getattr(exc, "reason", "") or exc)
             hint = HELP["region"] if "resol" in why or "known" in why else ""
-            raise LostContactError(f"{what}: {parts.netloc} does not answer: {why}", hint=hint) from None
-        return Answer(decoded(raw, what=what) if raw.strip() else {}, found)
+            raise errors.LostContactError(f"{what}: {parts.netloc} does not answer: {why}", hint=hint) from None
+        return decoded(raw, what=what) if raw.strip() else {}
 
-    def _refused(self, exc: HTTPError, host: str, what: str) -> CloudtrainError:
-        try:
-            said = json.loads(exc.read())
-            code, message = str(said.get("error_code") or ""), str(said.get("error_msg") or said.get("message") or "")
-        except (OSError, ValueError, AttributeError, http.client.HTTPException):
-            code, message = "", ""
-        self._backoff.note(host, _Noted(exc.code, exc.headers))
-        return error_of(exc.code, code, message, what=what)
+    def _refused(self, exc: HTTPError, host: str, what: str) -> errors.CloudtrainError:
+        said: dict[str, Any] = {}
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            said = object_of(exc.read()) or {}
+        self._backoff.note(host, exc.code, exc.headers)
+        message = str(said.get("error_msg") or said.get("message") or "")
+        return error_of(exc.code, str(said.get("error_code") or ""), message, what=what)
 
     # --------------------------------------------------------------------------------------------------------- the jobs
 
-    def call(self, method: str, path: str, *, what: str, where: tuple[str, str] = ("", ""), **more: Any) -> Any:
+    def call(self, method: str, path: str, *, what: str, where: Sequence[str] = (), **more: Any) -> dict[str, Any]:
         """Return ModelArts' answer below ``/v2/{project_id}``; ``where`` is (region, project), by default our own."""
-        region, project = where[0] or self.settings.region, where[1] or self.settings.project_id
-        return self.rest(method, f"{endpoint(region)}/v2/{project}/{path}", what=what, **more).value
+        region, project = where or (self.settings.region, self.settings.project_id)
+        return self.rest(method, f"{endpoint(region)}/v2/{project}/{path}", what=what, **more)
+
+    def _call_job(self, method: str, native_id: str, path: str = "", *, what: str, body: Any = None) -> dict[str, Any]:
+        """Return ModelArts' answer below the job's own path."""
+        *where, job_id = job_of(native_id)
+        return self.call(method, f"training-jobs/{job_id}{path}", what=what, where=where, body=body)
 
     def describe(self, native_id: str) -> dict[str, Any]:
         """Return the job in JSON. Raises `NotFoundError`."""
-        *where, job_id = job_of(native_id)
-        job: dict[str, Any] = self.call("GET", f"training-jobs/{job_id}", what="get job", where=(where[0], where[1]))
+        job = self._call_job("GET", native_id, what="get job")
         phase = (job.get("status") or {}).get("phase")
         if phase in FINAL:
             self.ended.setdefault(native_id, time.monotonic())
@@ -210,14 +196,9 @@ class Account:
 
     def log(self, native_id: str, task: str) -> dict[str, Any]:
         """Return the newest 5 MB of a task's log, with the sizes in bytes of that part and of the whole."""
-        *where, job_id = job_of(native_id)
-        path = f"training-jobs/{job_id}/tasks/{task}/logs/preview"
-        found: dict[str, Any] = self.call("GET", path, what="read the log", where=(where[0], where[1]))
-        return found
+        return self._call_job("GET", native_id, f"/tasks/{task}/logs/preview", what="read the log")
 
-    def list_jobs(
-        self, name: str, where: tuple[str, str] = ("", ""), *, workspace: str = ""
-    ) -> Iterator[Mapping[str, Any]]:
+    def list_jobs(self, name: str, where: Sequence[str] = (), *, workspace: str = "") -> Iterator[Mapping[str, Any]]:
         """Yield the jobs whose names contain ``name``, in a workspace, by default our own."""
         filters = [{"key": "name", "operator": "like", "value": [name]}]
         body = {"limit": PAGE, "sort_by": "create_time", "order": "asc", "filters": filters}
@@ -248,44 +229,37 @@ class Account:
         found = sorted(ours, key=lambda meta: (int(meta.get("create_time") or 0), str(meta["id"])))
         if found and found[0]["name"] != name:
             why = f"ModelArts has a job {found[0]['name']} of an earlier run of that id, which was another job"
-            raise ConflictError(why, field="run_id", hint=ANOTHER_ID)
+            raise errors.ConflictError(why, field="run_id", hint=ANOTHER_ID)
         return ["/".join((*where, str(meta["id"]))) for meta in found if meta["name"] == name]
 
     def create(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
-        """Return the native id of the one job of this request.
+        """Return the native id of the one job of this request."""
+        name, send = request.body["metadata"]["name"], partial(self._send, request, secrets)
+        return self.creations.one_job(name, partial(self.jobs, request), send)
 
-        The API takes no id from its caller. One client at a time calls this (`handover.sending`), and looks for the job
-        first.
-        """
-        name, where, jobs = request.body["metadata"]["name"], _place(request), partial(self.jobs, request)
-        lost = self._lost_at.get(name, float("-inf"))
-        if found := found_until(lost + SETTLE, jobs):
-            return first_job(found, self.cancel)
+    def _send(self, request: Request, secrets: Mapping[str, str] | None) -> str:
+        where = _place(request)
         body = self._with_secrets(request, secrets) if secrets else dict(request.body)
         try:
             made = self.call("POST", "training-jobs", what="create job", body=body, where=where)
             ours = "/".join((*where, str((made.get("metadata") or {}).get("id"))))
             job_of(ours)
-        except (LostContactError, NotFoundError, PlatformError) as exc:
-            if isinstance(exc, NotFoundError) and exc.field != "run":
+            return ours
+        except (errors.LostContactError, errors.NotFoundError, errors.PlatformError) as exc:
+            if isinstance(exc, errors.NotFoundError) and exc.field != "run":
                 raise
-            self._lost_at[name] = time.monotonic()
-            if isinstance(exc, LostContactError):
+            self.creations.note_lost(request.body["metadata"]["name"])
+            if isinstance(exc, errors.LostContactError):
                 raise
-            raise LostContactError(f"create job: the answer names no job ({exc})") from None
-        return first_job(with_ours(ours, jobs), self.cancel)
-
-    def may_have_sent(self, request: Request) -> bool:
-        """Return whether a call to create the request's job got no answer."""
-        return request.body["metadata"]["name"] in self._lost_at
+            raise errors.LostContactError(f"create job: the answer names no job ({exc})") from None
 
     def _with_secrets(self, request: Request, secrets: Mapping[str, str]) -> dict[str, Any]:
         """Return the body with the values of the secrets, sealed with the run's key, in place of nothing."""
         folder, _, name = unmounted(pairs_of(words_of(request.body))[KEY_PATH]).rpartition("/")
-        text = sealed(secrets, files(folder, storage=lambda _: self.storage()).read(name))
+        text = sealed(secrets, files(folder, storage=self.storage).read(name))
         if len(text) > LONGEST_VALUE:
             why = f"the values have {len(text)} characters together, sealed; a job holds {LONGEST_VALUE}"
-            raise SpecError(why, field="secrets", hint="pass fewer or shorter values")
+            raise errors.SpecError(why, field="secrets", hint="pass fewer or shorter values")
         algorithm = request.body["algorithm"]
         return {
             **request.body,
@@ -298,33 +272,24 @@ class Account:
         def is_over() -> bool:
             return (self.describe(native_id).get("status") or {}).get("phase") in (*FINAL, "Terminating")
 
-        *where, job_id = job_of(native_id)
         if not is_over():
-            path, body = f"training-jobs/{job_id}/actions", {"action_type": "terminate"}
             with unless_over(is_over):
-                self.call("POST", path, what="stop job", body=body, where=(where[0], where[1]))
+                self._call_job("POST", native_id, "/actions", what="stop job", body={"action_type": "terminate"})
 
     def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
         """Return ssh's command into a node. Raises `SpecError` for a job that lets no one in."""
         if "endpoints" not in request.body:
             why, hint = "the job was sent without it, and lets no shell in", "send a job with --interactive"
-            raise SpecError(why, field="interactive", hint=hint)
+            raise errors.SpecError(why, field="interactive", hint=hint)
         found = ((self.describe(native_id).get("endpoints") or {}).get("ssh") or {}).get("task_urls") or ()
         url = next((str(item.get("url")) for item in found if item.get("task") == f"worker-{node}"), "")
         if not url:
-            raise SpecError("the node's address is not known yet", field="node", hint="try again in a minute")
+            raise errors.SpecError("the node's address is not known yet", field="node", hint="try again in a minute")
         parts = urlsplit(url if "://" in url else f"ssh://{url}")
         words = python_command(shell_arguments(words_of(request.body)[4], request, node, command))
         port = ["-p", str(parts.port)] if parts.port else []
         target = f"{parts.username or 'ma-user'}@{parts.hostname}"
         return Shell(argv=["ssh", *(["-t"] if tty else []), *port, target, shlex.join(words)], install="install ssh")
-
-
-class _Noted(NamedTuple):
-    """Status and headers of a refusal, for `Backoff`."""
-
-    status_code: int
-    headers: Any
 
 
 def endpoint(region: str) -> str:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import Request
     from .api import Account
 
-__all__ = ["checks"]
-
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
     """Yield the checks of `doctor`."""
@@ -75,7 +73,7 @@ def _bucket(account: Account, store: str) -> Check:
         return failed("bucket", f"its nodes see OBS, not {store}", fix=fix, code=SpecError.exit_code)
     name, region = urlsplit(store).netloc, account.settings.region
     try:
-        files(f"obs://{name}", storage=lambda _: account.storage()).names("")
+        files(f"obs://{name}", storage=account.storage).names("")
     except StorageError as exc:
         fix = f"make it in {region}, or set store to another one: console, Object Storage Service"
         return failed("bucket", str(exc), fix=fix, code=StorageError.exit_code)

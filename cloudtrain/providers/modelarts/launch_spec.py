@@ -17,8 +17,6 @@ from .request import POOL_FLAVORS, RETRY_NUM, unmounted, words_of
 if TYPE_CHECKING:
     from . import Settings
 
-__all__ = ["launch_spec"]
-
 _FACTS = (LIMIT_PATH, CLOCK_PATH, DEVICE_PATH, KEY_PATH)
 
 

@@ -15,8 +15,6 @@ from ...provider_api.protocol import LogLine, LogPage
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["page"]
-
 LOOK = 3.0
 """Seconds between two reads while a log may still grow after its job's end."""
 

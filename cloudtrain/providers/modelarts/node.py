@@ -19,8 +19,6 @@ from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
 from .._cloud import Clock, paths_of
 
-__all__ = ["AGAIN", "GRACE", "TIME_UP", "node_environment", "sealed", "secret"]
-
 GRACE = 30
 """Seconds between SIGTERM and SIGKILL: Kubernetes' own, as nodes are pods of Volcano; unverified."""
 AGAIN, TIME_UP = 75, 76

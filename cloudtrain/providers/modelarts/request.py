@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
 from ...job.job import run_tag
-from ...job.options import merge_options
 from ...provider_api import catalog
 from ...provider_api.protocol import NO_SMI, Layout, Request, check_inputs, python_command
 from ...validate import texts_of, url_scheme
@@ -25,38 +24,19 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import LayoutInput
     from . import Settings
 
-__all__ = [
-    "OWNED",
-    "RETRY_NUM",
-    "auto_stop_hours",
-    "checked",
-    "mark_of",
-    "mounted",
-    "plan",
-    "unmounted",
-    "words_of",
-]
-
 NAME_LENGTH = 64
 RETRY_NUM = "fault-tolerance/job-retry-num"
 """The annotation with the number of ModelArts' own restarts after a fault of machines."""
-OWNED = (
-    *("kind", "tasks", "train_type", "ftjob_config", "endpoints"),
-    *(f"metadata.{name}" for name in ("name", "workspace_id", "description", f"annotations.{RETRY_NUM}")),
-    *(f"metadata.annotations.fault-tolerance/{name}" for name in ("job-unconditional-retry", "pod-retry-num")),
-    "metadata.annotations.fault-tolerance/hang-retry",
-    *(f"algorithm.{name}" for name in ("id", "subscription_id", "item_version_id", "code_dir", "boot_file", "command")),
-    *(f"algorithm.{name}" for name in ("parameters", "inputs", "outputs", "working_dir", "local_code_dir")),
-    *(f"algorithm.engine.{name}" for name in ("engine_id", "engine_name", "engine_version", "image_url")),
-    *(
-        "algorithm.engine.image_repo_id",
-        "spec.resource",
-        "spec.volumes",
-        "spec.log_export_path",
-        "spec.auto_stop",
-    ),
-    "spec.schedule_policy",
-)
+OWNED = {
+    "": "kind tasks train_type ftjob_config endpoints",
+    "metadata.": "name workspace_id description",
+    "metadata.annotations.": f"{RETRY_NUM} fault-tolerance/job-unconditional-retry fault-tolerance/pod-retry-num"
+    " fault-tolerance/hang-retry",
+    "algorithm.": "id subscription_id item_version_id code_dir boot_file command parameters inputs outputs working_dir"
+    " local_code_dir",
+    "algorithm.engine.": "engine_id engine_name engine_version image_url image_repo_id",
+    "spec.": "resource volumes log_export_path auto_stop schedule_policy",
+}
 """Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
 POOL_FLAVORS: Mapping[int, str] = {
     1: "modelarts.pool.visual.xlarge",
@@ -151,7 +131,7 @@ def plan(planned: Planned) -> Request:
         },
         **({"endpoints": {"ssh": {"key_pair_names": [*settings.ssh_key_pairs]}}} if job.interactive else {}),
     }
-    body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
+    body = planned.with_options(body, OWNED)
     check_body(body)
     _mark(body, planned)
     if job.secrets:
@@ -198,7 +178,7 @@ def _description(job: Job, layout: Layout) -> str:
 
 
 def _check_store(store: str) -> None:
-    if url_scheme(store) != "obs" or not _BUCKET.fullmatch(store):
+    if not _BUCKET.fullmatch(store):
         hint = 'add to cloudtrain.toml: store = "obs://BUCKET/PREFIX", a bucket in the job\'s region'
         raise UnsupportedError(NAME, "store", f"its nodes see OBS, not {store}", hint=hint)
     _check_url(store, "store")

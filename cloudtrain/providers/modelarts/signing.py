@@ -13,8 +13,6 @@ from urllib.parse import quote, unquote
 
 from ...storage.obs import HuaweiKeys
 
-__all__ = ["ALGORITHM", "query_string", "signed_headers"]
-
 ALGORITHM = "SDK-HMAC-SHA256"
 _EMPTY = hashlib.sha256(b"").hexdigest()
 

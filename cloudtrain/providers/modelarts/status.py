@@ -19,8 +19,6 @@ from .request import auto_stop_hours, words_of
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["ABNORMAL_SECONDS", "CLOCK_SECONDS", "HINTS", "PENDING", "category_of", "status", "status_of"]
-
 PENDING = {"Creating": "Creating: taken in", "Pending": "Pending: waiting for machines"}
 """Phases in which no script need run. Any other phase that is not final, also an unknown one, counts as running."""
 ABNORMAL_SECONDS = 900.0

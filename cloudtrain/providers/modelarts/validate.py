@@ -16,8 +16,6 @@ from .._cloud import problems, table_in
 from . import NAME
 from .node import SECRETS
 
-__all__ = ["DESCRIPTION", "check_body"]
-
 DESCRIPTION, VARIABLES, LONGEST_VALUE = 256, 100, 4096
 """Most characters of a description, most variables of a job, and most characters of each."""
 _models = partial(table_in, __file__, "fields.json")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...provider_api.protocol import Need, Request, setting
-from ...validate import url_scheme
 from .._cloud import CloudProvider
 
 __all__ = ["DIFFERENCES", "MARK", "NAME", "SAMPLE", "Provider", "Settings"]
@@ -21,7 +20,6 @@ MARK = ".sagemaker"
 """The syncing agent puts ``x.sagemaker-uploading`` and ``x.sagemaker-uploaded`` next to a file ``x``. It skips
 ``x.sagemaker-ignore`` (aws/sagemaker-xgboost-container, ``checkpointing.py``)."""
 UPLOADING, UPLOADED, IGNORED = (f"{MARK}-{word}" for word in ("uploading", "uploaded", "ignore"))
-
 STORE = Need(example="s3://BUCKET/PREFIX", find="aws s3 ls", stand_in="s3://missing-bucket", shown="s3://<bucket>")
 REGION = Need(example="eu-west-1", find="the region of the store's bucket", stand_in="us-east-1")
 ROLE = Need(
@@ -81,15 +79,6 @@ class Provider(CloudProvider):
 
     def warm_seconds(self, request: Request) -> int:
         return int(request.body["ResourceConfig"].get("KeepAlivePeriodInSeconds", 0))
-
-    def principal(self) -> str:
-        """Return the ARN of the calling user or role session."""
-        return str(self.account.call("sts", "get_caller_identity")["Arn"])
-
-    def storage(self, url: str) -> Mapping[str, Any]:
-        from .api import storage
-
-        return storage(self.settings) if url_scheme(url) in ("s3", "s3a") else {}
 
 
 DIFFERENCES = (

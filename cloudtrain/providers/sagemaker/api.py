@@ -10,20 +10,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...errors import (
-    AuthError,
-    CapacityError,
-    CloudtrainError,
-    ConflictError,
-    LostContactError,
-    NotFoundError,
-    PlatformError,
-    QuotaError,
-    SpecError,
-)
+from ... import errors
 from ...job.job import run_tag
 from ...provider_api.protocol import Request, Shell, python_command, shell_arguments
 from ...storage.extras import translated
+from ...validate import url_scheme
 from .._cloud import ANOTHER_ID, unless_over
 from .node import CHANNELS, INPUTS
 from .request import FIELDS, TAG_RUN
@@ -31,8 +22,6 @@ from .validate import field_at
 
 if TYPE_CHECKING:
     from . import Settings
-
-__all__ = ["Account", "error_of", "job_of", "storage"]
 
 TIMEOUT = 30
 SESSION_NAME = "cloudtrain"
@@ -42,29 +31,31 @@ _ARN = re.compile(r"arn:aws[a-z-]*:sagemaker:(?P<region>[a-z0-9-]+):\d{12}:train
 EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
 STALE = EXPIRED | {"InvalidAccessKeyId", "InvalidClientTokenId", "UnrecognizedClientException"}
 """Error codes of a session whose keys were replaced after it read them."""
-_CODES: Mapping[type[CloudtrainError], str] = {
-    AuthError: """
+_CODES: Mapping[type[errors.CloudtrainError], str] = {
+    errors.AuthError: """
         ExpiredToken ExpiredTokenException RequestExpired
         AccessDenied AccessDeniedException AuthFailure IncompleteSignature InvalidAccessKeyId InvalidClientTokenId
         InvalidSignatureException MissingAuthenticationToken MissingAuthenticationTokenException NotAuthorized
         OptInRequired SignatureDoesNotMatch UnauthorizedOperation UnrecognizedClientException""",
-    LostContactError: """
+    errors.LostContactError: """
         InternalError InternalFailure InternalServerError InternalServerException LimitExceeded PriorRequestNotComplete
         RequestLimitExceeded RequestThrottled RequestThrottledException RequestTimeout RequestTimeoutException
         ServiceUnavailable ServiceUnavailableException SlowDown Throttling ThrottledException ThrottlingException
         TooManyRequestsException""",
-    QuotaError: "ResourceLimitExceeded",
-    ConflictError: "ResourceInUse",
-    NotFoundError: """
+    errors.QuotaError: "ResourceLimitExceeded",
+    errors.ConflictError: "ResourceInUse",
+    errors.NotFoundError: """
         ResourceNotFound ResourceNotFoundException NoSuchEntity ImageNotFoundException RepositoryNotFoundException""",
-    SpecError: "InvalidParameterException ValidationException",
+    errors.SpecError: "InvalidParameterException ValidationException",
 }
-CODES: Mapping[str, type[CloudtrainError]] = {code: kind for kind, codes in _CODES.items() for code in codes.split()}
+CODES: Mapping[str, type[errors.CloudtrainError]] = {
+    code: kind for kind, codes in _CODES.items() for code in codes.split()
+}
 """Error class of each AWS code. Any other code is the platform's failure, or with status 5xx a passing one."""
 #: Messages of a ValidationException that mean another error.
-_SAID: tuple[tuple[re.Pattern[str], type[CloudtrainError]], ...] = (
-    (re.compile(r"resource not found|not find (the )?training job", re.I), NotFoundError),
-    (re.compile(r"assume (the )?role|not authorized|access ?denied|PassRole", re.I), AuthError),
+_SAID: tuple[tuple[re.Pattern[str], type[errors.CloudtrainError]], ...] = (
+    (re.compile(r"resource not found|not find (the )?training job", re.I), errors.NotFoundError),
+    (re.compile(r"assume (the )?role|not authorized|access ?denied|PassRole", re.I), errors.AuthError),
 )
 _CONSTRAINT = re.compile(r"Value .*? at '([A-Za-z.]+)[^']*' failed to satisfy constraint", re.S)
 _LIST = re.compile(r"\[[^\]]{80,}\]")
@@ -86,7 +77,7 @@ def job_of(native_id: str) -> tuple[str, str]:
     return (match["region"], match["name"]) if match else ("", native_id)
 
 
-def error_of(exc: Exception) -> CloudtrainError | None:
+def error_of(exc: Exception) -> errors.CloudtrainError | None:
     """Return the error for one of boto3's exceptions, or None for any other: the provider's whole table."""
     import boto3.exceptions
     import botocore.exceptions as known
@@ -95,58 +86,64 @@ def error_of(exc: Exception) -> CloudtrainError | None:
         return _refusal(exc)
     text = " ".join(str(exc).split())
     unknown = f"the installed boto3 does not know this request: {text}"
-    no_profile = SpecError(
+    no_profile = errors.SpecError(
         text, field="sagemaker.profile", hint="to list the profiles, run: aws configure list-profiles"
     )
     expired = (known.UnauthorizedSSOTokenError, known.SSOTokenLoadError, known.TokenRetrievalError)
     unread = (known.CredentialRetrievalError, known.NoAuthTokenError, known.RefreshWithMFAUnsupportedError)
-    rows: tuple[tuple[Any, CloudtrainError], ...] = (
+    rows: tuple[tuple[Any, errors.CloudtrainError], ...] = (
         (known.ProfileNotFound, no_profile),
-        (known.NoRegionError, SpecError("is not set", field="sagemaker.region", hint=_REGION)),
-        (known.ParamValidationError, SpecError(unknown, field="options", hint="run: pip install --upgrade boto3")),
-        (expired, AuthError(text, hint=HELP["expired"])),
-        ((known.NoCredentialsError, known.PartialCredentialsError), AuthError("no AWS credentials", hint=HELP["none"])),
-        (unread, AuthError(text, hint=HELP["none"])),
-        ((known.HTTPClientError, known.ConnectionError), LostContactError(f"AWS does not answer: {text}")),
-        ((known.BotoCoreError, boto3.exceptions.Boto3Error), PlatformError(f"{type(exc).__name__}: {text}")),
+        (known.NoRegionError, errors.SpecError("is not set", field="sagemaker.region", hint=_REGION)),
+        (
+            known.ParamValidationError,
+            errors.SpecError(unknown, field="options", hint="run: pip install --upgrade boto3"),
+        ),
+        (expired, errors.AuthError(text, hint=HELP["expired"])),
+        (
+            (known.NoCredentialsError, known.PartialCredentialsError),
+            errors.AuthError("no AWS credentials", hint=HELP["none"]),
+        ),
+        (unread, errors.AuthError(text, hint=HELP["none"])),
+        ((known.HTTPClientError, known.ConnectionError), errors.LostContactError(f"AWS does not answer: {text}")),
+        ((known.BotoCoreError, boto3.exceptions.Boto3Error), errors.PlatformError(f"{type(exc).__name__}: {text}")),
     )
     return next((error for kinds, error in rows if isinstance(exc, kinds)), None)
 
 
-def _refusal(exc: Any) -> CloudtrainError:
+def _refusal(exc: Any) -> errors.CloudtrainError:
     error = exc.response.get("Error", {})
     code, message = str(error.get("Code", "")), " ".join(str(error.get("Message", "")).split())
     status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    kind: type[CloudtrainError] | None = CODES.get(code)
+    kind: type[errors.CloudtrainError] | None = CODES.get(code)
     if code == "ValidationException":
-        kind = next((other for pattern, other in _SAID if pattern.search(message)), SpecError)
-    if kind is QuotaError and "not available in this region" in message:
-        kind = CapacityError  # no quota brings the machine there: a fallback moves on
+        kind = next((other for pattern, other in _SAID if pattern.search(message)), errors.SpecError)
+    if kind is errors.QuotaError and "not available in this region" in message:
+        kind = errors.CapacityError  # no quota brings the machine there: a fallback moves on
     if kind is None:
-        kind = LostContactError if status >= 500 or status == 429 else PlatformError
+        kind = errors.LostContactError if status >= 500 or status == 429 else errors.PlatformError
     text, hint = f"{exc.operation_name}: {message or code or f'status {status}'}", ""
-    if kind is SpecError:
+    if kind is errors.SpecError:
         return _blamed(text)
-    if kind is AuthError and "not authorized to perform" in message and "PassRole" not in message:
+    if kind is errors.AuthError and "not authorized to perform" in message and "PassRole" not in message:
         text, hint = f"{text} ({code})", HELP["policy"]
-    elif kind is AuthError:
+    elif kind is errors.AuthError:
         role = "PassRole" in message or "role" in message.lower()
         text, hint = f"{text} ({code})", HELP["expired" if code in EXPIRED else "role" if role else "none"]
-    elif kind is CapacityError:
+    elif kind is errors.CapacityError:
         hint = HELP["region"]
-    elif kind is QuotaError:
+    elif kind is errors.QuotaError:
         named = _QUOTA.search(message)
         hint = HELP["quota"] + (f" (quota {named[1]!r})" if named else "")
-    elif kind is LostContactError:
+    elif kind is errors.LostContactError:
         text = f"AWS does not answer now: {code}: {message}"
     return kind(text, hint=hint)
 
 
-def _blamed(text: str) -> SpecError:
+def _blamed(text: str) -> errors.SpecError:
     """Return the error with our field for the field that AWS names, without AWS's list of allowed values."""
     said = _CONSTRAINT.search(text)
     path = [part[:1].upper() + part[1:] for part in said[1].split(".")] if said else []
-    return SpecError(_LIST.sub("[...]", text), field=field_at(FIELDS, path))
+    return errors.SpecError(_LIST.sub("[...]", text), field=field_at(FIELDS, path))
 
 
 class Account:
@@ -162,7 +159,7 @@ class Account:
         """Return the answer. Raises only cloudtrain's errors."""
         try:
             return self._call(service, operation, region or self.settings.region, arguments)
-        except AuthError as exc:
+        except errors.AuthError as exc:
             if not any(code in str(exc) for code in STALE):
                 raise
             with self._lock:
@@ -179,7 +176,7 @@ class Account:
                 from botocore.config import Config
 
                 if not region:
-                    raise SpecError("is not set", field="sagemaker.region", hint=_REGION)
+                    raise errors.SpecError("is not set", field="sagemaker.region", hint=_REGION)
                 config = Config(
                     connect_timeout=TIMEOUT,
                     read_timeout=TIMEOUT,
@@ -200,9 +197,24 @@ class Account:
             except ClientError as exc:
                 answer = exc.response
                 if str(answer.get("Error", {}).get("Code")) in ("404", "NoSuchBucket"):
-                    raise NotFoundError(f"there is no bucket {name}", field="store") from None
+                    raise errors.NotFoundError(f"there is no bucket {name}", field="store") from None
         headers = answer["ResponseMetadata"].get("HTTPHeaders") or {}
         return str(headers.get("x-amz-bucket-region") or "")
+
+    def principal(self) -> str:
+        """Return the ARN of the calling user or role session."""
+        return str(self.call("sts", "get_caller_identity")["Arn"])
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        """Return a store's options for the same caller and region."""
+        own, options = self.settings, dict[str, Any]()
+        if url_scheme(url) not in ("s3", "s3a"):
+            return options
+        if own.region:
+            options["client_kwargs"] = {"region_name": own.region}
+        if own.profile or own.role_to_assume:
+            options["session"] = sign_in(own, own.region)._session  # botocore's, which boto3 does not expose
+        return options
 
     # ---------------------------------------------------------------------------------------------------- training jobs
 
@@ -210,19 +222,19 @@ class Account:
         """Return the ARN of this request's one job. Raises `ConflictError` if another run's job has its name."""
         try:
             return str(self.call("sagemaker", "create_training_job", **request.body)["TrainingJobArn"])
-        except ConflictError:
+        except errors.ConflictError:
             found = self.find(request)
             if found is None:
                 name = request.body["TrainingJobName"]
                 why = f"SageMaker has a training job {name} of another run"
-                raise ConflictError(why, field="run_id", hint=ANOTHER_ID) from None
+                raise errors.ConflictError(why, field="run_id", hint=ANOTHER_ID) from None
             return found
 
     def find(self, request: Request) -> str | None:
         """Return the ARN of the request's job, if it was ever created."""
         try:
             arn = str(self.describe(request.body["TrainingJobName"])["TrainingJobArn"])
-        except NotFoundError:
+        except errors.NotFoundError:
             return None
         tags = self.call("sagemaker", "list_tags", ResourceArn=arn, MaxResults=100)["Tags"]
         ours = any(tag["Key"] == TAG_RUN and tag["Value"] == run_tag(request.run) for tag in tags)
@@ -233,7 +245,7 @@ class Account:
         region, name = job_of(native_id)
         job: dict[str, Any] = self.call("sagemaker", "describe_training_job", region=region, TrainingJobName=name)
         if job["TrainingJobStatus"] == "Deleting":
-            raise NotFoundError(f"SageMaker is deleting the training job {name}", field="run")
+            raise errors.NotFoundError(f"SageMaker is deleting the training job {name}", field="run")
         return job
 
     def cancel(self, native_id: str) -> None:
@@ -252,7 +264,7 @@ class Account:
         if not request.body.get("RemoteDebugConfig"):
             words = f"--region {region} --training-job-name {name} --remote-debug-config EnableRemoteDebug=true"
             hint = f"send a job with --interactive, or let a shell in now: aws sagemaker update-training-job {words}"
-            raise SpecError("the job was sent without it, and lets no shell in", field="interactive", hint=hint)
+            raise errors.SpecError("the job was sent without it, and lets no shell in", field="interactive", hint=hint)
         argv = ["aws", "ssm", "start-session", "--region", region]
         argv += ["--target", f"sagemaker-training-job:{name}_algo-{node + 1}"]
         if command:
@@ -298,13 +310,3 @@ def sign_in(settings: Settings, region: str) -> Any:
     inner = botocore.session.Session(profile=settings.profile or None)
     inner._credentials = DeferredRefreshableCredentials(refresh_using=assumed, method="sts-assume-role")
     return boto3.Session(botocore_session=inner, region_name=region or None)
-
-
-def storage(settings: Settings) -> Mapping[str, Any]:
-    """Return a store's options for the same caller and region."""
-    options: dict[str, Any] = {}
-    if settings.region:
-        options["client_kwargs"] = {"region_name": settings.region}
-    if settings.profile or settings.role_to_assume:
-        options["session"] = sign_in(settings, settings.region)._session  # botocore's, which boto3 does not expose
-    return options

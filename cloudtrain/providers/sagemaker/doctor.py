@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import Request
     from .api import Account
 
-__all__ = ["ACTIONS", "PRINCIPAL", "checks"]
-
 PRINCIPAL = "sagemaker.amazonaws.com"
 ACTIONS = (
     *("sagemaker:CreateTrainingJob", "sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"),
@@ -44,8 +42,6 @@ PAGES = 60
 """Pages of a hundred quotas each; SageMaker has over a thousand."""
 _ASSUMED = re.compile(r"arn:(aws[a-z-]*):sts::(\d{12}):assumed-role/([^/]+)/.*")
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/(?:.*/)?(?P<name>[^/]+)")
-
-
 ADDRESSES, EFA_ADDRESSES = 2, 5
 """Free addresses that an instance needs, without EFA and with it."""
 ALL = "-1"
@@ -139,13 +135,12 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _permissions(account: Account, arn: str) -> Iterator[Check]:
+def _permissions(account: Account, arn: str) -> Check:
     """Check by IAM's own simulator, for the session's user or role. (The simulator finds no role in a path.)"""
     match = _ASSUMED.fullmatch(arn)
     source = f"arn:{match[1]}:iam::{match[2]}:role/{match[3]}" if match else arn
     if source.endswith(":root"):
-        yield ok("permissions", "the root user of the account may do anything; use another one")
-        return
+        return ok("permissions", "the root user of the account may do anything; use another one")
     _, partition, _, _, number, _ = source.split(":", 5)
     region = account.settings.region
     denied = _denied(
@@ -157,9 +152,8 @@ def _permissions(account: Account, arn: str) -> Iterator[Check]:
     )
     if denied:
         fix = f"let the policy of {source} allow {', '.join(denied)} (docs/sagemaker.md has one)"
-        yield failed("permissions", f"not allowed: {', '.join(denied)}", fix=fix, code=AuthError.exit_code)
-    else:
-        yield ok("permissions", f"IAM's simulator allows {len(ACTIONS)} actions, {LOGS} and {PASS}")
+        return failed("permissions", f"not allowed: {', '.join(denied)}", fix=fix, code=AuthError.exit_code)
+    return ok("permissions", f"IAM's simulator allows {len(ACTIONS)} actions, {LOGS} and {PASS}")
 
 
 def _denied(account: Account, source: str, *asked: tuple[Sequence[str], str]) -> list[str]:
@@ -251,7 +245,7 @@ def _judged(name: str, limits: Sequence[_Limit], listed: Mapping[str, Mapping[st
     return ok(name, "; ".join(lines))
 
 
-def _keys(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
+def _keys(account: Account, body: Mapping[str, Any]) -> Check:
     """Check, by IAM's simulator, that the job's role may use the keys of KMS. A key's own policy may still refuse."""
     keys = (
         (body["OutputDataConfig"].get("KmsKeyId"), OUTPUT_KEY),
@@ -262,9 +256,8 @@ def _keys(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
     if denied:
         role = str(body["RoleArn"]).rpartition("/")[2]
         fix = f"let the policy of role {role} allow {', '.join(denied)} (docs/sagemaker.md has the statement)"
-        yield failed("keys", f"the role may not: {', '.join(denied)}", fix=fix, code=AuthError.exit_code)
-    else:
-        yield ok("keys", "IAM's simulator lets the role use the keys; a key's own policy may still refuse")
+        return failed("keys", f"the role may not: {', '.join(denied)}", fix=fix, code=AuthError.exit_code)
+    return ok("keys", "IAM's simulator lets the role use the keys; a key's own policy may still refuse")
 
 
 def _image(account: Account, image: str, own: str) -> Check:
@@ -289,8 +282,8 @@ def _image(account: Account, image: str, own: str) -> Check:
 # AWS's guide has the rules (train-vpc, train-encrypt), and EC2's page on EFA. Endpoints and routes are not checked.
 
 
-def _network(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
-    """Yield one check. Raises `AuthError` for a caller who may not describe the VPC."""
+def _network(account: Account, body: Mapping[str, Any]) -> Check:
+    """Check the VPC's addresses and rules. Raises `AuthError` for a caller who may not describe the VPC."""
     resources = body["ResourceConfig"]
     wanted = resources.get("InstancePreferences", [resources])
     count = int(wanted[0].get("InstanceCount", 1))
@@ -309,11 +302,10 @@ def _network(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
         problems += _closed(groups, efa=efa, encrypted=bool(body.get("EnableInterContainerTrafficEncryption")))
     if problems:
         what, fix = ("; ".join(dict.fromkeys(parts)) for parts in zip(*problems, strict=True))
-        yield failed("network", what, fix=f"{fix} (docs/sagemaker.md has a table)", code=SpecError.exit_code)
-        return
+        return failed("network", what, fix=f"{fix} (docs/sagemaker.md has a table)", code=SpecError.exit_code)
     rules = ", and the security groups let nodes talk to each other" if count > 1 else ""
     largest = max(free, key=lambda name: free[name])
-    yield ok("network", f"{largest} has {free[largest]} free addresses, {needed} needed{rules}")
+    return ok("network", f"{largest} has {free[largest]} free addresses, {needed} needed{rules}")
 
 
 def _closed(groups: Sequence[Mapping[str, Any]], *, efa: bool, encrypted: bool) -> list[tuple[str, str]]:

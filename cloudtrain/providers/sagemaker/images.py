@@ -11,15 +11,11 @@ from ...validate import did_you_mean
 from .._cloud import table_in
 from .s3 import DNS
 
-__all__ = ["check_image", "default_image", "images"]
-
 ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr(?:-fips)?\.(?P<region>[a-z0-9-]+)\.(?P<suffix>[a-z0-9.-]+)/(?P<repository>[^:@]+)(?P<tag>.*)"
 )
 _PUBLIC_ECR = "public.ecr.aws/"
 _ARM, _X86 = re.compile(r"\b(arm64|aarch64|graviton)\b"), re.compile(r"\b(amd64|x86[_-]64)\b")
-
-
 images = partial(table_in, __file__, "images.json")
 """Return the table (``tools/sagemaker_tables.py``)."""
 

@@ -1,4 +1,4 @@
-"""Predict SageMaker's containers for a request, as data for an engine, a World and the contract suite. Pure."""
+"""Predict SageMaker's containers for a request, as data for an engine, a FakePlatform and the contract suite. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from .node import GRACE, INPUTS, ROOT
 
 if TYPE_CHECKING:
     from . import Settings
-
-__all__ = ["launch_spec"]
 
 GROUP = "homogeneousCluster"
 INTERFACE = "eth0"

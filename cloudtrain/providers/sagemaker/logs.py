@@ -19,8 +19,6 @@ from .api import job_of
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["page"]
-
 GROUP = "/aws/sagemaker/TrainingJobs"
 OVERLAP = 120_000
 """Milliseconds that an event may be late. The store has later lines, if they are numbered."""
@@ -49,7 +47,8 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
     for event in answer["events"]:
         if not event["logStreamName"].startswith(f"{name}/"):
             continue
-        key, when = _key(event), int(event["timestamp"])
+        own = event.get("eventId") or f"{event['logStreamName']}\0{event['timestamp']}\0{event['message']}"
+        key, when = short_key(own), int(event["timestamp"])
         if key not in before and key not in given:
             given[key] = when
             newest = max(newest, when)
@@ -117,12 +116,6 @@ def _streams(account: Account, region: str, name: str) -> list[str]:
         return account.call("logs", "describe_log_streams", region=region, logGroupName=GROUP, **given)
 
     return [str(stream["logStreamName"]) for page in pages(ask, "nextToken") for stream in page["logStreams"]]
-
-
-def _key(event: Mapping[str, Any]) -> str:
-    """Return a short key, as a cursor holds many."""
-    own = str(event.get("eventId") or "") or f"{event['logStreamName']}\0{event['timestamp']}\0{event['message']}"
-    return short_key(own)
 
 
 def _line(event: Mapping[str, Any], key: str) -> LogLine:

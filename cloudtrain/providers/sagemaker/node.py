@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ...provider_api.node import NodeEnvironment, SyncAgent, Topology
+from ...runtime import gpus
 from ...runtime.http_json import ask
 from . import IGNORED, UPLOADED, UPLOADING
 from .s3 import DNS, Objects, credentials, signed_headers
-
-__all__ = ["node_environment", "secret"]
 
 ROOT = "/opt/ml"
 INPUTS = f"{ROOT}/input/data"
@@ -164,7 +163,6 @@ def _sm(
     own = _context(base).get("hyperparameters", {}).items()
     hyperparameters = _json(f"{base}/input/config/hyperparameters.json", FileNotFoundError)
     hyperparameters |= {name: value for name, value in own if value != _LEFT_OUT}
-    gpus = sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)) if os.path.isdir("/dev") else 0
     values: dict[str, Any] = {
         "SM_MODEL_DIR": f"{base}/model",
         "SM_INPUT_DIR": f"{base}/input",
@@ -182,7 +180,7 @@ def _sm(
         "SM_MASTER_PORT": topology.master_port,
         "SM_NETWORK_INTERFACE_NAME": resources.get("network_interface_name", ""),
         "SM_NUM_CPUS": os.cpu_count() or 1,
-        "SM_NUM_GPUS": gpus,
+        "SM_NUM_GPUS": gpus.count(),
         "SM_LOG_LEVEL": 20,
         "SM_RESOURCE_CONFIG": resources,
         "SM_INPUT_DATA_CONFIG": {name: channels[name] for name in users},

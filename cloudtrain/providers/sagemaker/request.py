@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
 from ...job.job import run_tag
-from ...job.options import merge_options
 from ...provider_api import catalog
 from ...provider_api.protocol import Layout, Request, check_inputs
 from ...validate import duration, url_scheme
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from ...job.job import Job
     from ...provider_api.catalog import Machine
     from . import Settings
-
-__all__ = ["checked", "plan"]
 
 OPERATION = "CreateTrainingJob"
 TAGS = tuple(f"cloudtrain:{word}" for word in ("run", "run-id", "attempt", "name"))
@@ -63,7 +60,7 @@ ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/.+")
 SECRET = r"arn:aws[a-z-]*:(secretsmanager|ssm):[a-z0-9-]+:\d{12}:(secret:|parameter/).+"
 VALUE = re.compile(r"[\w .:/=+@-]{1,256}")
 """Legal values of a tag; the model allows other kinds of spaces too."""
-_OWNED = {
+OWNED = {
     "": "TrainingJobName RoleArn Tags StoppingCondition CheckpointConfig EnableManagedSpotTraining VpcConfig"
     " EnableNetworkIsolation EnableInterContainerTrafficEncryption ServerlessJobConfig",
     "Environment.": FAILURE_VARIABLE,
@@ -73,7 +70,6 @@ _OWNED = {
     "ResourceConfig.": "InstanceType InstanceCount InstanceGroups InstancePreferences VolumeSizeInGB VolumeKmsKeyId"
     " KeepAlivePeriodInSeconds",
 }
-OWNED = tuple(f"{place}{name}" for place, names in _OWNED.items() for name in names.split())
 """Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
 
 
@@ -159,13 +155,12 @@ def plan(planned: Planned) -> Request:
     }
     if settings.output_kms_key:
         body["OutputDataConfig"]["KmsKeyId"] = settings.output_kms_key
-    options = job.options.get(NAME, {})
-    body = merge_options(body, options, owned=OWNED, provider=NAME)
+    body = planned.with_options(body, OWNED)
     kept = job.keep_checkpoints
     if kept is None:
         kept = KEPT if job.resources.spot else 0
     notes += _restart_notes(job, kept, isolated=settings.enable_network_isolation)
-    check_body(body, _fields(body, job, tags), options)
+    check_body(body, _fields(body, job, tags), job.options.get(NAME, {}))
     _check_rules(settings, job, layout, body, known)
     notes += _warm_notes(settings, job, types) + _warnings(body)
     first = known[0] if known else None
@@ -463,7 +458,6 @@ def _fields(body: Mapping[str, Any], job: Job, tags: Mapping[str, str]) -> dict[
     return fields
 
 
-_CONFIG = "AlgorithmSpecification.TrainingImageConfig"
 _IN_VPC = "set sagemaker.subnets and sagemaker.security_group_ids"
 
 
@@ -504,7 +498,7 @@ def _check_rules(
     in_vpc = config.get("TrainingRepositoryAccessMode") == "Vpc"
     if config and not (in_vpc and settings.subnets):
         why = "is only for an image that is reached in a VPC"
-        raise SpecError(why, field=f"options.{NAME}.{_CONFIG}", hint=_IN_VPC)
+        raise SpecError(why, field=f"options.{NAME}.AlgorithmSpecification.TrainingImageConfig", hint=_IN_VPC)
     for key in body["Environment"]:
         if key.startswith("CLOUDTRAIN_") and key != FAILURE_VARIABLE:
             raise SpecError("is set by cloudtrain itself", field=f"options.{NAME}.Environment.{key}")

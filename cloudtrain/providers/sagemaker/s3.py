@@ -24,8 +24,6 @@ from xml.sax.saxutils import escape, unescape
 from ...errors import DigestError, StorageError
 from ...runtime.http_json import ask
 
-__all__ = ["DNS", "Credentials", "Objects", "credentials", "signed_headers"]
-
 DNS = {
     "aws": "amazonaws.com",
     "aws-cn": "amazonaws.com.cn",

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ...provider_api import catalog
 from ...provider_api.protocol import AttemptInfo, Status
+from ...validate import unix_seconds
 from .._cloud import first_match, hinted, one_line, patterns, time_of
 from . import NAME
-from .api import job_of
+from .api import HELP, job_of
 
 if TYPE_CHECKING:
     from .api import Account
-
-__all__ = ["HINTS", "PENDING", "attempt_of", "category_of", "status", "status_of"]
 
 WITH_MACHINES = frozenset({"Downloading", "DownloadingTrainingImage", "Training"})
 """The first of these ends the wait for machines."""
@@ -36,7 +35,7 @@ CONSOLES = {
 LIMITS = {"MaxRuntimeExceeded": "timeout", "MaxWaitTimeExceeded": "capacity", "MaxPendingTimeExceeded": "capacity"}
 HINTS = {
     "capacity": "try another instance type or region, a later time, or allow a longer max_wait",
-    "quota": "ask for more: aws service-quotas list-service-quotas --service-code sagemaker",
+    "quota": HELP["quota"],
     "image": "check the image, its architecture, and that the job's role may pull it from ECR",
     "auth": "check the policy of the job's role: docs/sagemaker.md has one",
     "infra": "SageMaker itself failed; submit it again",
@@ -162,13 +161,10 @@ def _waited_out(job: Mapping[str, Any]) -> bool:
     machines has not waited them out, however long its wait was.
     """
     limit = (job.get("StoppingCondition") or {}).get("MaxPendingTimeInSeconds")
-    began, ended = (
-        time_of(job.get("CreationTime")),
-        time_of(job.get("TrainingEndTime") or job.get("LastModifiedTime")),
-    )
+    began, ended = job.get("CreationTime"), job.get("TrainingEndTime") or job.get("LastModifiedTime")
     if limit is None or began is None or ended is None or _had_machines(job):
         return False
-    return ended - began >= float(limit)
+    return unix_seconds(ended) - unix_seconds(began) >= float(limit)
 
 
 def _had_machines(job: Mapping[str, Any]) -> bool:

@@ -15,8 +15,8 @@ from ...errors import SpecError
 from .._cloud import problems, table_in
 from . import NAME
 
-__all__ = ["broken", "check_body", "field_at", "limits", "translated"]
-
+limits = partial(table_in, __file__, "limits.json")
+"""Return the table."""
 _OPEN = "TrainingInstanceType"
 """Choices that a newer service may extend, so others are not refused."""
 #: Java's classes of characters that Python's ``re`` lacks, inside brackets. ``\\w`` holds letters, numbers and the
@@ -43,10 +43,6 @@ def _option_at(options: Any, path: Sequence[str]) -> tuple[str, ...] | None:
         if key in options and (rest := _option_at(options[key], path[1:])) is not None:
             return (key, *rest)
     return None
-
-
-limits = partial(table_in, __file__, "limits.json")
-"""Return the table."""
 
 
 def check_body(body: Mapping[str, Any], fields: Mapping[str, str], options: Mapping[str, Any]) -> None:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ...provider_api.catalog import Machine
     from . import Settings
 
-__all__ = ["FINAL", "HELP", "Account", "Job", "cluster_of", "error_of", "job_of"]
-
 FINAL = frozenset(
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 )

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import Request
     from .api import Account
 
-__all__ = ["checks"]
-
 _SHOWN = ("KillWait", "MinJobAge", "PreemptMode", "PreemptType", "JobRequeue", "EnforcePartLimits", "SlurmdTimeout")
 """Values of ``scontrol show config`` that decide what a preempted or lost job has."""
 _TOOLS = "sbatch --version; sacct -X -S now &>/dev/null && echo sacct answers || echo no sacct; scontrol show config"

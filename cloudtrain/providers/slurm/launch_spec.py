@@ -13,8 +13,6 @@ from .request import mounts
 if TYPE_CHECKING:
     from . import Settings
 
-__all__ = ["launch_spec"]
-
 
 def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
     """Return one task a node."""

@@ -12,8 +12,6 @@ from .api import job_of
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["page"]
-
 PAGE_BYTES = 1 << 20
 """Most bytes of one file in a page."""
 _READ = r"""

@@ -9,8 +9,6 @@ from pathlib import Path
 from ...provider_api.node import NodeEnvironment
 from .._cloud import shared_environment, shared_secret
 
-__all__ = ["node_environment", "secret"]
-
 GRACE = 30
 """Default seconds from the stop signal to the kill: Slurm's own KillWait."""
 AGAIN, LOST, TIME_UP = 231, 230, 124

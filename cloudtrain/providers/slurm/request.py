@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
 from ...job.job import run_tag
-from ...job.options import merge_options
 from ...provider_api.protocol import Layout, Request, check_inputs
 from ...validate import table_of, text_of, texts_of, url_scheme
 from .._cloud import Planned, bucket_url, check_shared, check_tags, digest_of, shared_arguments, shared_path
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from ...job.job import Gpu, Job
     from . import Settings
 
-__all__ = ["OWNED", "checked", "files_folder", "mounts", "node_path", "plan"]
-
 _PASSED = ("partition", "account", "qos", "reservation", "nodelist", "exclude")
 """Settings that are options of sbatch as they are."""
 _OURS = (
@@ -34,7 +31,7 @@ _OURS = (
     *("nodes", "ntasks", "ntasks-per-node", "time", "time-min", "requeue", "signal", "gpus", "gpus-per-node"),
     *("gpus-per-task", "gres", "cpus-per-task", "mem", "tmp", *_PASSED),
 )
-OWNED = ("command", "script", "limit_s", "image", "container", *(f"sbatch.{name}" for name in _OURS))
+OWNED = {"": "command script limit_s image container", "sbatch.": " ".join(_OURS)}
 """Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
 COMMENT_BYTES = 1024
 """Most bytes of a job's comment: the man page of sbatch."""
@@ -133,7 +130,7 @@ def plan(planned: Planned) -> Request:
         planned.notes.append("the job asks for no cores, so Slurm's default holds, often 1 a node: set --cpus")
     body: dict[str, Any] = {"sbatch": options, "limit_s": planned.seconds, "command": [settings.python, *words]}
     body |= {"image": job.image} if job.image else {}
-    body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
+    body = planned.with_options(body, OWNED)
     check_body(body)
     # A run's id may return for another job after its records are gone, so the name has a digest of the request.
     body["sbatch"] = {"job-name": f"{planned.name}-{digest_of(body)}", **body["sbatch"]}

@@ -13,8 +13,6 @@ from typing import Any
 
 from .node import AGAIN, ATTEMPT, PORT, TIME_UP
 
-__all__ = ["SRUN", "script_of"]
-
 SRUN = ("--kill-on-bad-exit=0", "--wait=600", "--mpi=none", "--export=ALL", "--open-mode=append")
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:=,@%+-]+")

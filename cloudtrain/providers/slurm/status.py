@@ -17,8 +17,6 @@ from .node import AGAIN, LOST, TIME_UP
 if TYPE_CHECKING:
     from .api import Account, Job
 
-__all__ = ["HINTS", "PENDING", "category_of", "status", "status_of"]
-
 PENDING = frozenset(
     ("CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "SUSPENDED")
 )

@@ -8,8 +8,6 @@ from typing import Any
 
 from ...errors import SpecError
 
-__all__ = ["check_body", "check_options"]
-
 UNUSABLE = (
     *("array", "clusters", "hold", "no-requeue", "parsable", "quiet"),
     *("test-only", "uid", "verbose", "wait", "wrap"),

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...provider_api.protocol import Need, Request, setting
-from ...validate import url_scheme
 from .._cloud import CloudProvider
 
 __all__ = ["DIFFERENCES", "NAME", "SAMPLE", "Provider", "Settings"]
 
 NAME = "vertex"
-
 STORE = Need(
     example="gs://my-bucket/cloudtrain",
     find="gcloud storage buckets list",
@@ -32,8 +30,6 @@ IMAGE = Need(
     find="with CUDA and PyTorch: Google's own stopped at 2.4",
     stand_in="missing.invalid/image:latest",
 )
-
-
 ALIASES = ("gcp", "google", "vertexai", "vertex-ai", "gcloud")
 """Other words for the platform, for the hint of an unknown provider."""
 
@@ -88,24 +84,7 @@ class Provider(CloudProvider):
     )
 
     def may_have_sent(self, request: Request) -> bool:
-        return bool(self.account.may_have_sent(request))
-
-    def principal(self) -> str | None:
-        """Return the calling service account, or the user if gcloud has recorded the name; else None."""
-        from .api import name_of
-
-        session = self.account.session
-        if name_of(session.credentials) == "default":  # the machine's; its token has the name
-            session.credentials.refresh(session._auth_request)
-        return name_of(session.credentials) or None
-
-    def storage(self, url: str) -> Mapping[str, Any]:
-        if url_scheme(url) != "gs":
-            return {}
-        from .api import credentials
-
-        # gcsfs's own lookup ends with anonymous credentials, and a refusal without a reason.
-        return {"token": credentials()}
+        return bool(self.account.creations.is_lost(request.body["displayName"]))
 
 
 DIFFERENCES = (

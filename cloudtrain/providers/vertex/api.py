@@ -21,24 +21,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ...errors import (
-    AuthError,
-    CapacityError,
-    CloudtrainError,
-    ConflictError,
-    LostContactError,
-    NotFoundError,
-    PlatformError,
-    QuotaError,
-    SpecError,
-    UnsupportedError,
-)
+from ... import errors
 from ...job.job import run_tag
 from ...provider_api import catalog
 from ...provider_api.protocol import Request, Shell
 from ...storage import extras
-from ...validate import unix_seconds
-from .._cloud import ANOTHER_ID, Backoff, decoded, first_job, found_until, pages, pairs_of, unless_over, with_ours
+from ...validate import unix_seconds, url_scheme
+from .._cloud import ANOTHER_ID, Backoff, Creations, decoded, pages, pairs_of, unless_over
 from . import NAME
 from .machines import REGIONS, REGIONS_DATE
 from .node import GCS
@@ -55,8 +44,6 @@ FINAL = frozenset(
 )
 FIRST_HOLD = 5.0
 """Pause in seconds if a service throttles and gives no time."""
-SETTLE = 5.0
-"""Seconds after a creation whose answer was lost, in which the job may not be in the list yet; unverified."""
 _JOB = re.compile(r"projects/(?P<project>[^/]+)/locations/(?P<location>[^/]+)/customJobs/(?P<id>[^/]+)")
 _OVERRIDE = "CLOUDSDK_API_ENDPOINT_OVERRIDES_"
 """Prefix of gcloud's own variables for another endpoint: gcloud topic endpoint-override."""
@@ -121,7 +108,7 @@ def job_of(native_id: str) -> tuple[str, str, str]:
     """Return (project, location, id) of a job's resource name. Raises `NotFoundError` for another text."""
     match = _JOB.fullmatch(native_id)
     if match is None:
-        raise NotFoundError(f"{native_id!r} is not projects/P/locations/L/customJobs/ID", field="run")
+        raise errors.NotFoundError(f"{native_id!r} is not projects/P/locations/L/customJobs/ID", field="run")
     return match["project"], match["location"], match["id"]
 
 
@@ -147,51 +134,51 @@ def pull_hint(text: str, agent: str = "") -> str:
 
 def refusal(
     status: int, message: str, *, what: str, reason: str = "", metadata: Mapping[str, Any] | None = None
-) -> CloudtrainError:
+) -> errors.CloudtrainError:
     """Return the error for a refusal of ``what``. ``reason`` and ``metadata`` are its ErrorInfo's."""
     said = " ".join((message or reason or str(status)).split())[:600]
     text, full = f"{what}: {said}", f"{reason} {said}"
     if CAPACITY.search(full):
-        return CapacityError(text, hint=HELP["capacity"])
+        return errors.CapacityError(text, hint=HELP["capacity"])
     if status == 429 and (MACHINES.search(full) or (QUOTA.search(full) and not RATE.search(full))):
-        return QuotaError(text, hint=quota_hint(said))
+        return errors.QuotaError(text, hint=quota_hint(said))
     if status == 403 and re.fullmatch(_SPENT, reason) and not RATE.search(said):
-        return QuotaError(text, hint=quota_hint(said))
+        return errors.QuotaError(text, hint=quota_hint(said))
     if status in (408, 429) or status >= 500 or reason == "ABORTED":  # of two concurrent calls, one must try again
-        return LostContactError(f"Google Cloud does not answer now: {text} (status {status})")
+        return errors.LostContactError(f"Google Cloud does not answer now: {text} (status {status})")
     if status == 401:
-        return AuthError(text, hint=HELP["expired"])
+        return errors.AuthError(text, hint=HELP["expired"])
     if PULL.search(said) and status in (400, 403, 404):
-        return AuthError(text, hint=pull_hint(said))
+        return errors.AuthError(text, hint=pull_hint(said))
     if status == 400 and (found := _MACHINE.search(said)):
         return _no_machine(found["machine"], text.rstrip("."))
     if _ACT_AS.search(said) and status in (400, 403, 404):
-        return AuthError(text, hint=_allow(full, what, metadata or {}))
+        return errors.AuthError(text, hint=_allow(full, what, metadata or {}))
     if _NO_PROJECT.search(full) and status in (400, 403, 404):
-        return SpecError(said, field="vertex.project", hint="to list your projects, run: gcloud projects list")
+        return errors.SpecError(said, field="vertex.project", hint="to list your projects, run: gcloud projects list")
     if status == 403:
-        return AuthError(text, hint=_allow(full, what, metadata or {}))
+        return errors.AuthError(text, hint=_allow(full, what, metadata or {}))
     if status in (400, 404) and what == CREATE and _NO_IMAGE.search(said):
-        return SpecError(said, field="image")
+        return errors.SpecError(said, field="image")
     if status == 404:
-        return NotFoundError(text)
+        return errors.NotFoundError(text)
     if status in (409, 412):
-        return ConflictError(text, field="run_id")
+        return errors.ConflictError(text, field="run_id")
     if _LOCATION.search(said):
-        return SpecError(said, field="vertex.location")
-    return SpecError(text) if 400 <= status < 500 else PlatformError(text)
+        return errors.SpecError(said, field="vertex.location")
+    return errors.SpecError(text) if 400 <= status < 500 else errors.PlatformError(text)
 
 
-def _no_machine(name: str, text: str) -> CloudtrainError:
+def _no_machine(name: str, text: str) -> errors.CloudtrainError:
     """Return the error for a machine that Vertex AI lacks. A known machine is missing in this region alone."""
     machine = catalog.machine(NAME, name)
     if machine is None:
-        return SpecError(text, field="resources.instance_type")
+        return errors.SpecError(text, field="resources.instance_type")
     same = [m for m in catalog.machines(NAME) if m.instance_type == name]
     # An N1 name may mean a machine without GPUs or with any of several.
     known = ", ".join(sorted(REGIONS.get(same[0].accelerator, ()))) if len({m.accelerator for m in same}) == 1 else ""
     listed = f"\nGoogle's page of {REGIONS_DATE} lists its GPUs in {known}" if known else ""
-    return CapacityError(f"{text}: this region has none", hint=f"try another location or machine{listed}")
+    return errors.CapacityError(f"{text}: this region has none", hint=f"try another location or machine{listed}")
 
 
 def _allow(text: str, what: str, metadata: Mapping[str, Any]) -> str:
@@ -229,7 +216,7 @@ def translated(what: str) -> AbstractContextManager[None]:
     return extras.translated(partial(error_of, what=what), needs="google-cloud-aiplatform", extra="vertex")
 
 
-def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
+def error_of(exc: Exception, *, what: str) -> errors.CloudtrainError | None:
     """Return the error for an exception of Google's libraries, or None for any other."""
     import google.auth.exceptions as auth
     import requests.exceptions as http
@@ -238,27 +225,27 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
     # By name: a status does not import the exceptions of a creation.
     names = {base.__name__ for base in type(exc).__mro__}
     if isinstance(exc, auth.DefaultCredentialsError):
-        return AuthError("no Google Cloud credentials", hint=HELP["none"])
+        return errors.AuthError("no Google Cloud credentials", hint=HELP["none"])
     if (
         isinstance(exc, (auth.TransportError, http.RequestException, ConnectionError, TimeoutError))
         or (isinstance(exc, auth.RefreshError) and exc.retryable)
         or "RetryError" in names
     ):
-        return LostContactError(f"Google Cloud does not answer: {what}: {text[:300]}")
+        return errors.LostContactError(f"Google Cloud does not answer: {what}: {text[:300]}")
     if isinstance(exc, auth.GoogleAuthError):
-        return AuthError(f"{what}: the credentials are refused ({text[:200]})", hint=HELP["expired"])
+        return errors.AuthError(f"{what}: the credentials are refused ({text[:200]})", hint=HELP["expired"])
     if isinstance(exc, (TypeError, AttributeError)) and (module := _raised_in(exc)).startswith(_SIGN_IN):
         if module == "google.oauth2._client":  # it looks for a token in any 200, also a proxy's page
-            return LostContactError(f"Google Cloud does not answer: {what}: the answer to a sign-in is not JSON")
+            return errors.LostContactError(f"Google Cloud does not answer: {what}: the answer to a sign-in is not JSON")
         why = f"{what}: the credentials cannot be used ({type(exc).__name__}: {text[:200]})"
-        return AuthError(why, hint=HELP["none"])
+        return errors.AuthError(why, hint=HELP["none"])
     if "GoogleAPICallError" in names:
         return _refused(exc, what)
     if "ParseError" in names:
         why = f"the installed google-cloud-aiplatform does not know this request: {text}"
-        return SpecError(why, field="options", hint="run: pip install --upgrade google-cloud-aiplatform")
+        return errors.SpecError(why, field="options", hint="run: pip install --upgrade google-cloud-aiplatform")
     if "GoogleAPIError" in names:
-        return PlatformError(f"{what}: {type(exc).__name__}: {text[:300]}")
+        return errors.PlatformError(f"{what}: {type(exc).__name__}: {text[:300]}")
     return None
 
 
@@ -268,7 +255,7 @@ def _raised_in(exc: Exception) -> str:
     return str(frames[-1].f_globals.get("__name__")) if frames else ""
 
 
-def _refused(exc: Any, what: str) -> CloudtrainError:
+def _refused(exc: Any, what: str) -> errors.CloudtrainError:
     message, reason, metadata = answered(getattr(exc.response, "content", b""))
     status = exc.code if isinstance(exc.code, int) else getattr(exc.response, "status_code", 0)
     reason = reason or str(exc.reason or "")
@@ -285,8 +272,7 @@ class Account:
         self._own_quota = True
         self._clients: dict[str, Any] = {}
         self.backoff = Backoff(first=FIRST_HOLD)
-        self._lost_at: dict[str, float] = {}
-        """Time of a creation whose answer was lost, by the job's name, on the clock of `time.monotonic`."""
+        self.creations = Creations(self.cancel)
         self._places: dict[str, tuple[str, str]] = {}
         self.ended: dict[str, float] = {}
         """Time at which a finished job ended, on the clock of `time.monotonic`."""
@@ -300,7 +286,7 @@ class Account:
         """Return google-auth's session, with the application default credentials.
 
         Its calls are counted against our own project: a user's credentials often name another, in which the API is off
-        (python-aiplatform #2563). `rest` changes that if the caller may not do so.
+        (python-aiplatform #2563). `call` changes that if the caller may not do so.
         """
         with self._lock:
             if self._session is None:
@@ -308,6 +294,17 @@ class Account:
 
                 self._session = AuthorizedSession(credentials(self.settings.project if self._own_quota else ""))
             return self._session
+
+    def principal(self) -> str | None:
+        """Return the calling service account, or the user if gcloud has recorded the name; else None."""
+        known = self.session.credentials
+        if name_of(known) == "default":  # the machine's; its token has the name
+            known.refresh(self.session._auth_request)
+        return name_of(known) or None
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        """Return a store's options. gcsfs's own lookup would end anonymous, and with a refusal without a reason."""
+        return {"token": credentials()} if url_scheme(url) == "gs" else {}
 
     def _forget(self) -> None:
         """Drop the session, so that the next call signs in again."""
@@ -334,7 +331,8 @@ class Account:
             try:
                 yield
             except Exception as exc:  # recorded here, and raised unchanged
-                self.backoff.note(service, getattr(exc, "response", None))
+                if (answer := getattr(exc, "response", None)) is not None:
+                    self.backoff.note(service, answer.status_code, answer.headers)
                 if type(exc).__name__ == "RefreshError":  # google-auth's, which may be absent
                     self._forget()
                 raise
@@ -344,7 +342,7 @@ class Account:
         with self._calling(service, what):
             answer = self.session.request(method, url, json=body, timeout=TIMEOUT, **more)
         if answer.status_code >= 400:
-            self.backoff.note(service, answer)
+            self.backoff.note(service, answer.status_code, answer.headers)
             message, reason, metadata = answered(answer.content)
             if self._own_quota and CONSUMER.search(f"{reason} {message}"):
                 self._own_quota = False
@@ -394,23 +392,14 @@ class Account:
         same = [job for job in found if job["labels"].get(TAG_BODY) == request.body["labels"][TAG_BODY]]
         if found[:1] != same[:1]:
             why = f"Vertex AI has a job {name} of an earlier run of that id, which was another job"
-            raise ConflictError(why, field="run_id", hint=ANOTHER_ID)
+            raise errors.ConflictError(why, field="run_id", hint=ANOTHER_ID)
         return [str(job["name"]) for job in same]
 
     def create(self, request: Request) -> str:
-        """Return the resource name of the one job of this request.
-
-        The API takes no id from its caller. One client at a time calls this (`handover.sending`), and looks for the job
-        first.
-        """
+        """Return the resource name of the one job of this request."""
         self._check_buckets(request)
         send = self._prepared(request)
-        jobs, lost = partial(self.jobs, request), self._lost_at.get(request.body["displayName"], float("-inf"))
-        return first_job(found_until(lost + SETTLE, jobs) or with_ours(send(), jobs), self.cancel)
-
-    def may_have_sent(self, request: Request) -> bool:
-        """Return whether a call to create the request's job got no answer."""
-        return request.body["displayName"] in self._lost_at
+        return self.creations.one_job(request.body["displayName"], partial(self.jobs, request), send)
 
     def _prepared(self, request: Request) -> Callable[[], str]:
         """Prepare the creation up to its one call: the import of Google's client alone can take ten seconds."""
@@ -432,10 +421,10 @@ class Account:
                     return made
                 except Exception as exc:  # raised unchanged; after some of them a job may exist
                     if _open(exc):
-                        self._lost_at[name] = time.monotonic()
+                        self.creations.note_lost(name)
                     if isinstance(exc, (json_format.ParseError, ValueError)) or getattr(exc, "code", 0) == 409:
                         text = " ".join(str(exc).split())[:300]
-                        raise LostContactError(f"create job: the answer names no job: {text}") from None
+                        raise errors.LostContactError(f"create job: the answer names no job: {text}") from None
                     raise
 
         return send
@@ -450,13 +439,15 @@ class Account:
         """Return the page of a node's shell. Raises `SpecError` for a job that has none."""
         if not request.body["jobSpec"].get("enableWebAccess"):
             why, hint = "the job was sent without it, and lets no shell in", "send a job with --interactive"
-            raise SpecError(why, field="interactive", hint=hint)
+            raise errors.SpecError(why, field="interactive", hint=hint)
         if command:
-            raise UnsupportedError(NAME, "shell", "its shell is a page, which takes no command", hint="leave it out")
+            raise errors.UnsupportedError(
+                NAME, "shell", "its shell is a page, which takes no command", hint="leave it out"
+            )
         pages = self.describe(native_id).get("webAccessUris") or {}
         name = f"workerpool1-{node - 1}" if node else "workerpool0-0"
         if name not in pages:
-            raise SpecError("the node's shell is not ready yet", field="node", hint="try again in a minute")
+            raise errors.SpecError("the node's shell is not ready yet", field="node", hint="try again in a minute")
         return Shell(url=str(pages[name]))
 
     # ---------------------------------------------------------------------------------------------------- Cloud Storage
@@ -473,10 +464,10 @@ class Account:
             if kind != "region":
                 why = f"gs://{bucket} is a {kind} bucket ({there}), which no job can mount"
                 fix = f"copy the data into a bucket in {location}"
-                raise SpecError(why, field=field, hint=f"run: {make}" if field == "store" else fix)
+                raise errors.SpecError(why, field=field, hint=f"run: {make}" if field == "store" else fix)
             if field == "store" and there not in (location, ""):
                 why = f"gs://{bucket} is in {there}, and the jobs are in {location}"
-                raise SpecError(why, field=field, hint=f"set vertex.location to {there}, or run: {make}")
+                raise errors.SpecError(why, field=field, hint=f"set vertex.location to {there}, or run: {make}")
 
     def place(self, bucket: str, *, missing: bool = False) -> tuple[str, str]:
         """Return (location, kind) of a bucket; ("", "region") if the caller may not look at it."""
@@ -485,11 +476,11 @@ class Account:
             try:
                 url = f"{storage_endpoint()}/storage/v1/b/{bucket}?fields=location,locationType"
                 answer = self.call("storage", "GET", url, what=what)
-            except NotFoundError:
+            except errors.NotFoundError:
                 if missing:
-                    raise SpecError(f"there is no bucket {bucket}", field="store") from None
+                    raise errors.SpecError(f"there is no bucket {bucket}", field="store") from None
                 return "", "region"
-            except AuthError:
+            except errors.AuthError:
                 return "", "region"  # a caller with write access may lack read access to the bucket's metadata
             where, kind = str(answer.get("location") or "").lower(), str(answer.get("locationType") or "region")
             self._places[bucket] = where, kind

@@ -1,4 +1,4 @@
-"""Predict Vertex AI's containers for a request, as data for an engine, a World and the contract suite. Pure."""
+"""Predict Vertex AI's containers for a request, as data for an engine, a FakePlatform and the contract suite. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
 from .._cloud import pairs_of, size_of
 from .machines import known_machine
-from .node import AGAIN, FABRIC_PATH, FORWARDED, GCS, GRACE_PATH, NFS, PORT, grace_of
-from .request import mounted
+from .node import AGAIN, FABRIC_PATH, FORWARDED, GRACE_PATH, NFS, PORT, grace_of
+from .request import mounted, unmounted
 
 if TYPE_CHECKING:
     from . import Settings
-
-__all__ = ["launch_spec"]
 
 TRANSIENT = (6, 11, AGAIN, 139)
 """Exit codes of failures that may pass (SIGABRT, SIGSEGV, each twice): Vertex AI's page on its training service."""
@@ -101,14 +99,10 @@ def _mounts(request: Request, pool: Mapping[str, Any]) -> Iterator[Mount]:
     context = words[words.index("--context") + 1]
     yield Mount(url=runtime, path=mounted(runtime), kind="mount")
     for path in (context, f"{context.rpartition('/')[0]}/key"):
-        yield Mount(url=_url(path), path=path, kind="mount")
+        yield Mount(url=unmounted(path), path=path, kind="mount")
     yield Mount(url=base, path=mounted(base), kind="sync")
     for name, path in pairs_of(words).items():
         if name not in (GRACE_PATH, FABRIC_PATH):
             place = path.rpartition("/")[0] if name == "code" else path
-            url = servers[place] if place in servers else _url(place)
+            url = servers[place] if place in servers else unmounted(place)
             yield Mount(url=url, path=place, kind="sync" if name == "live" else "mount")
-
-
-def _url(path: str) -> str:
-    return f"gs://{path.removeprefix(f'{GCS}/')}"

@@ -56,7 +56,8 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
         answer = _entries(account, native_id, state, final=final)
     lines, given, newest = [], dict(state["given"]), state["newest"]
     for entry in answer.get("entries") or ():
-        key, when = _key(entry), _nanos(entry["timestamp"])
+        own = f"{entry['timestamp']}\0{entry.get('insertId')}\0{entry.get('logName')}"  # Logging's own identity
+        key, when = short_key(own), _nanos(entry["timestamp"])
         if key not in given:
             given[key] = when
             newest = max(newest, when)
@@ -102,12 +103,6 @@ def _entries(account: Account, native_id: str, state: Mapping[str, Any], *, fina
             if not final or time.monotonic() + wait > end:
                 raise (LostContactError(f"{exc}: {SHARED}", throttled=True) if held > 0 else exc) from None
             time.sleep(wait)
-
-
-def _key(entry: Mapping[str, Any]) -> str:
-    """Return Logging's own identity of an entry, short: a cursor holds many."""
-    own = f"{entry['timestamp']}\0{entry.get('insertId')}\0{entry.get('logName')}"
-    return short_key(own)
 
 
 def _line(entry: Mapping[str, Any], key: str, when: int) -> LogLine:

@@ -20,9 +20,7 @@ from typing import Any
 from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
 from ...runtime.http_json import ask
-from .._cloud import paths_of
-
-__all__ = ["fabric_env", "grace_of", "node_environment", "secret", "token"]
+from .._cloud import object_of, paths_of
 
 GCS = "/gcs"
 """Folder in which every container sees Cloud Storage, by bucket."""
@@ -94,11 +92,7 @@ def _topology(environ: Mapping[str, str]) -> Topology:
         return Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=PORT)
     if not environ.get("CLUSTER_SPEC"):
         raise SpecError(f"this node of {nodes} does not know its number", field="CLUSTER_SPEC")
-    try:
-        spec = json.loads(environ["CLUSTER_SPEC"])
-    except ValueError:
-        spec = None
-    if not isinstance(spec, dict):
+    if (spec := object_of(environ["CLUSTER_SPEC"])) is None:
         raise SpecError("is not a JSON object", field="CLUSTER_SPEC")  # not shown: it holds the environment
     cluster = _pools(spec)
     hosts = [host for pool in POOLS for host in cluster.get(pool, ())]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
 from ...job.job import run_tag
-from ...job.options import merge_options
 from ...provider_api import catalog
 from ...provider_api.protocol import Layout, Request, check_inputs, python_command
 from ...validate import url_scheme
@@ -65,15 +64,14 @@ _HOW: Mapping[str, str] = {
     "project": "to list your projects, run: gcloud projects list",
     "location": "write one region, such as europe-west4",
 }
-OWNED = (
-    *("displayName", "labels", "encryptionSpec", "jobSpec.serviceAccount", "jobSpec.network"),
-    *("jobSpec.baseOutputDirectory", "jobSpec.tensorboard", "jobSpec.enableWebAccess", "jobSpec.persistentResourceId"),
-    *(f"jobSpec.scheduling.{name}" for name in ("timeout", "restartJobOnWorkerRestart", "strategy", "maxWaitDuration")),
-    *(f"jobSpec.workerPoolSpecs.*.machineSpec.{name}" for name in ("machineType", "acceleratorType")),
-    *(f"jobSpec.workerPoolSpecs.*.machineSpec.{name}" for name in ("acceleratorCount", "reservationAffinity")),
-    *(f"jobSpec.workerPoolSpecs.*.containerSpec.{name}" for name in ("imageUri", "command", "args")),
-    *("jobSpec.workerPoolSpecs.*.replicaCount", "jobSpec.workerPoolSpecs.*.diskSpec.bootDiskSizeGb"),
-)
+OWNED = {
+    "": "displayName labels encryptionSpec",
+    "jobSpec.": "serviceAccount network baseOutputDirectory tensorboard enableWebAccess persistentResourceId",
+    "jobSpec.scheduling.": "timeout restartJobOnWorkerRestart strategy maxWaitDuration",
+    "jobSpec.workerPoolSpecs.*.": "replicaCount diskSpec.bootDiskSizeGb",
+    "jobSpec.workerPoolSpecs.*.machineSpec.": "machineType acceleratorType acceleratorCount reservationAffinity",
+    "jobSpec.workerPoolSpecs.*.containerSpec.": "imageUri command args",
+}
 """Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
 _BUCKET = re.compile(r"gs://[a-z0-9]([a-z0-9._-]{0,220}[a-z0-9])?(/.*)?", re.DOTALL)
 _AMISS = re.compile(r"[\x00-\x1f\x7f?#*\[\]]|\$\(")
@@ -107,7 +105,7 @@ def _reserved(settings: Settings) -> bool:
 
 
 def _check_store(store: str) -> None:
-    if url_scheme(store) != "gs" or not _BUCKET.fullmatch(store):
+    if not _BUCKET.fullmatch(store):
         hint = 'add to cloudtrain.toml: store = "gs://BUCKET/PREFIX", a bucket in the job\'s region'
         raise UnsupportedError(NAME, "store", f"its nodes see Cloud Storage, not {store}", hint=hint)
     _check_url(store, "store")
@@ -144,7 +142,7 @@ def plan(planned: Planned) -> Request:
     body: dict[str, Any] = {"displayName": planned.name, "jobSpec": spec, "labels": _tags(planned)}
     if settings.encryption_key:
         body["encryptionSpec"] = {"kmsKeyName": settings.encryption_key}
-    body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
+    body = planned.with_options(body, OWNED)
     check_body(body)
     if body["jobSpec"]["scheduling"].get("disableRetries"):  # the API forces that, too
         del body["jobSpec"]["scheduling"]["restartJobOnWorkerRestart"]
@@ -219,6 +217,11 @@ def _bootstrap() -> str:
 def mounted(url: str) -> str:
     """Return a container's path of a gs:// URL."""
     return f"{GCS}/{url.removeprefix('gs://')}"
+
+
+def unmounted(path: str) -> str:
+    """Return the URL of a path that `mounted` made."""
+    return f"gs://{path.removeprefix(f'{GCS}/')}"
 
 
 def _arguments(job: Job, layout: Layout, machine: Machine, attempt: int) -> list[str]:

@@ -15,8 +15,6 @@ from .machines import known_machine, priced
 if TYPE_CHECKING:
     from .api import Account
 
-__all__ = ["HINTS", "PENDING", "category_of", "over_for", "status", "status_of"]
-
 PENDING = {
     "QUEUED": "QUEUED: taken in, no machine yet", "PENDING": "PENDING: waiting for machines", "PAUSED": "PAUSED",
 }  # fmt: skip

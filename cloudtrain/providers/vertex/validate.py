@@ -27,8 +27,6 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
     "Duration": {"type": "string", "pattern": r"\d{1,11}s", "words": "seconds, like 3600s"},
 }
 """The protobufs' scalars, as `problems` reads them."""
-
-
 fields = partial(table_in, __file__, "fields.json")
 """Return the table."""
 
