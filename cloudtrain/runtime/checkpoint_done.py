@@ -94,7 +94,7 @@ class Finished:
         The files' own times may be older than their coming (``copytree``), or lie in the future (a server's clock).
         """
         unchanged = time.monotonic() - item.since >= TIMINGS.quiet
-        return unchanged and (entry.newest > now or checkpoints.quiet(entry, now, opened=item.opened))
+        return unchanged and (entry.newest > now or now - max(entry.newest, item.opened) >= TIMINGS.quiet)
 
     def _whole(self, entry: CheckpointEntry, item: _Item, now: float) -> bool:
         """Return whether it has all files of the one before: some scripts pause for long between two files.

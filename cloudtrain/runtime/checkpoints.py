@@ -19,9 +19,9 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import Any, NamedTuple, TypeVar
@@ -34,20 +34,9 @@ from .mounts import ABSENT, CLOSED, ask_again, describe_fault, is_fault, names_i
 from .timings import TIMINGS
 
 __all__ = [
-    "COMMIT",
-    "CheckpointEntry",
-    "FileState",
-    "Pointer",
-    "Watch",
-    "complete",
-    "copy_with_digest",
-    "file_state",
-    "in_parallel",
-    "linked_folders",
-    "open_for_writing",
-    "restore",
-    "shape_of",
-]
+    "COMMIT", "CheckpointEntry", "FileState", "Pointer", "Watch", "complete", "copy_with_digest", "file_state",
+    "in_parallel", "linked_folders", "open_for_writing", "restore", "shape_of",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -147,8 +136,7 @@ class Watch:
 
     def pointers(self) -> dict[str, Pointer]:
         """Return every pointer by name. Its target is an entry, or was one in this Watch's time."""
-        paths = self._paths()
-        return {name: pointer for name, path in paths.items() if (pointer := self._pointer(path)) is not None}
+        return {name: pointer for name, path in self._paths().items() if (pointer := self._pointer(path)) is not None}
 
     def _pointer(self, path: Path) -> Pointer | None:
         try:
@@ -184,8 +172,7 @@ class Watch:
             place = self._places().get(name)
             return self._entry(name, *place) if place else None
         path = self._folder / name
-        hidden = not _is_visible(path) or not os.path.lexists(path) or self._pointer(path) is not None
-        return None if hidden else self._entry(name, path, None)
+        return self._entry(name, path, None) if _is_visible(path) and self._pointer(path) is None else None
 
     def _entry(self, name: str, path: Path, place: str | None) -> CheckpointEntry | None:
         entry = _entry(name, path, place, self._aside.get(name, frozenset()))
@@ -341,9 +328,7 @@ def copy_with_digest(source: Path, target: Path, moved: Moved = lambda source, d
     return size, digest.hexdigest()
 
 
-def replace_file(
-    source: Path, target: Path, moved: Moved = lambda source, done: None, *, temporary: str = ".part"
-) -> None:
+def replace_file(source: Path, target: Path, moved: Moved, *, temporary: str = ".part") -> None:
     """Copy over ``target``, which stays as it was until the copy is whole, if the folder can rename."""
     put_whole(target, lambda path: copy_with_digest(source, path, moved), temporary=temporary)
 
@@ -405,7 +390,7 @@ def copy_entry(
     beginning. The folder is removed again.
     """
     files = {}
-    paths = _paths(entry)
+    paths = {item: entry.path / item[0] if item[0] else entry.path for item in entry.signature}
     try:
         sources = (_linked(paths, links) if links else {}) or paths
 
@@ -436,10 +421,6 @@ def copy_entry(
     return None if grown else files
 
 
-def _paths(entry: CheckpointEntry) -> dict[Item, Path]:
-    return {item: entry.path / item[0] if item[0] else entry.path for item in entry.signature}
-
-
 def _linked(paths: Mapping[Item, Path], links: Path) -> dict[Item, Path]:
     """Create a hard link to every file. Return none if the file system cannot. Raises `_ChangedError`."""
     found = {}
@@ -466,8 +447,8 @@ def _check_unchanged(sources: Mapping[Item, Path]) -> None:
 
 def write_pointers(live: Path, node: int, pointers: Mapping[str, Pointer], *, temporary: str = "") -> None:
     """Write the pointers of this node's script, for later starts and readers of the run. Raises `OSError`."""
-    text = {name: {"target": pointer.target, "link": pointer.link} for name, pointer in sorted(pointers.items())}
-    write_whole(live / "pointers" / f"node-{node}.json", json.dumps(text).encode(), temporary=temporary)
+    text = json.dumps({name: asdict(pointer) for name, pointer in sorted(pointers.items())})
+    write_whole(live / "pointers" / f"node-{node}.json", text.encode(), temporary=temporary)
 
 
 def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
@@ -613,19 +594,17 @@ def uncommitted(root: Path, *, marks: tuple[str, ...] = ()) -> list[Path]:
 
     A checkpoint that cannot be read is not among them: the caller removes them.
     """
-    parts: dict[Path, list[Path]] = {}
-    for path in sorted(map(Path, glob.glob(f"{glob.escape(str(root))}/*/*/node-*"))):
-        parts.setdefault(path.parent, []).append(path)
-    return [path for path, some in parts.items() if _FOLDER.fullmatch(path.name) and _lacks_commit(path, some, marks)]
+    folders = sorted(map(Path, glob.glob(f"{glob.escape(str(root))}/*/*")))
+    return [path for path in folders if _FOLDER.fullmatch(path.name) and _lacks_commit(path, marks)]
 
 
-def _lacks_commit(folder: Path, parts: Sequence[Path], marks: tuple[str, ...]) -> bool:
-    """Return whether files of nodes are in ``parts``, and certainly no commit.json is in ``folder``."""
+def _lacks_commit(folder: Path, marks: tuple[str, ...]) -> bool:
+    """Return whether ``folder`` holds files of nodes, and certainly no commit.json."""
     try:
         (folder / COMMIT).lstat()
     except FileNotFoundError:
         with contextlib.suppress(OSError):
-            return any(not file.name.endswith(marks) for part in parts for file in _files(part))
+            return any(not file.name.endswith(marks) for part in folder.glob("node-*") for file in _files(part))
     except OSError:
         pass
     return False
@@ -699,8 +678,3 @@ def date(path: Path, seconds: float) -> None:
 def write_commit(folder: Path, commit: Mapping[str, Any], *, temporary: str = "") -> None:
     """Write commit.json, after all other files. Raises `OSError`."""
     write_whole(folder / COMMIT, json.dumps(commit, sort_keys=True).encode(), temporary=temporary)
-
-
-def quiet(entry: CheckpointEntry, now: float | None = None, *, opened: float = 0.0) -> bool:
-    """Return whether ``entry`` is unchanged, and not seen ``opened``, for `Timings.quiet`."""
-    return (time.time() if now is None else now) - max(entry.newest, opened) >= TIMINGS.quiet
