@@ -61,10 +61,10 @@ class Commits:
 
     ``keep`` checkpoints stay (0: all). The targets of pointers stay in addition to the newest. ``damaged`` are the
     folders that look complete and are not. Checkpoints that stay, and that a restart does not need, move to
-    ``archive``. With ``temporary`` the platform's agent copies all
-    files to the store, except those whose names end so; its own files end in ``marks``. Then a checkpoint counts, and
-    older ones go, only after `stored` was called for all of its files. ``aside(work, then)`` calls ``work()`` in
-    another thread, then ``then`` in this one with the result, None if it failed.
+    ``archive``. With ``temporary`` the platform's agent copies all files to the store, except those whose names end so;
+    its own files end in ``marks``. Then a checkpoint counts, and older ones go, only after `stored` was called for all
+    of its files. ``aside(work, then)`` calls ``work()`` in another thread, then ``then`` in this one with the result,
+    None if it failed.
     """
 
     def __init__(
@@ -84,8 +84,7 @@ class Commits:
         archive: Archive | None,
         aside: Aside,
     ) -> None:
-        self._marks = marks
-        self._temporary, self._archive, self._aside = temporary, archive, aside
+        self._marks, self._temporary, self._archive, self._aside = marks, temporary, archive, aside
         self._archived: dict[str, Checkpoint] = {}
         """By key: checkpoints in the archive that are no longer in ``live``."""
         self._archiving: set[str] = set()
@@ -98,7 +97,9 @@ class Commits:
         self._rounds: dict[str, _Round] = {}
         self._numbers, self._seq = 0, 0
         self._holders: dict[str, set[int]] = {}
-        self._complete: list[Checkpoint] | None = None
+        self._complete: list[Checkpoint] = []
+        self._taken_over = False
+        """True once ``_complete`` has the checkpoints of earlier attempts: the first decision reads them."""
         self._fresh: list[Checkpoint] = []
         """Complete checkpoints since the last retention."""
         self._retain_due = 0.0
@@ -190,7 +191,7 @@ class Commits:
         live ones get a short wait (none for a DCP checkpoint with its ``.metadata``), lost ones an endless one. A node
         whose script ended well without writing a part owes none.
         """
-        if self._complete is None:
+        if not self._taken_over:
             self._take_over()
         age = time.monotonic() - work.since
         holders = self._holders.get(family(work.name))
@@ -287,7 +288,7 @@ class Commits:
         newest, named = max(fresh, key=lambda item: item.seq), dict[str, list[Checkpoint]]()
         for item in fresh:
             named.setdefault(item.name, []).append(item)
-        self._complete = sorted([*(self._complete or ()), *fresh], key=lambda item: item.order)
+        self._complete = sorted([*self._complete, *fresh], key=lambda item: item.order)
         kept = self._kept(self._complete)
         kept = [item for item in kept if not any(_continued(item, after) for after in named.get(item.name, ()))]
         later = [c for c in self._complete if c.attempt == self._attempt and c.seq > newest.seq]
@@ -317,13 +318,13 @@ class Commits:
         """Move to the archive the checkpoints in the store that no restart needs while the newest is whole."""
         if self._archive is None:
             return
-        states = resumable(self._complete or ())
+        states = resumable(self._complete)
         if not states:
             return
         newest, named = states[-1], set[str]().union(*self._pointers.values())
-        needed = [newest, *companions(newest, self._complete or (), states, named)]
+        needed = [newest, *companions(newest, self._complete, states, named)]
         for older in reversed(states):  # the remaining ones alone must show which is the newest state
-            stay = [item for item in self._complete or () if item not in states or item in needed]
+            stay = [item for item in self._complete if item not in states or item in needed]
             if resumable(stay)[-1:] == [newest]:
                 break
             needed += [older] if older not in needed else []
@@ -336,16 +337,16 @@ class Commits:
     def _add(self, archive: Archive, key: str, item: Checkpoint) -> bool:
         """Archive a checkpoint, in another thread, unless the run drops it before or meanwhile."""
         try:
-            return item in (self._complete or ()) and archive.add(key, item)
+            return item in self._complete and archive.add(key, item)
         except StorageError:
-            if item in (self._complete or ()):
+            if item in self._complete:
                 raise
             return False
 
     def _archived_now(self, key: str, item: Checkpoint, done: bool | None) -> None:
         """Let all nodes remove from ``live`` a checkpoint that is in the archive."""
         self._archiving.discard(key)
-        if item not in (self._complete or ()):
+        if item not in self._complete:
             self._drop_archived(item)
         elif done:
             self._archived[key] = item
@@ -369,22 +370,21 @@ class Commits:
         archived = self._archive.found() if self._archive is not None else []
         for node, named in pointers.items():
             self._pointers.setdefault(node, {pointer.target for pointer in named.values()})
-        self._complete = [item for item in found if item.folder not in self._damaged]
+        self._complete, self._taken_over = [item for item in found if item.folder not in self._damaged], True
         for item in found:
             if item.folder in self._damaged:
                 checkpoints.remove_path(item.folder / checkpoints.COMMIT)
             parts = {key.partition("/")[0].removeprefix("node-") for key in item.files}
             self._holders[family(item.name)] = {int(part) for part in parts if part.isdigit()} & self._nodes
         self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root, marks=self._marks)]
-        if self._archive is not None:
-            here = {self._key(item.folder) for item in self._complete}
-            for item in archived:
-                key = self._key(item.folder)
-                if self._root.parent / "archive" / key in self._damaged:
-                    self._drop_archived(item)
-                elif key not in here:
-                    self._archived[key] = item
-            self._complete = sorted([*self._complete, *self._archived.values()], key=lambda item: item.order)
+        here = {self._key(item.folder) for item in self._complete}
+        for item in archived:
+            key = self._key(item.folder)
+            if self._root.parent / "archive" / key in self._damaged:
+                self._drop_archived(item)
+            elif key not in here:
+                self._archived[key] = item
+        self._complete = sorted([*self._complete, *self._archived.values()], key=lambda item: item.order)
 
     def _key(self, folder: Path) -> str:
         return folder.relative_to(self._root).as_posix()

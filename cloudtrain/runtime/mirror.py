@@ -34,18 +34,8 @@ from .uploads import Uploads
 __all__ = ["KINDS", "Mirror", "nothing"]
 
 KINDS = (
-    "finished",
-    "hold?",
-    "hold",
-    "copy",
-    "copied",
-    "committed",
-    "dropped",
-    "pointers",
-    "remove",
-    "moving",
-    "stored",
-)
+    "finished", "hold?", "hold", "copy", "copied", "committed", "dropped", "pointers", "remove", "moving", "stored",
+)  # fmt: skip
 """Messages of the node link that belong to the mirror."""
 SCAN_SHARE = 20
 """After a look at all entries that took a second, the mirror makes none for so many seconds."""

@@ -58,7 +58,6 @@ class Workspace:
         self.outputs: Outputs | None = None
         """The script's files below its working folder, if they are kept."""
         self._python = sys.executable
-        self._export = {**site.export_env}
         if site.cuda_compat and (words := gpus.compat_library_path(site.cuda_compat, self._environ())):
             self.context = {**context, "env": {**context.get("env", {}), **words}}  # before the job's own folders, too
             log.say(f"driver {gpus.driver_version()} is older than the image's CUDA; the ranks use {site.cuda_compat}")
@@ -101,7 +100,7 @@ class Workspace:
 
     def _environ(self) -> dict[str, str]:
         """Return the node's environment with the platform's and the job's variables."""
-        return {**os.environ, **self._export, **self.context.get("env", {})}
+        return {**os.environ, **self._site.export_env, **self.context.get("env", {})}
 
     def note_group(self, pid: int) -> None:
         """Record a process group that was started here, for an engine whose nodes are no containers."""
@@ -230,15 +229,11 @@ class Workspace:
             rank=rank,
             time_ns=event["time_ns"],
             exception=self.readable(event["exception"]),
-            file=self.relative(event["file"]),
+            file=(event["file"] or "").removeprefix(f"{self.code}{os.sep}") or None,
             line=event["line"],
             traceback=self.readable(event["traceback"]),
             code=event["code"],
         )
-
-    def relative(self, file: str | None) -> str | None:
-        """Return a path in the code as the user knows it."""
-        return file.removeprefix(f"{self.code}{os.sep}") if file else None
 
     # --------------------------------------------------------------------------------------------- starting the ranks
 
@@ -304,7 +299,7 @@ class Workspace:
             self.context,
             self._site.topology,
             base={name: os.environ[name] for name in os.environ if not name.startswith(tuple(self._site.hidden_env))},
-            export=self._export,
+            export=self._site.export_env,
             own=self._own(values, attempt),
             secrets=secrets,
             values=values,
