@@ -23,18 +23,9 @@ from ..errors import CloudtrainError, SpecError
 from ..storage.timings import CLIENT_TIMINGS
 
 __all__ = [
-    "LABEL",
-    "away",
-    "check_image",
-    "clear",
-    "connect",
-    "guard",
-    "make_client",
-    "remove_container",
-    "run_label",
-    "running_node",
-    "why",
-]
+    "LABEL", "away", "check_image", "clear", "connect", "guard", "make_client", "remove_container", "run_label",
+    "running_node", "why",
+]  # fmt: skip
 
 LABEL = "cloudtrain."
 

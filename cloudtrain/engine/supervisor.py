@@ -111,9 +111,8 @@ class Supervisor:
         self._machines = 0  # that a drill has left; 0: any number
         self._lost: set[int] = set()
         self._idle: list[Injection] = []
-        self._had: tuple[
-            str, ...
-        ] = ()  # the newest checkpoints as the nodes started, or at a drill that waited for one
+        self._had: tuple[str, ...] = ()
+        """The newest checkpoints as the nodes started, or at a drill that waited for one."""
         self._again = ""
         self.state: dict[str, Any] = {
             "state": "running" if engine == "processes" else "pending",  # it may have to pull an image
@@ -141,9 +140,8 @@ class Supervisor:
         """Raise the error that keeps the run from starting at all: it then leaves no status."""
         moving = {key: value for key, value in self.record.get("moving", {}).items() if key in TransferOptions._fields}
         self.store = Store(self.store.url, moving=TransferOptions(**moving))
-        provider = self.provider
-        if isinstance(provider, SupervisedProvider) and not (self.folder / "status.json").exists():
-            provider.check(self.request)
+        if isinstance(self.provider, SupervisedProvider) and not (self.folder / "status.json").exists():
+            self.provider.check(self.request)
 
     def run(self) -> None:
         """Run to the end. Never raises: an error becomes the run's reason."""
@@ -358,18 +356,15 @@ class Supervisor:
         self._write_status()
         self._lost.clear()
         self._had = self._newest_checkpoint(mounts) if self.drills.left else ()
-        folders = None
         stopped = "preempted"  # nodes that never started leave nothing
-        if launch.rules.sync_lag is not None:
-            run, lag = self.request.run, launch.rules.sync_lag
-            marks, shared = launch.rules.sync_marks, f"{run}/checkpoints"
-            folders = NodeFolders(self.folder / "folders", live=f"{run}/live", shared=shared, lag=lag, marks=marks)
-            with self._on_disk():
-                launch, local = folders.wired(launch, local)
+        run, lag, marks = self.request.run, launch.rules.sync_lag, launch.rules.sync_marks
+        place, live, shared = self.folder / "folders", f"{run}/live", f"{run}/checkpoints"
+        folders = NodeFolders(place, live=live, shared=shared, lag=lag, marks=marks)
+        with self._on_disk():
+            launch, local = folders.wired(launch, local)
         try:
             nodes = self.engine.start(launch, attempt=name, local=local, secrets=self.secrets)
-            if folders is not None:
-                folders.start()
+            folders.start()
             try:
                 stopped = self._watch(nodes, launch.rules, mounts, folders)
             finally:
@@ -377,9 +372,8 @@ class Supervisor:
                     for node in nodes:
                         ends.callback(node.kill)
         finally:
-            if folders is not None:
-                with self._on_disk():
-                    folders.finish(outputs=stopped != "preempted" and not self._lost)
+            with self._on_disk():
+                folders.finish(outputs=stopped != "preempted" and not self._lost)
         exits = self._exits(mounts)
         resumed = next((r["resumed_from"] for r in exits if r["resumed_from"]), "")
         return *self._judge(nodes, launch.rules, stopped, exits), resumed
@@ -397,9 +391,7 @@ class Supervisor:
         self.state.update(state="pending", reason=reason)
         self._write_status()
 
-    def _watch(
-        self, nodes: Sequence[NodeHandle], rules: LaunchRules, mounts: _Mounts, folders: NodeFolders | None
-    ) -> str:
+    def _watch(self, nodes: Sequence[NodeHandle], rules: LaunchRules, mounts: _Mounts, folders: NodeFolders) -> str:
         """Wait for all nodes to end; return why we ended them (``cancelled``, ``timeout``, ``peers``, or ``preempted``,
         by a drill), else ""."""
         began = time.monotonic()
@@ -446,9 +438,7 @@ class Supervisor:
         self.state["ran"] = self.spent - self._before
         return stopped
 
-    def _drill(
-        self, seconds: float, nodes: Sequence[NodeHandle], mounts: _Mounts, folders: NodeFolders | None
-    ) -> int | None:
+    def _drill(self, seconds: float, nodes: Sequence[NodeHandle], mounts: _Mounts, folders: NodeFolders) -> int | None:
         """Run the drill due after ``seconds`` of running; return the node whose machine it takes back, if any."""
         drill = self.drills.due(seconds, lambda: self._newest_checkpoint(mounts) not in ((), self._had))
         if drill is None:
@@ -466,8 +456,7 @@ class Supervisor:
             self._idle.append(drill)
         else:
             self._lost.add(drill.node)
-            if folders is not None:
-                folders.lose(drill.node)
+            folders.lose(drill.node)
             nodes[drill.node].kill()
         return None
 
@@ -500,11 +489,9 @@ class Supervisor:
         if stopped == "cancelled":
             return CANCELLED
         if stopped == "timeout":
-            unkept = (
-                remark for record in exits for remark in record["remarks"] if remark.startswith(UNMIRRORED + ": ")
-            )
-            if remark := next(unkept, ""):  # the script was done; only its store kept the node
-                return "failed", "storage", f"{remark}; max_runtime is used up"
+            remarks = (remark for record in exits for remark in record["remarks"])
+            if unkept := next((remark for remark in remarks if remark.startswith(f"{UNMIRRORED}: ")), ""):
+                return "failed", "storage", f"{unkept}; max_runtime is used up"  # only its store kept the node
             if rules.time_limit == self._job.max_runtime:
                 return "failed", "timeout", f"max_runtime of {rules.time_limit:.0f} s is used up"
             return "failed", "timeout", f"the limit of {rules.time_limit:.0f} s, less than max_runtime, is used up"
@@ -522,8 +509,8 @@ class Supervisor:
             if notice or decided is None or decided["outcome"] != "failed":
                 return "failed", "preempted", notice or "a node got a stop signal"
         silent = self._silent(nodes, exits)
-        record = next((r for r in exits if r["decided"] and r["outcome"] == "failed"), None)
-        record = record or next((r for r in exits if r["outcome"] == "failed"), None)
+        bad = [r for r in exits if r["outcome"] == "failed"]
+        record = next((r for r in bad if r["decided"]), next(iter(bad), None))
         if record is not None and not (silent and was_lost(record["failure"])):
             category = record["category"] if record["category"] in EXIT_CODES else "infra"
             return "failed", category, record["reason"]
@@ -567,8 +554,8 @@ class _Mounts:
 
     def __init__(self, *, folder: Path, store: Store, run_id: str) -> None:
         self._folder, self._store, self._run_id = folder, store, run_id
-        self.live = local_path(f"{store.url}/runs/{run_id}/live") or folder / "live"
         self._url = f"{store.url}/runs/{run_id}/live"
+        self.live = local_path(self._url) or folder / "live"
         self._sent: dict[str, tuple[int, int]] = {}
         self._stop, self._cancelled = threading.Event(), False
         self._thread: threading.Thread | None = None
