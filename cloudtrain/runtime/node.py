@@ -268,19 +268,19 @@ class Node:
             if self._over():
                 return
             verdict, why = restore_verdict(self.peers, self.nodes)
-            if verdict == "late":
-                waited = duration(self.site.join_timeout)
-                self._fail(self._lost(f"has not restored checkpoint {name} in {waited}", why))
-                return
+            if verdict == "pass":
+                tried += 1
+                self.resume.pass_over(message)
+                self.log.say(f"{why}; falling back to the checkpoint before")
+                continue
             if verdict == "go":
                 self._go(resume=name, saved=saved)
-                return
-            if verdict == "fail":
+            elif verdict == "late":
+                waited = duration(self.site.join_timeout)
+                self._fail(self._lost(f"has not restored checkpoint {name} in {waited}", why))
+            else:
                 self._fail(self._setup(why, "infra"))
-                return
-            tried += 1
-            self.resume.pass_over(message)
-            self.log.say(f"{why}; falling back to the checkpoint before")
+            return
         if self._over():
             return
         if direct is not None:
@@ -419,12 +419,9 @@ class Node:
             self.mirror.take(sender, message)
         elif kind == "hold?":  # this node has not started its ranks, and may never
             self.link.send(sender, {**message, "t": "hold", **nothing(over=self._over())})
-        elif kind in KINDS:
-            pass
-        elif kind in stall.KINDS:
-            if self.stall is not None:
-                self.stall.take(sender, message)
-        else:
+        elif kind in stall.KINDS and self.stall is not None:
+            self.stall.take(sender, message)
+        elif kind not in (*KINDS, *stall.KINDS):
             self._handlers[kind](sender, message)
 
     def _make_handlers(self) -> dict[str, Callable[[int, Message], None]]:
@@ -685,8 +682,6 @@ class Node:
             self._pump(lambda: self.released or self._alone(end))
             if not self.released:  # only now may the link know that node 0 is lost
                 self.lost = (cause := self._own_cause()) is not None and cause.kind == "lost"
-        if self.mirror is not None:
-            self.mirror.stop()
         return outcome
 
     def _finish_mirror(self, mirror: Mirror, clean: bool) -> None:
