@@ -68,7 +68,6 @@ def of_containers(request: Request | None, check: Callable[[Request], None]) -> 
 
 
 def _torch(python: str, install: str) -> Check:
-    version, gpus, problem = "", "", ""
     try:
         done = subprocess.run(
             [python, "-c", TORCH], capture_output=True, text=True, errors="replace", timeout=CLIENT_TIMINGS.torch_check
@@ -84,10 +83,10 @@ def _torch(python: str, install: str) -> Check:
             problem = f"{python} cannot import torch: {last}"
         elif not gpus.isdigit():
             problem = f"{python} is no Python: it did not print what it was asked"
-    if problem:
-        fix = f"{install}; or set python to a Python that has it"
-        return failed("torch", problem, fix=fix, code=SpecError.exit_code)
-    return ok("torch", f"{version} in {python}, {gpus} GPUs")
+        else:
+            return ok("torch", f"{version} in {python}, {gpus} GPUs")
+    fix = f"{install}; or set python to a Python that has it"
+    return failed("torch", problem, fix=fix, code=SpecError.exit_code)
 
 
 def _ports() -> Check:

@@ -505,13 +505,13 @@ def _logs_in(folder: Path) -> list[Path]:
     return sorted(logs, key=lambda path: attempt_key(f"{path.parent.name}/{path.stem}"))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Any:
     """Read a record. Where none can be renamed, its writer fills it in place, so half of one is read again."""
     try:
-        return json.loads(path.read_bytes())  # type: ignore[no-any-return]
+        return json.loads(path.read_bytes())
     except ValueError:
         time.sleep(CLIENT_TIMINGS.half_record)
-        return json.loads(path.read_bytes())  # type: ignore[no-any-return]
+        return json.loads(path.read_bytes())
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -77,10 +77,7 @@ class Failure:
     def without_secrets(self, redact: Callable[[str], str]) -> Failure:
         """Return the same failure with its texts as ``redact`` leaves them."""
         return replace(
-            self,
-            exception=redact(self.exception),
-            traceback=redact(self.traceback),
-            last_line=redact(self.last_line),
+            self, exception=redact(self.exception), traceback=redact(self.traceback), last_line=redact(self.last_line)
         )
 
     def to_dict(self) -> dict[str, Any]:

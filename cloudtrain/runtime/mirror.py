@@ -219,9 +219,8 @@ class Mirror:
         kind = message["t"]
         if kind == "finish":
             self._finishing = "clean" if message["clean"] else "failed"
-            self._slow_until = time.monotonic() + (
-                TIMINGS.archive_clean if message["clean"] else TIMINGS.archive_failed
-            )
+            patience = TIMINGS.archive_clean if message["clean"] else TIMINGS.archive_failed
+            self._slow_until = time.monotonic() + patience
             self._marks.clear()
             if self._uploads is not None:
                 self._uploads.end()

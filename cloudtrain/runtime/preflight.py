@@ -76,9 +76,8 @@ def _findings(
     # Another node's failure may be the consequence of one that ends here. And after a notice all nodes hear of it.
     wait(lambda: ended() or bool(late()), time.monotonic() + TIMINGS.stop_kill)
     codes = {path: process.poll() for path, process in ranks.items()}
-    if deaths := [
-        _death(site.node_rank, code, path) for path, code in codes.items() if code and code != -signal.SIGTERM
-    ]:
+    ended_badly = {path: code for path, code in codes.items() if code and code != -signal.SIGTERM}
+    if deaths := [_death(site.node_rank, code, path) for path, code in ended_badly.items()]:
         return [next((death for death in deaths if death.node is not None), deaths[0])]
     if site.node_rank or any(codes.values()) or not ended():
         return late() if not ended() else []

@@ -29,16 +29,9 @@ _MANIFEST_MAX = 64 * 2**20
 _CHUNK = 2**20
 # Errors of gzip and tarfile for bytes that are no tar.gz; the last ones were seen, though not documented.
 _MALFORMED = (
-    tarfile.TarError,
-    gzip.BadGzipFile,
-    zlib.error,
-    EOFError,
-    struct.error,
-    ValueError,
-    LookupError,
-    OverflowError,
+    tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, struct.error, ValueError, LookupError, OverflowError,
     RecursionError,
-)
+)  # fmt: skip
 
 
 def unpack(archive: Path, target: Path, *, digest: str) -> None:

@@ -31,12 +31,7 @@ class Uploads:
     """
 
     def __init__(
-        self,
-        live: Path,
-        agent: SyncAgent,
-        *,
-        say: Callable[[str], None],
-        clock: Callable[[], float] | None = None,
+        self, live: Path, agent: SyncAgent, *, say: Callable[[str], None], clock: Callable[[], float] | None = None
     ) -> None:
         self._live, self.agent, self._say, self._clock = live, agent, say, clock or time.monotonic
         self._lock = threading.Lock()
