@@ -16,8 +16,7 @@ from ..storage.timings import CLIENT_TIMINGS
 __all__ = ["of_containers", "of_processes"]
 
 GIB = 1 << 30
-LEAST_GIB = 1
-"""Free disk below which logs and a checkpoint do not fit."""
+LEAST_GIB = 1  # free disk below which logs and a checkpoint do not fit
 TORCH = "import torch; print(torch.__version__, torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 
 

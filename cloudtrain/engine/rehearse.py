@@ -26,8 +26,7 @@ from .url_map import map_urls, stand_in_for
 
 __all__ = ["STORE", "plan_rehearsal"]
 
-STORE = "./.cloudtrain"
-"""Default store of rehearsals."""
+STORE = "./.cloudtrain"  # default store of rehearsals
 
 
 def plan_rehearsal(

@@ -54,8 +54,7 @@ __all__ = [
     "write_json",
 ]  # fmt: skip
 
-PREEMPTED = 75
-"""Exit code of a node after a stop with notice (EX_TEMPFAIL). The supervisor starts the nodes again."""
+PREEMPTED = 75  # exit code of a node after a stop with notice (EX_TEMPFAIL). The supervisor starts the nodes again
 STATE_DIR = (
     "folder of the supervisor's files for runs with a store elsewhere; default: cloudtrain in $XDG_STATE_HOME, else in "
     "~/.local/state"

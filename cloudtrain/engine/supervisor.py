@@ -8,6 +8,7 @@ store is remote, it keeps ``live/`` in step with it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -52,8 +53,7 @@ __all__ = ["Supervisor", "SupervisorLog", "main"]
 
 T = TypeVar("T")
 
-KILLED = (137, 143)
-"""Exit codes of nodes that a platform itself ended, by SIGKILL or SIGTERM."""
+KILLED = (137, 143)  # exit codes of nodes that a platform itself ended, by SIGKILL or SIGTERM
 _UNFINISHED = re.compile(r"^\..*\.part$", re.DOTALL)
 CHECKPOINTS, OUTPUTS = "checkpoints/", "outputs/"
 CANCELLED = ("cancelled", "cancelled", "cancelled by the user")
@@ -585,7 +585,7 @@ class _Mounts:
 
     def _download(self, url: str) -> Path:
         parent, _, name = url.rpartition("/")
-        target = self._folder / "mounts" / _short(url) / name
+        target = self._folder / "mounts" / hashlib.sha256(url.encode()).hexdigest()[:16] / name
         whole = target.with_name(f".{name}.whole")
         if not whole.exists():
             source = files(parent)
@@ -689,9 +689,3 @@ def _category_of(exc: CloudtrainError) -> str:
     if isinstance(exc, NodeError):
         return exc.category
     return "image" if isinstance(exc, SpecError) else "capacity" if isinstance(exc, CapacityError) else "infra"
-
-
-def _short(url: str) -> str:
-    import hashlib
-
-    return hashlib.sha256(url.encode()).hexdigest()[:16]

@@ -32,8 +32,7 @@ BROKEN_GPU = re.compile(
     re.IGNORECASE,
 )
 """Errors of CUDA and its driver whose cause is the machine, not the script."""
-SHOWN = 300
-"""Most characters of a script's own text in a reason."""
+SHOWN = 300  # most characters of a script's own text in a reason
 SLACK_NS = 500_000_000
 """Longest delay before a busy machine reads a silent death, which it sees by its pipe's end of file."""
 

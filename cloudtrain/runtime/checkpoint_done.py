@@ -37,8 +37,7 @@ class Finished:
     def __init__(self, *, skip: Mapping[str, Signature], shapes: Mapping[str, Counter[str]]) -> None:
         self._items: defaultdict[str, _Item] = defaultdict(_Item)
         self._shapes = dict(shapes)
-        self.slept = 0.0
-        """Seconds of the last look that were spent asleep."""
+        self.slept = 0.0  # seconds of the last look that were spent asleep
         for name, signature in skip.items():
             self._items[name].done = signature
 

@@ -41,24 +41,18 @@ __all__ = [
 T = TypeVar("T")
 
 COMMIT = "commit.json"
-POINTER_BYTES = 512
-"""A longer file names no checkpoint."""
+POINTER_BYTES = 512  # a longer file names no checkpoint
 BLOCK = 4 << 20
-COPIERS = 4
-"""Files that are copied at the same moment. A mounted object store needs several; a disk does not suffer."""
+COPIERS = 4  # files that are copied at the same moment. A mounted object store needs several; a disk does not suffer
 
-Moved = Callable[[Path, int], None]
-"""Called with a file that is being copied, and the bytes of it so far."""
-Item = tuple[str, int, int]
-"""A file below an entry: its path, bytes, and the nanosecond of its last change."""
+Moved = Callable[[Path, int], None]  # called with a file that is being copied, and the bytes of it so far
+Item = tuple[str, int, int]  # a file below an entry: its path, bytes, and the nanosecond of its last change
 Signature = tuple[Item, ...]
-FileState = tuple[int, int]
-"""Bytes, and the nanosecond of the last change."""
+FileState = tuple[int, int]  # bytes, and the nanosecond of the last change
 
 _FOLDER = re.compile(r"(\d+\.\d+)-(\d+)")
 _NODE = re.compile(r"node-\d+")
-_VANISHED = "\0"
-"""Signature of an entry that changed while it was read: never equal to another."""
+_VANISHED = "\0"  # signature of an entry that changed while it was read: never equal to another
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,14 +23,10 @@ from .timings import TIMINGS
 
 __all__ = ["Commits", "remove_parts"]
 
-MOST_ROUNDS = 16
-"""Checkpoints that are worked on at once: with many more, no answer comes in `Timings.hold_answer`."""
-VERSIONS = 2
-"""Versions kept of a checkpoint that the script writes again under its name: a resume may need the older."""
-RETAIN_SHARE = 10
-"""After a retention that took a second, open rounds wait so many seconds for the next one."""
-REMEMBERED = 50
-"""Removed checkpoints that each commit removes again: a platform's sync may bring them back."""
+MOST_ROUNDS = 16  # checkpoints that are worked on at once: with many more, no answer comes in `Timings.hold_answer`
+VERSIONS = 2  # versions kept of a checkpoint that the script writes again under its name: a resume may need the older
+RETAIN_SHARE = 10  # after a retention that took a second, open rounds wait so many seconds for the next one
+REMEMBERED = 50  # removed checkpoints that each commit removes again: a platform's sync may bring them back
 
 Message = dict[str, Any]
 Aside = Callable[[Callable[[], Any], Callable[[Any], None]], None]
@@ -85,8 +81,7 @@ class Commits:
         aside: Aside,
     ) -> None:
         self._marks, self._temporary, self._archive, self._aside = marks, temporary, archive, aside
-        self._archived: dict[str, Checkpoint] = {}
-        """By key: checkpoints in the archive that are no longer in ``live``."""
+        self._archived: dict[str, Checkpoint] = {}  # by key: checkpoints in the archive that are no longer in ``live``
         self._archiving: set[str] = set()
         self._unstored: dict[str, tuple[Checkpoint, set[int]]] = {}
         """By folder: complete checkpoints, and the nodes whose files are not in the store yet."""
@@ -100,13 +95,11 @@ class Commits:
         self._complete: list[Checkpoint] = []
         self._taken_over = False
         """True once ``_complete`` has the checkpoints of earlier attempts: the first decision reads them."""
-        self._fresh: list[Checkpoint] = []
-        """Complete checkpoints since the last retention."""
+        self._fresh: list[Checkpoint] = []  # complete checkpoints since the last retention
         self._retain_due = 0.0
         self._removed: list[str] = []
         self._pointers: dict[int, set[str]] = {}
-        self.finishing: str | None = None
-        """The end of node 0's own script: ``clean`` or ``failed``; None while it runs."""
+        self.finishing: str | None = None  # the end of node 0's own script: ``clean`` or ``failed``; None while it runs
 
     @property
     def open(self) -> bool:
@@ -133,8 +126,7 @@ class Commits:
                 self._numbers += 1
                 work.number, work.phase, work.answers, work.waiting = self._numbers, "ask", {}, set(alive)
                 work.retry = now + TIMINGS.hold_answer
-                for node in sorted(alive):
-                    self._send(node, {"t": "hold?", "round": work.number, "name": work.name})
+                self._send_all(alive, {"t": "hold?", "round": work.number, "name": work.name})
             elif (work.phase == "ask" and now >= work.retry) or (work.phase != "idle" and work.waiting - alive):
                 work.phase, work.retry = "idle", now + TIMINGS.commit_retry
 
@@ -181,8 +173,8 @@ class Commits:
             work.seq, work.phase, work.waiting, work.answers = self._seq, "copy", set(held), {}
             work.place = next((a["place"] for a in held.values() if a["place"]), None)
             work.saved = max(a["when"] for a in held.values())
-            for node in sorted(held):
-                self._send(node, {"t": "copy", "round": work.number, "name": work.name, "folder": self._folder(work)})
+            folder = self._folder(work)
+            self._send_all(held, {"t": "copy", "round": work.number, "name": work.name, "folder": folder})
 
     def _missing(self, work: _Round, held: set[int], headed: bool) -> set[int]:
         """Return the nodes whose part may still be on its way.
@@ -205,8 +197,11 @@ class Commits:
     def _drop(self, work: _Round) -> None:
         """Give up a checkpoint that the script has deleted, or will never finish."""
         del self._rounds[work.name]
-        for node in sorted(self._peers()):
-            self._send(node, {"t": "dropped", "name": work.name})
+        self._send_all(self._peers(), {"t": "dropped", "name": work.name})
+
+    def _send_all(self, nodes: Iterable[int], message: Message) -> None:
+        for node in sorted(nodes):
+            self._send(node, message)
 
     def _folder(self, work: _Round) -> str:
         return f"{self._attempt}-{work.seq}"
@@ -239,8 +234,7 @@ class Commits:
             return
         self._holders[family(work.name)] = set(work.answers)
         del self._rounds[work.name]
-        for node in sorted(self._peers()):
-            self._send(node, {"t": "committed", "name": work.name, "folder": self._key(folder)})
+        self._send_all(self._peers(), {"t": "committed", "name": work.name, "folder": self._key(folder)})
         whole = Checkpoint.of(commit, str(folder))
         if self._temporary:
             self._unstored[self._key(folder)] = whole, {0, *work.answers}
@@ -310,8 +304,8 @@ class Commits:
         self._retain_due = now + RETAIN_SHARE * (now - began)
 
     def _tell_removed(self) -> None:
-        for node in sorted(self._peers()) if self._removed else ():
-            self._send(node, {"t": "remove", "folders": self._removed, "nodes": len(self._nodes)})
+        if self._removed:
+            self._send_all(self._peers(), {"t": "remove", "folders": self._removed, "nodes": len(self._nodes)})
         self._removed = self._removed[-REMEMBERED:]
 
     def _archive_others(self) -> None:

@@ -214,8 +214,7 @@ class Ranks:
         self._stacks: dict[int, list[str]] = {}
         self._lines: dict[int, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=LAST_LINES))
         self.unshown: list[str] = []
-        self.closing_ns = 0
-        """Time at which torchrun began to stop the ranks because one had ended badly; 0 until then."""
+        self.closing_ns = 0  # time at which torchrun began to stop the ranks because one had ended badly; 0 until then
         self.last_line = ""
         self.code: int | None = None
         shutil.rmtree(self._pipes, ignore_errors=True)

@@ -25,8 +25,7 @@ __all__ = ["LogWriter", "lines_of"]
 SEGMENT_BYTES = 1 << 20
 KEPT_BYTES = 16 << 20
 """Most bytes of a segment that cannot be written. The store loses older lines, the platform's own log does not."""
-LINE_BYTES = 128 << 10
-"""Longer lines are cut in pieces: CloudWatch takes 256 KiB an event."""
+LINE_BYTES = 128 << 10  # longer lines are cut in pieces: CloudWatch takes 256 KiB an event
 
 
 class LogWriter:

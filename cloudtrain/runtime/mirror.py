@@ -37,10 +37,8 @@ KINDS = (
     "finished", "hold?", "hold", "copy", "copied", "committed", "dropped", "pointers", "remove", "moving", "stored",
 )  # fmt: skip
 """Messages of the node link that belong to the mirror."""
-SCAN_SHARE = 20
-"""After a look at all entries that took a second, the mirror makes none for so many seconds."""
-ENTRIES = 2
-"""Checkpoints that a node copies at the same moment."""
+SCAN_SHARE = 20  # after a look at all entries that took a second, the mirror makes none for so many seconds
+ENTRIES = 2  # checkpoints that a node copies at the same moment
 
 T = TypeVar("T")
 Message = dict[str, Any]

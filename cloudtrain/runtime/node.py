@@ -78,8 +78,7 @@ class Node:
             join_timeout=site.join_timeout,
         )
         self.machine = site.machine or machine_name()
-        self.machines = {self.me: self.machine}
-        """The names of the machines that this node knows: node 0 those of all."""
+        self.machines = {self.me: self.machine}  # the names of the machines that this node knows: node 0 those of all
         self.archive = archive_of(site)
         self.resume = self._make_resume()
         self.attempt = self.resumed = ""
@@ -89,8 +88,7 @@ class Node:
         self.failures: list[Failure] = []
         self.seen: dict[int, set[str]] = {}
         self.eof: dict[int, int] = {}
-        self.complete = False
-        """True if the script ended well before any notice."""
+        self.complete = False  # true if the script ended well before any notice
         self.stopping: float | None = None
         self.stopped_ns: int | None = None
         self.signalled = 0

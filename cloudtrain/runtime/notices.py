@@ -1,4 +1,4 @@
-"""Ask each of the sources in `Site.notices` every second, in a thread of its own."""
+"""Ask each of the sources in `NodeEnvironment.notices` every second, in a thread of its own."""
 
 from __future__ import annotations
 

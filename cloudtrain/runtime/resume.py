@@ -26,8 +26,7 @@ from .workspace import Workspace
 
 __all__ = ["Resume"]
 
-RUN_FOLDER = "/live/checkpoints"
-"""Ending of the URL of another run's checkpoints; any other folder is the user's own."""
+RUN_FOLDER = "/live/checkpoints"  # ending of the URL of another run's checkpoints; any other folder is the user's own
 _OF_RUN = re.compile(rf".*/runs/([^/]+){RUN_FOLDER}(?:/([^/]+).*)?")
 
 Message = dict[str, Any]

@@ -20,8 +20,7 @@ from .timings import TIMINGS
 
 __all__ = ["Uploads"]
 
-SLOW_BYTES = 20_000_000.0
-"""Bytes a second of the slowest agent. A file whose upload has begun gets that much more time."""
+SLOW_BYTES = 20_000_000.0  # bytes a second of the slowest agent. A file whose upload has begun gets that much more time
 
 
 class Uploads:
@@ -38,21 +37,18 @@ class Uploads:
         self._pending: dict[str, set[Path]] = {}
         self._newest = ""
         self._arrived: dict[str, bool] = {}
-        self._sign = self._clock()
-        """Time at which a file last reached the store."""
+        self._sign = self._clock()  # time at which a file last reached the store
         self._ending: float | None = None
         self._hurried = False
         self._put: dict[Path, FileState] = {}
-        self._shown = False
-        """True if the agent has ever marked a file."""
+        self._shown = False  # true if the agent has ever marked a file
         self._busy: set[Path] = set()
         self._retry: dict[Path, float] = {}
         self._failed: set[str] = set()
         self._sweeper: threading.Thread | None = None
         self._began = time.time()
         self._swept = self._clock()
-        self.dead = False
-        """True if the agent has stopped; the node uploads its files itself."""
+        self.dead = False  # true if the agent has stopped; the node uploads its files itself
         self.given_up: list[str] = []
         """Keys whose files are not known to be in the store, and are not waited for any more."""
         self._moved: Callable[[], None] = lambda: None
@@ -220,8 +216,7 @@ class Uploads:
                 return
             self._busy.add(path)
         try:
-            state = file_state(path)
-            if state is None:
+            if (state := file_state(path)) is None:
                 return
             self.agent.put(path.relative_to(self._live).as_posix(), path, self._moved)
         except FileNotFoundError:

@@ -24,10 +24,8 @@ __all__ = ["UsageSampler", "gpu_rows", "gpu_usage"]
 
 CGROUP, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 QUERY = ("--query-gpu=utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
-GPU_SECONDS = 10.0
-"""Longest wait for nvidia-smi."""
-GPU_TRIES = 3
-"""Calls in a row without a GPU, after which nvidia-smi is not asked again: the driver may be stuck."""
+GPU_SECONDS = 10.0  # longest wait for nvidia-smi
+GPU_TRIES = 3  # calls in a row without a GPU, after which nvidia-smi is not asked again: the driver may be stuck
 
 
 class UsageSampler:

@@ -55,8 +55,7 @@ class Workspace:
         self.code, self._home = self.folder / "code", self.folder / "home"
         self.recorder = Recorder(self.folder / "flight-recorder")
         self._worker = self.folder / "worker.py"
-        self.outputs: Outputs | None = None
-        """The script's files below its working folder, if they are kept."""
+        self.outputs: Outputs | None = None  # the script's files below its working folder, if they are kept
         self._python = sys.executable
         if site.cuda_compat and (words := gpus.compat_library_path(site.cuda_compat, self._environ())):
             self.context = {**context, "env": {**context.get("env", {}), **words}}  # before the job's own folders, too
