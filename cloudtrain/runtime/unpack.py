@@ -122,16 +122,12 @@ def _check_member(member: tarfile.TarInfo, row: Mapping[str, Any]) -> None:
 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str, row: Mapping[str, Any]) -> None:
-    content, actual, left = tar.extractfile(member), hashlib.sha256(), member.size
+    content, actual = tar.extractfile(member), hashlib.sha256()
     assert content is not None, "a regular file, by `_check_member`"
     with open(path, "xb") as file:
-        while left:
-            chunk = content.read(min(left, _CHUNK))
-            if not chunk:
-                raise DigestError(f"ends inside {member.name!r}")
+        while chunk := content.read(_CHUNK):  # raises `tarfile.ReadError` if the archive ends before the member
             actual.update(chunk)
             file.write(chunk)
-            left -= len(chunk)
     if actual.hexdigest() != row["sha256"]:
         raise DigestError(f"holds other content in {member.name!r} than its manifest lists")
     os.chmod(path, int(row["mode"], 8))
