@@ -93,8 +93,7 @@ def plan_rehearsal(
 
 def _existing(path: str, cwd: Path) -> str:
     url = normalize(path, cwd=cwd)
-    found = local_path(url)
-    if found is None or not found.exists():
+    if not _is_here(url):
         raise SpecError(f"there is no {path} on this machine", field="map")
     return url
 

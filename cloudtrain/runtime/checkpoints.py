@@ -667,8 +667,3 @@ def date(path: Path, seconds: float) -> None:
     for item in (path, *_files(path)):
         with contextlib.suppress(OSError):
             os.utime(item, (seconds, seconds))
-
-
-def write_commit(folder: Path, commit: Mapping[str, Any], *, temporary: str = "") -> None:
-    """Write commit.json, after all other files. Raises `OSError`."""
-    write_whole(folder / COMMIT, json.dumps(commit, sort_keys=True).encode(), temporary=temporary)

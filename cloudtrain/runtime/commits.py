@@ -6,6 +6,7 @@ A checkpoint is whole or absent, also when its shards lie on many nodes. Everyth
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -226,8 +227,9 @@ class Commits:
             "time": time.time(),
             "files": {key: value for a in work.answers.values() for key, value in a["files"].items()},
         }
+        text = json.dumps(commit, sort_keys=True).encode()
         try:
-            checkpoints.write_commit(folder, commit, temporary=self._temporary)
+            checkpoints.write_whole(folder / checkpoints.COMMIT, text, temporary=self._temporary)
         except OSError as exc:
             self._complain(f"cannot commit checkpoint {work.name}: {exc.strerror}")
             self._again(work)

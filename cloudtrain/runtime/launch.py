@@ -117,17 +117,6 @@ def command_of(
     ]
 
 
-def planned_world(context: Mapping[str, Any], nodes: int) -> dict[str, str]:
-    """Return the variable with the ranks that the job was planned with; this attempt may have fewer ``nodes``.
-
-    Other launchers than torchrun start a number of ranks that we do not know. Their jobs have no range of nodes.
-    """
-    if context["launcher"] != "torchrun":
-        return {}
-    planned = int(context.get("planned_nodes") or nodes) * int(context["processes"])
-    return {"CLOUDTRAIN_PLANNED_WORLD_SIZE": str(planned)}
-
-
 def environment_of(
     context: Mapping[str, Any],
     topology: Topology,

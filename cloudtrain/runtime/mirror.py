@@ -49,14 +49,6 @@ def nothing(*, over: bool) -> Message:
     return {"state": "over" if over else "none", "sharded": False, "metadata": False, "place": None, "saved": 0.0}
 
 
-def _growing_places(
-    live: Path, node: str, attempt: str, artifacts: Path, metrics: Path, usage: Path | None
-) -> dict[Path, Path]:
-    """Return the place in ``live`` of each folder and file that grows."""
-    places = {artifacts: live / "artifacts" / node, metrics: live / "metrics" / f"{attempt}-{node}.jsonl"}
-    return places if usage is None else {**places, usage: live / "usage" / f"{attempt}-{node}.jsonl"}
-
-
 class Mirror:
     """The mirror of one node. ``send(node, message)`` reaches a node's mirror, our own too; `take` gets our messages.
 
@@ -105,12 +97,14 @@ class Mirror:
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="archive", initializer=checkpoints.modest)
         """Thread for moves to the archive. They may take minutes, and must not delay copies."""
         self._slow_working, self._slow_until, self._usage = 0, float("inf"), usage
-        places = _growing_places(live, f"node-{node}", attempt, artifacts, metrics, usage)
+        name, rows = f"node-{node}", f"{attempt}-node-{node}.jsonl"
+        places = {artifacts: live / "artifacts" / name, metrics: live / "metrics" / rows}
+        places |= {usage: live / "usage" / rows} if usage is not None else {}
         how: dict[str, Any] = {"moved": self._moved, "complain": self._complain}
         how["temporary"] = self._temporary or ".part"
         self._growing = [Growing(places, small=metrics, small_seconds=flush_seconds, **how)]
         if outputs is not None:
-            self._growing.append(GrowingOutputs(outputs, live / "outputs" / f"node-{node}", **how))
+            self._growing.append(GrowingOutputs(outputs, live / "outputs" / name, **how))
         slow = partial(self._aside, slow=True)
         self._commits = commits(complain=self._complain, aside=slow) if commits is not None else None
         self._finishing: str | None = None

@@ -25,7 +25,7 @@ from ..errors import CloudtrainError, SpecError, StorageError, reason_of
 from ..provider_api.node import NodeEnvironment
 from ..validate import duration
 from . import stall
-from .archive import archive_of
+from .archive import Archive
 from .cause import BROKEN_GPU, Failure, category, failure_line, real, root_cause, silent_deaths, with_codes
 from .checkpoints import Watch
 from .commits import Commits
@@ -79,7 +79,10 @@ class Node:
         )
         self.machine = site.machine or machine_name()
         self.machines = {self.me: self.machine}  # the names of the machines that this node knows: node 0 those of all
-        self.archive = archive_of(site)
+        agent = site.agent
+        objects = agent.objects if agent is not None else None
+        self.archive = Archive(self.live, objects, temporary=site.temporary) if objects is not None else None
+        self.uploads = Uploads(self.live, agent, say=self.log.say) if agent is not None else None
         self.resume = self._make_resume()
         self.attempt = self.resumed = ""
         self.notice = Notice()
@@ -95,7 +98,6 @@ class Node:
         self.remarks: list[str] = []
         self.ranks: Ranks | None = None
         self.mirror: Mirror | None = None
-        self.uploads = Uploads(self.live, site.agent, say=self.log.say) if site.agent is not None else None
         self.stall: stall.Stall | None = None
         self.usage: UsageSampler | None = None
         self.code: int | None = None

@@ -328,11 +328,15 @@ class Workspace:
                 self._log.say(f"kept as artifacts in flight-recorder/{attempt}: {', '.join(names)}")
 
     def _own(self, values: Mapping[str, str], attempt: str) -> dict[str, str]:
+        planned = {}
+        if self.context["launcher"] == "torchrun":  # the ranks of other launchers are unknown
+            nodes = int(self.context.get("planned_nodes") or self.nodes)  # this attempt may have fewer
+            planned["CLOUDTRAIN_PLANNED_WORLD_SIZE"] = str(nodes * self.processes)
         return {
             "CLOUDTRAIN_RUN_ID": self.context["run_id"],
             "CLOUDTRAIN_ATTEMPT": attempt,
             "CLOUDTRAIN_PROVIDER": self.context["provider"],
-            **launch.planned_world(self.context, self.nodes),
+            **planned,
             **{f"CLOUDTRAIN_INPUT_{name.upper().replace('-', '_')}": path for name, path in self.inputs().items()},
             "CLOUDTRAIN_CHECKPOINT_DIR": values["checkpoint_dir"],
             "CLOUDTRAIN_CHECKPOINT_URL": self.checkpoint_url,

@@ -521,11 +521,6 @@ def test_a_disk_that_takes_nothing_is_a_storage_error(tmp_path: Path) -> None:
         restore(one, tmp_path / "ck" / "step-1", node=0)
 
 
-def test_the_commit_is_one_json_file(tmp_path: Path) -> None:
-    checkpoints.write_commit(tmp_path / "new/folder", {"b": 1, "a": 2})
-    assert json.loads((tmp_path / "new/folder" / COMMIT).read_text()) == {"a": 2, "b": 1}
-
-
 def test_a_dangling_link_hides_no_file(tmp_path: Path) -> None:
     folder = tmp_path / "step-1"
     folder.mkdir()
