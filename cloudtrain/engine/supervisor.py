@@ -158,21 +158,21 @@ class Supervisor:
         except Exception as exc:  # noqa: BLE001  the last line of defence of an unattended process
             state, category, reason = "failed", "infra", f"the supervisor failed: {type(exc).__name__}: {exc}"
             sys.stderr.write(reason + "\n")
+        reasons = [reason] if reason else []
         if late := ", ".join(drill.words for drill in self.drills.left):
-            reason = "; ".join(filter(None, [reason, f"it had ended before {late}"]))
+            reasons.append(f"it had ended before {late}")
         if idle := ", ".join(drill.words for drill in self._idle):
-            reason = "; ".join(filter(None, [reason, f"that node had ended before {idle}"]))
+            reasons.append(f"that node had ended before {idle}")
         self.engine.clean()
         try:
             mounts.stop_syncing(self._patiently)
         except CloudtrainError as exc:
-            kept = f"its files are still in {mounts.live} on {socket.gethostname()}: {exc}"
-            reason = f"{reason}; {kept}" if reason else kept
-        self.state.update(state=state, category=category, reason=reason, finished=time.time())
+            reasons.append(f"its files are still in {mounts.live} on {socket.gethostname()}: {exc}")
+        self.state.update(state=state, category=category, reason="; ".join(reasons), finished=time.time())
         try:
             self._patiently(self._write_final)
         except StorageError as exc:  # clients see that this process has ended without a final status
-            sys.stderr.write(f"{exc}; the run ended as {state}: {reason}\n")
+            sys.stderr.write(f"{exc}; the run ended as {state}: {self.state['reason']}\n")
             return
         with contextlib.suppress(CloudtrainError):
             Run(store=self.store, run_id=self.run_id).result()
