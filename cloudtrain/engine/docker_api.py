@@ -43,9 +43,6 @@ def running_node(run: str, node: int) -> str:
     raise SpecError("the node has no container now", field="node", hint="try again")
 
 
-# ---------------------------------------------------------------------------------------------------------- the engine
-
-
 def connect() -> Any:
     """Return a client of the environment's or context's engine. Raises `SpecError` if it or the library is missing."""
     try:
@@ -143,9 +140,8 @@ def _context() -> _Context | None:
         tls = folder / "contexts" / "tls" / key / "docker"
         return _Context(str(endpoint.get("Host") or ""), not endpoint.get("SkipTLSVerify"), tls)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
-        raise SpecError(
-            f"{file} cannot be read as docker wrote it ({why(exc)})", hint="fix it, or set DOCKER_HOST"
-        ) from None
+        wrong = f"{file} cannot be read as docker wrote it ({why(exc)})"
+        raise SpecError(wrong, hint="fix it, or set DOCKER_HOST") from None
 
 
 def why(exc: BaseException) -> str:

@@ -239,15 +239,13 @@ class SupervisedProvider(ProviderExtras):
         while not (folder / "status.json").exists():
             if process.poll() is not None and not (folder / "status.json").exists():
                 _raise_refusal(folder / "refused.json")
-                raise PlatformError(
-                    f"the supervisor did not start: {last_line(folder / 'supervisor.log') or 'it printed nothing'}"
-                )
+                last = last_line(folder / "supervisor.log") or "it printed nothing"
+                raise PlatformError(f"the supervisor did not start: {last}")
             if time.monotonic() > deadline:
                 with contextlib.suppress(ProcessLookupError):  # it must not start the job after this error
                     os.killpg(process.pid, signal.SIGKILL)
-                raise PlatformError(
-                    f"the supervisor has not started within {CLIENT_TIMINGS.supervisor_start:.0f} s: see {folder}"
-                )
+                waited = f"{CLIENT_TIMINGS.supervisor_start:.0f} s"
+                raise PlatformError(f"the supervisor has not started within {waited}: see {folder}")
             time.sleep(0.01)
 
     def find(self, request: Request) -> str | None:
@@ -338,9 +336,8 @@ class SupervisedProvider(ProviderExtras):
         run, suffix = request.run, f"-{request.attempt}" if request.attempt else ""
         if run.startswith("file://"):
             return Path(run.removeprefix("file://")) / f"supervisor{suffix}"
-        root = self.settings.state_dir or os.path.join(
-            os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "cloudtrain"
-        )
+        home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+        root = self.settings.state_dir or os.path.join(home, "cloudtrain")
         return Path(root) / (hashlib.sha256(run.encode()).hexdigest()[:16] + suffix)
 
     def _native_id(self, folder: Path) -> str:

@@ -307,9 +307,8 @@ class Supervisor:
         """Return the request of the next attempt, recorded before any node starts."""
         number, layout = decision.number, Layout.from_dict(self.record["layout"])
         following = plan_attempt(self.provider, self._job, layout, number, request.gpu_index, nodes=decision.nodes)
-        if not self.store.create_attempt(self.run_id, number, following) and following != self.store.attempt_request(
-            self.run_id, number
-        ):
+        created = self.store.create_attempt(self.run_id, number, following)
+        if not created and following != self.store.attempt_request(self.run_id, number):
             raise CloudtrainError(f"attempt {number} was started by another client")
         self.store.write_submitted(self.run_id, number, self.native_id)
         return following
@@ -575,10 +574,8 @@ class _Mounts:
         """Return local paths by URL. Remote ones are downloaded once; folders that nodes write to are created."""
         out: dict[str, Path] = {}
         for url, kind in {mount.url: mount.kind for mount in mounts}.items():
-            if url.endswith(f"/runs/{self._run_id}/live"):
-                out[url] = self.live
-            else:
-                out[url] = local_path(url) or self._download(url)
+            is_live = url.endswith(f"/runs/{self._run_id}/live")
+            out[url] = self.live if is_live else local_path(url) or self._download(url)
             if kind == "sync":
                 out[url].mkdir(parents=True, exist_ok=True)
         return out
@@ -606,9 +603,7 @@ class _Mounts:
 
     def cancelled(self) -> bool:
         """Return whether the store forbids further attempts; for a remote store, as last read by the sync thread."""
-        if self._thread is not None:
-            return self._cancelled
-        return self._store.cancelled(self._run_id)
+        return self._cancelled if self._thread is not None else self._store.cancelled(self._run_id)
 
     def start_syncing(self) -> None:
         """Keep a remote store's ``live`` in step."""

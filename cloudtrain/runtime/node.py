@@ -572,11 +572,10 @@ class Node:
     def _blame_the_silent(self, since_ns: int = 0) -> None:
         """Record ranks that ended badly without a report; or the launcher itself, if no rank ever began."""
         assert self.ranks is not None
-        self.failures = with_codes(self.failures, self.me, self.ranks.codes, first_rank=self.ranks.first_rank)
+        codes, first = self.ranks.codes, self.ranks.first_rank
+        self.failures = with_codes(self.failures, self.me, codes, first_rank=first)
         known = {f.rank for f in self.failures if f.node == self.me}
-        for failure in silent_deaths(
-            self.me, self.seen, self.eof, self.ranks.codes, first_rank=self.ranks.first_rank, since_ns=since_ns
-        ):
+        for failure in silent_deaths(self.me, self.seen, self.eof, codes, first_rank=first, since_ns=since_ns):
             if failure.rank not in known:
                 self._fail(failure)
         if self.code is not None and not any(f.node == self.me for f in self.failures):
@@ -810,9 +809,8 @@ class Node:
 
     def _comes_of_the_notice(self, failure: Failure) -> bool:
         """Return whether a rank ended because of the notice: the others keep their grace then."""
-        return (
-            self.notice.since is not None and failure.kind in ("died", "error") and not real(failure, self.stopped_ns)
-        )
+        noticed = self.notice.since is not None
+        return noticed and failure.kind in ("died", "error") and not real(failure, self.stopped_ns)
 
     def _is_saved(self) -> bool:
         """Return whether all results are mirrored, and no checkpoint is known to have missed the store."""

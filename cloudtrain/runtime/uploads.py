@@ -119,8 +119,6 @@ class Uploads:
                 if thread is not None:
                     thread.join(max(0.0, end - time.monotonic()))
 
-    # ------------------------------------------------------------------------------------------------------ the thread
-
     def _loop(self) -> None:
         modest()
         while not self._stop.wait(TIMINGS.agent_look):

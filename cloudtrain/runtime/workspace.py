@@ -116,10 +116,8 @@ class Workspace:
         """Return whether the job has checkpoints there: as artifacts too, a torn one could replace a whole one."""
         for pattern in self.context["checkpoint_paths"]:
             if fnmatchcase(known, os.path.normpath(pattern).split("/")[0]):
-                self._log.say(
-                    f"./{known} is not kept as artifacts: checkpoint_paths has {pattern}; "
-                    "write artifacts to $CLOUDTRAIN_ARTIFACT_DIR"
-                )
+                why = f"checkpoint_paths has {pattern}; write artifacts to $CLOUDTRAIN_ARTIFACT_DIR"
+                self._log.say(f"./{known} is not kept as artifacts: {why}")
                 return True
         return False
 
