@@ -329,7 +329,7 @@ class Workspace:
         planned = {}
         if self.context["launcher"] == "torchrun":  # the ranks of other launchers are unknown
             nodes = int(self.context.get("planned_nodes") or self.nodes)  # this attempt may have fewer
-            planned["CLOUDTRAIN_PLANNED_WORLD_SIZE"] = str(nodes * self.processes)
+            planned = {"CLOUDTRAIN_PLANNED_WORLD_SIZE": str(nodes * self.processes)}
         return {
             "CLOUDTRAIN_RUN_ID": self.context["run_id"],
             "CLOUDTRAIN_ATTEMPT": attempt,
