@@ -30,8 +30,7 @@ class Timings:
     closing: float = 2.0
     """Longest time from a bad exit to torchrun stopping the others. A rank that ended earlier may have ended well."""
     reserve: float = 15.0  # longest part of the platform's grace that is kept for stopping ranks and mirroring
-    launcher: float = 2.0
-    """For torchrun to report each exit code, after the end of its ranks; for pip to end after its kill."""
+    launcher: float = 2.0  # for torchrun to report each exit code after its ranks' end; for pip to end after its kill
     pipes: float = 2.0  # for the last lines of ranks after the launcher's end: a grandchild may keep a pipe open
     mirror_failed: float = 15.0  # longest time without any progress of the mirror after a failure
     mirror_clean: float = 900.0  # the same after a clean end: the results are all that the machine was for
@@ -55,8 +54,7 @@ class Timings:
 
     # start of a node
     gpu_check: float = 120.0  # for PyTorch to use the GPUs: it may come over the network when an image is pulled lazily
-    node_check_begin: float = 110.0
-    """For every process of `node_check` to use its GPU: the others wait a little longer for it."""
+    node_check_begin: float = 110.0  # for each process of `node_check` to use its GPU; the others wait a little longer
     node_check: float = 400.0  # for all of the check
     store_list: float = 120.0  # longest listing of the store for checkpoints that a script writes there itself
     store_pauses: tuple[float, ...] = (1.0, 3.0)  # before a store that did not answer is asked again
@@ -71,8 +69,7 @@ class Timings:
     forerunner: float = 60.0
     """Longest time without a change for a checkpoint that lacks files of the one before. Then it is finished."""
     mixed: float = 300.0  # longest time for one written over the one before to hold files of both. Then it is finished
-    restless: float = 5.0
-    """A file that is written again and again without `quiet` is taken between two writes after so long."""
+    restless: float = 5.0  # a file that is never `quiet` is taken between two writes after so long
     breath: float = 0.2
     """If two looks so far apart find such a file closed and unchanged, it is between two writes. The pause is long
     enough to hear that its writer has died."""
@@ -85,11 +82,9 @@ class Timings:
     mount_older: float = 5.0  # the same if only older checkpoints cannot be read, before they are skipped
     mount_pauses: tuple[float, ...] = (0.5, 8.0)  # between two of these tries, growing
     scan: float = 0.5  # between two looks of the mirror at the checkpoints
-    frozen: float = 10.0
-    """After a rank's death nothing more counts as finished for so long, if it is not taken for a failure."""
+    frozen: float = 10.0  # after a rank's death that is not taken for a failure, nothing counts as finished for so long
     progress: float = 5.0  # between two messages to the other nodes that this one's copies move
-    archive_clean: float = 60.0
-    """Longest wait for moves to the archive after a clean end. Other checkpoints stay where they are."""
+    archive_clean: float = 60.0  # longest wait for moves to the archive after a clean end; the rest stay where they are
     archive_failed: float = 10.0  # the same after a failure
     holder: float = 300.0
     """Longest wait for a node that held a part of the last checkpoint. After that its part of the version before counts
@@ -105,9 +100,8 @@ class Timings:
     output_young: float = 2.0
     """A file that changed so short a time ago may be half written. Then the first look leaves it for the next."""
     output_look: float = 10.0
-    """Between two looks at outputs. A file that is written all the time is copied at every second look."""
-    outputs_end: float = 600.0
-    """For outputs after the script's end: a results folder must not keep machines that cost money."""
+    """Between two looks at outputs; every second one copies a file that is always being written."""
+    outputs_end: float = 600.0  # for outputs after the script's end: results must not keep machines that cost money
     agent_look: float = 1.0  # between two looks at what a platform's agent has uploaded
     agent_dead: float = 240.0  # an agent that has uploaded nothing of a checkpoint for so long has stopped
     agent_give_up: float = 120.0  # longest wait for files after the script's end, while the agent is dead
