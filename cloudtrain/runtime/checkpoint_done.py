@@ -117,6 +117,6 @@ def _holding_still(entries: list[CheckpointEntry], seconds: float) -> list[Check
     if not entries:
         return []
     time.sleep(seconds)
-    same = [entry for entry in entries if checkpoints.again(entry).signature == entry.signature]
+    same = [entry for entry in entries if entry.again().signature == entry.signature]
     busy = checkpoints.open_for_writing(same)
     return [entry for entry in same if entry.name not in busy]

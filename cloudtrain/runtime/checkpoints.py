@@ -93,6 +93,10 @@ class CheckpointEntry:
     def shape(self) -> Counter[str]:
         return shape_of(rel for rel, _, _ in self.signature)
 
+    def again(self) -> CheckpointEntry:
+        """Return the same entry as it is now."""
+        return _entry(self.name, self.path, self.place, self.aside)
+
 
 def shape_of(paths: Iterable[str]) -> Counter[str]:
     """Count the files of each kind: paths that differ in their numbers alone are of one kind."""
@@ -192,11 +196,6 @@ class Watch:
 
 def _is_visible(path: Path) -> bool:
     return not path.name.startswith(".") and path.suffix != ".tmp"
-
-
-def again(entry: CheckpointEntry) -> CheckpointEntry:
-    """Return the same entry as it is now."""
-    return _entry(entry.name, entry.path, entry.place, entry.aside)
 
 
 def _entry(name: str, path: Path, place: str | None, aside: frozenset[Item]) -> CheckpointEntry:
@@ -411,7 +410,7 @@ def copy_entry(
     finally:
         if links:
             shutil.rmtree(links, ignore_errors=True)
-    grown = set(entry.signature) < set(again(entry).signature)
+    grown = set(entry.signature) < set(entry.again().signature)
     return None if grown else files
 
 
