@@ -16,8 +16,7 @@ from ..storage.timings import CLIENT_TIMINGS
 __all__ = ["of_containers", "of_processes"]
 
 GIB = 1 << 30
-LEAST_GIB = 1
-"""Free disk below which logs and a checkpoint do not fit."""
+LEAST_GIB = 1  # free disk below which logs and a checkpoint do not fit
 TORCH = "import torch; print(torch.__version__, torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 
 
@@ -68,7 +67,6 @@ def of_containers(request: Request | None, check: Callable[[Request], None]) -> 
 
 
 def _torch(python: str, install: str) -> Check:
-    version, gpus, problem = "", "", ""
     try:
         done = subprocess.run(
             [python, "-c", TORCH], capture_output=True, text=True, errors="replace", timeout=CLIENT_TIMINGS.torch_check
@@ -84,10 +82,10 @@ def _torch(python: str, install: str) -> Check:
             problem = f"{python} cannot import torch: {last}"
         elif not gpus.isdigit():
             problem = f"{python} is no Python: it did not print what it was asked"
-    if problem:
-        fix = f"{install}; or set python to a Python that has it"
-        return failed("torch", problem, fix=fix, code=SpecError.exit_code)
-    return ok("torch", f"{version} in {python}, {gpus} GPUs")
+        else:
+            return ok("torch", f"{version} in {python}, {gpus} GPUs")
+    fix = f"{install}; or set python to a Python that has it"
+    return failed("torch", problem, fix=fix, code=SpecError.exit_code)
 
 
 def _ports() -> Check:

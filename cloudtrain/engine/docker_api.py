@@ -23,18 +23,9 @@ from ..errors import CloudtrainError, SpecError
 from ..storage.timings import CLIENT_TIMINGS
 
 __all__ = [
-    "LABEL",
-    "away",
-    "check_image",
-    "clear",
-    "connect",
-    "guard",
-    "make_client",
-    "remove_container",
-    "run_label",
-    "running_node",
-    "why",
-]
+    "LABEL", "away", "check_image", "clear", "connect", "guard", "make_client", "remove_container", "run_label",
+    "running_node", "why",
+]  # fmt: skip
 
 LABEL = "cloudtrain."
 
@@ -50,9 +41,6 @@ def running_node(run: str, node: int) -> str:
     for found in connect().containers(filters={"label": labels, "status": "running"}):
         return str(found["Id"])
     raise SpecError("the node has no container now", field="node", hint="try again")
-
-
-# ---------------------------------------------------------------------------------------------------------- the engine
 
 
 def connect() -> Any:
@@ -152,9 +140,8 @@ def _context() -> _Context | None:
         tls = folder / "contexts" / "tls" / key / "docker"
         return _Context(str(endpoint.get("Host") or ""), not endpoint.get("SkipTLSVerify"), tls)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
-        raise SpecError(
-            f"{file} cannot be read as docker wrote it ({why(exc)})", hint="fix it, or set DOCKER_HOST"
-        ) from None
+        wrong = f"{file} cannot be read as docker wrote it ({why(exc)})"
+        raise SpecError(wrong, hint="fix it, or set DOCKER_HOST") from None
 
 
 def why(exc: BaseException) -> str:

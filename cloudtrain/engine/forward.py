@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 
 __all__ = ["main"]
 
@@ -39,20 +40,17 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def _serve(seconds: float, target: str, ports: list[int]) -> None:
-    def handler(port: int) -> object:
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            try:
-                there, back = await _dial(target, port, seconds)
-            except OSError:
-                writer.transport.abort()
-                return
-            await asyncio.gather(_copy(reader, back), _copy(there, writer))
-            for end in (back, writer):
-                end.close()
+    async def connected(port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, back = await _dial(target, port, seconds)
+        except OSError:
+            writer.transport.abort()
+            return
+        await asyncio.gather(_copy(reader, back), _copy(there, writer))
+        for end in (back, writer):
+            end.close()
 
-        return connected
-
-    servers = [await asyncio.start_server(handler(port), "0.0.0.0", port) for port in ports]  # type: ignore[arg-type]
+    servers = [await asyncio.start_server(partial(connected, port), "0.0.0.0", port) for port in ports]
     await asyncio.gather(*(server.serve_forever() for server in servers))
 
 

@@ -133,10 +133,10 @@ class NodeFolders:
 
     ``live`` is the URL of the restored folder. It is kept in step while the nodes run, ``lag`` seconds late, with
     ``marks`` as in `Sync`. Any other folder goes up at the end and never comes down. All nodes write directly to
-    ``shared``, a URL.
+    ``shared``, a URL. Without ``lag`` all nodes have one folder, and nothing is copied.
     """
 
-    def __init__(self, folder: Path, *, live: str, shared: str, lag: float, marks: str = "") -> None:
+    def __init__(self, folder: Path, *, live: str, shared: str, lag: float | None, marks: str = "") -> None:
         self._folder, self._live, self._shared, self._lag, self._marks = folder, live, shared, lag, marks
         self._syncs: list[tuple[int, bool, Sync]] = []
         self._over, self._lost = threading.Event(), set[int]()
@@ -145,15 +145,16 @@ class NodeFolders:
     def wired(self, launch: LaunchSpec, local: Mapping[str, Path]) -> tuple[LaunchSpec, dict[str, Path]]:
         """Return ``launch`` with each node's own filled folders, and ``local`` with them. Raises `OSError`, as
         `finish` does."""
+        lag, here = self._lag, dict(local)
+        if lag is None:
+            return launch, here
         shutil.rmtree(self._folder, ignore_errors=True)
-        here = dict(local)
 
         def own(number: int, index: int, mount: Mount) -> Mount:
             if mount.kind != "sync" or mount.url == self._shared:
                 return mount
             path, live = self._folder / f"node-{number}" / str(index), mount.url == self._live
-            marks = self._marks if live else ""
-            sync = Sync(LocalObjects(), str(local[mount.url]), path, lag=self._lag, marks=marks)
+            sync = Sync(LocalObjects(), str(local[mount.url]), path, lag=lag, marks=self._marks if live else "")
             if live:
                 sync.restore()
             path.mkdir(parents=True, exist_ok=True)
@@ -169,8 +170,9 @@ class NodeFolders:
 
     def start(self) -> None:
         """Start the thread that keeps the folders in step."""
-        self._thread = threading.Thread(target=self._keep_in_step, name="folders", daemon=True)
-        self._thread.start()
+        if self._syncs:
+            self._thread = threading.Thread(target=self._keep_in_step, name="folders", daemon=True)
+            self._thread.start()
 
     def _keep_in_step(self) -> None:
         while not self._over.wait(CLIENT_TIMINGS.folder_sync):

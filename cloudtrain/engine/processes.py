@@ -177,11 +177,10 @@ def _started(nodes: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _exists(pid: int) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _kill_groups(path: Path) -> None:

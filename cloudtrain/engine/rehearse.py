@@ -26,8 +26,7 @@ from .url_map import map_urls, stand_in_for
 
 __all__ = ["STORE", "plan_rehearsal"]
 
-STORE = "./.cloudtrain"
-"""Default store of rehearsals."""
+STORE = "./.cloudtrain"  # default store of rehearsals
 
 
 def plan_rehearsal(
@@ -53,9 +52,8 @@ def plan_rehearsal(
     real = make_plan(job, settings=only_first(settings)[0], provider=provider, run_id=run_id, cwd=cwd)
     target = real.provider
     if isinstance(target, SupervisedProvider):
-        raise SpecError(
-            f"{target.name} already runs on this machine", field="provider", hint="name a cloud, or use submit"
-        )
+        hint = "name a cloud, or use submit"
+        raise SpecError(f"{target.name} already runs on this machine", field="provider", hint=hint)
     here = Store(store, cwd=cwd)
     if local_path(here.url) is None:
         raise SpecError(f"must be a folder of this machine, not {store}", field="local_store")
@@ -94,8 +92,7 @@ def plan_rehearsal(
 
 def _existing(path: str, cwd: Path) -> str:
     url = normalize(path, cwd=cwd)
-    found = local_path(url)
-    if found is None or not found.exists():
+    if not _is_here(url):
         raise SpecError(f"there is no {path} on this machine", field="map")
     return url
 
@@ -130,9 +127,8 @@ def _check_there(url: str, places: Mapping[str, str], field: str) -> None:
     except SpecError as exc:
         raise SpecError(exc.message, field=field, hint=exc.hint) from None
     if path is None or not path.exists():
-        raise SpecError(
-            f"there is no {path}, which stands for {url}", field=field, hint=f"name another folder: --map {url}=PATH"
-        )
+        hint = f"name another folder: --map {url}=PATH"
+        raise SpecError(f"there is no {path}, which stands for {url}", field=field, hint=hint)
 
 
 def _substitutes(job: Job, given: Mapping[str, str]) -> dict[str, str]:

@@ -54,8 +54,7 @@ __all__ = [
     "write_json",
 ]  # fmt: skip
 
-PREEMPTED = 75
-"""Exit code of a node after a stop with notice (EX_TEMPFAIL). The supervisor starts the nodes again."""
+PREEMPTED = 75  # exit code of a node after a stop with notice (EX_TEMPFAIL). The supervisor starts the nodes again
 STATE_DIR = (
     "folder of the supervisor's files for runs with a store elsewhere; default: cloudtrain in $XDG_STATE_HOME, else in "
     "~/.local/state"
@@ -244,15 +243,13 @@ class SupervisedProvider(ProviderExtras):
         while not (folder / "status.json").exists():
             if process.poll() is not None and not (folder / "status.json").exists():
                 _raise_refusal(folder / "refused.json")
-                raise PlatformError(
-                    f"the supervisor did not start: {last_line(folder / 'supervisor.log') or 'it printed nothing'}"
-                )
+                last = last_line(folder / "supervisor.log") or "it printed nothing"
+                raise PlatformError(f"the supervisor did not start: {last}")
             if time.monotonic() > deadline:
                 with contextlib.suppress(ProcessLookupError):  # it must not start the job after this error
                     os.killpg(process.pid, signal.SIGKILL)
-                raise PlatformError(
-                    f"the supervisor has not started within {CLIENT_TIMINGS.supervisor_start:.0f} s: see {folder}"
-                )
+                waited = f"{CLIENT_TIMINGS.supervisor_start:.0f} s"
+                raise PlatformError(f"the supervisor has not started within {waited}: see {folder}")
             time.sleep(0.01)
 
     def find(self, request: Request) -> str | None:
@@ -343,9 +340,8 @@ class SupervisedProvider(ProviderExtras):
         run, suffix = request.run, f"-{request.attempt}" if request.attempt else ""
         if run.startswith("file://"):
             return Path(run.removeprefix("file://")) / f"supervisor{suffix}"
-        root = self.settings.state_dir or os.path.join(
-            os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "cloudtrain"
-        )
+        home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+        root = self.settings.state_dir or os.path.join(home, "cloudtrain")
         return Path(root) / (hashlib.sha256(run.encode()).hexdigest()[:16] + suffix)
 
     def _native_id(self, folder: Path) -> str:
@@ -510,13 +506,13 @@ def _logs_in(folder: Path) -> list[Path]:
     return sorted(logs, key=lambda path: attempt_key(f"{path.parent.name}/{path.stem}"))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Any:
     """Read a record. Where none can be renamed, its writer fills it in place, so half of one is read again."""
     try:
-        return json.loads(path.read_bytes())  # type: ignore[no-any-return]
+        return json.loads(path.read_bytes())
     except ValueError:
         time.sleep(CLIENT_TIMINGS.half_record)
-        return json.loads(path.read_bytes())  # type: ignore[no-any-return]
+        return json.loads(path.read_bytes())
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

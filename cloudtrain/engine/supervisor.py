@@ -8,6 +8,7 @@ store is remote, it keeps ``live/`` in step with it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -52,8 +53,7 @@ __all__ = ["Supervisor", "SupervisorLog", "main"]
 
 T = TypeVar("T")
 
-KILLED = (137, 143)
-"""Exit codes of nodes that a platform itself ended, by SIGKILL or SIGTERM."""
+KILLED = (137, 143)  # exit codes of nodes that a platform itself ended, by SIGKILL or SIGTERM
 _UNFINISHED = re.compile(r"^\..*\.part$", re.DOTALL)
 CHECKPOINTS, OUTPUTS = "checkpoints/", "outputs/"
 CANCELLED = ("cancelled", "cancelled", "cancelled by the user")
@@ -111,9 +111,8 @@ class Supervisor:
         self._machines = 0  # that a drill has left; 0: any number
         self._lost: set[int] = set()
         self._idle: list[Injection] = []
-        self._had: tuple[
-            str, ...
-        ] = ()  # the newest checkpoints as the nodes started, or at a drill that waited for one
+        self._had: tuple[str, ...] = ()
+        """The newest checkpoints as the nodes started, or at a drill that waited for one."""
         self._again = ""
         self.state: dict[str, Any] = {
             "state": "running" if engine == "processes" else "pending",  # it may have to pull an image
@@ -141,9 +140,8 @@ class Supervisor:
         """Raise the error that keeps the run from starting at all: it then leaves no status."""
         moving = {key: value for key, value in self.record.get("moving", {}).items() if key in TransferOptions._fields}
         self.store = Store(self.store.url, moving=TransferOptions(**moving))
-        provider = self.provider
-        if isinstance(provider, SupervisedProvider) and not (self.folder / "status.json").exists():
-            provider.check(self.request)
+        if isinstance(self.provider, SupervisedProvider) and not (self.folder / "status.json").exists():
+            self.provider.check(self.request)
 
     def run(self) -> None:
         """Run to the end. Never raises: an error becomes the run's reason."""
@@ -160,21 +158,21 @@ class Supervisor:
         except Exception as exc:  # noqa: BLE001  the last line of defence of an unattended process
             state, category, reason = "failed", "infra", f"the supervisor failed: {type(exc).__name__}: {exc}"
             sys.stderr.write(reason + "\n")
+        reasons = [reason] if reason else []
         if late := ", ".join(drill.words for drill in self.drills.left):
-            reason = "; ".join(filter(None, [reason, f"it had ended before {late}"]))
+            reasons.append(f"it had ended before {late}")
         if idle := ", ".join(drill.words for drill in self._idle):
-            reason = "; ".join(filter(None, [reason, f"that node had ended before {idle}"]))
+            reasons.append(f"that node had ended before {idle}")
         self.engine.clean()
         try:
             mounts.stop_syncing(self._patiently)
         except CloudtrainError as exc:
-            kept = f"its files are still in {mounts.live} on {socket.gethostname()}: {exc}"
-            reason = f"{reason}; {kept}" if reason else kept
-        self.state.update(state=state, category=category, reason=reason, finished=time.time())
+            reasons.append(f"its files are still in {mounts.live} on {socket.gethostname()}: {exc}")
+        self.state.update(state=state, category=category, reason="; ".join(reasons), finished=time.time())
         try:
             self._patiently(self._write_final)
         except StorageError as exc:  # clients see that this process has ended without a final status
-            sys.stderr.write(f"{exc}; the run ended as {state}: {reason}\n")
+            sys.stderr.write(f"{exc}; the run ended as {state}: {self.state['reason']}\n")
             return
         with contextlib.suppress(CloudtrainError):
             Run(store=self.store, run_id=self.run_id).result()
@@ -309,9 +307,8 @@ class Supervisor:
         """Return the request of the next attempt, recorded before any node starts."""
         number, layout = decision.number, Layout.from_dict(self.record["layout"])
         following = plan_attempt(self.provider, self._job, layout, number, request.gpu_index, nodes=decision.nodes)
-        if not self.store.create_attempt(self.run_id, number, following) and following != self.store.attempt_request(
-            self.run_id, number
-        ):
+        created = self.store.create_attempt(self.run_id, number, following)
+        if not created and following != self.store.attempt_request(self.run_id, number):
             raise CloudtrainError(f"attempt {number} was started by another client")
         self.store.write_submitted(self.run_id, number, self.native_id)
         return following
@@ -358,18 +355,15 @@ class Supervisor:
         self._write_status()
         self._lost.clear()
         self._had = self._newest_checkpoint(mounts) if self.drills.left else ()
-        folders = None
         stopped = "preempted"  # nodes that never started leave nothing
-        if launch.rules.sync_lag is not None:
-            run, lag = self.request.run, launch.rules.sync_lag
-            marks, shared = launch.rules.sync_marks, f"{run}/checkpoints"
-            folders = NodeFolders(self.folder / "folders", live=f"{run}/live", shared=shared, lag=lag, marks=marks)
-            with self._on_disk():
-                launch, local = folders.wired(launch, local)
+        run, lag, marks = self.request.run, launch.rules.sync_lag, launch.rules.sync_marks
+        place, live, shared = self.folder / "folders", f"{run}/live", f"{run}/checkpoints"
+        folders = NodeFolders(place, live=live, shared=shared, lag=lag, marks=marks)
+        with self._on_disk():
+            launch, local = folders.wired(launch, local)
         try:
             nodes = self.engine.start(launch, attempt=name, local=local, secrets=self.secrets)
-            if folders is not None:
-                folders.start()
+            folders.start()
             try:
                 stopped = self._watch(nodes, launch.rules, mounts, folders)
             finally:
@@ -377,9 +371,8 @@ class Supervisor:
                     for node in nodes:
                         ends.callback(node.kill)
         finally:
-            if folders is not None:
-                with self._on_disk():
-                    folders.finish(outputs=stopped != "preempted" and not self._lost)
+            with self._on_disk():
+                folders.finish(outputs=stopped != "preempted" and not self._lost)
         exits = self._exits(mounts)
         resumed = next((r["resumed_from"] for r in exits if r["resumed_from"]), "")
         return *self._judge(nodes, launch.rules, stopped, exits), resumed
@@ -397,9 +390,7 @@ class Supervisor:
         self.state.update(state="pending", reason=reason)
         self._write_status()
 
-    def _watch(
-        self, nodes: Sequence[NodeHandle], rules: LaunchRules, mounts: _Mounts, folders: NodeFolders | None
-    ) -> str:
+    def _watch(self, nodes: Sequence[NodeHandle], rules: LaunchRules, mounts: _Mounts, folders: NodeFolders) -> str:
         """Wait for all nodes to end; return why we ended them (``cancelled``, ``timeout``, ``peers``, or ``preempted``,
         by a drill), else ""."""
         began = time.monotonic()
@@ -446,9 +437,7 @@ class Supervisor:
         self.state["ran"] = self.spent - self._before
         return stopped
 
-    def _drill(
-        self, seconds: float, nodes: Sequence[NodeHandle], mounts: _Mounts, folders: NodeFolders | None
-    ) -> int | None:
+    def _drill(self, seconds: float, nodes: Sequence[NodeHandle], mounts: _Mounts, folders: NodeFolders) -> int | None:
         """Run the drill due after ``seconds`` of running; return the node whose machine it takes back, if any."""
         drill = self.drills.due(seconds, lambda: self._newest_checkpoint(mounts) not in ((), self._had))
         if drill is None:
@@ -466,8 +455,7 @@ class Supervisor:
             self._idle.append(drill)
         else:
             self._lost.add(drill.node)
-            if folders is not None:
-                folders.lose(drill.node)
+            folders.lose(drill.node)
             nodes[drill.node].kill()
         return None
 
@@ -500,11 +488,9 @@ class Supervisor:
         if stopped == "cancelled":
             return CANCELLED
         if stopped == "timeout":
-            unkept = (
-                remark for record in exits for remark in record["remarks"] if remark.startswith(UNMIRRORED + ": ")
-            )
-            if remark := next(unkept, ""):  # the script was done; only its store kept the node
-                return "failed", "storage", f"{remark}; max_runtime is used up"
+            remarks = (remark for record in exits for remark in record["remarks"])
+            if unkept := next((remark for remark in remarks if remark.startswith(f"{UNMIRRORED}: ")), ""):
+                return "failed", "storage", f"{unkept}; max_runtime is used up"  # only its store kept the node
             if rules.time_limit == self._job.max_runtime:
                 return "failed", "timeout", f"max_runtime of {rules.time_limit:.0f} s is used up"
             return "failed", "timeout", f"the limit of {rules.time_limit:.0f} s, less than max_runtime, is used up"
@@ -522,8 +508,8 @@ class Supervisor:
             if notice or decided is None or decided["outcome"] != "failed":
                 return "failed", "preempted", notice or "a node got a stop signal"
         silent = self._silent(nodes, exits)
-        record = next((r for r in exits if r["decided"] and r["outcome"] == "failed"), None)
-        record = record or next((r for r in exits if r["outcome"] == "failed"), None)
+        bad = [r for r in exits if r["outcome"] == "failed"]
+        record = next((r for r in bad if r["decided"]), next(iter(bad), None))
         if record is not None and not (silent and was_lost(record["failure"])):
             category = record["category"] if record["category"] in EXIT_CODES else "infra"
             return "failed", category, record["reason"]
@@ -567,8 +553,8 @@ class _Mounts:
 
     def __init__(self, *, folder: Path, store: Store, run_id: str) -> None:
         self._folder, self._store, self._run_id = folder, store, run_id
-        self.live = local_path(f"{store.url}/runs/{run_id}/live") or folder / "live"
         self._url = f"{store.url}/runs/{run_id}/live"
+        self.live = local_path(self._url) or folder / "live"
         self._sent: dict[str, tuple[int, int]] = {}
         self._stop, self._cancelled = threading.Event(), False
         self._thread: threading.Thread | None = None
@@ -588,17 +574,15 @@ class _Mounts:
         """Return local paths by URL. Remote ones are downloaded once; folders that nodes write to are created."""
         out: dict[str, Path] = {}
         for url, kind in {mount.url: mount.kind for mount in mounts}.items():
-            if url.endswith(f"/runs/{self._run_id}/live"):
-                out[url] = self.live
-            else:
-                out[url] = local_path(url) or self._download(url)
+            is_live = url.endswith(f"/runs/{self._run_id}/live")
+            out[url] = self.live if is_live else local_path(url) or self._download(url)
             if kind == "sync":
                 out[url].mkdir(parents=True, exist_ok=True)
         return out
 
     def _download(self, url: str) -> Path:
         parent, _, name = url.rpartition("/")
-        target = self._folder / "mounts" / _short(url) / name
+        target = self._folder / "mounts" / hashlib.sha256(url.encode()).hexdigest()[:16] / name
         whole = target.with_name(f".{name}.whole")
         if not whole.exists():
             source = files(parent)
@@ -619,9 +603,7 @@ class _Mounts:
 
     def cancelled(self) -> bool:
         """Return whether the store forbids further attempts; for a remote store, as last read by the sync thread."""
-        if self._thread is not None:
-            return self._cancelled
-        return self._store.cancelled(self._run_id)
+        return self._cancelled if self._thread is not None else self._store.cancelled(self._run_id)
 
     def start_syncing(self) -> None:
         """Keep a remote store's ``live`` in step."""
@@ -702,9 +684,3 @@ def _category_of(exc: CloudtrainError) -> str:
     if isinstance(exc, NodeError):
         return exc.category
     return "image" if isinstance(exc, SpecError) else "capacity" if isinstance(exc, CapacityError) else "infra"
-
-
-def _short(url: str) -> str:
-    import hashlib
-
-    return hashlib.sha256(url.encode()).hexdigest()[:16]

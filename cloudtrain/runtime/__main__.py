@@ -44,8 +44,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--path", action="append", default=[], metavar="NAME=PATH")
     options = parser.parse_args(argv[: [*argv, "--"].index("--")])  # behind it are words that a platform appends
     inbox: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: inbox.put((-1, _notice(number))))
+
+    def hear(number: int, _: object) -> None:  # the grace counts from now, not from when the node reads the message
+        inbox.put((-1, {"t": "signal", "number": number, "at": time.monotonic()}))
+
+    signal.signal(signal.SIGTERM, hear)
+    signal.signal(signal.SIGINT, hear)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the parent may have blocked it until here
     try:
         context = _read(options.context)
@@ -71,17 +75,12 @@ def _failure_before(site: NodeEnvironment, attempt: int) -> dict[str, Any] | Non
     live = Path(site.paths["live"])
     record = in_thread(lambda: failed_for_good(live, attempt, site.exit_code["failed"]), [live])
     if record is not None:
-        lines = [str((record.get("failure") or {}).get("traceback") or "").rstrip()]
-        lines.append(f"attempt {record['attempt']} has failed: {record.get('reason') or 'no reason was recorded'}")
-        lines.append("this container was started again after that failure; the script does not run a second time")
-        for line in "\n".join(filter(None, lines)).splitlines():
+        text = str((record.get("failure") or {}).get("traceback") or "").rstrip()
+        text += f"\nattempt {record['attempt']} has failed: {record.get('reason') or 'no reason was recorded'}"
+        text += "\nthis container was started again after that failure; the script does not run a second time"
+        for line in text.lstrip("\n").splitlines():
             sys.stderr.write(f"cloudtrain: {line}\n")
     return record
-
-
-def _notice(number: int) -> dict[str, Any]:
-    """Return the message of a signal. The grace counts from now, not from when the node reads the message."""
-    return {"t": "signal", "number": number, "at": time.monotonic()}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,12 +12,12 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..provider_api.node import NodeEnvironment, RunObjects
+from ..provider_api.node import RunObjects
 from .checkpoint_model import Checkpoint
 from .checkpoints import COMMIT, in_parallel, write_whole
 from .mounts import names_in
 
-__all__ = ["Archive", "archive_of"]
+__all__ = ["Archive"]
 
 LIVE, ARCHIVED, INDEX = "live/checkpoints", "archive/checkpoints", "live/archive"
 
@@ -80,13 +80,6 @@ class Archive:
     def _remove(self, folder: str, item: Checkpoint) -> None:
         self._objects.remove(f"{folder}/{COMMIT}")
         in_parallel(lambda path: self._objects.remove(f"{folder}/{path}"), _files(item))
-
-
-def archive_of(site: NodeEnvironment) -> Archive | None:
-    """Return the archive of the run. Return None if the platform has none, or the node has no way to the store."""
-    if site.agent is None or site.agent.objects is None:
-        return None
-    return Archive(Path(site.paths["live"]).absolute(), site.agent.objects, temporary=site.temporary)
 
 
 def _files(item: Checkpoint) -> Iterable[str]:

@@ -32,8 +32,7 @@ BROKEN_GPU = re.compile(
     re.IGNORECASE,
 )
 """Errors of CUDA and its driver whose cause is the machine, not the script."""
-SHOWN = 300
-"""Most characters of a script's own text in a reason."""
+SHOWN = 300  # most characters of a script's own text in a reason
 SLACK_NS = 500_000_000
 """Longest delay before a busy machine reads a silent death, which it sees by its pipe's end of file."""
 
@@ -77,10 +76,7 @@ class Failure:
     def without_secrets(self, redact: Callable[[str], str]) -> Failure:
         """Return the same failure with its texts as ``redact`` leaves them."""
         return replace(
-            self,
-            exception=redact(self.exception),
-            traceback=redact(self.traceback),
-            last_line=redact(self.last_line),
+            self, exception=redact(self.exception), traceback=redact(self.traceback), last_line=redact(self.last_line)
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -37,8 +37,7 @@ class Finished:
     def __init__(self, *, skip: Mapping[str, Signature], shapes: Mapping[str, Counter[str]]) -> None:
         self._items: defaultdict[str, _Item] = defaultdict(_Item)
         self._shapes = dict(shapes)
-        self.slept = 0.0
-        """Seconds of the last look that were spent asleep."""
+        self.slept = 0.0  # seconds of the last look that were spent asleep
         for name, signature in skip.items():
             self._items[name].done = signature
 
@@ -94,7 +93,7 @@ class Finished:
         The files' own times may be older than their coming (``copytree``), or lie in the future (a server's clock).
         """
         unchanged = time.monotonic() - item.since >= TIMINGS.quiet
-        return unchanged and (entry.newest > now or checkpoints.quiet(entry, now, opened=item.opened))
+        return unchanged and (entry.newest > now or now - max(entry.newest, item.opened) >= TIMINGS.quiet)
 
     def _whole(self, entry: CheckpointEntry, item: _Item, now: float) -> bool:
         """Return whether it has all files of the one before: some scripts pause for long between two files.
@@ -118,6 +117,6 @@ def _holding_still(entries: list[CheckpointEntry], seconds: float) -> list[Check
     if not entries:
         return []
     time.sleep(seconds)
-    same = [entry for entry in entries if checkpoints.again(entry).signature == entry.signature]
+    same = [entry for entry in entries if entry.again().signature == entry.signature]
     busy = checkpoints.open_for_writing(same)
     return [entry for entry in same if entry.name not in busy]

@@ -20,8 +20,7 @@ _NODE = re.compile(r"node-\d+/")
 _RANK = re.compile(r"rank[-_.]?0*[01](?!\d)", re.IGNORECASE)
 """Ranks that have a file if each rank has one. Another number alone is a size: ``lora_rank16``."""
 _RANDOM = re.compile(r"(?:/|^)(?:rng|random)[-_]?state", re.IGNORECASE)
-METADATA = ".metadata"
-"""File that ``torch.distributed.checkpoint`` writes last."""
+METADATA = ".metadata"  # file that ``torch.distributed.checkpoint`` writes last
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import Any, NamedTuple, TypeVar
@@ -34,42 +34,25 @@ from .mounts import ABSENT, CLOSED, ask_again, describe_fault, is_fault, names_i
 from .timings import TIMINGS
 
 __all__ = [
-    "COMMIT",
-    "CheckpointEntry",
-    "FileState",
-    "Pointer",
-    "Watch",
-    "complete",
-    "copy_with_digest",
-    "file_state",
-    "in_parallel",
-    "linked_folders",
-    "open_for_writing",
-    "restore",
-    "shape_of",
-]
+    "COMMIT", "CheckpointEntry", "FileState", "Pointer", "Watch", "complete", "copy_with_digest", "file_state",
+    "in_parallel", "linked_folders", "open_for_writing", "restore", "shape_of",
+]  # fmt: skip
 
 T = TypeVar("T")
 
 COMMIT = "commit.json"
-POINTER_BYTES = 512
-"""A longer file names no checkpoint."""
+POINTER_BYTES = 512  # a longer file names no checkpoint
 BLOCK = 4 << 20
-COPIERS = 4
-"""Files that are copied at the same moment. A mounted object store needs several; a disk does not suffer."""
+COPIERS = 4  # files that are copied at the same moment. A mounted object store needs several; a disk does not suffer
 
-Moved = Callable[[Path, int], None]
-"""Called with a file that is being copied, and the bytes of it so far."""
-Item = tuple[str, int, int]
-"""A file below an entry: its path, bytes, and the nanosecond of its last change."""
+Moved = Callable[[Path, int], None]  # called with a file that is being copied, and the bytes of it so far
+Item = tuple[str, int, int]  # a file below an entry: its path, bytes, and the nanosecond of its last change
 Signature = tuple[Item, ...]
-FileState = tuple[int, int]
-"""Bytes, and the nanosecond of the last change."""
+FileState = tuple[int, int]  # bytes, and the nanosecond of the last change
 
 _FOLDER = re.compile(r"(\d+\.\d+)-(\d+)")
 _NODE = re.compile(r"node-\d+")
-_VANISHED = "\0"
-"""Signature of an entry that changed while it was read: never equal to another."""
+_VANISHED = "\0"  # signature of an entry that changed while it was read: never equal to another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +93,10 @@ class CheckpointEntry:
     def shape(self) -> Counter[str]:
         return shape_of(rel for rel, _, _ in self.signature)
 
+    def again(self) -> CheckpointEntry:
+        """Return the same entry as it is now."""
+        return _entry(self.name, self.path, self.place, self.aside)
+
 
 def shape_of(paths: Iterable[str]) -> Counter[str]:
     """Count the files of each kind: paths that differ in their numbers alone are of one kind."""
@@ -147,8 +134,7 @@ class Watch:
 
     def pointers(self) -> dict[str, Pointer]:
         """Return every pointer by name. Its target is an entry, or was one in this Watch's time."""
-        paths = self._paths()
-        return {name: pointer for name, path in paths.items() if (pointer := self._pointer(path)) is not None}
+        return {name: pointer for name, path in self._paths().items() if (pointer := self._pointer(path)) is not None}
 
     def _pointer(self, path: Path) -> Pointer | None:
         try:
@@ -184,8 +170,7 @@ class Watch:
             place = self._places().get(name)
             return self._entry(name, *place) if place else None
         path = self._folder / name
-        hidden = not _is_visible(path) or not os.path.lexists(path) or self._pointer(path) is not None
-        return None if hidden else self._entry(name, path, None)
+        return self._entry(name, path, None) if _is_visible(path) and self._pointer(path) is None else None
 
     def _entry(self, name: str, path: Path, place: str | None) -> CheckpointEntry | None:
         entry = _entry(name, path, place, self._aside.get(name, frozenset()))
@@ -211,11 +196,6 @@ class Watch:
 
 def _is_visible(path: Path) -> bool:
     return not path.name.startswith(".") and path.suffix != ".tmp"
-
-
-def again(entry: CheckpointEntry) -> CheckpointEntry:
-    """Return the same entry as it is now."""
-    return _entry(entry.name, entry.path, entry.place, entry.aside)
 
 
 def _entry(name: str, path: Path, place: str | None, aside: frozenset[Item]) -> CheckpointEntry:
@@ -341,9 +321,7 @@ def copy_with_digest(source: Path, target: Path, moved: Moved = lambda source, d
     return size, digest.hexdigest()
 
 
-def replace_file(
-    source: Path, target: Path, moved: Moved = lambda source, done: None, *, temporary: str = ".part"
-) -> None:
+def replace_file(source: Path, target: Path, moved: Moved, *, temporary: str = ".part") -> None:
     """Copy over ``target``, which stays as it was until the copy is whole, if the folder can rename."""
     put_whole(target, lambda path: copy_with_digest(source, path, moved), temporary=temporary)
 
@@ -405,7 +383,7 @@ def copy_entry(
     beginning. The folder is removed again.
     """
     files = {}
-    paths = _paths(entry)
+    paths = {item: entry.path / item[0] if item[0] else entry.path for item in entry.signature}
     try:
         sources = (_linked(paths, links) if links else {}) or paths
 
@@ -432,12 +410,8 @@ def copy_entry(
     finally:
         if links:
             shutil.rmtree(links, ignore_errors=True)
-    grown = set(entry.signature) < set(again(entry).signature)
+    grown = set(entry.signature) < set(entry.again().signature)
     return None if grown else files
-
-
-def _paths(entry: CheckpointEntry) -> dict[Item, Path]:
-    return {item: entry.path / item[0] if item[0] else entry.path for item in entry.signature}
 
 
 def _linked(paths: Mapping[Item, Path], links: Path) -> dict[Item, Path]:
@@ -466,8 +440,8 @@ def _check_unchanged(sources: Mapping[Item, Path]) -> None:
 
 def write_pointers(live: Path, node: int, pointers: Mapping[str, Pointer], *, temporary: str = "") -> None:
     """Write the pointers of this node's script, for later starts and readers of the run. Raises `OSError`."""
-    text = {name: {"target": pointer.target, "link": pointer.link} for name, pointer in sorted(pointers.items())}
-    write_whole(live / "pointers" / f"node-{node}.json", json.dumps(text).encode(), temporary=temporary)
+    text = json.dumps({name: asdict(pointer) for name, pointer in sorted(pointers.items())})
+    write_whole(live / "pointers" / f"node-{node}.json", text.encode(), temporary=temporary)
 
 
 def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
@@ -613,19 +587,17 @@ def uncommitted(root: Path, *, marks: tuple[str, ...] = ()) -> list[Path]:
 
     A checkpoint that cannot be read is not among them: the caller removes them.
     """
-    parts: dict[Path, list[Path]] = {}
-    for path in sorted(map(Path, glob.glob(f"{glob.escape(str(root))}/*/*/node-*"))):
-        parts.setdefault(path.parent, []).append(path)
-    return [path for path, some in parts.items() if _FOLDER.fullmatch(path.name) and _lacks_commit(path, some, marks)]
+    folders = sorted(map(Path, glob.glob(f"{glob.escape(str(root))}/*/*")))
+    return [path for path in folders if _FOLDER.fullmatch(path.name) and _lacks_commit(path, marks)]
 
 
-def _lacks_commit(folder: Path, parts: Sequence[Path], marks: tuple[str, ...]) -> bool:
-    """Return whether files of nodes are in ``parts``, and certainly no commit.json is in ``folder``."""
+def _lacks_commit(folder: Path, marks: tuple[str, ...]) -> bool:
+    """Return whether ``folder`` holds files of nodes, and certainly no commit.json."""
     try:
         (folder / COMMIT).lstat()
     except FileNotFoundError:
         with contextlib.suppress(OSError):
-            return any(not file.name.endswith(marks) for part in parts for file in _files(part))
+            return any(not file.name.endswith(marks) for part in folder.glob("node-*") for file in _files(part))
     except OSError:
         pass
     return False
@@ -694,13 +666,3 @@ def date(path: Path, seconds: float) -> None:
     for item in (path, *_files(path)):
         with contextlib.suppress(OSError):
             os.utime(item, (seconds, seconds))
-
-
-def write_commit(folder: Path, commit: Mapping[str, Any], *, temporary: str = "") -> None:
-    """Write commit.json, after all other files. Raises `OSError`."""
-    write_whole(folder / COMMIT, json.dumps(commit, sort_keys=True).encode(), temporary=temporary)
-
-
-def quiet(entry: CheckpointEntry, now: float | None = None, *, opened: float = 0.0) -> bool:
-    """Return whether ``entry`` is unchanged, and not seen ``opened``, for `Timings.quiet`."""
-    return (time.time() if now is None else now) - max(entry.newest, opened) >= TIMINGS.quiet

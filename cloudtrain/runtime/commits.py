@@ -6,6 +6,7 @@ A checkpoint is whole or absent, also when its shards lie on many nodes. Everyth
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,14 +24,10 @@ from .timings import TIMINGS
 
 __all__ = ["Commits", "remove_parts"]
 
-MOST_ROUNDS = 16
-"""Checkpoints that are worked on at once: with many more, no answer comes in `Timings.hold_answer`."""
-VERSIONS = 2
-"""Versions kept of a checkpoint that the script writes again under its name: a resume may need the older."""
-RETAIN_SHARE = 10
-"""After a retention that took a second, open rounds wait so many seconds for the next one."""
-REMEMBERED = 50
-"""Removed checkpoints that each commit removes again: a platform's sync may bring them back."""
+MOST_ROUNDS = 16  # checkpoints that are worked on at once: with many more, no answer comes in `Timings.hold_answer`
+VERSIONS = 2  # versions kept of a checkpoint that the script writes again under its name: a resume may need the older
+RETAIN_SHARE = 10  # after a retention that took a second, open rounds wait so many seconds for the next one
+REMEMBERED = 50  # removed checkpoints that each commit removes again: a platform's sync may bring them back
 
 Message = dict[str, Any]
 Aside = Callable[[Callable[[], Any], Callable[[Any], None]], None]
@@ -61,10 +58,10 @@ class Commits:
 
     ``keep`` checkpoints stay (0: all). The targets of pointers stay in addition to the newest. ``damaged`` are the
     folders that look complete and are not. Checkpoints that stay, and that a restart does not need, move to
-    ``archive``. With ``temporary`` the platform's agent copies all
-    files to the store, except those whose names end so; its own files end in ``marks``. Then a checkpoint counts, and
-    older ones go, only after `stored` was called for all of its files. ``aside(work, then)`` calls ``work()`` in
-    another thread, then ``then`` in this one with the result, None if it failed.
+    ``archive``. With ``temporary`` the platform's agent copies all files to the store, except those whose names end so;
+    its own files end in ``marks``. Then a checkpoint counts, and older ones go, only after `stored` was called for all
+    of its files. ``aside(work, then)`` calls ``work()`` in another thread, then ``then`` in this one with the result,
+    None if it failed.
     """
 
     def __init__(
@@ -84,10 +81,8 @@ class Commits:
         archive: Archive | None,
         aside: Aside,
     ) -> None:
-        self._marks = marks
-        self._temporary, self._archive, self._aside = temporary, archive, aside
-        self._archived: dict[str, Checkpoint] = {}
-        """By key: checkpoints in the archive that are no longer in ``live``."""
+        self._marks, self._temporary, self._archive, self._aside = marks, temporary, archive, aside
+        self._archived: dict[str, Checkpoint] = {}  # by key: checkpoints in the archive that are no longer in ``live``
         self._archiving: set[str] = set()
         self._unstored: dict[str, tuple[Checkpoint, set[int]]] = {}
         """By folder: complete checkpoints, and the nodes whose files are not in the store yet."""
@@ -98,14 +93,14 @@ class Commits:
         self._rounds: dict[str, _Round] = {}
         self._numbers, self._seq = 0, 0
         self._holders: dict[str, set[int]] = {}
-        self._complete: list[Checkpoint] | None = None
-        self._fresh: list[Checkpoint] = []
-        """Complete checkpoints since the last retention."""
+        self._complete: list[Checkpoint] = []
+        self._taken_over = False
+        """True once ``_complete`` has the checkpoints of earlier attempts: the first decision reads them."""
+        self._fresh: list[Checkpoint] = []  # complete checkpoints since the last retention
         self._retain_due = 0.0
         self._removed: list[str] = []
         self._pointers: dict[int, set[str]] = {}
-        self.finishing: str | None = None
-        """The end of node 0's own script: ``clean`` or ``failed``; None while it runs."""
+        self.finishing: str | None = None  # the end of node 0's own script: ``clean`` or ``failed``; None while it runs
 
     @property
     def open(self) -> bool:
@@ -132,8 +127,7 @@ class Commits:
                 self._numbers += 1
                 work.number, work.phase, work.answers, work.waiting = self._numbers, "ask", {}, set(alive)
                 work.retry = now + TIMINGS.hold_answer
-                for node in sorted(alive):
-                    self._send(node, {"t": "hold?", "round": work.number, "name": work.name})
+                self._send_all(alive, {"t": "hold?", "round": work.number, "name": work.name})
             elif (work.phase == "ask" and now >= work.retry) or (work.phase != "idle" and work.waiting - alive):
                 work.phase, work.retry = "idle", now + TIMINGS.commit_retry
 
@@ -180,8 +174,8 @@ class Commits:
             work.seq, work.phase, work.waiting, work.answers = self._seq, "copy", set(held), {}
             work.place = next((a["place"] for a in held.values() if a["place"]), None)
             work.saved = max(a["when"] for a in held.values())
-            for node in sorted(held):
-                self._send(node, {"t": "copy", "round": work.number, "name": work.name, "folder": self._folder(work)})
+            folder = self._folder(work)
+            self._send_all(held, {"t": "copy", "round": work.number, "name": work.name, "folder": folder})
 
     def _missing(self, work: _Round, held: set[int], headed: bool) -> set[int]:
         """Return the nodes whose part may still be on its way.
@@ -190,7 +184,7 @@ class Commits:
         live ones get a short wait (none for a DCP checkpoint with its ``.metadata``), lost ones an endless one. A node
         whose script ended well without writing a part owes none.
         """
-        if self._complete is None:
+        if not self._taken_over:
             self._take_over()
         age = time.monotonic() - work.since
         holders = self._holders.get(family(work.name))
@@ -204,8 +198,11 @@ class Commits:
     def _drop(self, work: _Round) -> None:
         """Give up a checkpoint that the script has deleted, or will never finish."""
         del self._rounds[work.name]
-        for node in sorted(self._peers()):
-            self._send(node, {"t": "dropped", "name": work.name})
+        self._send_all(self._peers(), {"t": "dropped", "name": work.name})
+
+    def _send_all(self, nodes: Iterable[int], message: Message) -> None:
+        for node in sorted(nodes):
+            self._send(node, message)
 
     def _folder(self, work: _Round) -> str:
         return f"{self._attempt}-{work.seq}"
@@ -230,16 +227,16 @@ class Commits:
             "time": time.time(),
             "files": {key: value for a in work.answers.values() for key, value in a["files"].items()},
         }
+        text = json.dumps(commit, sort_keys=True).encode()
         try:
-            checkpoints.write_commit(folder, commit, temporary=self._temporary)
+            checkpoints.write_whole(folder / checkpoints.COMMIT, text, temporary=self._temporary)
         except OSError as exc:
             self._complain(f"cannot commit checkpoint {work.name}: {exc.strerror}")
             self._again(work)
             return
         self._holders[family(work.name)] = set(work.answers)
         del self._rounds[work.name]
-        for node in sorted(self._peers()):
-            self._send(node, {"t": "committed", "name": work.name, "folder": self._key(folder)})
+        self._send_all(self._peers(), {"t": "committed", "name": work.name, "folder": self._key(folder)})
         whole = Checkpoint.of(commit, str(folder))
         if self._temporary:
             self._unstored[self._key(folder)] = whole, {0, *work.answers}
@@ -287,7 +284,7 @@ class Commits:
         newest, named = max(fresh, key=lambda item: item.seq), dict[str, list[Checkpoint]]()
         for item in fresh:
             named.setdefault(item.name, []).append(item)
-        self._complete = sorted([*(self._complete or ()), *fresh], key=lambda item: item.order)
+        self._complete = sorted([*self._complete, *fresh], key=lambda item: item.order)
         kept = self._kept(self._complete)
         kept = [item for item in kept if not any(_continued(item, after) for after in named.get(item.name, ()))]
         later = [c for c in self._complete if c.attempt == self._attempt and c.seq > newest.seq]
@@ -309,21 +306,21 @@ class Commits:
         self._retain_due = now + RETAIN_SHARE * (now - began)
 
     def _tell_removed(self) -> None:
-        for node in sorted(self._peers()) if self._removed else ():
-            self._send(node, {"t": "remove", "folders": self._removed, "nodes": len(self._nodes)})
+        if self._removed:
+            self._send_all(self._peers(), {"t": "remove", "folders": self._removed, "nodes": len(self._nodes)})
         self._removed = self._removed[-REMEMBERED:]
 
     def _archive_others(self) -> None:
         """Move to the archive the checkpoints in the store that no restart needs while the newest is whole."""
         if self._archive is None:
             return
-        states = resumable(self._complete or ())
+        states = resumable(self._complete)
         if not states:
             return
         newest, named = states[-1], set[str]().union(*self._pointers.values())
-        needed = [newest, *companions(newest, self._complete or (), states, named)]
+        needed = [newest, *companions(newest, self._complete, states, named)]
         for older in reversed(states):  # the remaining ones alone must show which is the newest state
-            stay = [item for item in self._complete or () if item not in states or item in needed]
+            stay = [item for item in self._complete if item not in states or item in needed]
             if resumable(stay)[-1:] == [newest]:
                 break
             needed += [older] if older not in needed else []
@@ -336,16 +333,16 @@ class Commits:
     def _add(self, archive: Archive, key: str, item: Checkpoint) -> bool:
         """Archive a checkpoint, in another thread, unless the run drops it before or meanwhile."""
         try:
-            return item in (self._complete or ()) and archive.add(key, item)
+            return item in self._complete and archive.add(key, item)
         except StorageError:
-            if item in (self._complete or ()):
+            if item in self._complete:
                 raise
             return False
 
     def _archived_now(self, key: str, item: Checkpoint, done: bool | None) -> None:
         """Let all nodes remove from ``live`` a checkpoint that is in the archive."""
         self._archiving.discard(key)
-        if item not in (self._complete or ()):
+        if item not in self._complete:
             self._drop_archived(item)
         elif done:
             self._archived[key] = item
@@ -369,22 +366,21 @@ class Commits:
         archived = self._archive.found() if self._archive is not None else []
         for node, named in pointers.items():
             self._pointers.setdefault(node, {pointer.target for pointer in named.values()})
-        self._complete = [item for item in found if item.folder not in self._damaged]
+        self._complete, self._taken_over = [item for item in found if item.folder not in self._damaged], True
         for item in found:
             if item.folder in self._damaged:
                 checkpoints.remove_path(item.folder / checkpoints.COMMIT)
             parts = {key.partition("/")[0].removeprefix("node-") for key in item.files}
             self._holders[family(item.name)] = {int(part) for part in parts if part.isdigit()} & self._nodes
         self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root, marks=self._marks)]
-        if self._archive is not None:
-            here = {self._key(item.folder) for item in self._complete}
-            for item in archived:
-                key = self._key(item.folder)
-                if self._root.parent / "archive" / key in self._damaged:
-                    self._drop_archived(item)
-                elif key not in here:
-                    self._archived[key] = item
-            self._complete = sorted([*self._complete, *self._archived.values()], key=lambda item: item.order)
+        here = {self._key(item.folder) for item in self._complete}
+        for item in archived:
+            key = self._key(item.folder)
+            if self._root.parent / "archive" / key in self._damaged:
+                self._drop_archived(item)
+            elif key not in here:
+                self._archived[key] = item
+        self._complete = sorted([*self._complete, *self._archived.values()], key=lambda item: item.order)
 
     def _key(self, folder: Path) -> str:
         return folder.relative_to(self._root).as_posix()

@@ -46,10 +46,9 @@ Wait = Callable[[Callable[[], bool]], None]
 
 def count() -> int:
     """Return how many GPUs of NVIDIA this node has, by their device files."""
-    try:
+    with contextlib.suppress(OSError):
         return sum(1 for name in os.listdir(DEVICES) if re.fullmatch(r"nvidia\d+", name))
-    except OSError:
-        return 0
+    return 0
 
 
 def driver_version() -> str:

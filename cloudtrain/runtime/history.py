@@ -43,8 +43,7 @@ def restart_of(live: Path, k: int, least: int = 0) -> str:
     fails: two restarts of one number would replace each other's files.
     """
     earlier = ask_again(lambda: _attempts(live))
-    restart = max((r for attempt, r in map(attempt_key, earlier) if attempt == k), default=-1) + 1
-    restart = max(restart, least)
+    restart = max([least, *(r + 1 for attempt, r in map(attempt_key, earlier) if attempt == k)])
     (live / "logs" / f"{k}.{restart}" / "node-0").mkdir(parents=True, exist_ok=True)
     return f"{k}.{restart}"
 
@@ -182,10 +181,9 @@ def _reached(live: Path, attempt: str) -> _Reached:
         with contextlib.suppress(OSError), open(path, "rb") as stream:
             for row in _parsed(stream):
                 if (step := _step(row)) is not None:
-                    found.first = step if found.first is None else found.first
-                    last = step if found.last is None else max(found.last, step)
-                    found.every = max(found.every, last - (last if found.last is None else found.last))
-                    found.last = last
+                    if found.first is None or found.last is None:
+                        found.first = found.last = step
+                    found.every, found.last = max(found.every, step - found.last), max(found.last, step)
                 if when := _number(row, "time"):
                     found.times = [max([when, *found.times])]
     return found

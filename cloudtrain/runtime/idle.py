@@ -18,8 +18,7 @@ __all__ = ["IdleGpus"]
 STEADY = 4
 """Samples, a minute of one node, that show enough: at or above the percentage, that training has begun without a
 metrics row; below it, that the GPUs are idle."""
-MISSED = 3
-"""Samples that a node may miss. Later nothing is known of its GPUs, and the time begins again."""
+MISSED = 3  # samples that a node may miss. Later nothing is known of its GPUs, and the time begins again
 
 
 class IdleGpus:

@@ -117,17 +117,6 @@ def command_of(
     ]
 
 
-def planned_world(context: Mapping[str, Any], nodes: int) -> dict[str, str]:
-    """Return the variable with the ranks that the job was planned with; this attempt may have fewer ``nodes``.
-
-    Other launchers than torchrun start a number of ranks that we do not know. Their jobs have no range of nodes.
-    """
-    if context["launcher"] != "torchrun":
-        return {}
-    planned = int(context.get("planned_nodes") or nodes) * int(context["processes"])
-    return {"CLOUDTRAIN_PLANNED_WORLD_SIZE": str(planned)}
-
-
 def environment_of(
     context: Mapping[str, Any],
     topology: Topology,
@@ -214,8 +203,7 @@ class Ranks:
         self._stacks: dict[int, list[str]] = {}
         self._lines: dict[int, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=LAST_LINES))
         self.unshown: list[str] = []
-        self.closing_ns = 0
-        """Time at which torchrun began to stop the ranks because one had ended badly; 0 until then."""
+        self.closing_ns = 0  # time at which torchrun began to stop the ranks because one had ended badly; 0 until then
         self.last_line = ""
         self.code: int | None = None
         shutil.rmtree(self._pipes, ignore_errors=True)

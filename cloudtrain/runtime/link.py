@@ -1,9 +1,9 @@
 """The node link: messages between the nodes of one run, one JSON line each, beside torchrun.
 
 torchrun does not make nodes agree on failure, preemption or the end of a run. So node 0's runtime listens on its link
-port (`Site.link_port`) and every other node connects. Both sides first prove the run's key. Every message carries a MAC
-over its own number. So a stranger on the network can neither join as a node nor speak as one. All events arrive in one
-queue as ``(node, message)``. A lost connection is the message ``{"t": "lost"}``.
+port (`NodeEnvironment.link_port`) and every other node connects. Both sides first prove the run's key. Every message
+carries a MAC over its own number. So a stranger on the network can neither join as a node nor speak as one. All events
+arrive in one queue as ``(node, message)``. A lost connection is the message ``{"t": "lost"}``.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ class Link:
             known = None
         if known is None:
             sock.close()
-            return
-        self._run(*known)
+        else:
+            self._run(*known)
 
     def _connect(self) -> None:
         deadline = time.monotonic() + self._join_timeout

@@ -17,7 +17,6 @@ from typing import BinaryIO
 
 from .checkpoints import write_whole
 from .redact import Redactor
-from .segments import Span
 from .timings import TIMINGS
 
 __all__ = ["LogWriter", "lines_of"]
@@ -25,8 +24,7 @@ __all__ = ["LogWriter", "lines_of"]
 SEGMENT_BYTES = 1 << 20
 KEPT_BYTES = 16 << 20
 """Most bytes of a segment that cannot be written. The store loses older lines, the platform's own log does not."""
-LINE_BYTES = 128 << 10
-"""Longer lines are cut in pieces: CloudWatch takes 256 KiB an event."""
+LINE_BYTES = 128 << 10  # longer lines are cut in pieces: CloudWatch takes 256 KiB an event
 
 
 class LogWriter:
@@ -158,7 +156,7 @@ class LogWriter:
             begun, stored, stored_bytes = first, [], 0
         data = "".join(stored + lines).encode("utf-8", "replace")
         try:
-            write_whole(self._folder / Span(begun, 0).name, data, temporary=self._temporary or ".part")
+            write_whole(self._folder / f"{begun:09d}.log", data, temporary=self._temporary or ".part")
             self._open = begun, stored + lines, stored_bytes + size
         except OSError:
             # Keep it in memory for the next try, under the same first number, up to `KEPT_BYTES`: training goes on.

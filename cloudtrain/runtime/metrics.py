@@ -11,10 +11,8 @@ from pathlib import Path
 
 __all__ = ["PrintedMetrics"]
 
-LONGEST = 1000
-"""Characters of a line that are searched: an expression may take the square of it, or worse."""
-SLOW_SECONDS = 0.05
-"""An expression that takes so long for one line is used no more: it would delay the log."""
+LONGEST = 1000  # characters of a line that are searched: an expression may take the square of it, or worse
+SLOW_SECONDS = 0.05  # an expression that takes so long for one line is used no more: it would delay the log
 PLACES = ("step", "epoch")
 """Metrics that give the position of the others. A line that holds no other metric makes no row."""
 

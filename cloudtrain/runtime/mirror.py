@@ -34,23 +34,11 @@ from .uploads import Uploads
 __all__ = ["KINDS", "Mirror", "nothing"]
 
 KINDS = (
-    "finished",
-    "hold?",
-    "hold",
-    "copy",
-    "copied",
-    "committed",
-    "dropped",
-    "pointers",
-    "remove",
-    "moving",
-    "stored",
-)
+    "finished", "hold?", "hold", "copy", "copied", "committed", "dropped", "pointers", "remove", "moving", "stored",
+)  # fmt: skip
 """Messages of the node link that belong to the mirror."""
-SCAN_SHARE = 20
-"""After a look at all entries that took a second, the mirror makes none for so many seconds."""
-ENTRIES = 2
-"""Checkpoints that a node copies at the same moment."""
+SCAN_SHARE = 20  # after a look at all entries that took a second, the mirror makes none for so many seconds
+ENTRIES = 2  # checkpoints that a node copies at the same moment
 
 T = TypeVar("T")
 Message = dict[str, Any]
@@ -59,14 +47,6 @@ Message = dict[str, Any]
 def nothing(*, over: bool) -> Message:
     """Return the answer of a node that has no part of a checkpoint; ``over``: and will never have one."""
     return {"state": "over" if over else "none", "sharded": False, "metadata": False, "place": None, "saved": 0.0}
-
-
-def _growing_places(
-    live: Path, node: str, attempt: str, artifacts: Path, metrics: Path, usage: Path | None
-) -> dict[Path, Path]:
-    """Return the place in ``live`` of each folder and file that grows."""
-    places = {artifacts: live / "artifacts" / node, metrics: live / "metrics" / f"{attempt}-{node}.jsonl"}
-    return places if usage is None else {**places, usage: live / "usage" / f"{attempt}-{node}.jsonl"}
 
 
 class Mirror:
@@ -117,12 +97,14 @@ class Mirror:
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="archive", initializer=checkpoints.modest)
         """Thread for moves to the archive. They may take minutes, and must not delay copies."""
         self._slow_working, self._slow_until, self._usage = 0, float("inf"), usage
-        places = _growing_places(live, f"node-{node}", attempt, artifacts, metrics, usage)
+        name, rows = f"node-{node}", f"{attempt}-node-{node}.jsonl"
+        places = {artifacts: live / "artifacts" / name, metrics: live / "metrics" / rows}
+        places |= {usage: live / "usage" / rows} if usage is not None else {}
         how: dict[str, Any] = {"moved": self._moved, "complain": self._complain}
         how["temporary"] = self._temporary or ".part"
         self._growing = [Growing(places, small=metrics, small_seconds=flush_seconds, **how)]
         if outputs is not None:
-            self._growing.append(GrowingOutputs(outputs, live / "outputs" / f"node-{node}", **how))
+            self._growing.append(GrowingOutputs(outputs, live / "outputs" / name, **how))
         slow = partial(self._aside, slow=True)
         self._commits = commits(complain=self._complain, aside=slow) if commits is not None else None
         self._finishing: str | None = None
@@ -229,9 +211,8 @@ class Mirror:
         kind = message["t"]
         if kind == "finish":
             self._finishing = "clean" if message["clean"] else "failed"
-            self._slow_until = time.monotonic() + (
-                TIMINGS.archive_clean if message["clean"] else TIMINGS.archive_failed
-            )
+            patience = TIMINGS.archive_clean if message["clean"] else TIMINGS.archive_failed
+            self._slow_until = time.monotonic() + patience
             self._marks.clear()
             if self._uploads is not None:
                 self._uploads.end()

@@ -20,10 +20,8 @@ from .timings import TIMINGS
 __all__ = ["Growing"]
 
 SMALL_BYTES = 1 << 20
-WALK_SHARE = 20
-"""After a look at all files that took a second, the thread pauses for so many seconds."""
-SHARE = 10
-"""A file that took a second to copy is not copied again for so many seconds."""
+WALK_SHARE = 20  # after a look at all files that took a second, the thread pauses for so many seconds
+SHARE = 10  # a file that took a second to copy is not copied again for so many seconds
 
 
 class Growing:
@@ -51,8 +49,7 @@ class Growing:
         self._next: dict[Path, float] = {}
         self._walked = 0.0
         self._finishing, self._stopped, self._wake = False, False, threading.Event()
-        self.done = threading.Event()
-        """Set after `finish`, once all files have arrived."""
+        self.done = threading.Event()  # set after `finish`, once all files have arrived
         self._thread = threading.Thread(target=self._loop, name="growing", daemon=True)
 
     def start(self) -> None:

@@ -25,7 +25,7 @@ from ..errors import CloudtrainError, SpecError, StorageError, reason_of
 from ..provider_api.node import NodeEnvironment
 from ..validate import duration
 from . import stall
-from .archive import archive_of
+from .archive import Archive
 from .cause import BROKEN_GPU, Failure, category, failure_line, real, root_cause, silent_deaths, with_codes
 from .checkpoints import Watch
 from .commits import Commits
@@ -78,9 +78,11 @@ class Node:
             join_timeout=site.join_timeout,
         )
         self.machine = site.machine or machine_name()
-        self.machines = {self.me: self.machine}
-        """The names of the machines that this node knows: node 0 those of all."""
-        self.archive = archive_of(site)
+        self.machines = {self.me: self.machine}  # the names of the machines that this node knows: node 0 those of all
+        agent = site.agent
+        objects = agent.objects if agent is not None else None
+        self.archive = Archive(self.live, objects, temporary=site.temporary) if objects is not None else None
+        self.uploads = Uploads(self.live, agent, say=self.log.say) if agent is not None else None
         self.resume = self._make_resume()
         self.attempt = self.resumed = ""
         self.notice = Notice()
@@ -89,15 +91,13 @@ class Node:
         self.failures: list[Failure] = []
         self.seen: dict[int, set[str]] = {}
         self.eof: dict[int, int] = {}
-        self.complete = False
-        """True if the script ended well before any notice."""
+        self.complete = False  # true if the script ended well before any notice
         self.stopping: float | None = None
         self.stopped_ns: int | None = None
         self.signalled = 0
         self.remarks: list[str] = []
         self.ranks: Ranks | None = None
         self.mirror: Mirror | None = None
-        self.uploads = Uploads(self.live, site.agent, say=self.log.say) if site.agent is not None else None
         self.stall: stall.Stall | None = None
         self.usage: UsageSampler | None = None
         self.code: int | None = None
@@ -268,19 +268,19 @@ class Node:
             if self._over():
                 return
             verdict, why = restore_verdict(self.peers, self.nodes)
-            if verdict == "late":
-                waited = duration(self.site.join_timeout)
-                self._fail(self._lost(f"has not restored checkpoint {name} in {waited}", why))
-                return
+            if verdict == "pass":
+                tried += 1
+                self.resume.pass_over(message)
+                self.log.say(f"{why}; falling back to the checkpoint before")
+                continue
             if verdict == "go":
                 self._go(resume=name, saved=saved)
-                return
-            if verdict == "fail":
+            elif verdict == "late":
+                waited = duration(self.site.join_timeout)
+                self._fail(self._lost(f"has not restored checkpoint {name} in {waited}", why))
+            else:
                 self._fail(self._setup(why, "infra"))
-                return
-            tried += 1
-            self.resume.pass_over(message)
-            self.log.say(f"{why}; falling back to the checkpoint before")
+            return
         if self._over():
             return
         if direct is not None:
@@ -419,12 +419,9 @@ class Node:
             self.mirror.take(sender, message)
         elif kind == "hold?":  # this node has not started its ranks, and may never
             self.link.send(sender, {**message, "t": "hold", **nothing(over=self._over())})
-        elif kind in KINDS:
-            pass
-        elif kind in stall.KINDS:
-            if self.stall is not None:
-                self.stall.take(sender, message)
-        else:
+        elif kind in stall.KINDS and self.stall is not None:
+            self.stall.take(sender, message)
+        elif kind not in (*KINDS, *stall.KINDS):
             self._handlers[kind](sender, message)
 
     def _make_handlers(self) -> dict[str, Callable[[int, Message], None]]:
@@ -575,11 +572,10 @@ class Node:
     def _blame_the_silent(self, since_ns: int = 0) -> None:
         """Record ranks that ended badly without a report; or the launcher itself, if no rank ever began."""
         assert self.ranks is not None
-        self.failures = with_codes(self.failures, self.me, self.ranks.codes, first_rank=self.ranks.first_rank)
+        codes, first = self.ranks.codes, self.ranks.first_rank
+        self.failures = with_codes(self.failures, self.me, codes, first_rank=first)
         known = {f.rank for f in self.failures if f.node == self.me}
-        for failure in silent_deaths(
-            self.me, self.seen, self.eof, self.ranks.codes, first_rank=self.ranks.first_rank, since_ns=since_ns
-        ):
+        for failure in silent_deaths(self.me, self.seen, self.eof, codes, first_rank=first, since_ns=since_ns):
             if failure.rank not in known:
                 self._fail(failure)
         if self.code is not None and not any(f.node == self.me for f in self.failures):
@@ -685,8 +681,6 @@ class Node:
             self._pump(lambda: self.released or self._alone(end))
             if not self.released:  # only now may the link know that node 0 is lost
                 self.lost = (cause := self._own_cause()) is not None and cause.kind == "lost"
-        if self.mirror is not None:
-            self.mirror.stop()
         return outcome
 
     def _finish_mirror(self, mirror: Mirror, clean: bool) -> None:
@@ -815,9 +809,8 @@ class Node:
 
     def _comes_of_the_notice(self, failure: Failure) -> bool:
         """Return whether a rank ended because of the notice: the others keep their grace then."""
-        return (
-            self.notice.since is not None and failure.kind in ("died", "error") and not real(failure, self.stopped_ns)
-        )
+        noticed = self.notice.since is not None
+        return noticed and failure.kind in ("died", "error") and not real(failure, self.stopped_ns)
 
     def _is_saved(self) -> bool:
         """Return whether all results are mirrored, and no checkpoint is known to have missed the store."""

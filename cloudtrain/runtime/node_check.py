@@ -53,9 +53,7 @@ BEGUN = "preflight: this rank has begun"
 READY = "preflight: the report is written; waiting for the stop signal"
 SINCE = re.compile(r"preflight: (\d+\.\d) s since the stop signal")
 OWN = ("checkpoints", "artifacts", "temporary files")  # folders that every training needs
-SHARED = re.compile(
-    r"fuse|nfs|lustre|cifs|smb|ceph|9p|gpfs|beegfs|weka|virtiofs"
-)  # file systems of stores and networks
+SHARED = re.compile(r"fuse|nfs|lustre|cifs|smb|ceph|9p|gpfs|beegfs|weka|virtiofs")  # those of stores and networks
 ALIKE = ("driver", "torch", "cuda", "nccl", "python", "machine")
 
 
@@ -413,10 +411,10 @@ def allreduce(store: Any, rank: int, world: int, backend: str) -> dict[str, Any]
             settle()
             took = torch.tensor([(time.perf_counter() - began) / TIMED], dtype=torch.float64, device=device)
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            speed = size / float(took.item()) / 1e9
-            rows.append(
-                {"bytes": size, "seconds": float(took.item()), "algbw": speed, "busbw": speed * 2 * (world - 1) / world}
-            )
+            seconds = float(took.item())
+            speed = size / seconds / 1e9
+            bus = speed * 2 * (world - 1) / world
+            rows.append({"bytes": size, "seconds": seconds, "algbw": speed, "busbw": bus})
         dist.barrier()
     finally:
         dist.destroy_process_group()

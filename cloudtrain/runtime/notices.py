@@ -1,4 +1,4 @@
-"""Ask each of the sources in `Site.notices` every second, in a thread of its own."""
+"""Ask each of the sources in `NodeEnvironment.notices` every second, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from .timings import TIMINGS
 __all__ = ["watch"]
 
 
-Look = Callable[[], "str | None"]
-
-
-def watch(look: Look, tell: Callable[[str], None]) -> None:
+def watch(look: Callable[[], str | None], tell: Callable[[str], None]) -> None:
     """Start to ask ``look``, and call ``tell`` with its answer whenever that changes.
 
     An answer gives the reason why this node is about to be taken away; it is empty if the node is not. None is no
@@ -23,7 +20,7 @@ def watch(look: Look, tell: Callable[[str], None]) -> None:
     threading.Thread(target=_ask, args=(look, tell), name="notices", daemon=True).start()
 
 
-def _ask(look: Look, tell: Callable[[str], None]) -> None:
+def _ask(look: Callable[[], str | None], tell: Callable[[str], None]) -> None:
     said, pause, answered = "", TIMINGS.notice_look, False
     while True:
         answer = look()

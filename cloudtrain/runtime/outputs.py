@@ -24,10 +24,8 @@ __all__ = ["IGNORE", "GrowingOutputs", "Outputs"]
 
 IGNORE = ".cloudtrainignore"
 MOST_FILES = 10_000
-TRIES = 5
-"""Tries of a file that cannot be copied, the last ones after the script's end. Then it is left out."""
-NAMED = 5
-"""Most names in the line about files that are left out."""
+TRIES = 5  # tries of a file that cannot be copied, the last ones after the script's end. Then it is left out
+NAMED = 5  # most names in the line about files that are left out
 _FOLDERS = frozenset(("__pycache__", ".git"))
 _TEMPORARY = re.compile(r".*\.pyc|\..*\.part", re.DOTALL)
 

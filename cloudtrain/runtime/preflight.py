@@ -24,7 +24,7 @@ Wait = Callable[[Callable[[], bool], float | None], None]
 
 
 def run_check(
-    command: Sequence[str], count: int, env: Mapping[str, str], site: Topology, *, folder: Path, gpus: int | None,
+    command: Sequence[str], count: int, env: Mapping[str, str], topology: Topology, *, folder: Path, gpus: int | None,
     started: Callable[[int], None], wait: Wait, over: Callable[[], bool],
 ) -> list[Finding]:  # fmt: skip
     """Run ``command`` as ``count`` processes. Return this node's problems; on node 0, also those of all nodes.
@@ -33,14 +33,15 @@ def run_check(
     pid. ``wait`` returns once its argument is true, or at a time (monotonic seconds). ``over``: the attempt has ended.
     Raises `OSError`.
     """
-    words: dict[str, object] = {"WORLD_SIZE": site.nodes * count, "LOCAL_WORLD_SIZE": count}
-    words |= {"GROUP_RANK": site.node_rank, "MASTER_ADDR": site.master_addr, "MASTER_PORT": site.master_port}
+    node = topology.node_rank
+    words: dict[str, object] = {"WORLD_SIZE": topology.nodes * count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": node}
+    words |= {"MASTER_ADDR": topology.master_addr, "MASTER_PORT": topology.master_port}
     words["CLOUDTRAIN_ARTIFACT_DIR"] = folder
-    outputs = {folder / f"rank-{site.node_rank * count + local}.log": local for local in range(count)}
+    outputs = {folder / f"rank-{node * count + local}.log": local for local in range(count)}
     ranks: dict[Path, subprocess.Popen[bytes]] = {}
     try:
         for path, local in outputs.items():
-            own = {**words, "RANK": site.node_rank * count + local, "LOCAL_RANK": local}
+            own = {**words, "RANK": node * count + local, "LOCAL_RANK": local}
             given = {**env, **{name: str(value) for name, value in own.items()}}
             with open(path, "wb") as file, without_sigterm():  # a platform may signal every process of a node
                 ranks[path] = subprocess.Popen(
@@ -48,14 +49,14 @@ def run_check(
                     start_new_session=True,
                 )  # fmt: skip
             started(ranks[path].pid)
-        return _findings(ranks, site, folder, gpus, wait, over)
+        return _findings(ranks, topology, folder, gpus, wait, over)
     finally:
         for process in ranks.values():
             end_child(process)
 
 
 def _findings(
-    ranks: Mapping[Path, subprocess.Popen[bytes]], site: Topology, folder: Path, gpus: int | None, wait: Wait,
+    ranks: Mapping[Path, subprocess.Popen[bytes]], topology: Topology, folder: Path, gpus: int | None, wait: Wait,
     over: Callable[[], bool],
 ) -> list[Finding]:  # fmt: skip
     began = time.monotonic()
@@ -69,21 +70,20 @@ def _findings(
         mute = [path for path in ranks if node_check.BEGUN not in path.read_text(errors="replace")]
         if waited >= TIMINGS.node_check_begin and mute:
             text = f"{len(mute)} of its {len(ranks)} processes have not begun in {duration(waited)}"
-            return [Finding(text, site.node_rank)]
+            return [Finding(text, topology.node_rank)]
         return [Finding(f"it has not ended in {duration(waited)}")] if waited >= TIMINGS.node_check else []
 
     wait(lambda: over() or ended() or bool(late()), None)
     # Another node's failure may be the consequence of one that ends here. And after a notice all nodes hear of it.
     wait(lambda: ended() or bool(late()), time.monotonic() + TIMINGS.stop_kill)
     codes = {path: process.poll() for path, process in ranks.items()}
-    if deaths := [
-        _death(site.node_rank, code, path) for path, code in codes.items() if code and code != -signal.SIGTERM
-    ]:
+    ended_badly = {path: code for path, code in codes.items() if code and code != -signal.SIGTERM}
+    if deaths := [_death(topology.node_rank, code, path) for path, code in ended_badly.items()]:
         return [next((death for death in deaths if death.node is not None), deaths[0])]
-    if site.node_rank or any(codes.values()) or not ended():
+    if topology.node_rank or any(codes.values()) or not ended():
         return late() if not ended() else []
     report = json.loads((folder / node_check.REPORT).read_bytes())
-    return list(node_check.findings(report, nodes=site.nodes, gpus=gpus))
+    return list(node_check.findings(report, nodes=topology.nodes, gpus=gpus))
 
 
 def _death(node: int, code: int, output: Path) -> Finding:

@@ -15,8 +15,7 @@ from .checkpoints import write_whole
 
 __all__ = ["UNMIRRORED", "write_cause", "write_record"]
 
-UNMIRRORED = "not everything could be mirrored"
-"""Start of the remark about files that are in no store."""
+UNMIRRORED = "not everything could be mirrored"  # start of the remark about files that are in no store
 
 
 def write_cause(file: str | None, text: str) -> None:

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping
 __all__ = ["SHORTEST", "Redactor"]
 
 _KEY = re.compile(r"pass|secret|token|key(?!_?id)|credential", re.IGNORECASE)
-SHORTEST = 8
-"""Characters. Shorter values are part of too many harmless texts."""
+SHORTEST = 8  # characters. Shorter values are part of too many harmless texts
 
 
 class Redactor:

@@ -26,8 +26,7 @@ from .workspace import Workspace
 
 __all__ = ["Resume"]
 
-RUN_FOLDER = "/live/checkpoints"
-"""Ending of the URL of another run's checkpoints; any other folder is the user's own."""
+RUN_FOLDER = "/live/checkpoints"  # ending of the URL of another run's checkpoints; any other folder is the user's own
 _OF_RUN = re.compile(rf".*/runs/([^/]+){RUN_FOLDER}(?:/([^/]+).*)?")
 
 Message = dict[str, Any]
@@ -53,8 +52,7 @@ class Resume:
         nodes: tuple[int, int] | None = None,
     ) -> None:
         self._archive, self._marks, self._nodes = archive, marks, nodes
-        self._live, self._given = live, Path(given).absolute() if given and url else None
-        self.given = [self._given] if self._given is not None else []
+        self._live, self.given = live, [Path(given).absolute()] if given and url else []
         """The folder of ``resume_from`` here, if there is one."""
         self._of_run = bool(url) and str(url).endswith(RUN_FOLDER)
         self._source = source or url or ""
@@ -84,10 +82,9 @@ class Resume:
         found = sorted([*there, *here], key=lambda item: item.order)  # one in both places: that in ``live`` comes first
         for item in reversed(resumable(found)):
             yield self._candidate("archive" if item.archived else "own", own, item, here)
-        if self._given is not None:
-            given = checkpoints.complete(self._given, url=self._source, say=self._say)
-            for item in reversed(resumable(given)):
-                yield self._candidate("given", self._given, item, ())
+        for root in self.given:
+            for item in reversed(resumable(checkpoints.complete(root, url=self._source, say=self._say))):
+                yield self._candidate("given", root, item, ())
 
     def _candidate(
         self, root: str, folder: Path, item: Checkpoint, live: Sequence[Checkpoint]
@@ -191,8 +188,7 @@ class Resume:
     def _place(self, root: str, folder: str, space: Workspace) -> None:
         """Restore one checkpoint. Raises `DigestError` for a damaged one, `StorageError` for a disk, mount or store."""
         if root != "archive":
-            base = self._given if root == "given" else self._live / "checkpoints"
-            assert base is not None
+            base = self.given[0] if root == "given" else self._live / "checkpoints"
             self._place_from(base / folder, folder, space)
             return
         assert self._archive is not None
@@ -245,13 +241,13 @@ class Resume:
 
         A folder of the user's own is used as it is. A named run without a complete checkpoint is a mistake.
         """
-        if self._given is None:
+        if not self.given:
             return "", ""
         if self._of_run or tried:
             return "", "resume_from: nothing complete and undamaged to resume from"
-        if not os.path.exists(self._given):
+        if not os.path.exists(self.given[0]):
             return "", f"resume_from: nothing at {self._source}"
-        return str(self._given), ""
+        return str(self.given[0]), ""
 
     def title(self, name: str) -> str:
         """Return the name that messages give the restored checkpoint ``name``: ``RUN/NAME`` if it is another run's.

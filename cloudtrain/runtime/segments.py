@@ -22,10 +22,6 @@ class Span(NamedTuple):
     first: int
     last: int
 
-    @property
-    def name(self) -> str:
-        return f"{self.first:09d}-{self.last:09d}.log" if self.last else f"{self.first:09d}.log"
-
 
 def span_of(name: str) -> Span | None:
     """Return the span in the file name of a segment; None for any other file."""
@@ -40,5 +36,5 @@ def distinct(found: Iterable[tuple[Span, T]]) -> list[tuple[Span, T]]:
     for span, item in sorted(found, key=lambda pair: (pair[0].first, -pair[0].last)):
         if span.first > covered:
             kept.append((span, item))
-            covered = max(covered, span.last if span.last else -1)
+            covered = max(covered, span.last)
     return kept

@@ -16,8 +16,7 @@ from pathlib import Path
 __all__ = ["run_command"]
 
 _PROC = Path("/proc")
-NOT_FOUND = 127
-"""Exit code for a command that the node does not have, as a shell's."""
+NOT_FOUND = 127  # exit code for a command that the node does not have, as a shell's
 
 
 def run_command(argv: list[str]) -> int:

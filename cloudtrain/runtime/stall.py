@@ -22,10 +22,8 @@ from .timings import TIMINGS
 
 __all__ = ["KINDS", "Look", "StackPosition", "Stall", "culprit", "describe_positions", "innermost_position"]
 
-KINDS = ("alive", "stacks", "where", "gpu")
-"""Messages of the node link for this module."""
-NAMED = 3
-"""Most places in a message, the rarest, and one more if it is the last; most ranks of one place by number."""
+KINDS = ("alive", "stacks", "where", "gpu")  # messages of the node link for this module
+NAMED = 3  # most places in a message, the rarest, and one more if it is the last; most ranks of one place by number
 
 Message = dict[str, Any]
 

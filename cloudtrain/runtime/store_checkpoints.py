@@ -90,8 +90,7 @@ except Exception as exc:
     print(json.dumps({word: type(exc).__name__ + ": " + said(exc)}))
 """
 
-_File = tuple[str, str, float]
-"""The entry, the path below it, and when it last changed."""
+_File = tuple[str, str, float]  # the entry, the path below it, and when it last changed
 
 
 class RefusedError(StorageError):

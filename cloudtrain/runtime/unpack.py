@@ -18,7 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ..errors import DigestError, StorageError
 
@@ -29,16 +29,9 @@ _MANIFEST_MAX = 64 * 2**20
 _CHUNK = 2**20
 # Errors of gzip and tarfile for bytes that are no tar.gz; the last ones were seen, though not documented.
 _MALFORMED = (
-    tarfile.TarError,
-    gzip.BadGzipFile,
-    zlib.error,
-    EOFError,
-    struct.error,
-    ValueError,
-    LookupError,
-    OverflowError,
+    tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, struct.error, ValueError, LookupError, OverflowError,
     RecursionError,
-)
+)  # fmt: skip
 
 
 def unpack(archive: Path, target: Path, *, digest: str) -> None:
@@ -110,7 +103,9 @@ def _manifest(tar: tarfile.TarFile, digest: str) -> dict[str, dict[str, Any]]:
     member = tar.next()
     if member is None or member.name != MANIFEST or member.type != tarfile.REGTYPE or member.size > _MANIFEST_MAX:
         raise DigestError(f"is no bundle: it does not start with {MANIFEST}")
-    content = _content(tar, member).read(member.size)
+    stream = tar.extractfile(member)
+    assert stream is not None, "a regular file"
+    content = stream.read(member.size)
     actual = hashlib.sha256(content).hexdigest()
     if actual != digest:
         raise DigestError(f"is not the code that was asked for: digest {actual}, not {digest}")
@@ -127,22 +122,12 @@ def _check_member(member: tarfile.TarInfo, row: Mapping[str, Any]) -> None:
 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str, row: Mapping[str, Any]) -> None:
-    content, actual, left = _content(tar, member), hashlib.sha256(), member.size
+    content, actual = tar.extractfile(member), hashlib.sha256()
+    assert content is not None, "a regular file, by `_check_member`"
     with open(path, "xb") as file:
-        while left:
-            chunk = content.read(min(left, _CHUNK))
-            if not chunk:
-                raise DigestError(f"ends inside {member.name!r}")
+        while chunk := content.read(_CHUNK):  # raises `tarfile.ReadError` if the archive ends before the member
             actual.update(chunk)
             file.write(chunk)
-            left -= len(chunk)
     if actual.hexdigest() != row["sha256"]:
         raise DigestError(f"holds other content in {member.name!r} than its manifest lists")
     os.chmod(path, int(row["mode"], 8))
-
-
-def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
-    content = tar.extractfile(member)
-    if content is None:
-        raise DigestError(f"holds no content for {member.name!r}")
-    return content

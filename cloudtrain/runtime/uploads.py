@@ -20,8 +20,7 @@ from .timings import TIMINGS
 
 __all__ = ["Uploads"]
 
-SLOW_BYTES = 20_000_000.0
-"""Bytes a second of the slowest agent. A file whose upload has begun gets that much more time."""
+SLOW_BYTES = 20_000_000.0  # bytes a second of the slowest agent. A file whose upload has begun gets that much more time
 
 
 class Uploads:
@@ -31,33 +30,25 @@ class Uploads:
     """
 
     def __init__(
-        self,
-        live: Path,
-        agent: SyncAgent,
-        *,
-        say: Callable[[str], None],
-        clock: Callable[[], float] | None = None,
+        self, live: Path, agent: SyncAgent, *, say: Callable[[str], None], clock: Callable[[], float] | None = None
     ) -> None:
         self._live, self.agent, self._say, self._clock = live, agent, say, clock or time.monotonic
         self._lock = threading.Lock()
         self._pending: dict[str, set[Path]] = {}
         self._newest = ""
         self._arrived: dict[str, bool] = {}
-        self._sign = self._clock()
-        """Time at which a file last reached the store."""
+        self._sign = self._clock()  # time at which a file last reached the store
         self._ending: float | None = None
         self._hurried = False
         self._put: dict[Path, FileState] = {}
-        self._shown = False
-        """True if the agent has ever marked a file."""
+        self._shown = False  # true if the agent has ever marked a file
         self._busy: set[Path] = set()
         self._retry: dict[Path, float] = {}
         self._failed: set[str] = set()
         self._sweeper: threading.Thread | None = None
         self._began = time.time()
         self._swept = self._clock()
-        self.dead = False
-        """True if the agent has stopped; the node uploads its files itself."""
+        self.dead = False  # true if the agent has stopped; the node uploads its files itself
         self.given_up: list[str] = []
         """Keys whose files are not known to be in the store, and are not waited for any more."""
         self._moved: Callable[[], None] = lambda: None
@@ -127,8 +118,6 @@ class Uploads:
             for thread in (last, self._sweeper):
                 if thread is not None:
                     thread.join(max(0.0, end - time.monotonic()))
-
-    # ------------------------------------------------------------------------------------------------------ the thread
 
     def _loop(self) -> None:
         modest()
@@ -225,8 +214,7 @@ class Uploads:
                 return
             self._busy.add(path)
         try:
-            state = file_state(path)
-            if state is None:
+            if (state := file_state(path)) is None:
                 return
             self.agent.put(path.relative_to(self._live).as_posix(), path, self._moved)
         except FileNotFoundError:

@@ -23,11 +23,9 @@ from .timings import TIMINGS
 __all__ = ["UsageSampler", "gpu_rows", "gpu_usage"]
 
 CGROUP, PROC = Path("/sys/fs/cgroup"), Path("/proc")
-QUERY = ("--query-gpu=utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
-GPU_SECONDS = 10.0
-"""Longest wait for nvidia-smi."""
-GPU_TRIES = 3
-"""Calls in a row without a GPU, after which nvidia-smi is not asked again: the driver may be stuck."""
+COMMAND = ("nvidia-smi", "--query-gpu=utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
+GPU_SECONDS = 10.0  # longest wait for nvidia-smi
+GPU_TRIES = 3  # calls in a row without a GPU, after which nvidia-smi is not asked again: the driver may be stuck
 
 
 class UsageSampler:
@@ -95,12 +93,7 @@ def gpu_rows() -> list[list[float]]:
     Raises `OSError`, `subprocess.SubprocessError`.
     """
     done = subprocess.run(
-        ["nvidia-smi", *QUERY],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=GPU_SECONDS,
-        check=True,
+        COMMAND, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GPU_SECONDS, check=True
     )
     rows = [[float(part) for part in re.findall(r"\d+(?:\.\d+)?", line)] for line in done.stdout.splitlines()]
     return [row for row in rows if len(row) == 3 and row[2]]  # a GPU in slices (MIG) has no utilisation: [N/A]

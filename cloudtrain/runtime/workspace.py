@@ -55,10 +55,8 @@ class Workspace:
         self.code, self._home = self.folder / "code", self.folder / "home"
         self.recorder = Recorder(self.folder / "flight-recorder")
         self._worker = self.folder / "worker.py"
-        self.outputs: Outputs | None = None
-        """The script's files below its working folder, if they are kept."""
+        self.outputs: Outputs | None = None  # the script's files below its working folder, if they are kept
         self._python = sys.executable
-        self._export = {**site.export_env}
         if site.cuda_compat and (words := gpus.compat_library_path(site.cuda_compat, self._environ())):
             self.context = {**context, "env": {**context.get("env", {}), **words}}  # before the job's own folders, too
             log.say(f"driver {gpus.driver_version()} is older than the image's CUDA; the ranks use {site.cuda_compat}")
@@ -101,7 +99,7 @@ class Workspace:
 
     def _environ(self) -> dict[str, str]:
         """Return the node's environment with the platform's and the job's variables."""
-        return {**os.environ, **self._export, **self.context.get("env", {})}
+        return {**os.environ, **self._site.export_env, **self.context.get("env", {})}
 
     def note_group(self, pid: int) -> None:
         """Record a process group that was started here, for an engine whose nodes are no containers."""
@@ -118,10 +116,8 @@ class Workspace:
         """Return whether the job has checkpoints there: as artifacts too, a torn one could replace a whole one."""
         for pattern in self.context["checkpoint_paths"]:
             if fnmatchcase(known, os.path.normpath(pattern).split("/")[0]):
-                self._log.say(
-                    f"./{known} is not kept as artifacts: checkpoint_paths has {pattern}; "
-                    "write artifacts to $CLOUDTRAIN_ARTIFACT_DIR"
-                )
+                why = f"checkpoint_paths has {pattern}; write artifacts to $CLOUDTRAIN_ARTIFACT_DIR"
+                self._log.say(f"./{known} is not kept as artifacts: {why}")
                 return True
         return False
 
@@ -230,15 +226,11 @@ class Workspace:
             rank=rank,
             time_ns=event["time_ns"],
             exception=self.readable(event["exception"]),
-            file=self.relative(event["file"]),
+            file=(event["file"] or "").removeprefix(f"{self.code}{os.sep}") or None,
             line=event["line"],
             traceback=self.readable(event["traceback"]),
             code=event["code"],
         )
-
-    def relative(self, file: str | None) -> str | None:
-        """Return a path in the code as the user knows it."""
-        return file.removeprefix(f"{self.code}{os.sep}") if file else None
 
     # --------------------------------------------------------------------------------------------- starting the ranks
 
@@ -304,7 +296,7 @@ class Workspace:
             self.context,
             self._site.topology,
             base={name: os.environ[name] for name in os.environ if not name.startswith(tuple(self._site.hidden_env))},
-            export=self._export,
+            export=self._site.export_env,
             own=self._own(values, attempt),
             secrets=secrets,
             values=values,
@@ -334,11 +326,15 @@ class Workspace:
                 self._log.say(f"kept as artifacts in flight-recorder/{attempt}: {', '.join(names)}")
 
     def _own(self, values: Mapping[str, str], attempt: str) -> dict[str, str]:
+        planned = {}
+        if self.context["launcher"] == "torchrun":  # the ranks of other launchers are unknown
+            nodes = int(self.context.get("planned_nodes") or self.nodes)  # this attempt may have fewer
+            planned = {"CLOUDTRAIN_PLANNED_WORLD_SIZE": str(nodes * self.processes)}
         return {
             "CLOUDTRAIN_RUN_ID": self.context["run_id"],
             "CLOUDTRAIN_ATTEMPT": attempt,
             "CLOUDTRAIN_PROVIDER": self.context["provider"],
-            **launch.planned_world(self.context, self.nodes),
+            **planned,
             **{f"CLOUDTRAIN_INPUT_{name.upper().replace('-', '_')}": path for name, path in self.inputs().items()},
             "CLOUDTRAIN_CHECKPOINT_DIR": values["checkpoint_dir"],
             "CLOUDTRAIN_CHECKPOINT_URL": self.checkpoint_url,

@@ -22,6 +22,7 @@ from rows import for_each
 from cloudtrain.errors import DigestError, SpecError, StorageError
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import checkpoints
+from cloudtrain.runtime.checkpoint_done import Finished, _Item
 from cloudtrain.runtime.checkpoint_model import Checkpoint
 from cloudtrain.runtime.checkpoint_names import family
 from cloudtrain.runtime.checkpoints import (
@@ -33,7 +34,6 @@ from cloudtrain.runtime.checkpoints import (
     copy_with_digest,
     in_parallel,
     open_for_writing,
-    quiet,
     read_pointers,
     restore,
     shape_of,
@@ -132,8 +132,9 @@ def test_quiet_means_two_seconds_without_a_change(tmp_path: Path) -> None:
     os.utime(file, (now - 1, now - 1))
     os.utime(tmp_path / "ck/a/y", (now - 100, now - 100))
     entry = watch(tmp_path).entries()["a"]
-    assert not quiet(entry, now)
-    assert quiet(entry, now - 1 + TIMINGS.quiet)
+    finished, item = Finished(skip={}, shapes={}), _Item(since=time.monotonic() - TIMINGS.quiet)
+    assert not finished._still(entry, item, now)
+    assert finished._still(entry, item, now - 1 + TIMINGS.quiet)
 
 
 def test_a_file_another_process_is_writing_is_seen(tmp_path: Path) -> None:
@@ -524,11 +525,6 @@ def test_a_disk_that_takes_nothing_is_a_storage_error(tmp_path: Path) -> None:
     write(tmp_path / "ck", b"a file where the folder should be")
     with pytest.raises(StorageError, match="cannot restore checkpoint step-1"):
         restore(one, tmp_path / "ck" / "step-1", node=0)
-
-
-def test_the_commit_is_one_json_file(tmp_path: Path) -> None:
-    checkpoints.write_commit(tmp_path / "new/folder", {"b": 1, "a": 2})
-    assert json.loads((tmp_path / "new/folder" / COMMIT).read_text()) == {"a": 2, "b": 1}
 
 
 def test_a_dangling_link_hides_no_file(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def test_the_ranks_get_the_compatibility_libraries_and_the_log_says_so(
     context = {"run_id": "r", "env": env, "launcher": "torchrun", "processes": 1, "debug_nccl": False}
     space = Workspace(context=context, site=site, log=log, wait=print)
     environ = environment_of(
-        space.context, topology, base={}, export=space._export, own={}, secrets={}, values={"run_id": "r"},
+        space.context, topology, base={}, export=space._site.export_env, own={}, secrets={}, values={"run_id": "r"},
         home=str(machine), dumps=machine, cpus=1,
     )  # fmt: skip
     assert environ["LD_LIBRARY_PATH"].split(":")[0] == str(machine / "compat")

@@ -17,7 +17,7 @@ from cloudtrain.runs.log_sources import Tail
 from cloudtrain.runtime import logs
 from cloudtrain.runtime.checkpoints import write_whole
 from cloudtrain.runtime.logs import LINE_BYTES, LogWriter, lines_of
-from cloudtrain.runtime.segments import Span, distinct, span_of
+from cloudtrain.runtime.segments import distinct, span_of
 from cloudtrain.runtime.timings import TIMINGS
 from cloudtrain.store.store import Store
 
@@ -283,7 +283,6 @@ def test_segments_that_earlier_versions_merged_stay_readable(tmp_path: Path) -> 
 
 def test_a_name_tells_the_lines() -> None:
     assert [span_of(name) for name in ("000000007.log", "7.log", "000000001-000000009.log")] == [(7, 0), (7, 0), (1, 9)]
-    assert [Span(1, 9).name, Span(7, 0).name] == ["000000001-000000009.log", "000000007.log"]
     assert [span_of(name) for name in ("x.log", ".7.log.part", "1.log.sagemaker-uploaded", "-7.log")] == [None] * 4
 
 

@@ -361,6 +361,7 @@ def test_a_newer_checkpoint_goes_before_the_rest_of_an_older_one(tmp_path: Path)
 
     def put(name: str, path: Path, moved: Callable[[], None]) -> None:
         order.append(name)
+        time.sleep(0.01)  # else one thread may do all of the work while another one waits for Python's lock
         uploads.expect("newer", [new])
 
     uploads = Uploads(tmp_path, SyncAgent(**AGENT, put=put), say=print)
