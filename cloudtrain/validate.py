@@ -14,13 +14,6 @@ from typing import Any, TypeGuard, TypeVar
 
 from .errors import NotFoundError, SpecError, StorageError, scrubbed
 
-__all__ = [
-    "BRIEF", "DEEPEST", "TEST_TIMINGS", "URL_FORMS", "brief", "choice_of", "did_you_mean", "duration", "is_number",
-    "is_price", "json_loads", "json_or_text", "json_value", "parse_duration", "parse_since", "parse_size", "read_table",
-    "respelt", "sequence_of", "similar", "table_of", "text_of", "texts_of", "timings_of", "toml_loads",
-    "unix_seconds", "url_scheme", "whole_number", "without_secrets",
-]  # fmt: skip
-
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?!\\)")
 T = TypeVar("T")
 TEST_TIMINGS = "CLOUDTRAIN_TEST_TIMINGS"

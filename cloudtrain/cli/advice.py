@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 from ..settings.settings import is_setting
 from . import SCRIPT_VERBS
 
-__all__ = ["about_flag", "about_verb"]
-
 _MEANT = {
     "cancel": "stop kill abort terminate interrupt down",
     "submit": "run launch start train create fit",

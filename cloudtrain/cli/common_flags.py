@@ -13,8 +13,6 @@ from cyclopts import Parameter
 
 from ..settings.settings import Settings
 
-__all__ = ["HERE", "At", "OnEnd", "OnSignal", "Where", "many", "run_on_end", "stoppable", "switch", "undisturbed"]
-
 
 def switch(help: str, *names: str) -> Parameter:
     """Return a flag without a value. ``names`` are its flags; default: made of the parameter's name."""

@@ -16,8 +16,6 @@ from .output import Screen
 from .runs import Json, Ours
 from .submit import Provider, Set, settings_pairs
 
-__all__ = ["completion", "config", "schema"]
-
 FILES = "complete -o default -F _cloudtrain cloudtrain"
 """Completes file names, such as scripts and job files, where there is no verb and no flag to complete."""
 

@@ -15,8 +15,6 @@ from .common_flags import HERE, At
 from .output import Screen
 from .runs import Json, Ours, Since, seconds_of
 
-__all__ = ["budget", "cost"]
-
 USE = ("cost", "gpu_hours", "attempts", "tag.sweep")
 """Columns of `list_page` with what a run has used, in addition to the column that groups."""
 

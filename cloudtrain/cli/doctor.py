@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ..runs.submit import Plan
     from ..settings.settings import Settings
 
-__all__ = ["doctor", "looked"]
-
 Which = Annotated[str | None, Parameter(help="your script or job file, or the name of a provider")]
 OnNodes = Annotated[bool, switch("send a job that checks every node", "--job")]
 Measure = Annotated[bool, switch("with --job: cancel it, and measure the time from SIGTERM to SIGKILL")]

@@ -14,8 +14,6 @@ from ..job.job import FIELDS, FLAT_FIELDS, Job, anchored
 from ..validate import read_table
 from .key_value import SPELLINGS, merge, pairs, tree
 
-__all__ = ["JobFlags", "flag_names", "job_of"]
-
 SHORTS = {"instance_count": "-n"}
 #: Group of the help -> its fields, each with the text after the flag.
 FORMS = {

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..provider_api.catalog import Machine, Price
     from ..settings.settings import Settings
 
-__all__ = ["gpus"]
-
 Pattern = Annotated[
     str | None, Parameter(help="NAME[-MEM][:COUNT], or a machine's name, in which * stands for anything; default: all")
 ]

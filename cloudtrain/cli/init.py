@@ -31,8 +31,6 @@ from .output import Screen
 from .runs import Json, Ours
 from .submit import Provider, Set, settings_pairs
 
-__all__ = ["init"]
-
 JOB, IGNORE, SCRIPT = "job.toml", ".cloudtrainignore", "train.py"
 EXAMPLE_FOLDERS, SHARE = ("entrypoints", "examples"), "share/cloudtrain/"
 EXAMPLE, EXAMPLE_DATA = "entrypoints/ddp.py", "examples/data/digits.csv.gz"

@@ -7,8 +7,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ALIASES", "SPELLINGS", "TABLES", "first_spelling", "merge", "pairs", "tree", "undot"]
-
 #: Fields of a Job whose flag has another name.
 SPELLINGS = {
     "instance_count": "--nodes", "hyperparameters": "--hp", "inputs": "--input", "secrets": "--secret",

@@ -13,8 +13,6 @@ from typing import Any, Protocol, TextIO
 
 from ..errors import scrubbed
 
-__all__ = ["ReaderGone", "Say", "Screen", "plain"]
-
 _RED, _GREEN, _YELLOW, _CYAN = "31", "32", "33", "36"
 _LABELS = {"error:": f"1;{_RED}", "warning:": f"1;{_YELLOW}", "note:": _CYAN, "hint:": _CYAN, "next:": _CYAN}
 _STATES = {

@@ -15,8 +15,6 @@ from .common_flags import HERE, At, stoppable
 from .output import Screen
 from .runs import EXIT_DETACHED, Json, More, Ours, Ref, _called, _open_any, each_run
 
-__all__ = ["report", "watch"]
-
 Out = Annotated[
     str | None,
     Parameter(name=("--out", "-o"), metavar="PATH", help="file or folder to write; default: ./<run id>.html"),

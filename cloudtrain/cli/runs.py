@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from ..runs.run import Run
     from ..runs.sweeps.sweep import Sweep
 
-__all__ = [
-    "after", "cancel", "each_run", "gc", "left", "list_runs", "logs", "open_one", "pull", "pull_into", "reconcile",
-    "say_end", "seconds_of", "status", "stopped", "wait",
-]  # fmt: skip
-
 T = TypeVar("T")
 #: A parameter that `cloudtrain.cli.parse` fills, not a flag.
 Ours = Annotated[T, Parameter(parse=False)]

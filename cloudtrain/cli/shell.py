@@ -18,8 +18,6 @@ from .common_flags import HERE, At, stoppable
 from .output import Screen
 from .runs import Ours, Ref, open_one, pull_into
 
-__all__ = ["shell", "tensorboard"]
-
 
 def shell(
     run: Ref,

@@ -14,8 +14,6 @@ from .common_flags import HERE, At
 from .output import Screen
 from .runs import Json, Ours
 
-__all__ = ["stage"]
-
 
 def stage(
     url: Annotated[str, Parameter(help="a file or folder: a path, or a URL that an input may have")],

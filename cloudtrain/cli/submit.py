@@ -32,12 +32,6 @@ if TYPE_CHECKING:
     from ..runs.run import Run
     from ..runs.submit import Plan
 
-__all__ = [
-    "NO_DESCRIPTION", "NO_FLAGS", "Fallback", "Flags", "Image", "LocalStore", "Provider", "RunId",
-    "Set", "plan", "rehearse", "say_limits",
-    "say_price", "settings_pairs", "submit",
-]  # fmt: skip
-
 Script = Annotated[
     str | None,
     Parameter(name="SCRIPT|JOB", help="script to run, or a job file (.toml, .json) that flags override"),

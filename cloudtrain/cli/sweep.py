@@ -32,18 +32,6 @@ from .output import Screen
 from .runs import EXIT_DETACHED, Json, Ours, WaitTimeout, seconds_of
 from .submit import NO_FLAGS, Image, LocalStore, Provider, Set, settings_pairs
 
-__all__ = [
-    "cancel_sweep",
-    "drive_sweep",
-    "list_trials",
-    "plan_sweep",
-    "reconcile_sweep",
-    "sweep",
-    "sweep_screen",
-    "sweep_text",
-    "watch_sweep",
-]
-
 WATCH_SECONDS = 2.0
 """Seconds between two looks of ``watch``."""
 

@@ -31,8 +31,6 @@ from . import format
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Picture", "Watch", "follow", "on_terminal"]
-
 SHARE = 10  # a look at the store that took a second is followed by so many without one: long runs have many files
 LINES = 100  # last lines of each node that are kept: the largest terminal shows as many
 STEP_EVERY = 60.0  # seconds between two lines about steps without a terminal

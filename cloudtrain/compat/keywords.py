@@ -16,9 +16,6 @@ from ..errors import SpecError
 from ..job.job import Input
 from ..validate import choice_of, did_you_mean, parse_duration, table_of, text_of, url_scheme
 
-__all__ = ["CARRIED", "LINEAGE", "NAME", "REFUSED", "SETTINGS", "WITHOUT_EFFECT", "TrainingInput", "checked"]
-__all__ += ["inputs_of", "job_fields"]
-
 NAME = "sagemaker"
 CHECKPOINTS = "/opt/ml/checkpoints"
 LINEAGE = "checkpoint_s3_uri"

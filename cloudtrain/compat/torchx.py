@@ -26,8 +26,6 @@ from ..runs.listing import list_page
 from ..settings.settings import Settings
 from ..validate import read_table
 
-__all__ = ["create_scheduler", "job_of"]
-
 OPTIONS = {
     "provider": "where to run, such as sagemaker (default: the setting provider)",
     "profile": "profile of cloudtrain.toml",

@@ -38,8 +38,6 @@ from ..storage.files import Files, files
 from ..storage.local_disk import local_path, normalize
 from ..validate import without_secrets
 
-__all__ = ["CheckedPlace", "Grace", "checked_places", "expected_gpus", "judged", "prepared", "round_trip"]
-
 SCRIPT = "doctor.py"
 MAX_RUNTIME = 900
 _NO_IMAGE = skipped("plan", "no image is set; with --image the doctor checks it")

@@ -13,8 +13,6 @@ from ..provider_api.checks import Check, failed, failure, ok, skipped, tried, un
 from ..provider_api.protocol import Request
 from ..storage.timings import CLIENT_TIMINGS
 
-__all__ = ["of_containers", "of_processes"]
-
 GIB = 1 << 30
 LEAST_GIB = 1  # free disk below which logs and a checkpoint do not fit
 TORCH = "import torch; print(torch.__version__, torch.cuda.device_count() if torch.cuda.is_available() else 0)"

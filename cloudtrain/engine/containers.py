@@ -31,8 +31,6 @@ from .docker_api import LABEL, away, check_image, clear, make_client, remove_con
 from .processes import share_of_gpus
 from .supervised import locked
 
-__all__ = ["ContainerEngine", "ContainerNode"]
-
 T = TypeVar("T")
 
 GONE = -9

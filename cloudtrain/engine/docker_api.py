@@ -22,11 +22,6 @@ from typing import Any
 from ..errors import CloudtrainError, SpecError
 from ..storage.timings import CLIENT_TIMINGS
 
-__all__ = [
-    "LABEL", "away", "check_image", "clear", "connect", "guard", "make_client", "remove_container", "run_label",
-    "running_node", "why",
-]  # fmt: skip
-
 LABEL = "cloudtrain."
 
 

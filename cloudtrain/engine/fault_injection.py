@@ -9,8 +9,6 @@ from typing import Any
 from ..errors import SpecError
 from ..validate import parse_duration
 
-__all__ = ["KINDS", "Injection", "InjectionPlan"]
-
 KINDS = ("preempt", "kill", "shortage")
 CHECKPOINT = "checkpoint"
 _FORM = "must be node=NUMBER,after=TIME, as in node=1,after=30s, or after=checkpoint"

@@ -11,8 +11,6 @@ import asyncio
 import sys
 from functools import partial
 
-__all__ = ["main"]
-
 CHUNK = 1 << 16
 
 

@@ -17,8 +17,6 @@ from typing import Protocol
 from ..provider_api.launch_spec import LaunchSpec, Mount
 from ..storage.timings import CLIENT_TIMINGS
 
-__all__ = ["LocalObjects", "NodeFolders", "Objects", "Sync", "states_below"]
-
 
 class Objects(Protocol):
     """Store as a platform moves bytes to and from it. URLs are the platform's own."""

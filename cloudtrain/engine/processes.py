@@ -31,8 +31,6 @@ from ..storage.local_disk import put
 from ..storage.timings import CLIENT_TIMINGS
 from . import ENGINE_PREFIX, boot_id, staged
 
-__all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "has_torch", "share_of_gpus"]
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROC = Path("/proc/self")
 

@@ -24,8 +24,6 @@ from ..validate import did_you_mean
 from .supervised import SupervisedProvider
 from .url_map import map_urls, stand_in_for
 
-__all__ = ["STORE", "plan_rehearsal"]
-
 STORE = "./.cloudtrain"  # default store of rehearsals
 
 

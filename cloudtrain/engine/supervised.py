@@ -49,11 +49,6 @@ from . import boot_id, last_line
 if TYPE_CHECKING:
     from ..job.job import Job
 
-__all__ = [
-    "PREEMPTED", "STATE_DIR", "ContainersProvider", "SupervisedProvider", "existing", "is_alive", "refuse",
-    "write_json",
-]  # fmt: skip
-
 PREEMPTED = 75  # exit code of a node after a stop with notice (EX_TEMPFAIL). The supervisor starts the nodes again
 STATE_DIR = (
     "folder of the supervisor's files for runs with a store elsewhere; default: cloudtrain in $XDG_STATE_HOME, else in "

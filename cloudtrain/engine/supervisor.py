@@ -49,8 +49,6 @@ from .node_folders import NodeFolders, states_below
 from .supervised import SupervisedProvider, all_succeeded, exit_records, last_sign, locked, refuse, write_json
 from .url_map import stand_in_for
 
-__all__ = ["Supervisor", "SupervisorLog", "main"]
-
 T = TypeVar("T")
 
 KILLED = (137, 143)  # exit codes of nodes that a platform itself ended, by SIGKILL or SIGTERM

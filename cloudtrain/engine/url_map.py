@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from ..errors import SpecError
 from ..provider_api.protocol import Layout
 
-__all__ = ["map_urls", "stand_in_for"]
-
 
 def stand_in_for(url: str, places: Mapping[str, str], *, or_same: bool = False) -> str:
     """Return the stand-in for ``url`` by the deepest entry of ``places``. If none has it: ``url``, or `SpecError`."""

@@ -24,8 +24,6 @@ from .ignore import Rules
 from .job import Source
 from .shipped_files import IGNORE, ShippedFile, Walk, relative_below, tree_errors
 
-__all__ = ["MANIFEST", "MAX_BYTES", "Bundle", "Excluded", "File", "build_bundle", "changes"]
-
 MANIFEST = ".cloudtrain-manifest.json"
 """Name of the archive's first member; no file of the tree may have it."""
 MAX_BYTES = 50 * 2**20

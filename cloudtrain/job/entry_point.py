@@ -15,8 +15,6 @@ from ..validate import did_you_mean
 from .job import Job, Source
 from .shipped_files import relative_below
 
-__all__ = ["check_keeps_batch", "check_script", "near", "resolve"]
-
 FIELD = "source.entry_point"
 KEEPS_BATCH = re.compile(
     rb"PLANNED_WORLD_SIZE|planned_world_size|\baccumulation_steps\(|\bruntime\.batch_size\("

@@ -25,13 +25,6 @@ from ..validate import (
     whole_number,
 )
 
-__all__ = [
-    "AMOUNT_OF_USD", "CHECKPOINT_GLOBS", "DURATION", "DURATION_OR_ZERO", "ENV", "GPU_HOURS", "HYPERPARAMETERS", "IMAGE",
-    "JSON_TABLES", "MAX_ID", "METRICS", "MIN_GPU_UTIL", "NAME", "PATH", "PATHS", "PATTERNS", "RAW_TEXTS", "SECRETS",
-    "SIZE", "SWITCH", "TAGS", "TEXT", "WEBHOOK", "WEBHOOK_HEADERS",
-    "Kind", "check_fields", "choice", "is_slug", "item", "mapping", "path_text", "slug", "whole",
-]  # fmt: skip
-
 MAX_ID = 40
 """Most characters of a run id and of a job's name."""
 SECRET_SCHEMES = ("aws", "azure", "env", "gcp")

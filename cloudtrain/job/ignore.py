@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Rule", "Rules"]
-
 
 class Rule(NamedTuple):
     """One line of an ignore file. ``name`` is ``file:line:pattern``, as git prints it; ``text`` is the pattern."""

@@ -34,11 +34,6 @@ from ..validate import (
 from . import fields
 from .fields import DURATION, PATH, SWITCH, TEXT, check_fields, choice, item, path_text, whole
 
-__all__ = [
-    "DEFAULT_MAX_OUTPUTS", "DEFAULT_MAX_RUNTIME", "DEFAULT_STALL_TIMEOUT", "FIELDS", "FLAT_FIELDS", "Gpu",
-    "Input", "Job", "Resources", "Scalar", "Source", "anchored", "check_job", "job_name", "run_tag",
-]  # fmt: skip
-
 Scalar = str | int | float | bool
 
 DEFAULT_MAX_RUNTIME = 24 * 3600

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..errors import SpecError
 
-__all__ = ["merge_options"]
-
 
 def merge_options(
     body: Mapping[str, Any], options: Mapping[str, Any], *, owned: Sequence[str], provider: str

@@ -14,8 +14,6 @@ from typing import Any
 from ..errors import SpecError
 from ..validate import toml_loads
 
-__all__ = ["GENERATOR", "PULL_STATE", "pulled_files", "reason"]
-
 PULL_STATE = ".cloudtrain-pull.json"
 """Name of the file that marks a folder as filled by `pull`."""
 GENERATOR = '<meta name="generator" content="cloudtrain">'

@@ -15,8 +15,6 @@ from urllib.parse import quote
 from ..errors import scrubbed
 from ..storage.timings import CLIENT_TIMINGS
 
-__all__ = ["digest_of", "in_background", "origin_of"]
-
 LONGEST = 1000
 """Characters; a longer text is not a CI run's URL or a branch."""
 

@@ -8,8 +8,6 @@ import time
 from ..errors import SpecError
 from .fields import MAX_ID, is_slug, slug
 
-__all__ = ["check_run_id", "is_run_id", "new_run_id"]
-
 
 def check_run_id(run_id: str) -> str:
     """Return ``run_id`` if it is lower-case letters, digits and single inner dashes, at most 40; else `SpecError`."""

@@ -20,8 +20,6 @@ from ..storage.timings import CLIENT_TIMINGS
 from .ignore import Rule, Rules
 from .own_files import PULL_STATE, pulled_files, reason
 
-__all__ = ["IGNORE", "ShippedFile", "Walk", "relative_below", "tree_errors"]
-
 IGNORE = ".cloudtrainignore"
 _NEVER = frozenset({
     ".DS_Store", ".cloudtrain", ".git", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache", ".ruff_cache", PULL_STATE,

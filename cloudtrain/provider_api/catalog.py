@@ -17,11 +17,6 @@ from ..errors import SpecError, UnsupportedError
 from ..job.job import Gpu
 from ..validate import respelt, similar
 
-__all__ = [
-    "Machine", "Price", "check_name", "check_region", "for_cpus", "for_gpu", "gpu_names", "machine", "machines",
-    "price", "providers", "region_of", "suggested_gpu", "variants",
-]  # fmt: skip
-
 GIB_IN_GB = 1.073741824
 COMPASS = ("north", "south", "east", "west", "central", "northeast", "northwest", "southeast", "southwest")
 """Words in the names of regions."""

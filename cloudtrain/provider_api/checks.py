@@ -9,10 +9,6 @@ from dataclasses import dataclass
 from ..errors import AuthError, CloudtrainError, LostContactError, NotFoundError, PlatformError, SpecError
 from ..storage.extras import not_installed
 
-__all__ = [
-    "STATUSES", "Check", "failed", "failure", "gravest", "installed", "ok", "passed", "skipped", "tried", "unknown"
-]  # fmt: skip
-
 STATUSES = ("ok", "failed", "skipped", "unknown")
 GRAVEST = (3, 7, 9, 8, 2, 4)
 """Exit codes, most severe first: a lack of credentials or of an answer hides all other faults; quotas come last."""

@@ -12,8 +12,6 @@ from typing import Any
 from ..errors import SpecError
 from ..validate import did_you_mean
 
-__all__ = ["LaunchRules", "LaunchSpec", "Mount", "NodeSpec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:

@@ -19,8 +19,6 @@ from .protocol import check_settings
 if TYPE_CHECKING:  # a node compiles all imports at each start, and does not need these
     from ..job.job import Job
 
-__all__ = ["THIS_MACHINE", "checked_prices", "checked_settings", "gpus_per_node", "hard_limit"]
-
 THIS_MACHINE = "localhost"
 """Name under which a machine that starts its nodes itself has a price; all nodes are on it."""
 LONGEST = 10**9

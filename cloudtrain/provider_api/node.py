@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["JOIN_TIMEOUT", "PROTOCOL", "NodeEnvironment", "RunObjects", "SyncAgent", "Topology", "attempt_key"]
-
 PROTOCOL = 1
 """Version of context.json and of a store's records; both halves refuse unknown versions."""
 JOIN_TIMEOUT = 1800.0

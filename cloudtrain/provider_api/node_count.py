@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from .catalog import Machine
     from .protocol import Layout, Provider, Request
 
-__all__ = ["plan_attempt", "with_node_count"]
-
 FIELD = "resources.total_gpus"
 
 

@@ -23,13 +23,6 @@ if TYPE_CHECKING:  # a node compiles all imports at each start, and does not nee
     from .catalog import Machine
     from .checks import Check
 
-__all__ = [
-    "ABANDONED", "FINAL", "STATES", "AttemptInfo", "Layout", "LayoutInput", "LogLine", "LogPage", "NativeObject",
-    "Need", "Provider", "ProviderExtras", "Request", "Shell", "Status", "check_inputs", "check_needs",
-    "check_settings", "context_of", "extras_of", "extras_of_type", "lacking", "needs_of", "python_command",
-    "recorded_settings", "setting", "shell_arguments",
-]  # fmt: skip
-
 STATES = ("pending", "running", "succeeded", "failed", "cancelled")
 FINAL = ("succeeded", "failed", "cancelled")
 ABANDONED = "abandoned"

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from .protocol import Provider
 
-__all__ = ["find_provider", "provider_names", "suggested_provider"]
-
 ENTRY_POINTS = "cloudtrain.providers"
 
 

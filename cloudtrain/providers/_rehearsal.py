@@ -30,8 +30,6 @@ from ..runtime.gpus import count as gpu_count
 if TYPE_CHECKING:
     from ..job.job import Job
 
-__all__ = ["Provider", "Settings"]
-
 GIB = 1 << 30
 DIRECT = "/cloudtrain/checkpoints"
 """Path on a node of the folder that CLOUDTRAIN_CHECKPOINT_URL names."""

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ..job.job import Job
     from ..provider_api.checks import Check
 
-__all__ = ["SAMPLE", "Provider", "Settings"]
-
 GIB = 1 << 30
 ROOT = "/cloudtrain/"
 """Folder of a node's mounts."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..job.job import Job
     from ..provider_api.checks import Check
 
-__all__ = ["SAMPLE", "Provider", "Settings"]
-
 OWNED = (
     *("tags", "name", "gpu"),
     *(f"nodes.*.{name}" for name in ("image", "platform", "user", "read_only", "hostname")),

@@ -16,8 +16,6 @@ from .live_data import LiveRunReader, printable
 from .markup import Html, drawing, html_table, page, quantity, save_page, tag
 from .report import shareable
 
-__all__ = ["Compared", "comparison_page", "write_comparison"]
-
 COLOURS = ("#2f6fde", "#e8590c", "#2b8a3e", "#ae3ec9", "#e03131", "#1098ad", "#f59f00", "#7950f2")
 CHARTS = 12
 """Metrics that are drawn, at most."""

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["AttemptSeries", "Curve", "Point", "by_column", "curves", "is_log", "means", "number", "spread", "ticks"]
-
 Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]  # of each attempt, oldest attempt first, each in the order they were written
 Point = tuple[float, float]

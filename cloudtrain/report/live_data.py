@@ -23,8 +23,6 @@ from ..storage.files import Entry, parallel
 if TYPE_CHECKING:
     from ..store.store import Store
 
-__all__ = ["LiveRunReader", "NodeData", "printable"]
-
 SEGMENTS, BYTES = 40, 4 << 20
 """Most segments to read of a node for lines of one rank, and bytes before the last of them. A merged segment has
 several MiB."""

@@ -16,11 +16,6 @@ from ..errors import SpecError
 from ..storage.local_disk import disk_errors, make_durable, temp_file
 from .curves import DERIVED, AttemptSeries, Curve, Point, is_log, means, spread, ticks
 
-__all__ = [
-    "BOTTOM", "COLUMNS", "TOP", "Html", "Scale", "drawing", "figure", "grid", "heights", "html_table",
-    "label", "page", "polyline", "quantity", "save_page", "short", "tag", "upright", "widths",
-]  # fmt: skip
-
 WIDTH, HEIGHT = 560.0, 230.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 546.0, 22.0, 192.0  # the edges of the curve within the drawing
 COLUMNS = int(RIGHT - LEFT)

@@ -30,8 +30,6 @@ from .live_data import LiveRunReader, printable
 from .markup import Html, figure, html_table, page, quantity, save_page, tag
 from .usage import usage_curves
 
-__all__ = ["report", "write"]
-
 LINES = 40  # last lines of the failing rank, and of each node
 OPEN = 5  # checkpoints that are listed at once, the newest; the others are folded away
 CURVES = 24  # curves that are drawn, at most; the others are named

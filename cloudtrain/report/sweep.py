@@ -15,8 +15,6 @@ from . import markup
 from .curves import Point
 from .markup import Html, drawing, html_table, label, page, save_page, tag
 
-__all__ = ["sweep_page", "write_sweep"]
-
 BEST_LINES = 3
 """Trials whose lines stand out among the parallel coordinates."""
 Row = Mapping[str, Any]

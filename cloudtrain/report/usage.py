@@ -7,8 +7,6 @@ from dataclasses import replace
 
 from .curves import Curve, curves
 
-__all__ = ["usage_curves", "usage_text"]
-
 NAMES = {
     "gpu": "GPU",
     "gpu_memory": "GPU memory",

@@ -16,11 +16,6 @@ from ..validate import duration
 from .cost import seconds_of
 from .outcome import unix_time, was_lost
 
-__all__ = [
-    "NOT_RETRIED", "NO_MACHINES", "AttemptPolicy", "Ending", "History", "Move", "Next", "Stop", "Usage", "Wait",
-    "exception_of", "had_no_machines", "next_nodes", "usage_of",
-]  # fmt: skip
-
 NO_MACHINES = frozenset({"capacity", "quota"})
 """Categories that another GPU of the list, or another region or provider, may cure."""
 NOT_RETRIED = frozenset({"cancelled", "timeout", "quota", "auth", "spec", "image"})

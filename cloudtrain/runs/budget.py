@@ -28,8 +28,6 @@ from .sweeps.drive import Log, writer
 from .sweeps.spec import CURRENCIES, Limits
 from .sweeps.state import SLACK, Entry
 
-__all__ = ["Budget", "BudgetState", "Runs", "open_budget"]
-
 DOUBT = 600.0
 """Seconds after which a reservation without a recorded run is doubted."""
 DAY = 86400.0

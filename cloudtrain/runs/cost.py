@@ -16,8 +16,6 @@ from ..provider_api import catalog
 from ..provider_api.limits import THIS_MACHINE, gpus_per_node
 from ..provider_api.protocol import AttemptInfo, Provider, Request, Status
 
-__all__ = ["cost_of", "price_of", "seconds_of"]
-
 NEVER_RAN = frozenset({"cancelled", "capacity", "quota"})
 """Categories of an attempt that had no machines, unless its nodes or a client know of a start."""
 

@@ -30,8 +30,6 @@ from .attempts import NO_MACHINES
 from .log_sources import patiently
 from .run import Run
 
-__all__ = ["category_of", "deliver", "error_of", "reserve", "secret_values", "write_context"]
-
 _KINDS: Mapping[str, type[CloudtrainError]] = {
     "quota": QuotaError,
     "capacity": CapacityError,

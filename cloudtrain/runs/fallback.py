@@ -26,8 +26,6 @@ from .retry import Retry, check_installed, name_of, refusal_text
 from .run import Run
 from .submit import Plan, link_fallbacks, make_plan, run_of_plan, send_plan, with_recorded_origin
 
-__all__ = ["only_first", "plan_with_fallbacks", "submit_with_fallbacks", "where"]
-
 
 def plan_with_fallbacks(
     job: Job,

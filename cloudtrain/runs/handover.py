@@ -31,12 +31,6 @@ if TYPE_CHECKING:
     from ..job.job import Resources
     from .run import Run
 
-__all__ = [
-    "ANSWERS", "REFUSALS", "clients_retry", "close_left", "cut_off", "decide", "fallbacks_of", "history_of",
-    "is_moving", "may_continue", "moving", "newer_attempt_exists", "next_gpu", "nodes_of", "refusal_of", "refusals_of",
-    "region_of_provider", "sending", "unanswered", "unsent_attempt",
-]  # fmt: skip
-
 REFUSALS = (CapacityError, PlatformError, QuotaError, SpecError)
 """Errors with which a provider refuses a request."""
 ANSWERS = (AuthError, *REFUSALS)

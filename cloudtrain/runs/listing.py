@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..provider_api.protocol import Provider
     from .run import Run
 
-__all__ = ["PAGE", "Listed", "Wanted", "list_page", "newest_run", "recorded_runs", "run_ids"]
-
 PAGE = 50
 """Runs on a page."""
 ASKED = 1_000

@@ -18,8 +18,6 @@ from typing import Any
 from ..provider_api.node import attempt_key
 from ..provider_api.protocol import LogLine
 
-__all__ = ["Line", "LogOrderer", "MissingRange", "Stream", "line_label", "parse_line"]
-
 _NUMBERED = re.compile(
     r"\[a([0-9]{1,9}\.[0-9]{1,9}) n([0-9]{1,9}) r([0-9]{1,9}|-) #([1-9][0-9]{0,17})"
     r"(?: ([0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{3})Z)?\](?: (.*))?",

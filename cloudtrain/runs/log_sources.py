@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..provider_api.protocol import Provider
     from ..store.store import Store
 
-__all__ = ["LOOKS", "Contact", "Tail", "index_segments", "last_lines", "patiently", "written_since"]
-
 STALLS = 5
 """Empty pages with an unchanged cursor before ``more`` is ignored."""
 _SEGMENT = re.compile(r"([0-9]+\.[0-9]+)/node-([0-9]+)/([^/]+)")

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..provider_api.protocol import Provider, extras_of
 
-__all__ = ["bad_machine_rows", "bad_machines", "without_bad_machines"]
-
 FAILURES = 2
 """Attempts that end by one machine before it counts as bad: the first may be chance."""
 

@@ -12,8 +12,6 @@ from ..store.store import Store, StoreClock, attempt_record
 from .attempts import AttemptPolicy, Wait
 from .outcome import records_within
 
-__all__ = ["MaxWait"]
-
 
 class MaxWait:
     """The rule for one run, by its ``policy``. Waits are counted by the store's ``clock``."""

@@ -13,8 +13,6 @@ from ..storage.files import Entry
 from ..store.store import Store, run_folder
 from ..validate import DEEPEST, is_number, json_loads, json_value
 
-__all__ = ["MetricsReader", "json_rows", "merge_metrics"]
-
 _METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
 T = TypeVar("T")
 

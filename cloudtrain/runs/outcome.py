@@ -13,12 +13,6 @@ from ..provider_api.node import attempt_key
 from ..provider_api.protocol import ABANDONED, FINAL, AttemptInfo, Status
 from ..runtime.checkpoint_names import step_of
 
-__all__ = [
-    "CANCELLING", "attempt_info", "attempt_row", "attempts_of", "began_at", "first_line", "iso_time", "newest_records",
-    "one_line", "public_result", "records_of", "records_within", "root_record", "status_of", "unix_time", "verdict_of",
-    "was_lost", "with_exits", "with_records", "with_start", "without_machines",
-]  # fmt: skip
-
 #: Categories that the platform knows better than its nodes; the nodes know all others better.
 PLATFORM_DECIDES = frozenset({"cancelled", "timeout", "capacity", "quota", "auth", "image", "preempted"})
 #: Categories that a platform may give to a job whose time was up, in addition to a cancel.

@@ -34,8 +34,6 @@ from .log_sources import Contact, index_segments
 from .metrics import json_rows, merge_metrics
 from .pull_kinds import PULL_KINDS, parse_selection
 
-__all__ = ["PullReport", "newest_pulled", "pull"]
-
 _PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "outputs", "result.json", "run.json")
 _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """Errors of this machine's disk, which waiting for a remote store does not cure."""

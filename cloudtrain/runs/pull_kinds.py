@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from ..errors import SpecError
 from ..validate import near_or_all
 
-__all__ = ["PULL_KINDS", "parse_selection"]
-
 PULL_KINDS = ("checkpoints", "artifacts", "outputs", "logs", "metrics")
 """Kinds that `Run.pull` can fetch. Artifacts include the platform's own files; result.json and run.json always come.
 For checkpoints also ``checkpoints:latest``, ``checkpoints:best``, ``checkpoints:step=N``, and ``checkpoints:all``. The

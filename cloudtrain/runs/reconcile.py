@@ -25,8 +25,6 @@ from .retry import Retry
 from .run import Run, open_run
 from .sweeps.sweep import open_sweep
 
-__all__ = ["reconcile", "reconcile_run", "reconcile_store"]
-
 Row = dict[str, Any]
 Say = Callable[[str], None]
 

@@ -20,8 +20,6 @@ from ..store.store import Store, in_store
 from ..validate import did_you_mean, url_scheme
 from .pull import newest_pulled
 
-__all__ = ["checkpoints_url", "is_bare"]
-
 FIELD = "resume_from"
 _RUN = re.compile(r"(.+)/runs/([^/]+?)(?:/live/checkpoints)?")
 _NO_STATE = re.compile(r"\.(py|pyc|ipynb|sh|md|rst|toml|ini|cfg|log|html|png|jpe?g|gif|svg|pdf|mp4|wav)", re.IGNORECASE)

@@ -8,8 +8,6 @@ from ..settings.settings import Settings
 from ..storage.files import Files, files
 from ..store.store import Store, committed_in
 
-__all__ = ["nodes_that_restore"]
-
 
 def nodes_that_restore(
     own: Checkpoint | None, resume: str | None, wanted: tuple[int, ...], *, store: Store, settings: Settings

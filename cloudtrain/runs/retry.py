@@ -28,8 +28,6 @@ from .run import Run
 from .submit import Fallbacks, Plan, plan_of_record, send_plan
 from .summary import plural
 
-__all__ = ["Retry", "check_installed", "name_of", "refusal_text"]
-
 
 class Retry:
     """The next steps of a waiting client after a failed attempt: another attempt, or the next place of the run.

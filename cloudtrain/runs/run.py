@@ -51,8 +51,6 @@ from .summary import columns, nodes_text, run_rows, table_html
 if TYPE_CHECKING:
     from .pull import PullReport
 
-__all__ = ["INTERNAL", "AttemptStarter", "Run", "StatusListener", "open_run"]
-
 INTERNAL = ("store", "staged", "provider", "waiting")
 """Attributes of a Run that `dir` leaves out."""
 _NEXT_CALLS = {"pending": "run.wait()", "running": "run.wait()", "succeeded": 'run.pull("results")'}

@@ -49,11 +49,6 @@ from .warnings import append_cautions, cautions, gpu_memory_gib, gpu_memory_text
 if TYPE_CHECKING:
     from ..store.copies import PreviousPlace
 
-__all__ = [
-    "Fallbacks", "Plan", "Upload", "first_request", "flat_fields", "link_fallbacks", "load_plan", "make_plan",
-    "plan_of_record", "plan_record", "run_of_plan", "send_plan", "stage_content", "with_recorded_origin",
-]  # fmt: skip
-
 MIB = 1 << 20
 MOST_NAMED = 8
 """Files and fields that an error names; it counts the others."""

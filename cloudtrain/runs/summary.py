@@ -9,12 +9,6 @@ from ..provider_api.protocol import FINAL
 from ..validate import duration, without_secrets
 from .outcome import unix_time
 
-__all__ = [
-    "attempt_history", "columns", "cost_text", "failure_place", "fallback_text", "max_runtime", "nodes_text",
-    "plan_rows", "plural", "price_text", "ranking_rows", "run_rows", "size_text", "stall_timeout", "state_line",
-    "status_text", "summary", "table_html", "when",
-]  # fmt: skip
-
 RETRIED_BY = {
     "platform": "the platform itself",
     "supervisor": "a supervisor on this machine, also when no client waits",

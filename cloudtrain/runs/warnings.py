@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from ..job.job import Job
     from ..provider_api.protocol import Request
 
-__all__ = [
-    "append_cautions", "cautions", "gpu_memory_gib", "gpu_memory_texts", "is_secret_name", "memory_notes", "total_gpus",
-]  # fmt: skip
-
 _SECRET = re.compile(
     r"(?<![a-z])(secret|token|[a-z]*passwords?|[a-z]*passwd|pwd|pat|passphrase|credentials?|connection ?string"
     r"|(api|access|private|secret|account|auth) ?keys?|sas|dsn|cookie)(?![a-z])",

@@ -17,8 +17,6 @@ from .checkpoint_model import Checkpoint
 from .checkpoints import COMMIT, in_parallel, write_whole
 from .mounts import names_in
 
-__all__ = ["Archive"]
-
 LIVE, ARCHIVED, INDEX = "live/checkpoints", "archive/checkpoints", "live/archive"
 
 

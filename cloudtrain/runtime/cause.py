@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["BROKEN_GPU", "Failure", "category", "failure_line", "real", "root_cause", "silent_deaths", "with_codes"]
-
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|connectfullmesh|ncclremoteerror|ncclsystemerror"
     r"|nccl (remote|system) error|remote process exited|nccl communicator was aborted|watchdog caught collective"

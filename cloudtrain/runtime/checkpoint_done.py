@@ -13,8 +13,6 @@ from .checkpoint_names import family
 from .checkpoints import CheckpointEntry, Signature
 from .timings import TIMINGS
 
-__all__ = ["Finished"]
-
 
 @dataclass
 class _Item:

@@ -14,8 +14,6 @@ from typing import Any
 from ..provider_api.node import PROTOCOL, attempt_key
 from .checkpoint_names import is_beside, step_of, training_states, unversioned
 
-__all__ = ["METADATA", "Checkpoint", "companions", "newest_checkpoint", "resumable", "written_directly"]
-
 _NODE = re.compile(r"node-\d+/")
 _RANK = re.compile(r"rank[-_.]?0*[01](?!\d)", re.IGNORECASE)
 """Ranks that have a file if each rank has one. Another number alone is a size: ``lora_rank16``."""

@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-__all__ = ["family", "is_beside", "is_earlier", "step_of", "training_states", "unversioned"]
-
 _BESIDE = re.compile(
     r"[^/]\.(jsonl?|txt|md|rst|ya?ml|toml|ini|cfg|csv|tsv|log|py|sh|html|png|jpe?g|gif|svg|pdf|mp4|wav)\Z|(?-i:tfevents)",
     re.IGNORECASE,

@@ -33,11 +33,6 @@ from .checkpoint_names import family, is_earlier
 from .mounts import ABSENT, CLOSED, ask_again, describe_fault, is_fault, names_in, raise_fault
 from .timings import TIMINGS
 
-__all__ = [
-    "COMMIT", "CheckpointEntry", "FileState", "Pointer", "Watch", "complete", "copy_with_digest", "file_state",
-    "in_parallel", "linked_folders", "open_for_writing", "restore", "shape_of",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 COMMIT = "commit.json"

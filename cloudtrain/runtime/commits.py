@@ -22,8 +22,6 @@ from .checkpoint_model import Checkpoint, companions, resumable
 from .checkpoint_names import family
 from .timings import TIMINGS
 
-__all__ = ["Commits", "remove_parts"]
-
 MOST_ROUNDS = 16  # checkpoints that are worked on at once: with many more, no answer comes in `Timings.hold_answer`
 VERSIONS = 2  # versions kept of a checkpoint that the script writes again under its name: a resume may need the older
 RETAIN_SHARE = 10  # after a retention that took a second, open rounds wait so many seconds for the next one

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from .cause import Failure, real, root_cause
 from .timings import TIMINGS
 
-__all__ = ["Action", "Notice", "conclude", "hear", "node_outcome", "restore_verdict", "signal_due", "with_reports"]
-
 GRACE_RESERVE = 0.25
 """The part of the platform's grace kept for stopping ranks and mirroring, at most `Timings.reserve`."""
 

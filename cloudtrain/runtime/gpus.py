@@ -16,8 +16,6 @@ from .cause import BROKEN_GPU
 from .host_facts import end_child
 from .timings import TIMINGS
 
-__all__ = ["compat_library_path", "count", "driver_version", "trouble"]
-
 VERSION = Path("/proc/driver/nvidia/version")
 DEVICES = Path("/dev")
 CHECK = """

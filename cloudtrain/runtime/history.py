@@ -24,8 +24,6 @@ from .checkpoints import write_whole
 from .mounts import ask_again, names_in, raise_fault
 from .timings import TIMINGS
 
-__all__ = ["FIRST", "Start", "failed_for_good", "restart_of", "was_direct"]
-
 FIRST = "0.0"
 
 _ATTEMPT = re.compile(r"(\d+\.\d+)(?:-node-\d+\.jsonl?|\.json)?")

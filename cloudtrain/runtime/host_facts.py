@@ -16,12 +16,6 @@ from pathlib import Path
 
 from ..errors import StorageError
 
-__all__ = [
-    "Clock", "cpu_count", "end_child", "handles_sigterm", "kill_users", "machine_name", "oom_kills", "scratch_folder",
-    "users",
-]  # fmt: skip
-
-
 CLOCK_STEP = 1.0
 """Seconds. A clock that moved by more against the monotonic one was set. A time service moves it by less at a time."""
 DMI = Path("/sys/class/dmi/id")

@@ -14,8 +14,6 @@ from typing import Any
 from ..errors import StorageError
 from .timings import TIMINGS
 
-__all__ = ["ask"]
-
 _LONGEST = 300
 
 

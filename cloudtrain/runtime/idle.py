@@ -13,8 +13,6 @@ from collections import Counter
 from ..validate import duration, parse_duration
 from .timings import TIMINGS
 
-__all__ = ["IdleGpus"]
-
 STEADY = 4
 """Samples, a minute of one node, that show enough: at or above the percentage, that training has begun without a
 metrics row; below it, that the GPUs are idle."""

@@ -26,8 +26,6 @@ from .host_facts import handles_sigterm
 from .logs import LogWriter, lines_of
 from .timings import TIMINGS
 
-__all__ = ["Ranks", "command_of", "environment_of", "fill", "reap"]
-
 _TOKEN = re.compile(r"\{(inputs\.[A-Za-z][A-Za-z0-9_-]*|checkpoint_dir|artifact_dir|resume_from|run_id)\}")
 _MAYBE = "{resume_from?}"
 _NODE_WORDS = re.compile(

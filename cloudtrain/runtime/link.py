@@ -25,8 +25,6 @@ from ..provider_api.node import JOIN_TIMEOUT
 from ..validate import duration
 from .timings import TIMINGS
 
-__all__ = ["Link"]
-
 MESSAGE_BYTES = 1 << 30
 """Most bytes of a line; a message has half of it. A checkpoint's part needs about 160 bytes for each of its files."""
 

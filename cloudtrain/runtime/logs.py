@@ -19,8 +19,6 @@ from .checkpoints import write_whole
 from .redact import Redactor
 from .timings import TIMINGS
 
-__all__ = ["LogWriter", "lines_of"]
-
 SEGMENT_BYTES = 1 << 20
 KEPT_BYTES = 16 << 20
 """Most bytes of a segment that cannot be written. The store loses older lines, the platform's own log does not."""

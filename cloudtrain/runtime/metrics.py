@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-__all__ = ["PrintedMetrics"]
-
 LONGEST = 1000  # characters of a line that are searched: an expression may take the square of it, or worse
 SLOW_SECONDS = 0.05  # an expression that takes so long for one line is used no more: it would delay the log
 PLACES = ("step", "epoch")

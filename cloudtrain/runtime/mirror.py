@@ -31,8 +31,6 @@ from .outputs import GrowingOutputs, Outputs
 from .timings import TIMINGS
 from .uploads import Uploads
 
-__all__ = ["KINDS", "Mirror", "nothing"]
-
 KINDS = (
     "finished", "hold?", "hold", "copy", "copied", "committed", "dropped", "pointers", "remove", "moving", "stored",
 )  # fmt: skip

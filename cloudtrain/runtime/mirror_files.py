@@ -17,8 +17,6 @@ from pathlib import Path
 from .checkpoints import FileState, file_state, in_parallel, modest, replace_file
 from .timings import TIMINGS
 
-__all__ = ["Growing"]
-
 SMALL_BYTES = 1 << 20
 WALK_SHARE = 20  # after a look at all files that took a second, the thread pauses for so many seconds
 SHARE = 10  # a file that took a second to copy is not copied again for so many seconds

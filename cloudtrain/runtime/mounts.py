@@ -15,8 +15,6 @@ from typing import TypeVar
 from ..errors import StorageError
 from .timings import TIMINGS
 
-__all__ = ["ABSENT", "CLOSED", "ask_again", "describe_fault", "in_thread", "is_fault", "names_in", "raise_fault"]
-
 T = TypeVar("T")
 
 ABSENT = errno.ENOENT, errno.ENOTDIR, errno.ELOOP

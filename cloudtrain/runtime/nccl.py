@@ -15,8 +15,6 @@ from pathlib import Path
 
 from .timings import TIMINGS
 
-__all__ = ["Recorder", "words"]
-
 ENTRIES = 2000
 _DUMP, _PIPE = "trace-rank-", "trigger-"
 _DEBUG = {

@@ -46,8 +46,6 @@ from .uploads import Uploads
 from .usage import UsageSampler
 from .workspace import Workspace
 
-__all__ = ["Node"]
-
 T = TypeVar("T")
 Message = dict[str, Any]
 

@@ -33,8 +33,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["BEGUN", "NO_TORCH", "READY", "REPORT", "SINCE", "Finding", "facts", "findings", "main", "problems", "table"]
-
 MIB = 1 << 20
 GPU_SIZES = tuple(MIB << shift for shift in range(0, 9, 2))  # bytes of one all-reduce: 1 to 256 MiB
 CPU_SIZES = (MIB >> 4, MIB >> 2, MIB, 4 * MIB)

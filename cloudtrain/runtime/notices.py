@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from .timings import TIMINGS
 
-__all__ = ["watch"]
-
 
 def watch(look: Callable[[], str | None], tell: Callable[[str], None]) -> None:
     """Start to ask ``look``, and call ``tell`` with its answer whenever that changes.

@@ -20,8 +20,6 @@ from .checkpoints import FileState
 from .mirror_files import Growing
 from .timings import TIMINGS
 
-__all__ = ["IGNORE", "GrowingOutputs", "Outputs"]
-
 IGNORE = ".cloudtrainignore"
 MOST_FILES = 10_000
 TRIES = 5  # tries of a file that cannot be copied, the last ones after the script's end. Then it is left out

@@ -18,8 +18,6 @@ from .launch import without_sigterm
 from .node_check import Finding
 from .timings import TIMINGS
 
-__all__ = ["check_failure", "run_check"]
-
 Wait = Callable[[Callable[[], bool], float | None], None]
 
 

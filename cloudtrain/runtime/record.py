@@ -13,8 +13,6 @@ from typing import Any
 
 from .checkpoints import write_whole
 
-__all__ = ["UNMIRRORED", "write_cause", "write_record"]
-
 UNMIRRORED = "not everything could be mirrored"  # start of the remark about files that are in no store
 
 

@@ -12,8 +12,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-__all__ = ["SHORTEST", "Redactor"]
-
 _KEY = re.compile(r"pass|secret|token|key(?!_?id)|credential", re.IGNORECASE)
 SHORTEST = 8  # characters. Shorter values are part of too many harmless texts
 

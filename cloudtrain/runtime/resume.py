@@ -24,8 +24,6 @@ from .store_checkpoints import RefusedError
 from .timings import TIMINGS
 from .workspace import Workspace
 
-__all__ = ["Resume"]
-
 RUN_FOLDER = "/live/checkpoints"  # ending of the URL of another run's checkpoints; any other folder is the user's own
 _OF_RUN = re.compile(rf".*/runs/([^/]+){RUN_FOLDER}(?:/([^/]+).*)?")
 

@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
-__all__ = ["Span", "distinct", "span_of"]
-
 T = TypeVar("T")
 _NAME = re.compile(r"([0-9]+)(?:-([0-9]+))?\.log")
 

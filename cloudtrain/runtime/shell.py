@@ -13,8 +13,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["run_command"]
-
 _PROC = Path("/proc")
 NOT_FOUND = 127  # exit code for a command that the node does not have, as a shell's
 

@@ -20,8 +20,6 @@ from .launch import Ranks
 from .nccl import Recorder
 from .timings import TIMINGS
 
-__all__ = ["KINDS", "Look", "StackPosition", "Stall", "culprit", "describe_positions", "innermost_position"]
-
 KINDS = ("alive", "stacks", "where", "gpu")  # messages of the node link for this module
 NAMED = 3  # most places in a message, the rarest, and one more if it is the last; most ranks of one place by number
 

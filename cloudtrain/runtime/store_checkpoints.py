@@ -19,8 +19,6 @@ from ..validate import unix_seconds
 from .checkpoint_model import METADATA, Checkpoint, written_directly
 from .timings import TIMINGS
 
-__all__ = ["RefusedError", "find_newest"]
-
 _LIST = """
 import json, sys
 from datetime import datetime, timezone

@@ -22,8 +22,6 @@ from typing import Any
 
 from ..errors import DigestError, StorageError
 
-__all__ = ["MANIFEST", "unpack"]
-
 MANIFEST = ".cloudtrain-manifest.json"
 _MANIFEST_MAX = 64 * 2**20
 _CHUNK = 2**20

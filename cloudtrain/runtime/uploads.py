@@ -18,8 +18,6 @@ from ..provider_api.node import SyncAgent
 from .checkpoints import FileState, file_state, in_parallel, modest
 from .timings import TIMINGS
 
-__all__ = ["Uploads"]
-
 SLOW_BYTES = 20_000_000.0  # bytes a second of the slowest agent. A file whose upload has begun gets that much more time
 
 

@@ -20,8 +20,6 @@ from pathlib import Path
 from .host_facts import cpu_count
 from .timings import TIMINGS
 
-__all__ = ["UsageSampler", "gpu_rows", "gpu_usage"]
-
 CGROUP, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 COMMAND = ("nvidia-smi", "--query-gpu=utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits")
 GPU_SECONDS = 10.0  # longest wait for nvidia-smi

@@ -16,8 +16,6 @@ from typing import Any
 
 from .timings import TIMINGS
 
-__all__ = ["begin", "payload"]
-
 _SECRET = re.compile(r"\{secrets\.([^}]*)\}")
 _BY_SCRIPT = ("user_error", "oom", "stalled")
 """Categories after which only the job's own retries bring another attempt; a platform may start the others again."""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from . import preflight
     from .node_check import Finding
 
-__all__ = ["Workspace"]
-
 
 class Workspace:
     """The folders of a node in scratch, made before the first rank. Raises `CloudtrainError` on any failure.

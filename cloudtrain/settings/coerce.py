@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from ..errors import SpecError
 from ..validate import brief, json_or_text, text_of, url_scheme
 
-__all__ = ["Found", "is_table", "over", "resolve_below", "typed"]
-
 
 class Found(NamedTuple):
     """A setting's value and its source: ``cloudtrain.toml [profiles.prod]``, a variable, ``--set``."""

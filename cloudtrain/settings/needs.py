@@ -18,8 +18,6 @@ from ..provider_api.protocol import Need, Provider, lacking, needs_of
 from ..provider_api.registry import find_provider
 from .settings import FILE, PROJECT, Settings
 
-__all__ = ["find_missing", "missing_line", "refusal", "snippet", "stand_ins", "with_placeholders"]
-
 _IMAGE, _STORE = "image", "store"
 
 

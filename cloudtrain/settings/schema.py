@@ -21,8 +21,6 @@ from ..provider_api.registry import find_provider, provider_names
 from ..validate import near_or_all
 from .settings import Settings
 
-__all__ = ["described", "job_schema", "schema", "schema_names", "settings_schema"]
-
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 Schema = dict[str, Any]

@@ -24,17 +24,6 @@ from .files import parallel
 from .local_disk import cache_home, disk_errors, put, scan, sha256_file, walk
 from .timings import CLIENT_TIMINGS
 
-__all__ = [
-    "DigestCache",
-    "LocalTree",
-    "TreeFile",
-    "cache_folder",
-    "check_unchanged",
-    "hash_tree",
-    "stat_key",
-    "tree_digest",
-]
-
 KEPT = 64
 """Number of cached trees."""
 _TELLING = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"})

@@ -14,16 +14,6 @@ from typing import Any, TypeVar
 
 from ..errors import AuthError, CloudtrainError, LostContactError, StorageError
 
-__all__ = [
-    "CannotSwapError",
-    "Retries",
-    "TransientError",
-    "UnreachableError",
-    "classify",
-    "report_retries",
-    "translate",
-]
-
 R = TypeVar("R")
 
 #: The error table: a kind, its HTTP statuses and its exception names (of any base class). Names, because the back ends'

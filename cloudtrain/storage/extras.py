@@ -18,8 +18,6 @@ from urllib.request import url2pathname
 
 from ..errors import CloudtrainError, SpecError
 
-__all__ = ["extra_of", "install_command", "missing_packages", "not_installed", "translated"]
-
 NAME = "cloudtrain"
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[([^]]*)\])?.*?(?:;.*\bextra == [\"']([\w-]+)[\"'])?$")
 _FOR_DEVELOPERS = frozenset({"dev"})

@@ -38,22 +38,6 @@ from .local_disk import (
     verify,
 )
 
-__all__ = [
-    "MOST_PIECES",
-    "PIECE",
-    "Entry",
-    "Files",
-    "Loaded",
-    "LocalFiles",
-    "Names",
-    "Progress",
-    "ProgressWithTotal",
-    "Storage",
-    "TransferOptions",
-    "files",
-    "parallel",
-]
-
 #: Called by several threads with the key and the number of further bytes moved.
 Progress = Callable[[str, int], None]
 #: Options with which a URL is opened, by fsspec's names: credentials, region. Without any, the SDK's own.
@@ -289,6 +273,7 @@ def parallel(work: Callable[[T], R], items: Sequence[T], *, jobs: int = 8) -> li
 
 
 def report_to(progress: Progress | None, key: str) -> Callable[[int], None]:
+    """Return a function that takes the number of further bytes of ``key``, for ``progress`` or for nothing."""
     return (lambda n: progress(key, n)) if progress else (lambda _: None)
 
 

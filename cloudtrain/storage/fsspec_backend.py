@@ -19,8 +19,6 @@ from .files import MOST_PIECES, PIECE, Entry, Loaded, Names
 from .fsspec_pool import BUCKETS, GOOGLE, SFTP, STREAMED, WEB, Clients, check_store, get_range, open_url, streamed, tree
 from .local_disk import parts_of
 
-__all__ = ["FsspecMover"]
-
 _READ = 1 << 20
 """Bytes read at a time from a local file that is sent in pieces."""
 SMALL = 4 << 20

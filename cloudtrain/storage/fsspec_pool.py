@@ -20,20 +20,6 @@ from ..errors import SpecError
 from ..validate import url_scheme
 from .timings import CLIENT_TIMINGS
 
-__all__ = [
-    "BUCKETS",
-    "GOOGLE",
-    "SFTP",
-    "STREAMED",
-    "WEB",
-    "Clients",
-    "check_store",
-    "get_range",
-    "open_url",
-    "streamed",
-    "tree",
-]
-
 BUCKETS = frozenset({"s3", "s3a", "obs", "gs", "gcs", "abfs", "abfss", "az"})
 """Schemes of object stores. Their URLs begin with a bucket or container, which cloudtrain never creates."""
 GOOGLE = frozenset({"gs", "gcs"})

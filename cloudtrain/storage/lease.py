@@ -33,19 +33,6 @@ from ..errors import CloudtrainError, StorageError
 from .files import Files, Loaded
 from .timings import CLIENT_TIMINGS
 
-__all__ = [
-    "DELETES",
-    "FOLDER",
-    "MARK",
-    "Lease",
-    "announce",
-    "held_leases",
-    "is_mark",
-    "is_released",
-    "load_lease",
-    "withdraw",
-]
-
 FOLDER = "staging"
 MARK = f"{FOLDER}/deleting"
 DELETES = "waiting: another client deletes from this store"

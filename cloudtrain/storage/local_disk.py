@@ -18,26 +18,6 @@ from pathlib import Path
 from ..errors import DigestError, SpecError, StorageError
 from ..validate import url_scheme
 
-__all__ = [
-    "TEMP",
-    "cache_home",
-    "disk_errors",
-    "hold_lock",
-    "inside",
-    "local_path",
-    "make_durable",
-    "normalize",
-    "parts_of",
-    "put",
-    "safe",
-    "scan",
-    "sha256_file",
-    "temp_file",
-    "verify",
-    "walk",
-    "write_back",
-]
-
 SHOWN = 300
 """Characters of a path in a message; the middle of a longer path is left out."""
 TEMP = ".cloudtrain-tmp-"
@@ -344,6 +324,7 @@ def _lock(descriptor: int, folder: Path) -> bool:
 
 
 def sync(path: Path) -> None:
+    """Wait until the content of a file is on the disk."""
     with open(path, "rb+") as stream:
         os.fsync(stream.fileno())
 
@@ -357,6 +338,7 @@ def write_back(descriptor: int, start: int, end: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
     if os.name == "nt":
         return  # Windows cannot open a folder
     descriptor = os.open(folder, os.O_RDONLY)
@@ -370,6 +352,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def copy_file(source: Path, target: Path, report: Callable[[int], None]) -> None:
+    """Copy the bytes of a file. ``report`` takes the number of each part."""
     with open(source, "rb") as stream, open(target, "wb") as out:
         while chunk := stream.read(_CHUNK):
             out.write(chunk)
@@ -390,5 +373,6 @@ def check_promise(key: str, got: int, digest: Callable[[], str], sha256: str | N
 
 
 def is_same(path: Path, size: int, sha256: str | None) -> bool:
+    """Return whether ``path`` is a regular file with this size and digest. False without a digest."""
     there = sha256 is not None and not path.is_symlink() and path.is_file() and path.stat().st_size == size
     return there and sha256_file(path) == sha256

@@ -33,11 +33,6 @@ from .local_disk import cache_home
 from .obstore_backend import ObstoreMover
 from .timings import CLIENT_TIMINGS
 
-__all__ = [
-    "FORBID_OVERWRITE", "HuaweiKeys", "NoRedirects", "ObsMover", "authorization", "bucket_endpoint", "find_keys",
-    "virtual",
-]  # fmt: skip
-
 FORBID_OVERWRITE = "x-obs-forbid-overwrite"
 """Header of a PUT that OBS answers with 409 (ObjectAlreadyExists) if the object exists. Four public programs use it."""
 PARALLEL_FILES = "x-obs-fs-file-interface"

@@ -27,8 +27,6 @@ from .local_disk import disk_errors, write_back
 from .obstore_config import SDKS, ObstoreConfig, find_access
 from .timings import CLIENT_TIMINGS
 
-__all__ = ["ObstoreMover", "OtherRegionError"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -22,8 +22,6 @@ from ..errors import AuthError, SpecError
 from ..validate import url_scheme
 from .files import TransferOptions
 
-__all__ = ["SDKS", "ObstoreConfig", "find_access"]
-
 _AWS, _AZURE, _HUAWEI = "boto3", "azure-identity", "obstore"
 SDKS = {"s3": _AWS, "s3a": _AWS, "abfs": _AZURE, "abfss": _AZURE, "az": _AZURE, "obs": _HUAWEI}
 """The schemes that obstore serves, each with the package that gives credentials; OBS needs none for them."""

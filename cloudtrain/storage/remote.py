@@ -25,8 +25,6 @@ from .obstore_backend import ObstoreMover, OtherRegionError
 from .obstore_config import SDKS
 from .timings import CLIENT_TIMINGS
 
-__all__ = ["OBSTORE", "Mover", "RemoteFiles", "check_openable"]
-
 R = TypeVar("R")
 
 OBSTORE = frozenset(SDKS)

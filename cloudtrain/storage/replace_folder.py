@@ -15,8 +15,6 @@ from pathlib import Path
 
 from .local_disk import disk_errors
 
-__all__ = ["aside", "discard", "files_below", "keep", "names_for", "prune", "swap", "take", "tidy"]
-
 _FORMER = ".former-"
 _NEXT = ".partial-"
 

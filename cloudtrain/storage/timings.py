@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from ..validate import TEST_TIMINGS, timings_of
 
-__all__ = ["CLIENT_TIMINGS", "ClientTimings"]
-
 
 @dataclass(kw_only=True)
 class ClientTimings:

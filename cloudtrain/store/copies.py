@@ -33,11 +33,6 @@ from .store import COMMIT, Store, committed_in, copied_input_url, expect, in_sto
 if TYPE_CHECKING:
     from ..storage.remote import RemoteFiles
 
-__all__ = [
-    "Copy", "OverwrittenError", "PreviousPlace", "RemoteInput", "copy_checkpoint", "copy_inputs", "followed",
-    "list_source", "resume_copy_url", "version_of", "with_own_copies",
-]  # fmt: skip
-
 Say = Callable[[str], None]
 
 FIELD = "resume_from"

@@ -28,8 +28,6 @@ from ..storage.timings import CLIENT_TIMINGS
 from ..validate import json_loads
 from .store import SOURCES, Store, in_store, manifest_key
 
-__all__ = ["OLDER_THAN", "Collected", "Leftover", "collect", "collect_at"]
-
 OLDER_THAN = 7 * 86400
 """Seconds in the store before an unused thing is removed."""
 ANNOUNCED = 7 * 86400.0

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..provider_api.protocol import Provider
 
-__all__ = ["build", "digest"]
-
 _MAIN = b"""import sys
 
 if sys.version_info < (3, 10):

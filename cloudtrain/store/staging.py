@@ -26,8 +26,6 @@ from ..validate import url_scheme, without_secrets
 from .copies import Copy, OverwrittenError, RemoteInput, list_source, version_of
 from .store import RELAYED, SOURCES, Store, check_listable, existing_path, file_of_url, in_store, manifest_key, to_json
 
-__all__ = ["StagedInput", "stage_at", "stage_input"]
-
 FIELD = "url"
 TRIES = 3
 """Tries, if another client that stages the same data removes the first copy meanwhile."""

@@ -37,12 +37,6 @@ if TYPE_CHECKING:
     from ..job.job import Input, Job
     from ..storage.digest_cache import LocalTree, TreeFile
 
-__all__ = [
-    "COMMIT", "EARLY", "RELAYED", "SOURCES", "Staged", "Store", "StoreClock", "attempt_record", "cancel_record",
-    "check_listable", "committed_in", "copied_input_url", "existing_path", "expect", "file_of_url", "in_store",
-    "manifest_key", "run_folder", "split_ref", "sweep_folder", "to_json",
-]  # fmt: skip
-
 
 T = TypeVar("T")
 

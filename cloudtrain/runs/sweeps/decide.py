@@ -15,8 +15,6 @@ from .samplers import propose
 from .spec import MOST_TRIALS, SweepSpec
 from .state import State, is_over
 
-__all__ = ["REFUSED", "next_entry", "run_of_trial"]
-
 REFUSED = 3
 """Trials in a row without a machine after which a sweep ends."""
 

@@ -19,8 +19,6 @@ from .prune import Points
 from .spec import SweepSpec
 from .state import Entry, Outcome, State, Trial, fold
 
-__all__ = ["Driver", "EntryStore", "Log", "Trials", "writer"]
-
 
 class EntryStore(Protocol):
     """The part of a store that holds logs: of sweeps and budgets, each in its own ``folder``."""

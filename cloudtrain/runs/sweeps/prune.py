@@ -13,8 +13,6 @@ from typing import Any
 from ...validate import is_number
 from .spec import Prune, SweepSpec
 
-__all__ = ["Points", "costs_of", "is_hopeless", "value_of"]
-
 Points = Sequence[tuple[float, float]]
 """Progress and cost, by ascending progress."""
 

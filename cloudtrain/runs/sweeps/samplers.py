@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
 
-__all__ = ["check_sampler", "propose", "study_of"]
-
 MISSING = "the sampler tpe needs Optuna, which is not installed here"
 
 

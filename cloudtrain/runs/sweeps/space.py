@@ -12,8 +12,6 @@ from typing import Any
 from ...errors import SpecError
 from ...validate import is_number, table_of
 
-__all__ = ["Choices", "Dimension", "Params", "Range", "grid_point", "grid_size", "parse_space", "random_point"]
-
 Params = dict[str, Any]
 RANGE_KEYS = ("low", "high", "log", "step")
 _NAME = re.compile(r"[^\s=-][^\s=]*")

@@ -14,11 +14,6 @@ from ...job.fields import MAX_ID, is_slug
 from ...validate import choice_of, is_number, near_or_all, parse_duration, table_of, text_of, whole_number
 from .space import Dimension, Params, grid_size, parse_space
 
-__all__ = [
-    "CURRENCIES", "GOALS", "MOST_TRIALS", "RULES", "SAMPLERS", "Limits", "Prune", "SweepSpec", "check_caps",
-    "check_sweep_id",
-]  # fmt: skip
-
 GOALS, VALUES = ("minimize", "maximize"), ("best", "last")
 SAMPLERS, RULES = ("tpe", "random", "grid"), ("asha", "median")
 CURRENCIES = {"max_cost": "USD", "max_gpu_hours": "GPU hours"}

@@ -19,8 +19,6 @@ from typing import Any
 from .space import Params
 from .spec import CURRENCIES, Limits, SweepSpec
 
-__all__ = ["STATES", "Entry", "Outcome", "State", "Trial", "committed", "fold", "is_over", "used"]
-
 Entry = Mapping[str, Any]
 STATES = ("succeeded", "stopped", "capped", "failed", "interrupted", "refused", "cancelled")
 """States of an ended trial: pruned is ``stopped``, over its own cap ``capped``, without a machine ``refused``.

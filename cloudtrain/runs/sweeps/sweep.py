@@ -36,8 +36,6 @@ from .view import best_of, change_lines, sweep_summary
 if TYPE_CHECKING:
     from optuna import Study
 
-__all__ = ["CAPS", "Best", "Sweep", "make_sweep", "open_sweep", "plan_of_sweep"]
-
 FIRST_PAUSE = 0.5
 """Seconds between two looks at first; they grow to the provider's longest."""
 CAPS = (*CURRENCIES, "max_runtime")

@@ -22,8 +22,6 @@ from .prune import Points, costs_of, value_of
 from .spec import RULES, SweepSpec
 from .state import Outcome, Trial
 
-__all__ = ["TAG", "RunTrials", "outcome_of", "trial_plan"]
-
 TAG = "sweep"
 """Name of the tag by which the platform and `list` know the trials of a sweep."""
 Say = Callable[[str], None]

@@ -12,8 +12,6 @@ from ..outcome import iso_time
 from .spec import CURRENCIES, SweepSpec
 from .state import STATES, Outcome, State, Trial, committed, used
 
-__all__ = ["best_of", "change_lines", "limits_text", "sweep_summary", "value_text"]
-
 ENDS = {
     "trials": "all trials have ended",
     "space": "the grid has no further point",
