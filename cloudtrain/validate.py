@@ -16,8 +16,8 @@ from .errors import NotFoundError, SpecError, StorageError, scrubbed
 
 __all__ = [
     "BRIEF", "DEEPEST", "TEST_TIMINGS", "URL_FORMS", "brief", "choice_of", "did_you_mean", "duration", "is_price",
-    "json_loads", "json_or_text", "json_value", "parse_duration", "parse_since", "parse_size", "read_table",
-    "respelt", "sequence_of", "similar", "table_of", "text_of", "texts_of", "timings_of", "toml_loads",
+    "json_loads", "json_or_text", "json_value", "parse_duration", "parse_seconds", "parse_since", "parse_size",
+    "read_table", "respelt", "sequence_of", "similar", "table_of", "text_of", "texts_of", "timings_of", "toml_loads",
     "unix_seconds", "url_scheme", "whole_number", "without_secrets",
 ]  # fmt: skip
 
@@ -41,9 +41,9 @@ _BIGGEST = 10**300
 """Numbers beyond this are not portable in JSON: other readers use doubles."""
 
 
-def similar(word: str, choices: Iterable[str], *, short_forms: bool = True) -> str:
-    """Return the choice that ``word`` may be a misspelling of, or the empty string."""
-    choices, most = list(choices), min(3, max(1, len(word) // 3))
+def similar(word: str, choices: Iterable[str], *, short_forms: bool = True, most: int = 3) -> str:
+    """Return the choice that ``word``, with at most ``most`` slips, may be a misspelling of, or the empty string."""
+    choices, most = list(choices), min(most, max(1, len(word) // 3))
 
     def ranked(fitting: Iterable[str]) -> list[tuple[int, bool, str]]:
         return [(_slips(word.lower(), choice.lower()), word[:2] != choice[:2], choice) for choice in fitting]
@@ -146,6 +146,13 @@ def parse_duration(value: Any, *, field: str) -> int:
     if value > _LONGEST:
         raise SpecError("must be at most 100 years", field=field)
     return int(value)
+
+
+def parse_seconds(value: Any, *, field: str) -> float:
+    """Return the seconds of a number, also of zero or with a fraction, or of a `parse_duration`. Raises `SpecError`."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
+        return float(value)
+    return float(parse_duration(value, field=field))
 
 
 def parse_since(value: Any, now: float, *, field: str) -> float:

@@ -176,6 +176,29 @@ def test_a_job_is_planned_sent_and_found_again_by_functions(folder: Path) -> Non
     assert "1 node" in rows["job"]
 
 
+def test_a_path_is_a_store_and_a_run_and_a_wrong_type_is_refused_in_one_line(folder: Path) -> None:
+    job = Job.make(entry_point="train.py", source_dir="src", inputs={"train": "good"}, max_runtime="5m")
+    run = cloudtrain.submit(job, run_id="f-3", store=Path("stored"))
+    assert cloudtrain.attach(folder / "stored/runs/f-3").url == run.url == f"file://{folder}/stored/runs/f-3"
+    assert cloudtrain.attach("f-3", store=folder / "stored").wait(timeout="2m")["state"] == "succeeded"
+    assert Estimator.reconcile(folder / "stored") == []
+    calls: dict[str, Callable[[], Any]] = {
+        "run: must be text, not int": lambda: cloudtrain.attach(4),  # type: ignore[arg-type]
+        "sweep: must be text, not Run": lambda: cloudtrain.Sweep.attach(run),  # type: ignore[arg-type]
+        "target: must be text, not int": lambda: Estimator.reconcile(3),  # type: ignore[arg-type]
+        "timeout: 'soon' is not a duration": lambda: run.wait(timeout="soon"),
+        "timeout: must be above zero, not -1": lambda: run.wait(timeout=-1),
+        "patience: None is not a whole": lambda: run.wait(patience=None),  # type: ignore[arg-type]
+        "poll: 'x' is not a duration": lambda: run.logs(poll="x"),  # type: ignore[arg-type]
+        "not JSON: the JSON object must be": lambda: Job.from_json(3),  # type: ignore[arg-type]
+        "job: must be text, not bytes": lambda: Job.from_toml(b"x = 1"),  # type: ignore[arg-type]
+    }
+    for text, call in calls.items():
+        with pytest.raises(SpecError) as caught:
+            call()
+        assert str(caught.value).startswith(text)
+
+
 @pytest.mark.slow
 def test_waiting_starts_the_attempts_that_the_job_allows(folder: Path) -> None:
     """Waiting works like `cloudtrain wait`. Since `local` itself retries, check the policy, not its effect."""

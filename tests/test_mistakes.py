@@ -122,6 +122,14 @@ FLAGS = [
     M("submit train.py --input 'my data.csv'", 2, "my data.csv", "'train=my data.csv'"),
     M("submit train.py --input train=nope.csv", 2, "nope.csv", ""),
     M("submit train.py --hp d={inputs.val}", 2, "inputs.val", "--input val=PATH"),
+    M("plan train.py --input train=data.csv -- --data {input.train}", 2, "args: {input.train} is not a placeholder",
+      "did you mean {inputs.train}"),
+    M("plan train.py --hp out={artefact_dir}/x", 2, "hyperparameters: {artefact_dir} is", "mean {artifact_dir}"),
+    M("plan train.py --env OUT={checkpoint-dir}", 2, "env: {checkpoint-dir} is not", "mean {checkpoint_dir}"),
+    M("plan train.py -- --dir {checkpoint_dir?}", 2, "{checkpoint_dir.} is not a placeholder", "mean {checkpoint_dir}"),
+    M("plan train.py -- ckpt={resume_from?}", 2, "{resume_from.} must be an argument of its own", "--resume {resume_fr"),
+    M("plan train.py --env CKPT={resume_from?}", 2, "{resume_from.} must be an argument of its own", "or {resume_from}"),
+    M("plan train.py --hp name={epoch:02d}-{val_loss} -- {rank_id} {} {input.val}", 0, shows="epoch:02d"),
     M("submit train.py --input train=nothing://x/y", 2, "inputs.train.*cannot read nothing: URLs", ""),
     M("submit train.py --set region", 2, "region", "region="),
     M("submit train.py --set regoin=eu-west-1", 2, "regoin", "region"),
@@ -321,6 +329,17 @@ def test_a_pull_names_the_other_run_whose_files_it_removes(
         assert cli.main(["pull", run_id, str(tmp_path)]) == 0
         note = f"note: the unchanged files of an earlier pull from file://{folder}/.cloudtrain/runs/twin are gone"
         assert (note in capsys.readouterr().err) == bool(former)
+
+
+@pytest.mark.parametrize("argv", [["status", "twin"], ["status"], ["list"], ["logs", "twi"]])
+def test_a_subfolder_names_the_store_of_the_folder_above(
+    argv: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder / "pkg")
+    code = cli.main(argv)
+    assert code == (0 if argv == ["list"] else 2)
+    assert "hint: a folder above has a store: add --store ../.cloudtrain\n" in capsys.readouterr().err
+    assert cli.main([*argv, "--store", "../.cloudtrain"]) == 0
 
 
 def test_a_full_disk_leaves_no_settings_file_of_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

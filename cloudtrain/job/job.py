@@ -25,6 +25,7 @@ from ..validate import (
     did_you_mean,
     json_loads,
     sequence_of,
+    similar,
     table_of,
     text_of,
     texts_of,
@@ -36,7 +37,8 @@ from .fields import DURATION, PATH, SWITCH, TEXT, check_fields, choice, item, pa
 
 __all__ = [
     "DEFAULT_MAX_OUTPUTS", "DEFAULT_MAX_RUNTIME", "DEFAULT_STALL_TIMEOUT", "FIELDS", "FLAT_FIELDS", "Gpu",
-    "Input", "Job", "Resources", "Scalar", "Source", "anchored", "check_job", "job_name", "run_tag",
+    "Input", "Job", "Resources", "Scalar", "Source", "anchored", "check_job", "check_placeholders", "job_name",
+    "run_tag",
 ]  # fmt: skip
 
 Scalar = str | int | float | bool
@@ -65,6 +67,7 @@ _GPU = re.compile(
 )
 _NODES = re.compile(r"([0-9]{1,5}):([0-9]{1,5})")
 _PLACEHOLDER_SECRET = re.compile(r"\{secrets\.([^}]*)\}")
+_LEFT_OUT = "{resume_from?}"
 _PLACEHOLDER_INPUT = re.compile(r"\{inputs\.([A-Za-z][A-Za-z0-9_-]*)\}")
 
 
@@ -367,9 +370,7 @@ class Job:
         for key in self.inputs:
             if (other := variables.setdefault(key.upper().replace("-", "_"), key)) != key:
                 raise SpecError(f"{key!r} and {other!r} would share one variable", field="inputs")
-        places = [("args", text) for text in self.args] + [("env", text) for text in self.env.values()]
-        places += [("hyperparameters", v) for v in self.hyperparameters.values() if isinstance(v, str)]
-        for where, text in places:
+        for where, text in _texts_with_placeholders(self):
             for channel in _PLACEHOLDER_INPUT.findall(text):
                 if channel not in self.inputs:
                     why, near = f"{{inputs.{channel}}} names no input of this job", did_you_mean(channel, self.inputs)
@@ -429,7 +430,7 @@ class Job:
         """Return the Job of a text that `to_json` wrote. Raises `SpecError`."""
         try:
             data = json_loads(text)
-        except ValueError as exc:
+        except (TypeError, ValueError) as exc:
             raise SpecError(f"not JSON: {exc}") from None
         return cls.from_dict(table_of(data, "job"))
 
@@ -445,7 +446,7 @@ class Job:
     @classmethod
     def from_toml(cls, text: str, *, folder: Path | None = None) -> Job:
         """Return the Job of a TOML text. Relative local paths start at ``folder`` (default: they stay as they are)."""
-        data = toml_loads(text, where="job")
+        data = toml_loads(text_of(text, "job", empty=True), where="job")
         return cls.from_dict(data if folder is None else anchored(data, folder))
 
     @property
@@ -478,6 +479,30 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {
     flat: _OWNERS[owner].__dataclass_fields__[name] for flat, (owner, name) in FLAT_FIELDS.items()
 }
 _NOT_ON = ("name", "options", "on")
+
+
+def _texts_with_placeholders(job: Job) -> list[tuple[str, str]]:
+    """Return each text in which the node replaces placeholders, with its field."""
+    texts = [("args", text) for text in job.args] + [("env", text) for text in job.env.values()]
+    return texts + [("hyperparameters", v) for v in job.hyperparameters.values() if isinstance(v, str)]
+
+
+def check_placeholders(job: Job) -> None:
+    """Check that no text has a misspelt placeholder, which the node would leave as it is.
+
+    It is not a check of `Job` itself: a run of an older version may have one, and stays readable.
+    """
+    names = ["checkpoint_dir", "artifact_dir", "resume_from", "run_id", *(f"inputs.{name}" for name in job.inputs)]
+    for where, text in _texts_with_placeholders(job):
+        if text == _LEFT_OUT and where != "env":
+            continue
+        if _LEFT_OUT in text:
+            how = "write --resume {resume_from?}, or {resume_from}, which is empty on a fresh start"
+            raise SpecError(f"{_LEFT_OUT} must be an argument of its own, not {brief(text)}", field=where, hint=how)
+        for word in re.findall(r"\{([^{}]*)\}", text):
+            near = similar(word.strip().rstrip("?"), names, short_forms=False, most=1)
+            if near and near != word:
+                raise SpecError(f"{{{word}}} is not a placeholder", field=where, hint=f"did you mean {{{near}}}?")
 
 
 def check_job(job: Any) -> Job:
