@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import CloudtrainError
 from .job.fields import path_text
 from .job.job import FLAT_FIELDS, Input, Job, Scalar
-from .validate import text_of, url_scheme
+from .validate import table_of, text_of, url_scheme
 
 if TYPE_CHECKING:
     from .runs.log_order import Line
@@ -346,7 +346,7 @@ def _channels(inputs: Inputs | None) -> dict[str, Any]:
         return {}
     if isinstance(inputs, (str, Path, Input)):
         return {DEFAULT_CHANNEL: inputs}
-    return dict(inputs)
+    return table_of(inputs, "inputs")
 
 
 def _texts(given: Texts) -> list[str]:

@@ -327,7 +327,8 @@ def json_value(value: Any, where: str, *, depth: int = 0) -> Any:
         raise SpecError(f"{value!r} cannot be written as JSON", field=where)
     if value is None or isinstance(value, (str, int, float, bool)):
         return text_of(value, where, empty=True) if isinstance(value, str) else value
-    raise SpecError(f"{type(value).__name__} cannot be written as JSON", field=where)
+    hint = "take its plain value with .tolist()" if hasattr(value, "tolist") else ""
+    raise SpecError(f"{type(value).__name__} cannot be written as JSON", field=where, hint=hint)
 
 
 def is_price(value: Any) -> bool:

@@ -190,6 +190,8 @@ def test_a_path_is_a_store_and_a_run_and_a_wrong_type_is_refused_in_one_line(fol
         "timeout: must be above zero, not -1": lambda: run.wait(timeout=-1),
         "patience: None is not a whole": lambda: run.wait(patience=None),  # type: ignore[arg-type]
         "poll: 'x' is not a duration": lambda: run.logs(poll="x"),  # type: ignore[arg-type]
+        "profile: must be text, not int": lambda: cloudtrain.plan(job, profile=3),  # type: ignore[arg-type]
+        "inputs: must be a table": lambda: Estimator(entry_point="train.py").fit(3),  # type: ignore[arg-type]
         "not JSON: the JSON object must be": lambda: Job.from_json(3),  # type: ignore[arg-type]
         "job: must be text, not bytes": lambda: Job.from_toml(b"x = 1"),  # type: ignore[arg-type]
     }

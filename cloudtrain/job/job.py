@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -409,7 +409,7 @@ class Job:
                 owner, name = FLAT_FIELDS[key]
                 (parts[owner] if owner else top)[name] = value
             else:
-                raise SpecError("no such field", field=str(key), hint=did_you_mean(key, [*FLAT_FIELDS, *parts]))
+                raise SpecError("no such field", field=str(key), hint=_meant(key, [*FLAT_FIELDS, *parts]))
         return cls(
             source=_build(Source, parts["source"], "source"),
             resources=_build(Resources, parts["resources"], "resources"),
@@ -524,11 +524,17 @@ def _instead_of(entry: str, suffix: str) -> str:
     return f"name the script, and pass the file to it: cloudtrain submit train.py --input data={shlex.quote(entry)}"
 
 
+def _meant(key: str, names: Iterable[str]) -> str:
+    """Return a hint for an unknown field: the field of the flag with this name, or a similar field."""
+    field = {"nodes": "instance_count", "hp": "hyperparameters"}.get(key, "")
+    return f"did you mean {field!r}?" if field in names else did_you_mean(key, names)
+
+
 def _build(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     names = [f.name for f in dataclasses.fields(kind)]
     for key in values:
         if key not in names:
-            raise SpecError("no such field", field=f"{where}.{key}", hint=did_you_mean(key, names))
+            raise SpecError("no such field", field=f"{where}.{key}", hint=_meant(key, names))
     if kind is Input and "url" not in values:
         raise SpecError("needs a url", field=where)
     return kind(**values)

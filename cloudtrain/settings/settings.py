@@ -30,6 +30,7 @@ from ..validate import (
     near_or_all,
     similar,
     table_of,
+    text_of,
     toml_loads,
     url_scheme,
     without_secrets,
@@ -123,6 +124,7 @@ class Settings:
         unknown key, with the nearest valid one, or a value of the wrong type.
         """
         environ = os.environ if environ is None else environ
+        text_of(profile or "", "profile", empty=True)
         read = _read_file(cwd or Path.cwd())
         named = profile or environ.get(PREFIX + _PROFILE.upper()) or read.profile
         return cls._made(read, named, environ=environ, overrides=table_of(overrides or {}, "settings"), given=given)
