@@ -328,6 +328,9 @@ def test_a_pull_names_the_other_run_whose_files_it_removes(
         assert cli.main(["pull", run_id, str(tmp_path)]) == 0
         note = f"note: the unchanged files of an earlier pull from file://{folder}/.cloudtrain/runs/twin are gone"
         assert (note in capsys.readouterr().err) == bool(former)
+    assert (tmp_path / "checkpoints/step-1/model").exists()
+    assert cli.main(["pull", "twin", str(tmp_path)]) == 0
+    assert not (tmp_path / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("argv", [["status", "twin"], ["status"], ["list"], ["logs", "twi"]])
