@@ -229,6 +229,11 @@ def test_what_a_notebook_shows_is_a_table_with_escaped_text(folder: Path) -> Non
     assert "<tr><th>state</th><td>succeeded</td></tr>" in run._repr_html_()
 
 
+def test_a_notebook_completes_the_public_names() -> None:
+    code = "import cloudtrain; assert dir(cloudtrain) == sorted(cloudtrain.__all__), dir(cloudtrain)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)  # a process in which none is loaded yet
+
+
 def test_a_run_shows_the_names_that_a_user_needs(tmp_path: Path) -> None:
     run = cloudtrain.Run(store=Store(str(tmp_path), cwd=tmp_path), run_id="none")
     assert {"status", "wait", "logs", "pull", "result", "cancel", "metrics", "checkpoint", "url"} < set(dir(run))
