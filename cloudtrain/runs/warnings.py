@@ -38,7 +38,7 @@ _TOKEN = re.compile(
     r"(gh[pousr]_|github_pat_|hf_|sk-|xox[abp]-|AKIA|ASIA|AIza|glpat-|eyJ)[\w.-]{12,}|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
 """Prefixes of tokens of GitHub, Hugging Face, OpenAI, Slack, AWS, Google and GitLab; a JWT; a private key."""
-_KEY = re.compile(r"[\w.+/=-]{12,}")
+_KEY = re.compile(r"(?![~./])[\w.+/=-]{12,}")
 """Text that may be a key, if an argument has such a name: ``pad_token`` is a word between signs."""
 _PLAIN = re.compile(r"|true|false|yes|no|none|[\d.]+|[~./{].*", re.IGNORECASE)
 """Values that are not secret under any name: a switch, a number, a path, a placeholder."""
