@@ -95,7 +95,8 @@ def test_secrets_in_env(code: Path, provider: str) -> None:
 
 def test_secrets_in_arguments(code: Path) -> None:
     hyperparameters = {"api_key": "abc1234567890", "x": "hf_abcdefghij0123456789", "pad_token": "<|endoftext|>",
-                       "token": "short", "token_file": "./secrets/hf-token", "max_tokens": 512, "repo": "meta/llama-3-8b-instruct"}  # fmt: skip
+                       "token": "short", "max_tokens": 512,
+                       "token_file": "./secrets/hf-token", "repo": "meta/llama-3-8b-instruct"}  # fmt: skip
     args = ["--wandb-key", "x", "--hub-token", "abc1234567890", "--password=abc1234567890", "ghp_abcdefghij0123456789",
             "--url", "pg://u:p@h/d", "--name=abc1234567890", "--token", "--verbose-and-long"]  # fmt: skip
     warned = planned(code, "local", hyperparameters=hyperparameters, args=args).warnings
