@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -331,6 +332,17 @@ def test_a_pull_names_the_other_run_whose_files_it_removes(
     assert (tmp_path / "checkpoints/step-1/model").exists()
     assert cli.main(["pull", "twin", str(tmp_path)]) == 0
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_pull_into_a_folder_with_the_id_of_another_run_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    for second, noted in (("saved-1", True), ("results", False), ("twin", False)):
+        assert cli.main(["pull", "twin", second, "--what", "logs"]) == 0
+        note = f"note: {second} is the folder here; for both runs: cloudtrain pull twin {second} --out DIR\n"
+        assert (note in capsys.readouterr().err) == noted
+        shutil.rmtree(second)
 
 
 @pytest.mark.parametrize("argv", [["status", "twin"], ["status"], ["list"], ["logs", "twi"]])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from cyclopts import Parameter
 
 from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
+from ..job.run_id import is_run_id
 from ..provider_api.protocol import FINAL, NativeObject, ProviderExtras, extras_of, extras_of_type
 from ..provider_api.registry import find_provider
 from ..runs.outcome import CANCELLING
@@ -233,7 +234,7 @@ def wait(
     from ..runs.retry import Retry
     from ..runs.run import Run
 
-    seconds = seconds_of(timeout, "timeout")
+    seconds = seconds_of(timeout, "wait_timeout")
     with stoppable():
         handle: Run | None = None
         changes = format.Changes(screen.talk)
@@ -316,6 +317,8 @@ def pull(
     def one(word: str) -> dict[str, Any]:
         opened = _open_any(word, at, screen)
         handle, parts = (opened, what) if isinstance(opened, Run) else _best_run(opened, what, screen)
+        if out is None and folder and folder != handle.run_id and is_run_id(folder) and handle.store.has_run(folder):
+            screen.talk(f"note: {folder} is the folder here; for both runs: cloudtrain pull {word} {folder} --out DIR")
         place = Path(out or folder or handle.run_id)
         to = place / handle.run_id if len(runs) > 1 else place
         pulled = pull_into(handle, to, screen, what=parts, follow=follow)
