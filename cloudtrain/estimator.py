@@ -110,7 +110,7 @@ def attach(run: str | Path, *, store: str | Path | None = None, profile: str | N
 
 def _load_settings(
     provider: str | None,
-    store: str | None,
+    store: str | Path | None,
     profile: str | None,
     fallback: Texts | None,
     settings: Mapping[str, Any] | None,

@@ -64,7 +64,7 @@ def cautions(job: Job, request: Request) -> Iterator[str]:
         if named or _TOKEN.match(value) or scrubbed(value) != value:
             yield f"env.{name} looks like a secret and will be recorded; use --secret {name}"
     for field, name, value in _arguments(job):
-        named = is_secret_name(name) and _KEY.fullmatch(value)
+        named = is_secret_name(name) and _KEY.fullmatch(value) is not None
         if named or _TOKEN.match(value) or scrubbed(value) != value:
             wanted = re.sub(r"\W", "_", name).upper() or "NAME"
             yield f"{field} looks like a secret and will be recorded; use --secret {wanted}, and read that variable"
