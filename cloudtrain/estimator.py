@@ -173,7 +173,7 @@ class Estimator:
         entry_point: str | Path | None = None,
         source_dir: str | Path | None = None,
         dependencies: Sequence[str | Path] | None = None,
-        requirements: str | None = None,
+        requirements: str | Path | None = None,
         exclude: Texts | None = None,
         name: str | None = None,
         image: str | None = None,

@@ -49,6 +49,7 @@ def test_what_is_given_reaches_the_job() -> None:
         entry_point=Path("t.py"),
         source_dir=Path("src"),
         dependencies=[Path("../lib")],
+        requirements=Path("all.txt"),
         instance_count=2,
         gpu="H100:8",
         hyperparameters={"lr": 0.1},
@@ -57,7 +58,7 @@ def test_what_is_given_reaches_the_job() -> None:
         retries=0,
     )
     assert estimator.job == Job.make(
-        entry_point="t.py", source_dir="src", dependencies=["../lib"], instance_count=2, gpu=["H100:8"],
+        entry_point="t.py", source_dir="src", dependencies=["../lib"], requirements="all.txt", instance_count=2, gpu=["H100:8"],
         hyperparameters={"lr": 0.1}, max_runtime=43200, spot=True,
     )  # fmt: skip
 

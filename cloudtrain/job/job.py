@@ -136,7 +136,7 @@ class Source:
     )
     entry_point: str = item(fields.Kind(_entry_point, TEXT.schema), "script to run: train.py, '-m pkg.mod' or x.sh", "")
     dependencies: tuple[str, ...] = item(fields.PATHS, "further local folders to send next to the code", ())
-    requirements: str | None = item(TEXT, "requirements file in the code; each node installs it")
+    requirements: str | None = item(PATH, "requirements file in the code; each node installs it")
     exclude: tuple[str, ...] = item(fields.PATTERNS, "patterns (gitignore syntax) of files not to send", ())
 
     def __post_init__(self) -> None:
