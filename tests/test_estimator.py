@@ -58,8 +58,8 @@ def test_what_is_given_reaches_the_job() -> None:
         retries=0,
     )
     assert estimator.job == Job.make(
-        entry_point="t.py", source_dir="src", dependencies=["../lib"], requirements="all.txt", instance_count=2, gpu=["H100:8"],
-        hyperparameters={"lr": 0.1}, max_runtime=43200, spot=True,
+        entry_point="t.py", source_dir="src", dependencies=["../lib"], requirements="all.txt", instance_count=2,
+        gpu=["H100:8"], hyperparameters={"lr": 0.1}, max_runtime=43200, spot=True,
     )  # fmt: skip
 
 
