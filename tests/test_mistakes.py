@@ -255,6 +255,11 @@ RUNS = [
     M("report nope", 2, "nope", ""),
     M("status damaged", 8, "run.json", ""),
     M("submit train.py --run-id twin --hp steps=7", 2, "'twin'", ""),
+    M(
+        "submit train.py --run-id twin --detach",
+        0,
+        shows="note: this run was sent before and is over: succeeded",
+    ),
     M("submit saves.py --resume-from twon", 2, "no run 'twon'", "twin"),
     M(
         "submit saves.py --resume-from twin",
