@@ -50,6 +50,10 @@ _HOME = {
 }
 
 
+def __dir__() -> list[str]:
+    return __all__  # a notebook completes these
+
+
 def __getattr__(name: str) -> Any:
     # Loaded on first use: every rank that imports the small runtime module also pays for `import cloudtrain`.
     if name not in _HOME:

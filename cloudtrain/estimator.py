@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import CloudtrainError
+from .job.fields import path_text
 from .job.job import FLAT_FIELDS, Input, Job, Scalar
+from .validate import table_of, text_of
 
 if TYPE_CHECKING:
     from .runs.log_order import Line
@@ -43,7 +45,7 @@ def plan(
     job: Job,
     *,
     provider: str | None = None,
-    store: str | None = None,
+    store: str | Path | None = None,
     profile: str | None = None,
     fallback: Texts | None = None,
     settings: Mapping[str, Scalar | Sequence[Any]] | None = None,
@@ -63,7 +65,7 @@ def submit(
     job: Job,
     *,
     provider: str | None = None,
-    store: str | None = None,
+    store: str | Path | None = None,
     profile: str | None = None,
     fallback: Texts | None = None,
     settings: Mapping[str, Scalar | Sequence[Any]] | None = None,
@@ -93,7 +95,7 @@ def submit(
     return _following(submit_with_fallbacks(_make_plan(job, chosen, run_id, preview=False), environ=os.environ))
 
 
-def attach(run: str, *, store: str | None = None, profile: str | None = None) -> Run:
+def attach(run: str | Path, *, store: str | Path | None = None, profile: str | None = None) -> Run:
     """Return the run with this URL, or with this id in ``store`` (default: the setting). Works from any machine.
 
     Raises `NotFoundError` if there is no such run. Its hint names the nearest id.
@@ -101,13 +103,13 @@ def attach(run: str, *, store: str | None = None, profile: str | None = None) ->
     from .runs.run import open_run
     from .settings.settings import Settings
 
-    settings = Settings.load(store=store, profile=profile)
+    run, settings = text_of(path_text(run), "run"), Settings.load(store=store, profile=profile)
     return _following(open_run(run, settings=settings))
 
 
 def _load_settings(
     provider: str | None,
-    store: str | None,
+    store: str | Path | None,
     profile: str | None,
     fallback: Texts | None,
     settings: Mapping[str, Any] | None,
@@ -170,7 +172,7 @@ class Estimator:
         entry_point: str | Path | None = None,
         source_dir: str | Path | None = None,
         dependencies: Sequence[str | Path] | None = None,
-        requirements: str | None = None,
+        requirements: str | Path | None = None,
         exclude: Texts | None = None,
         name: str | None = None,
         image: str | None = None,
@@ -215,7 +217,7 @@ class Estimator:
         options: Mapping[str, Mapping[str, Any]] | None = None,
         on: Mapping[str, Mapping[str, Any]] | None = None,
         provider: str | None = None,
-        store: str | None = None,
+        store: str | Path | None = None,
         profile: str | None = None,
         fallback: Texts | None = None,
         settings: Mapping[str, Scalar | Sequence[Any]] | None = None,
@@ -253,7 +255,7 @@ class Estimator:
         shortage: Texts = (),
         maps: Mapping[str, str] | None = None,
         local_image: str = "",
-        local_store: str = "./.cloudtrain",
+        local_store: str | Path = "./.cloudtrain",
         secret_values: Mapping[str, str] | None = None,
         wait: bool = True,
         logs: bool = True,
@@ -285,7 +287,7 @@ class Estimator:
             settings=_load_settings(**self._keywords),
             run_id=run_id,
             cwd=Path.cwd(),
-            store=local_store,
+            store=str(local_store),
             maps=maps,
             image=local_image,
             secrets=secret_values,
@@ -303,13 +305,13 @@ class Estimator:
         return run
 
     @staticmethod
-    def attach(run: str, *, store: str | None = None, profile: str | None = None) -> Run:
+    def attach(run: str | Path, *, store: str | Path | None = None, profile: str | None = None) -> Run:
         """Return the run with this URL or id, as the function `attach` does."""
         return attach(run, store=store, profile=profile)
 
     @staticmethod
     def reconcile(
-        target: str | None = None, *, store: str | None = None, profile: str | None = None
+        target: str | Path | None = None, *, store: str | Path | None = None, profile: str | None = None
     ) -> list[dict[str, Any]]:
         """Do the work of a waiting client once, for a run or for every unfinished run of a store.
 
@@ -322,6 +324,7 @@ class Estimator:
         from .settings.settings import Settings
 
         settings = Settings.load(store=store, profile=profile)
+        target = None if target is None else text_of(path_text(target), "target")
         return reconcile(target, settings=settings, cwd=Path.cwd(), environ=os.environ)
 
     def _job(self, inputs: Inputs | None) -> Job:
@@ -342,7 +345,7 @@ def _channels(inputs: Inputs | None) -> dict[str, Any]:
         return {}
     if isinstance(inputs, (str, Path, Input)):
         return {DEFAULT_CHANNEL: inputs}
-    return dict(inputs)
+    return table_of(inputs, "inputs")
 
 
 def _texts(given: Texts) -> list[str]:

@@ -34,9 +34,9 @@ _BIGGEST = 10**300
 """Numbers beyond this are not portable in JSON: other readers use doubles."""
 
 
-def similar(word: str, choices: Iterable[str], *, short_forms: bool = True) -> str:
-    """Return the choice that ``word`` may be a misspelling of, or the empty string."""
-    choices, most = list(choices), min(3, max(1, len(word) // 3))
+def similar(word: str, choices: Iterable[str], *, short_forms: bool = True, most: int = 3) -> str:
+    """Return the choice that ``word``, with at most ``most`` slips, may be a misspelling of, or the empty string."""
+    choices, most = list(choices), min(most, max(1, len(word) // 3))
 
     def ranked(fitting: Iterable[str]) -> list[tuple[int, bool, str]]:
         return [(_slips(word.lower(), choice.lower()), word[:2] != choice[:2], choice) for choice in fitting]
@@ -139,6 +139,13 @@ def parse_duration(value: Any, *, field: str) -> int:
     if value > _LONGEST:
         raise SpecError("must be at most 100 years", field=field)
     return int(value)
+
+
+def parse_seconds(value: Any, *, field: str) -> float:
+    """Return the seconds of a number, also of zero or with a fraction, or of a `parse_duration`. Raises `SpecError`."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
+        return float(value)
+    return float(parse_duration(value, field=field))
 
 
 def parse_since(value: Any, now: float, *, field: str) -> float:
@@ -313,7 +320,8 @@ def json_value(value: Any, where: str, *, depth: int = 0) -> Any:
         raise SpecError(f"{value!r} cannot be written as JSON", field=where)
     if value is None or isinstance(value, (str, int, float, bool)):
         return text_of(value, where, empty=True) if isinstance(value, str) else value
-    raise SpecError(f"{type(value).__name__} cannot be written as JSON", field=where)
+    hint = "take its plain value with .tolist()" if hasattr(value, "tolist") else ""
+    raise SpecError(f"{type(value).__name__} cannot be written as JSON", field=where, hint=hint)
 
 
 def is_number(value: Any) -> TypeGuard[float]:

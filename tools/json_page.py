@@ -14,7 +14,8 @@ HEAD = """# Output of `--json`
 Use this page to read the output of `--json` in a script. With `--json`, a command prints exactly one JSON object on
 stdout. All messages go to stderr.
 
-- The object is on one line. On a terminal it is indented. Its fields have the order of the tables below.
+- The object is on one line. On a terminal, and of `plan`, it is indented. Its fields have the order of the tables
+  below.
 - `logs` prints one object for each line of the log.
 - For several runs, `status`, `pull`, `report` and `cancel` print one object. Its field `runs` has an object for each
   run.

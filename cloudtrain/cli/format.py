@@ -172,7 +172,7 @@ def outcome(result: Mapping[str, Any]) -> str:
 
 _FIXES = {
     "ModuleNotFoundError": "list the package in a file and add --requirements FILE, or use an image that has it\n"
-    "for a package of your own code below src/, add --env PYTHONPATH=src",
+    "for a package of your own code, add the folder that has it: --env PYTHONPATH=. or PYTHONPATH=src",
     "FileNotFoundError": "nodes have only your inputs, and the code that cloudtrain plan lists\n"
     "for data, add --input data=PATH, and read $CLOUDTRAIN_INPUT_DATA",
 }

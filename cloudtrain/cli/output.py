@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TextIO
 
-from ..errors import scrubbed
+from ..errors import StorageError, scrubbed
 
 _RED, _GREEN, _YELLOW, _CYAN = "31", "32", "33", "36"
 _LABELS = {"error:": f"1;{_RED}", "warning:": f"1;{_YELLOW}", "note:": _CYAN, "hint:": _CYAN, "next:": _CYAN}
@@ -54,6 +54,9 @@ class Screen:
         except BrokenPipeError:
             _silence(self.out)
             raise ReaderGone from None
+        except OSError as exc:  # the disk of a file is full
+            _silence(self.out)
+            raise StorageError(f"cannot write to stdout: {exc.strerror or exc}") from None
 
     def show(self, text: str) -> None:
         """Print data for a person, with coloured states on a terminal that supports colour."""
@@ -90,7 +93,7 @@ class Screen:
         try:
             self.err.write(text + "\n")
             self.err.flush()
-        except BrokenPipeError:
+        except OSError:  # a closed pipe, a full disk
             _silence(self.err)
 
     def error(self, text: str, hint: str = "") -> None:

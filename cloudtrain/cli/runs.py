@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from cyclopts import Parameter
 
 from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
+from ..job.run_id import is_run_id
 from ..provider_api.protocol import FINAL, NativeObject, ProviderExtras, extras_of, extras_of_type
 from ..provider_api.registry import find_provider
 from ..runs.outcome import CANCELLING
-from ..settings.settings import AUTO, Settings
+from ..settings.settings import AUTO, Settings, store_above
 from ..validate import choice_of, parse_duration, url_scheme
 from . import NEWEST, format
 from .common_flags import HERE, At, OnEnd, OnSignal, Where, many, run_on_end, stoppable, switch, undisturbed
@@ -228,7 +229,7 @@ def wait(
     from ..runs.retry import Retry
     from ..runs.run import Run
 
-    seconds = seconds_of(timeout, "timeout")
+    seconds = seconds_of(timeout, "wait_timeout")
     with stoppable():
         handle: Run | None = None
         changes = format.Changes(screen.talk)
@@ -311,6 +312,8 @@ def pull(
     def one(word: str) -> dict[str, Any]:
         opened = _open_any(word, at, screen)
         handle, parts = (opened, what) if isinstance(opened, Run) else _best_run(opened, what, screen)
+        if out is None and folder and folder != handle.run_id and is_run_id(folder) and handle.store.has_run(folder):
+            screen.talk(f"note: {folder} is the folder here; for both runs: cloudtrain pull {word} {folder} --out DIR")
         place = Path(out or folder or handle.run_id)
         to = place / handle.run_id if len(runs) > 1 else place
         pulled = pull_into(handle, to, screen, what=parts, follow=follow)
@@ -428,6 +431,7 @@ def list_runs(
         screen.next(["status", newest], ["logs", "-f", newest], *more, where=at.flags)
     elif not before and age is None and wanted._replace(columns=()) == Wanted():
         screen.talk("no runs here yet; to start one: cloudtrain submit train.py")
+        screen.hint(store_above(settings.store))
     return 0
 
 
@@ -621,7 +625,8 @@ def _newest(settings: Settings) -> str:
     place = settings.resolved()
     found = newest_run(place, settings)
     if found is None:
-        raise NotFoundError(f"no run in {place}", field="run", hint="to start one: cloudtrain submit train.py")
+        hint = store_above(place) or "to start one: cloudtrain submit train.py"
+        raise NotFoundError(f"no run in {place}", field="run", hint=hint)
     return found
 
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -264,6 +265,9 @@ def _send(planned: Plan, screen: Screen) -> Run:
         name = run.provider_name
         screen.about |= {"run": run.url, "provider": name}
     screen.talk(format.sent(planned.run_id, name, run.url, run.staged, pace=moved.pace))
+    with suppress(CloudtrainError):  # a note must not fail the verb
+        if (ended := run.store.result(run.run_id)) is not None:
+            screen.talk(f"note: this run was sent before and is over: {ended['state']}; for a new run, change --run-id")
     return run
 
 

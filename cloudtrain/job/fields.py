@@ -219,7 +219,7 @@ def _reference(value: Any, where: str) -> str:
     scheme, _, rest = text_of(value, where).partition(":")
     if scheme not in SECRET_SCHEMES or not rest:
         how = "write env:NAME, aws:ARN, azure:VAULT/NAME or gcp:RESOURCE"
-        raise SpecError(f"{value!r} is not a reference to a secret", field=where, hint=how)
+        raise SpecError("its value is not a reference to a secret", field=where, hint=how)  # and may be the secret
     return str(value)
 
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,6 +25,7 @@ from ..validate import (
     did_you_mean,
     json_loads,
     sequence_of,
+    similar,
     table_of,
     text_of,
     texts_of,
@@ -60,6 +61,7 @@ _GPU = re.compile(
 )
 _NODES = re.compile(r"([0-9]{1,5}):([0-9]{1,5})")
 _PLACEHOLDER_SECRET = re.compile(r"\{secrets\.([^}]*)\}")
+_LEFT_OUT = "{resume_from?}"
 _PLACEHOLDER_INPUT = re.compile(r"\{inputs\.([A-Za-z][A-Za-z0-9_-]*)\}")
 
 
@@ -128,7 +130,7 @@ class Source:
     )
     entry_point: str = item(fields.Kind(_entry_point, TEXT.schema), "script to run: train.py, '-m pkg.mod' or x.sh", "")
     dependencies: tuple[str, ...] = item(fields.PATHS, "further local folders to send next to the code", ())
-    requirements: str | None = item(TEXT, "requirements file in the code; each node installs it")
+    requirements: str | None = item(PATH, "requirements file in the code; each node installs it")
     exclude: tuple[str, ...] = item(fields.PATTERNS, "patterns (gitignore syntax) of files not to send", ())
 
     def __post_init__(self) -> None:
@@ -362,9 +364,7 @@ class Job:
         for key in self.inputs:
             if (other := variables.setdefault(key.upper().replace("-", "_"), key)) != key:
                 raise SpecError(f"{key!r} and {other!r} would share one variable", field="inputs")
-        places = [("args", text) for text in self.args] + [("env", text) for text in self.env.values()]
-        places += [("hyperparameters", v) for v in self.hyperparameters.values() if isinstance(v, str)]
-        for where, text in places:
+        for where, text in _texts_with_placeholders(self):
             for channel in _PLACEHOLDER_INPUT.findall(text):
                 if channel not in self.inputs:
                     why, near = f"{{inputs.{channel}}} names no input of this job", did_you_mean(channel, self.inputs)
@@ -403,7 +403,7 @@ class Job:
                 owner, name = FLAT_FIELDS[key]
                 (parts[owner] if owner else top)[name] = value
             else:
-                raise SpecError("no such field", field=str(key), hint=did_you_mean(key, [*FLAT_FIELDS, *parts]))
+                raise SpecError("no such field", field=str(key), hint=_meant(key, [*FLAT_FIELDS, *parts]))
         return cls(
             source=_build(Source, parts["source"], "source"),
             resources=_build(Resources, parts["resources"], "resources"),
@@ -424,7 +424,7 @@ class Job:
         """Return the Job of a text that `to_json` wrote. Raises `SpecError`."""
         try:
             data = json_loads(text)
-        except ValueError as exc:
+        except (TypeError, ValueError) as exc:
             raise SpecError(f"not JSON: {exc}") from None
         return cls.from_dict(table_of(data, "job"))
 
@@ -440,7 +440,7 @@ class Job:
     @classmethod
     def from_toml(cls, text: str, *, folder: Path | None = None) -> Job:
         """Return the Job of a TOML text. Relative local paths start at ``folder`` (default: they stay as they are)."""
-        data = toml_loads(text, where="job")
+        data = toml_loads(text_of(text, "job", empty=True), where="job")
         return cls.from_dict(data if folder is None else anchored(data, folder))
 
     @property
@@ -475,6 +475,30 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {
 _NOT_ON = ("name", "options", "on")
 
 
+def _texts_with_placeholders(job: Job) -> list[tuple[str, str]]:
+    """Return each text in which the node replaces placeholders, with its field."""
+    texts = [("args", text) for text in job.args] + [("env", text) for text in job.env.values()]
+    return texts + [("hyperparameters", v) for v in job.hyperparameters.values() if isinstance(v, str)]
+
+
+def check_placeholders(job: Job) -> None:
+    """Check that no text has a misspelt placeholder, which the node would leave as it is.
+
+    It is not a check of `Job` itself: a run of an older version may have one, and stays readable.
+    """
+    names = ["checkpoint_dir", "artifact_dir", "resume_from", "run_id", *(f"inputs.{name}" for name in job.inputs)]
+    for where, text in _texts_with_placeholders(job):
+        if text == _LEFT_OUT and where != "env":
+            continue
+        if _LEFT_OUT in text:
+            how = "write --resume {resume_from?}, or {resume_from}, which is empty on a fresh start"
+            raise SpecError(f"{_LEFT_OUT} must be an argument of its own, not {brief(text)}", field=where, hint=how)
+        for word in re.findall(r"\{([^{}]*)\}", text):
+            near = similar(word.strip().rstrip("?"), names, short_forms=False, most=1)
+            if near and near != word:
+                raise SpecError(f"{{{word}}} is not a placeholder", field=where, hint=f"did you mean {{{near}}}?")
+
+
 def check_job(job: Any) -> Job:
     """Return ``job``. Raises `SpecError` for anything else."""
     if not isinstance(job, Job):
@@ -494,11 +518,17 @@ def _instead_of(entry: str, suffix: str) -> str:
     return f"name the script, and pass the file to it: cloudtrain submit train.py --input data={shlex.quote(entry)}"
 
 
+def _meant(key: str, names: Iterable[str]) -> str:
+    """Return a hint for an unknown field: the field of the flag with this name, or a similar field."""
+    field = {"nodes": "instance_count", "hp": "hyperparameters"}.get(key, "")
+    return f"did you mean {field!r}?" if field in names else did_you_mean(key, names)
+
+
 def _build(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     names = [f.name for f in dataclasses.fields(kind)]
     for key in values:
         if key not in names:
-            raise SpecError("no such field", field=f"{where}.{key}", hint=did_you_mean(key, names))
+            raise SpecError("no such field", field=f"{where}.{key}", hint=_meant(key, names))
     if kind is Input and "url" not in values:
         raise SpecError("needs a url", field=where)
     return kind(**values)

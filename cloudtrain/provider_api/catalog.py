@@ -250,7 +250,8 @@ def suggested_gpu(gpu: Gpu, known: Iterable[Machine]) -> str:
         ours = ", ".join(gpu_names(m for m in known if m.is_for(gpu)))
         found = f"--nodes {gpu.count // count} --gpu {replace(gpu, count=count)} has {gpu.count} GPUs"
         return f"{found}; a machine has {ours}"
-    near = similar(gpu.name, {_MEMORY.sub("", m.gpu) for m in known if m.gpu})
+    is_real = any(m.is_for(replace(gpu, memory_gb=None)) for name in providers() for m in machines(name))
+    near = "" if is_real else similar(gpu.name, {_MEMORY.sub("", m.gpu) for m in known if m.gpu})
     if counts or not near or near == gpu.name:
         names = gpu_names(known) if counts else sorted({_MEMORY.sub("", m.gpu) for m in known if m.gpu})
         return f"choose from {', '.join(names)}; cloudtrain gpus lists the machines"

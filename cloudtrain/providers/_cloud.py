@@ -56,7 +56,7 @@ BUCKETS = ("s3", "gs", "abfs", "abfss", "az")
 GIB = 1 << 30
 ANOTHER_ID = "choose another run id (--run-id)"
 """The hint if the platform has a job of the run id already."""
-STAND_IN = "/missing/shared/folder"
+STAND_IN = "/SHARED-VOLUME/folder"
 """The nodes' folder of a plan without a store."""
 GRACE_PATH, FLUSH_PATH = "grace", "flush"
 """The ``--path`` with the grace, and the one with the seconds between two writes of a file on a mounted bucket."""

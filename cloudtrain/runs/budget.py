@@ -136,7 +136,7 @@ class Budget:
             return SpecError(f"there is no budget {self.name!r} in this store", field="budget", hint=hint)
         for currency, limit in state.limits.items():
             if currency not in cap:
-                hint = f"set {currency} of the job"
+                hint = f"add {'--max-cost USD' if currency == 'max_cost' else '--max-gpu-hours HOURS'}"
                 return SpecError(f"a run of {self.name!r} needs its own {currency}", field="budget", hint=hint)
             if cap[currency] > state.rest(currency) + limit * SLACK:
                 unit, rest = CURRENCIES[currency], max(0.0, state.rest(currency))

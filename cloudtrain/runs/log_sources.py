@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import CloudtrainError, LostContactError, NotFoundError
 from ..runtime.segments import Span, distinct, span_of
+from ..storage.errors import report_retry
 from ..storage.files import parallel
 from ..storage.timings import CLIENT_TIMINGS
 from .log_order import Line, LogOrderer, MissingRange, Stream
@@ -41,14 +42,18 @@ def patiently(
     """Call ``call()``, again while the platform does not answer, for ``seconds`` at most; then raise its last error.
 
     Only for calls that may be made twice. Pauses grow and are random, so that many clients do not return at once.
+    The first failure after a second is reported, as a user may wait.
     """
-    deadline, pause = clock() + seconds, 0.5
+    began, pause, quiet = clock(), 0.5, True
     while True:
         try:
             return call()
         except LostContactError as exc:
-            if not exc.passing or clock() + pause > deadline:
+            if not exc.passing or clock() + pause > began + seconds:
                 raise
+            if quiet and clock() >= began + 1:
+                quiet = False
+                report_retry(f"{exc}; trying again for up to {began + seconds - clock():.0f} s")
         sleep(pause * random.uniform(0.5, 1.0))
         pause = min(pause * 2, CLIENT_TIMINGS.platform_pause)
 

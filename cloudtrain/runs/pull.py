@@ -654,6 +654,8 @@ class _Pull:
         if not same:
             for path in [path for path in known if safe(path) and self._intact(path)]:
                 self.out.remove(path)
+            for place in {path.partition("/")[0] for path in known if safe(path)}:
+                self.out.prune(place)  # an empty folder would look like a checkpoint of this run
             self.known = {}
         self.remember()  # from here on the folder is marked as a pull's
 

@@ -31,12 +31,12 @@ from ..job.run_id import check_run_id
 from ..provider_api.node import attempt_key
 from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Shell, Status, extras_of
 from ..runtime.checkpoint_model import Checkpoint
-from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
+from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials, store_above
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Staged, Store, StoreClock, cancel_record, next_of, split_ref
-from ..validate import did_you_mean, parse_since, whole_number
+from ..validate import did_you_mean, parse_seconds, parse_since, whole_number
 from . import handover, outcome
 from .attempts import NO_MACHINES, AttemptPolicy
 from .cost import cost_of, seconds_of
@@ -607,6 +607,8 @@ class Run:
         """
         count = None if n is None else whole_number(n, "n", least=0)
         moment = None if since is None else parse_since(since, self._clock(), field="since")
+        poll = None if poll is None else parse_seconds(poll, field="poll")
+        patience = parse_seconds(patience, field="patience")
         self._follow_handover()
         self._check_part("node", node)
         self._check_part("rank", rank)
@@ -703,7 +705,7 @@ class Run:
     def wait(
         self,
         *,
-        timeout: float | None = None,
+        timeout: float | str | timedelta | None = None,
         on_line: Callable[[Line], None] | None = None,
         on_status: Callable[[Status], None] | None = None,
         retry: Retrier | None = None,
@@ -713,7 +715,8 @@ class Run:
         """Wait until the run has ended. Return its result, the object of ``result.json``.
 
         ``timeout``
-            raise `LostContactError` after so many seconds. The run continues, as it does after Ctrl-C.
+            raise `LostContactError` after this time, in seconds or as text (``"2h"``). The run continues, as it does
+            after Ctrl-C.
         ``on_line``
             called with each log line, a `Line`.
         ``on_status``
@@ -732,7 +735,9 @@ class Run:
         if retry is None and self._policy is not None:
             retry = self._policy(self)
         every_look = isinstance(on_status, StatusListener) and on_status.every
-        deadline = None if timeout is None else self._ticks() + timeout
+        poll = None if poll is None else parse_seconds(poll, field="poll")
+        patience = parse_seconds(patience, field="patience")
+        deadline = None if timeout is None else self._ticks() + parse_seconds(timeout, field="timeout")
         self._follow_handover()
         tail: Tail | None = None
         while True:
@@ -1013,7 +1018,7 @@ def open_run(
             if not isinstance(exc, NotFoundError) and exc.field != "run_id":
                 raise
             listed = f"to list the runs, run: cloudtrain list --store {run.store.url}"
-            near = did_you_mean(run_id, run.store.runs()) or listed
+            near = store_above(where) or did_you_mean(run_id, run.store.runs()) or listed
             raise NotFoundError(f"no run {run_id!r} in {run.store.url}", field="run", hint=near) from None
         return run, caller
 

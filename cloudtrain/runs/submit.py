@@ -23,7 +23,7 @@ from .. import _version
 from ..errors import CloudtrainError, ConflictError, SpecError, StorageError, UnsupportedError, scrubbed
 from ..job.bundle import Bundle, build_bundle, changes
 from ..job.entry_point import check_keeps_batch, check_script
-from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source
+from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, check_placeholders
 from ..job.provenance import digest_of, in_background, origin_of
 from ..job.run_id import check_run_id, new_run_id
 from ..provider_api.limits import THIS_MACHINE
@@ -293,6 +293,7 @@ def make_plan(
     """
     chosen = settings.make_provider(provider)
     _check_names(job)
+    check_placeholders(job.at(chosen.name))
     job = with_node_count(job.at(chosen.name), chosen.name, picks_machine=extras_of(chosen).picks_machine())
     missing = find_missing(settings, chosen, job)
     if missing and not preview:

@@ -28,6 +28,8 @@ _TOKEN = re.compile(
     r"(gh[pousr]_|github_pat_|hf_|sk-|xox[abp]-|AKIA|ASIA|AIza|glpat-|eyJ)[\w.-]{12,}|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
 """Prefixes of tokens of GitHub, Hugging Face, OpenAI, Slack, AWS, Google and GitLab; a JWT; a private key."""
+_KEY = re.compile(r"(?![~./])[\w.+/=-]{12,}")
+"""Text that may be a key, if an argument has such a name: ``pad_token`` is a word between signs."""
 _PLAIN = re.compile(r"|true|false|yes|no|none|[\d.]+|[~./{].*", re.IGNORECASE)
 """Values that are not secret under any name: a switch, a number, a path, a placeholder."""
 
@@ -51,6 +53,11 @@ def cautions(job: Job, request: Request) -> Iterator[str]:
         named = is_secret_name(name) and not _PLAIN.fullmatch(value)
         if named or _TOKEN.match(value) or scrubbed(value) != value:
             yield f"env.{name} looks like a secret and will be recorded; use --secret {name}"
+    for field, name, value in _arguments(job):
+        named = is_secret_name(name) and _KEY.fullmatch(value) is not None
+        if named or _TOKEN.match(value) or scrubbed(value) != value:
+            wanted = re.sub(r"\W", "_", name).upper() or "NAME"
+            yield f"{field} looks like a secret and will be recorded; use --secret {wanted}, and read that variable"
     yield from _webhook_cautions(job)
     machine = job.resources.instance_type
     if machine and request.instance_types and request.provider in catalog.providers():
@@ -58,6 +65,17 @@ def cautions(job: Job, request: Request) -> Iterator[str]:
         if machine.lower() not in {name.lower() for name in known}:
             near = did_you_mean(machine, known)
             yield f"{machine} is not in cloudtrain's table of machines, and is sent as it is" + (near and f"; {near}")
+
+
+def _arguments(job: Job) -> Iterator[tuple[str, str, str]]:
+    """Yield the field, the name and the value of each text among the script's arguments."""
+    yield from (
+        (f"hyperparameters.{k}", k, value) for k, value in job.hyperparameters.items() if isinstance(value, str)
+    )
+    for i, text in enumerate(job.args):
+        before = job.args[i - 1] if i and "=" not in job.args[i - 1] else ""
+        flag, equals, value = text.partition("=") if text.startswith("-") else (before, "", text)
+        yield f"args[{i}]", flag.lstrip("-") if flag.startswith("-") else "", value if equals else text
 
 
 def _webhook_cautions(job: Job) -> Iterator[str]:

@@ -61,8 +61,8 @@ def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str
 
     Trainers leave more in their checkpoint folder: HF's has the final model and the settings beside
     ``checkpoint-500/``, DeepSpeed's a script. So the first of these kinds that exists counts: numbered folders, and
-    other folders that share a file with them (``last.ckpt/``); numbered files, and others of the same suffix
-    (``last.ckpt``); any file but text, log or picture; everything.
+    other folders with all files of one of them (``last.ckpt/``, but no ``final/`` without an optimizer); numbered
+    files, and others of the same suffix (``last.ckpt``); any file but text, log or picture; everything.
     """
     states = {
         key: (name, paths)
@@ -72,8 +72,9 @@ def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str
     folders = {key for key, (_, paths) in states.items() if list(paths) != [""]}
     files = states.keys() - folders
     if numbered := {key for key in folders if re.search(r"\d", states[key][0])}:
-        known = {family(path) for key in numbered for path in states[key][1] if not is_beside(path)}
-        return numbered | {key for key in folders if known & {family(path) for path in states[key][1]}}
+        kinds = {key: {family(path) for path in states[key][1] if not is_beside(path)} for key in folders}
+        whole = [kinds[key] for key in numbered if kinds[key]]
+        return numbered | {key for key in folders if any(kind <= kinds[key] for kind in whole)}
     if numbered := {key for key in files if re.search(r"\d", unversioned(states[key][0]))}:
         suffixes = {PurePosixPath(states[key][0]).suffix for key in numbered}
         return {key for key in files if PurePosixPath(states[key][0]).suffix in suffixes}

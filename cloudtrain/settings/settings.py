@@ -30,6 +30,7 @@ from ..validate import (
     near_or_all,
     similar,
     table_of,
+    text_of,
     toml_loads,
     url_scheme,
     without_secrets,
@@ -38,6 +39,7 @@ from .coerce import Found, is_table, over, resolve_below, typed
 
 __all__ = [
     "AUTO", "FILE", "NO_SETTINGS", "PROJECT", "Found", "Settings", "StoreCredentials", "is_setting", "setting_hint",
+    "store_above",
 ]  # fmt: skip
 
 FILE = "cloudtrain.toml"
@@ -122,6 +124,7 @@ class Settings:
         unknown key, with the nearest valid one, or a value of the wrong type.
         """
         environ = os.environ if environ is None else environ
+        text_of(profile or "", "profile", empty=True)
         read = _read_file(cwd or Path.cwd())
         named = profile or environ.get(PREFIX + _PROFILE.upper()) or read.profile
         return cls._made(read, named, environ=environ, overrides=table_of(overrides or {}, "settings"), given=given)
@@ -370,6 +373,15 @@ class Settings:
         if name in ("", "file") or name not in provider_names():
             return url
         return extras_of(self._for(name).make_provider(name)).store_url(url, ask=ask)
+
+
+def store_above(store: str) -> str:
+    """Return a hint with the store of the nearest folder above, if ``store`` is the default one, which is not here."""
+    if store != Settings.store or os.path.exists(store):
+        return ""
+    above = (os.path.join(folder, Path(store).name) for folder in Path.cwd().parents)
+    found = next((place for place in above if os.path.isdir(os.path.join(place, "runs"))), "")
+    return f"a folder above has a store: add --store {os.path.relpath(found)}" if found else ""
 
 
 _GENERAL = {spec.name: spec.metadata["help"] for spec in dataclasses.fields(Settings) if "help" in spec.metadata}

@@ -114,12 +114,17 @@ class CannotSwapError(StorageError):
 
 @contextmanager
 def report_retries(say: Callable[[str], None]) -> Iterator[None]:
-    """Report to ``say`` each call to a store, made in this thread, from its third try on."""
+    """Report to ``say`` each call to a store, made in this thread, from its third try on, and each `report_retry`."""
     token = _WATCHER.set(say)
     try:
         yield
     finally:
         _WATCHER.reset(token)
+
+
+def report_retry(text: str) -> None:
+    """Report a call of this thread that is made again, to the listener of `report_retries`, if there is one."""
+    _WATCHER.get()(text)
 
 
 def _chain(exc: BaseException) -> Iterator[BaseException]:
@@ -248,7 +253,7 @@ class Retries:
                     ours = translate(exc, where)
                     raise ours from (None if isinstance(ours, UnreachableError) else exc)
                 if (number := self.tries - left + 1) >= NAMED:
-                    _WATCHER.get()(f"{where} does not answer (try {number} of {self.tries})")
+                    report_retry(f"{where} does not answer (try {number} of {self.tries})")
                 self.pause(self.tries - 1 - left)
         raise AssertionError("unreachable")
 

@@ -801,6 +801,19 @@ def test_a_reader_that_leaves_does_not_leave_a_run_half_submitted(demo: Path) ->
 
 
 @pytest.mark.slow
+def test_a_full_disk_of_the_messages_stops_no_submission_and_one_of_the_result_is_no_bug(demo: Path) -> None:
+    """/dev/full refuses each write, as a full disk does."""
+    words = [sys.executable, "-m", "cloudtrain"]
+    with open("/dev/full", "w") as full:
+        sent = subprocess.run([*words, "submit", "good.py", "--run-id", "full-1"], cwd=demo, stderr=full, timeout=60)
+        shown = subprocess.run(
+            [*words, "status", "full-1"], cwd=demo, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (sent.returncode, shown.returncode) == (0, 8)
+    assert shown.stderr.splitlines()[0] == "error: cannot write to stdout: No space left on device"
+
+
+@pytest.mark.slow
 def test_detach_another_store_and_ranks_in_the_lines(demo: Path, tmp_path: Path) -> None:
     store = str(tmp_path / "st")
     done = run_cli("submit", "good.py", "--nproc-per-node", "2", "--detach", "--json", "--store", store, cwd=demo)

@@ -67,7 +67,7 @@ def test_a_run_without_torch_names_the_check_that_prints_the_command() -> None:
     failure = {"exception": "ModuleNotFoundError: No module named 'torchvision'"}
     fix = format.fix({"category": "user_error", "failure": failure})
     assert "add --requirements FILE" in fix
-    assert "own code below src/, add --env PYTHONPATH=src" in fix
+    assert "own code, add the folder that has it: --env PYTHONPATH=. or PYTHONPATH=src" in fix
 
 
 @for_each(("exception", "code", "fix"), [

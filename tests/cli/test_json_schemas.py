@@ -259,7 +259,8 @@ def test_a_budget_that_runs_share_and_what_they_have_cost(account: Account) -> N
     assert "no budget 'team'" in account.of(*words, "--run-id", "early", "--max-cost", "6", code=2)["error"]
     made = account.of("budget", "team", "--max-cost", "10")
     assert made["limits"] == {"max_cost": {"limit": 10.0, "used": 0, "reserved": 0}, "max_gpu_hours": None}
-    assert "needs its own max_cost" in account.of(*words, "--run-id", "free", code=2)["error"]
+    free = account.of(*words, "--run-id", "free", code=2)
+    assert ("needs its own max_cost" in free["error"], free["hint"]) == (True, "add --max-cost USD")
     for _ in range(2):  # the second time it is the same run
         account.of(*words, "--run-id", "one", "--max-cost", "6", "--tag", "team=red")
     no = account.of(*words, "--run-id", "two", "--max-cost", "6", code=2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,13 @@ FLAGS = [
     M("submit train.py --input 'my data.csv'", 2, "my data.csv", "'train=my data.csv'"),
     M("submit train.py --input train=nope.csv", 2, "nope.csv", ""),
     M("submit train.py --hp d={inputs.val}", 2, "inputs.val", "--input val=PATH"),
+    M("plan train.py --input t=data.csv -- {input.t}", 2, "args: {input.t} is not a placeholder", "mean {inputs.t}"),
+    M("plan train.py --hp out={artefact_dir}/x", 2, "hyperparameters: {artefact_dir} is", "mean {artifact_dir}"),
+    M("plan train.py --env OUT={checkpoint-dir}", 2, "env: {checkpoint-dir} is not", "mean {checkpoint_dir}"),
+    M("plan train.py -- --dir {checkpoint_dir?}", 2, "{checkpoint_dir.} is not a placeholder", "mean {checkpoint_dir}"),
+    M("plan train.py -- ckpt={resume_from?}", 2, "args: {resume_from.} must be an argument", "--resume {resume_from"),
+    M("plan train.py --env CKPT={resume_from?}", 2, "env: {resume_from.} must be an argument", "or {resume_from}"),
+    M("plan train.py --hp name={epoch:02d}-{val_loss} -- {rank_id} {} {input.val}", 0, shows="epoch:02d"),
     M("submit train.py --input train=nothing://x/y", 2, "inputs.train.*cannot read nothing: URLs", ""),
     M("submit train.py --set region", 2, "region", "region="),
     M("submit train.py --set regoin=eu-west-1", 2, "regoin", "region"),
@@ -247,6 +255,11 @@ RUNS = [
     M("report nope", 2, "nope", ""),
     M("status damaged", 8, "run.json", ""),
     M("submit train.py --run-id twin --hp steps=7", 2, "'twin'", ""),
+    M(
+        "submit train.py --run-id twin --detach",
+        0,
+        shows="note: this run was sent before and is over: succeeded",
+    ),
     M("submit saves.py --resume-from twon", 2, "no run 'twon'", "twin"),
     M(
         "submit saves.py --resume-from twin",
@@ -322,6 +335,31 @@ def test_a_pull_names_the_other_run_whose_files_it_removes(
         assert cli.main(["pull", run_id, str(tmp_path)]) == 0
         note = f"note: the unchanged files of an earlier pull from file://{folder}/.cloudtrain/runs/twin are gone"
         assert (note in capsys.readouterr().err) == bool(former)
+    assert (tmp_path / "checkpoints/step-1/model").exists()
+    assert cli.main(["pull", "twin", str(tmp_path)]) == 0
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_pull_into_a_folder_with_the_id_of_another_run_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    for second, noted in (("saved-1", True), ("results", False), ("twin", False)):
+        assert cli.main(["pull", "twin", second, "--what", "logs"]) == 0
+        note = f"note: {second} is the folder here; for both runs: cloudtrain pull twin {second} --out DIR\n"
+        assert (note in capsys.readouterr().err) == noted
+        shutil.rmtree(second)
+
+
+@pytest.mark.parametrize("argv", [["status", "twin"], ["status"], ["list"], ["logs", "twi"]])
+def test_a_subfolder_names_the_store_of_the_folder_above(
+    argv: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder / "pkg")
+    code = cli.main(argv)
+    assert code == (0 if argv == ["list"] else 2)
+    assert "hint: a folder above has a store: add --store ../.cloudtrain\n" in capsys.readouterr().err
+    assert cli.main([*argv, "--store", "../.cloudtrain"]) == 0
 
 
 def test_a_full_disk_leaves_no_settings_file_of_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

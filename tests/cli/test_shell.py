@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -74,3 +75,8 @@ def test_tensorboard_gets_the_artifacts_of_a_run_and_of_one_that_goes_on(jobs: J
     assert "sleep 100" not in "".join(jobs.processes().values())
     after = jobs.cli(*words, PATH=path)
     assert (after.code, after.out.splitlines()[-1] + "\n") == (0, said), after.err
+    assert "event files" not in after.err
+    shutil.rmtree(kept)
+    bare = jobs.cli(*words[:2], str(tmp_path / "bare"), *words[2:], PATH=path)
+    assert "note: the run has no event files among its artifacts" in bare.err
+    assert f"cloudtrain pull {run.run_id}" in bare.err

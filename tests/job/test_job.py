@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pickle
 import re
+from array import array
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,7 @@ REFUSED = [
     ({"hyperparameters": {"lr": None}}, "hyperparameters.lr", "leave it out"),
     ({"hyperparameters": {"a": {"b": [float("nan")]}}}, "hyperparameters.a.b[0]", "cannot be written as JSON"),
     ({"hyperparameters": {"a": object()}}, "hyperparameters.a", "cannot be written as JSON"),
+    ({"hyperparameters": {"a": array("f", [1])}}, "hyperparameters.a", "take its plain value with .tolist()"),
     ({"secrets": {"T": "plain"}}, "secrets.T", "is not a reference to a secret"),
     ({"secrets": {"T": "aws:"}}, "secrets.T", "is not a reference to a secret"),
     ({"secrets": {"T": "env:T"}, "env": {"T": "x"}}, "secrets.T", "in env too"),
@@ -278,6 +280,9 @@ REFUSED = [
     ({"env": {"D": "{inputs.val}"}}, "env", "{inputs.val} names no input"),
     ({"hyperparameters": {"d": "{inputs.val}"}}, "hyperparameters", "{inputs.val} names no input"),
     ({"instance_cuont": 2}, "instance_cuont", "did you mean 'instance_count'?"),
+    ({"nodes": 2}, "nodes", "did you mean 'instance_count'?"),
+    ({"resources": {"nodes": 2}}, "resources.nodes", "did you mean 'instance_count'?"),
+    ({"hp": {"lr": 1}}, "hp", "did you mean 'hyperparameters'?"),
     ({"hyperparams": {}}, "hyperparams", "did you mean 'hyperparameters'?"),
     ({"source": {"entrypoint": "x.py"}}, "source.entrypoint", "did you mean 'entry_point'?"),
     ({"resources": {"gpus": "H100"}}, "resources.gpus", "did you mean 'gpu'?"),
@@ -298,6 +303,14 @@ def test_a_refusal_names_the_dotted_field_and_what_would_do(fields: dict[str, An
     assert message in f"{caught.value}; {caught.value.hint}"
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_a_secret_in_place_of_its_reference_is_not_shown() -> None:
+    for value in ("hunter2", "hunter2:x", "gcp:"):
+        with pytest.raises(SpecError) as caught:
+            job(secrets={"T": value})
+        assert str(caught.value) == "secrets.T: its value is not a reference to a secret"
+        assert "hunter2" not in caught.value.hint
 
 
 @for_each(

@@ -112,7 +112,8 @@ def test_an_unknown_machine_needs_the_nodes_or_the_gpus_of_one(provider: str, pi
         ("azureml", "H1OO", "choose from A10, A100, "),
         ("azureml", "V100", "choose another GPU"),
         ("azureml", "H1O0-80GB", "did you mean --gpu H100-80GB:8?"),
-        ("modelarts", "A100-80GB", "did you mean --gpu P100:1?"),  # no P100 has 80 GB
+        ("modelarts", "P1O0-80GB", "did you mean --gpu P100:1?"),  # no P100 has 80 GB
+        ("modelarts", "A100-80GB", "choose from "),  # a real GPU is no typo of another one
     ],
 )
 def test_a_gpu_that_the_provider_lacks_is_refused_as_without_a_total(provider: str, gpu: str, hint: str) -> None:

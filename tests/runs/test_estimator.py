@@ -49,6 +49,7 @@ def test_what_is_given_reaches_the_job() -> None:
         entry_point=Path("t.py"),
         source_dir=Path("src"),
         dependencies=[Path("../lib")],
+        requirements=Path("all.txt"),
         instance_count=2,
         gpu="H100:8",
         hyperparameters={"lr": 0.1},
@@ -57,8 +58,8 @@ def test_what_is_given_reaches_the_job() -> None:
         retries=0,
     )
     assert estimator.job == Job.make(
-        entry_point="t.py", source_dir="src", dependencies=["../lib"], instance_count=2, gpu=["H100:8"],
-        hyperparameters={"lr": 0.1}, max_runtime=43200, spot=True,
+        entry_point="t.py", source_dir="src", dependencies=["../lib"], requirements="all.txt", instance_count=2,
+        gpu=["H100:8"], hyperparameters={"lr": 0.1}, max_runtime=43200, spot=True,
     )  # fmt: skip
 
 
@@ -177,6 +178,31 @@ def test_a_job_is_planned_sent_and_found_again_by_functions(folder: Path) -> Non
     assert "1 node" in rows["job"]
 
 
+def test_a_path_is_a_store_and_a_run_and_a_wrong_type_is_refused_in_one_line(folder: Path) -> None:
+    job = Job.make(entry_point="train.py", source_dir="src", inputs={"train": "good"}, max_runtime="5m")
+    run = cloudtrain.submit(job, run_id="f-3", store=Path("stored"))
+    assert cloudtrain.attach(folder / "stored/runs/f-3").url == run.url == f"file://{folder}/stored/runs/f-3"
+    assert cloudtrain.attach("f-3", store=folder / "stored").wait(timeout="2m")["state"] == "succeeded"
+    assert Estimator.reconcile(folder / "stored") == []
+    calls: dict[str, Callable[[], Any]] = {
+        "run: must be text, not int": lambda: cloudtrain.attach(4),  # type: ignore[arg-type]
+        "sweep: must be text, not Run": lambda: cloudtrain.Sweep.attach(run),  # type: ignore[arg-type]
+        "target: must be text, not int": lambda: Estimator.reconcile(3),  # type: ignore[arg-type]
+        "timeout: 'soon' is not a duration": lambda: run.wait(timeout="soon"),
+        "timeout: must be above zero, not -1": lambda: run.wait(timeout=-1),
+        "patience: None is not a whole": lambda: run.wait(patience=None),  # type: ignore[arg-type]
+        "poll: 'x' is not a duration": lambda: run.logs(poll="x"),  # type: ignore[arg-type]
+        "profile: must be text, not int": lambda: cloudtrain.plan(job, profile=3),  # type: ignore[arg-type]
+        "inputs: must be a table": lambda: Estimator(entry_point="train.py").fit(3),  # type: ignore[arg-type]
+        "not JSON: the JSON object must be": lambda: Job.from_json(3),  # type: ignore[arg-type]
+        "job: must be text, not bytes": lambda: Job.from_toml(b"x = 1"),  # type: ignore[arg-type]
+    }
+    for text, call in calls.items():
+        with pytest.raises(SpecError) as caught:
+            call()
+        assert str(caught.value).startswith(text)
+
+
 @pytest.mark.slow
 def test_waiting_starts_the_attempts_that_the_job_allows(folder: Path) -> None:
     """Waiting works like `cloudtrain wait`. Since `local` itself retries, check the policy, not its effect."""
@@ -204,6 +230,11 @@ def test_what_a_notebook_shows_is_a_table_with_escaped_text(folder: Path) -> Non
     run = cloudtrain.submit(Job.make(entry_point="train.py", source_dir="src", inputs={"train": "good"}), run_id="f-3")
     run.wait()
     assert "<tr><th>state</th><td>succeeded</td></tr>" in run._repr_html_()
+
+
+def test_a_notebook_completes_the_public_names() -> None:
+    code = "import cloudtrain; assert dir(cloudtrain) == sorted(cloudtrain.__all__), dir(cloudtrain)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)  # a process in which none is loaded yet
 
 
 def test_a_run_shows_the_names_that_a_user_needs(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from cloudtrain.runs.log_sources import patiently
 from cloudtrain.runs.retry import Retry
 from cloudtrain.runs.run import Run
 from cloudtrain.settings.settings import NO_SETTINGS
+from cloudtrain.storage.errors import report_retries
 from cloudtrain.storage.files import files
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
@@ -410,6 +412,18 @@ def test_patience_ends() -> None:
     with pytest.raises(LostContactError):
         patiently(lambda: platform.submit(request), clock=clock, sleep=clock.sleep)
     assert 30 < clock.now <= 60
+
+
+def test_a_user_sees_that_a_call_is_made_again() -> None:
+    clock, lines = Clock(), list[str]()
+
+    def silent() -> str:
+        raise LostContactError("ssh login: Could not resolve hostname login")
+
+    with report_retries(lines.append), pytest.raises(LostContactError):
+        patiently(silent, clock=clock, sleep=clock.sleep)
+    assert len(lines) == 1
+    assert re.fullmatch("ssh login: Could not resolve hostname login; trying again for up to 5[0-9] s", lines[0])
 
 
 def test_what_does_not_pass_is_not_waited_for() -> None:

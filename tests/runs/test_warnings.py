@@ -93,6 +93,20 @@ def test_secrets_in_env(code: Path, provider: str) -> None:
     assert all(value not in text for value in secret.values() for text in warned)
 
 
+def test_secrets_in_arguments(code: Path) -> None:
+    hyperparameters = {"api_key": "abc1234567890", "x": "hf_abcdefghij0123456789", "pad_token": "<|endoftext|>",
+                       "token": "short", "max_tokens": 512,
+                       "token_file": "./secrets/hf-token", "repo": "meta/llama-3-8b-instruct"}  # fmt: skip
+    args = ["--wandb-key", "x", "--hub-token", "abc1234567890", "--password=abc1234567890", "ghp_abcdefghij0123456789",
+            "--url", "pg://u:p@h/d", "--name=abc1234567890", "--token", "--verbose-and-long"]  # fmt: skip
+    warned = planned(code, "local", hyperparameters=hyperparameters, args=args).warnings
+    found = {text.partition(" ")[0]: text for text in warned if "looks like a secret" in text}
+    assert [*found] == ["hyperparameters.api_key", "hyperparameters.x", *(f"args[{i}]" for i in (3, 4, 5, 7))]
+    assert found["hyperparameters.api_key"].endswith("use --secret API_KEY, and read that variable")
+    assert found["args[3]"].endswith("use --secret HUB_TOKEN, and read that variable")
+    assert not any("1234567890" in text or "0123456789" in text for text in warned)
+
+
 def test_names_of_secrets() -> None:
     assert all(map(is_secret_name, ("WANDB_API_KEY", "hfToken", "--db-password", "AWS_SECRET_ACCESS_KEY")))
     assert not any(map(is_secret_name, ("MAX_TOKENS", "KEYBOARD", "TOKENIZERS_PARALLELISM", "PATH", "SECRETARY")))

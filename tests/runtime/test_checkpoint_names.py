@@ -85,6 +85,11 @@ def test_a_version_is_no_part_of_the_name(name: str, plain: str) -> None:
             id="a folder without a number, of the same make",
         ),
         pytest.param(
+            {"checkpoint-500": HF, "final": ["model.safetensors", "config.json"], "last": [*HF, "more.pt"]},
+            "checkpoint-500 last",
+            id="a final model in a folder, without its optimizer",
+        ),
+        pytest.param(
             {"global_step20": ["mp_rank_00.pt"], "latest": [""], "zero_to_fp32.py": [""]},
             "global_step20",
             id="a script beside folders",

@@ -23,7 +23,7 @@ from cloudtrain.errors import DigestError, SpecError, StorageError
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import checkpoints
 from cloudtrain.runtime.checkpoint_done import Finished, _Item
-from cloudtrain.runtime.checkpoint_model import Checkpoint
+from cloudtrain.runtime.checkpoint_model import Checkpoint, resumable
 from cloudtrain.runtime.checkpoint_names import family
 from cloudtrain.runtime.checkpoints import (
     COMMIT,
@@ -815,6 +815,16 @@ def test_files_of_single_ranks_need_their_number_of_nodes(files: list[str], own:
     )
     assert item.ranks_own == own
     assert item.node_counts((4, 2))[0] == ((2,) if own else (4, 2))
+
+
+def test_a_numbered_folder_above_makes_no_state_of_final_weights() -> None:
+    def of(place: str, *files: str) -> Checkpoint:
+        name = place.replace("/", "--")
+        sizes = {f"node-0/{name}/{file}": (1, "") for file in files}
+        return Checkpoint(name=name, key=name, committed=1.0, saved=1.0, files=sizes, place=place)
+
+    found = [of("runs/exp1/checkpoint-5", "model.pt", "optimizer.pt"), of("runs/exp1/final", "model.pt")]
+    assert [item.place for item in resumable(found)] == ["runs/exp1/checkpoint-5"]
 
 
 def test_files_of_single_ranks_of_an_unknown_number_of_nodes_need_the_most() -> None:

@@ -22,7 +22,7 @@ STORE = shared_store("/mnt/training/cloudtrain", "a folder on the shared volume,
 ROOT = Need(
     example="/mnt/training",
     find="the folder where this machine has the cluster's shared volume mounted",
-    stand_in="/missing/shared",
+    stand_in="/SHARED-VOLUME",
     shown="/<shared>",
 )
 CLAIM = Need(

@@ -8,12 +8,14 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ... import _version
 from ...errors import CloudtrainError, ConflictError, LostContactError, NotFoundError, SpecError, StorageError
+from ...job.fields import path_text
 from ...job.job import Job, check_job
 from ...job.run_id import new_run_id
 from ...provider_api.protocol import Provider
@@ -21,7 +23,7 @@ from ...settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ...storage.local_disk import local_path
 from ...storage.timings import CLIENT_TIMINGS
 from ...store.store import Store, split_ref, sweep_folder
-from ...validate import did_you_mean, json_value, table_of
+from ...validate import did_you_mean, json_value, parse_seconds, table_of, text_of
 from ..log_sources import Contact
 from ..run import Run
 from ..submit import Plan, make_plan, plan_record, stage_content
@@ -50,7 +52,7 @@ class JobHolder(Protocol):
 
     job: Job
     provider: str | None
-    store: str | None
+    store: str | Path | None
     profile: str | None
     settings: dict[str, Any]
 
@@ -116,7 +118,7 @@ class Sweep:
         failures: int = 5,
         sweep_id: str | None = None,
         provider: str | None = None,
-        store: str | None = None,
+        store: str | Path | None = None,
         profile: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
@@ -152,12 +154,13 @@ class Sweep:
         return self
 
     @classmethod
-    def attach(cls, sweep: str, *, store: str | None = None, profile: str | None = None) -> Sweep:
+    def attach(cls, sweep: str | Path, *, store: str | Path | None = None, profile: str | None = None) -> Sweep:
         """Return the sweep with this URL, or with this id in ``store`` (default: the setting).
 
         Raises `NotFoundError` if there is no such sweep.
         """
-        return open_sweep(sweep, settings=Settings.load(store=store, profile=profile))
+        sweep, settings = text_of(path_text(sweep), "sweep"), Settings.load(store=store, profile=profile)
+        return open_sweep(sweep, settings=settings)
 
     def __repr__(self) -> str:
         return f"Sweep({self.url!r})"
@@ -212,14 +215,14 @@ class Sweep:
     def run(
         self,
         *,
-        timeout: float | None = None,
+        timeout: float | str | timedelta | None = None,
         on_change: Say | None = print,
         patience: float = CLIENT_TIMINGS.pull_silence,
     ) -> Best | None:
         """Create the sweep if it does not exist, and run it to its end. Return the best trial.
 
         ``timeout``
-            raise `LostContactError` after so many seconds.
+            raise `LostContactError` after this time, in seconds or as text (``"2h"``).
         ``on_change``
             called with a line of text for each change.
         ``patience``
@@ -227,10 +230,11 @@ class Sweep:
 
         After Ctrl-C or an error, running trials continue. Call `run` again to continue the sweep, from any machine.
         """
+        patience = parse_seconds(patience, field="patience")
+        deadline = None if timeout is None else time.monotonic() + parse_seconds(timeout, field="timeout")
         self.create()
         say = on_change or (lambda _: None)
         driver, contact = self._driver(say), Contact(clock=time.monotonic, patience=patience)
-        deadline = None if timeout is None else time.monotonic() + timeout
         before, pause = driver.state(), FIRST_PAUSE
         while True:
             again = self._step(driver, contact)
