@@ -292,8 +292,7 @@ def make_plan(
     `SpecError`, which names every missing setting, `UnsupportedError` and `StorageError`.
     """
     chosen = settings.make_provider(provider)
-    _check_names(job)
-    check_placeholders(job.at(chosen.name))
+    _check_names(job, chosen.name)
     job = with_node_count(job.at(chosen.name), chosen.name, picks_machine=extras_of(chosen).picks_machine())
     missing = find_missing(settings, chosen, job)
     if missing and not preview:
@@ -472,8 +471,9 @@ def link_fallbacks(plans: Sequence[Plan]) -> Plan:
     return dataclasses.replace(plans[0], fallbacks=Fallbacks(further=following))
 
 
-def _check_names(job: Job) -> None:
-    """Raise `SpecError` for an unknown provider in ``on`` or ``options`` with a similar name to a known one."""
+def _check_names(job: Job, provider: str) -> None:
+    """Raise `SpecError` for a misspelt provider in ``on`` or ``options``, or a misspelt placeholder."""
+    check_placeholders(job.at(provider))
     for field, table in (("on", job.on), ("options", job.options)):
         for name in table:
             if name not in provider_names() and (near := suggested_provider(name)):
