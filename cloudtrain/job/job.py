@@ -62,6 +62,8 @@ _GPU = re.compile(
 _NODES = re.compile(r"([0-9]{1,5}):([0-9]{1,5})")
 _PLACEHOLDER_SECRET = re.compile(r"\{secrets\.([^}]*)\}")
 _LEFT_OUT = "{resume_from?}"
+_BRACED = re.compile(r"(?<![${])\{([^{}]*)\}")
+"""A word in braces, but no variable of a shell (``${RUN_ID}``) or of a template (``{{ run_id }}``)."""
 _PLACEHOLDER_INPUT = re.compile(r"\{inputs\.([A-Za-z][A-Za-z0-9_-]*)\}")
 
 
@@ -493,7 +495,7 @@ def check_placeholders(job: Job) -> None:
         if _LEFT_OUT in text:
             how = "write --resume {resume_from?}, or {resume_from}, which is empty on a fresh start"
             raise SpecError(f"{_LEFT_OUT} must be an argument of its own, not {brief(text)}", field=where, hint=how)
-        for word in re.findall(r"\{([^{}]*)\}", text):
+        for word in _BRACED.findall(text):
             near = similar(word.strip().rstrip("?"), names, short_forms=False, most=1)
             if near and near != word:
                 raise SpecError(f"{{{word}}} is not a placeholder", field=where, hint=f"did you mean {{{near}}}?")

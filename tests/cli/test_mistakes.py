@@ -130,6 +130,7 @@ FLAGS = [
     M("plan train.py -- ckpt={resume_from?}", 2, "args: {resume_from.} must be an argument", "--resume {resume_from"),
     M("plan train.py --env CKPT={resume_from?}", 2, "env: {resume_from.} must be an argument", "or {resume_from}"),
     M("plan train.py --hp name={epoch:02d}-{val_loss} -- {rank_id} {} {input.val}", 0, shows="epoch:02d"),
+    M("plan train.py --env OUT=${ARTIFACT_DIR}/x -- ${RUN_ID} '{{ run_id }}'", 0, shows="train.py"),
     M("submit train.py --input train=nothing://x/y", 2, "inputs.train.*cannot read nothing: URLs", ""),
     M("submit train.py --set region", 2, "region", "region="),
     M("submit train.py --set regoin=eu-west-1", 2, "regoin", "region"),
