@@ -149,6 +149,8 @@ def newest_checkpoint(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoin
 def resumable(found: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Return those to resume from, in the same order: without what a script writes beside its training states."""
     names = {item.key: (item.place or item.name).rpartition("/")[2] for item in found}  # exp1/final has no number
+    if not any(re.search(r"\d", name) for name in names.values()):
+        names = {item.key: item.name for item in found}  # step-8/state has one
     chosen = training_states({item.key: (names[item.key], item.below) for item in found})
     return [item for item in found if item.key in chosen]
 
