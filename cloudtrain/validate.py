@@ -142,9 +142,15 @@ def parse_duration(value: Any, *, field: str) -> int:
 
 
 def parse_seconds(value: Any, *, field: str) -> float:
-    """Return the seconds of a number, also of zero or with a fraction, or of a `parse_duration`. Raises `SpecError`."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
+    """Return the seconds of a number or timedelta, also of zero or with a fraction, or of a `parse_duration`'s text.
+
+    Raises `SpecError`.
+    """
+    value = value.total_seconds() if isinstance(value, timedelta) else value
+    if is_number(value) and value >= 0:
         return float(value)
+    if is_number(value) and value < 0:
+        raise SpecError(f"must be zero or more, not {brief(value)}", field=field)
     return float(parse_duration(value, field=field))
 
 
