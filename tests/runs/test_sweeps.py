@@ -26,7 +26,7 @@ from rows import for_each
 
 from cloudtrain.cli import main
 from cloudtrain.cli.sweep import sweep_screen
-from cloudtrain.errors import QuotaError, SpecError
+from cloudtrain.errors import LostContactError, QuotaError, SpecError
 from cloudtrain.job.job import Job
 from cloudtrain.report.comparison import Compared, comparison_page
 from cloudtrain.report.curves import curves
@@ -896,3 +896,17 @@ def test_gc_keeps_the_content_of_a_sweep_that_has_no_run_yet(tmp_path: Path, mon
     found = collect(Store(store), older_than=0, delete=True)
     assert [item for item in found.found if item.kind in ("code", "runtime")] == []
     assert Sweep.attach(sweep.url).spec == sweep.spec
+
+
+def test_the_upload_of_a_new_sweep_takes_nothing_from_its_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    job, store = Job.make(entry_point="train.py"), str(tmp_path / "store")
+    sweep, create, steps = Sweep(job, space={"lr": [1, 2]}, metric="loss", trials=2, store=store), Sweep.create, []
+    monkeypatch.setattr(Sweep, "create", lambda self: (create(self), time.sleep(0.3)))
+    monkeypatch.setattr(Sweep, "_step", lambda *_: steps.append(time.sleep(0.02)) or True)
+    with pytest.raises(LostContactError, match="has not ended within the timeout"):
+        sweep.run(timeout=0.25, on_change=None)
+    assert len(steps) > 1

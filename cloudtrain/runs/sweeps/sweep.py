@@ -231,8 +231,9 @@ class Sweep:
         After Ctrl-C or an error, running trials continue. Call `run` again to continue the sweep, from any machine.
         """
         patience = parse_seconds(patience, field="patience")
-        deadline = None if timeout is None else time.monotonic() + parse_seconds(timeout, field="timeout")
+        seconds = None if timeout is None else parse_seconds(timeout, field="timeout")
         self.create()
+        deadline = None if seconds is None else time.monotonic() + seconds
         say = on_change or (lambda _: None)
         driver, contact = self._driver(say), Contact(clock=time.monotonic, patience=patience)
         before, pause = driver.state(), FIRST_PAUSE
