@@ -74,8 +74,9 @@ def _arguments(job: Job) -> Iterator[tuple[str, str, str]]:
     )
     for i, text in enumerate(job.args):
         before = job.args[i - 1] if i and "=" not in job.args[i - 1] else ""
-        flag, equals, value = text.partition("=") if text.startswith("-") else (before, "", text)
-        yield f"args[{i}]", flag.lstrip("-") if flag.startswith("-") else "", value if equals else text
+        flag, equals, value = text.partition("=") if text.startswith("-") else (before, "=", text)
+        is_value = flag.startswith("-") and equals  # --use-auth-token alone is a name
+        yield f"args[{i}]", flag.lstrip("-") if is_value else "", value if equals else text
 
 
 def _webhook_cautions(job: Job) -> Iterator[str]:

@@ -98,7 +98,8 @@ def test_secrets_in_arguments(code: Path) -> None:
                        "token": "short", "max_tokens": 512,
                        "token_file": "./secrets/hf-token", "repo": "meta/llama-3-8b-instruct"}  # fmt: skip
     args = ["--wandb-key", "x", "--hub-token", "abc1234567890", "--password=abc1234567890", "ghp_abcdefghij0123456789",
-            "--url", "pg://u:p@h/d", "--name=abc1234567890", "--token", "--verbose-and-long"]  # fmt: skip
+            "--url", "pg://u:p@h/d", "--name=abc1234567890", "--token", "--verbose-and-long",
+            "--use-auth-token"]  # fmt: skip
     warned = planned(code, "local", hyperparameters=hyperparameters, args=args).warnings
     found = {text.partition(" ")[0]: text for text in warned if "looks like a secret" in text}
     assert [*found] == ["hyperparameters.api_key", "hyperparameters.x", *(f"args[{i}]" for i in (3, 4, 5, 7))]
