@@ -155,7 +155,7 @@ def records_of(info: AttemptInfo, exits: Sequence[Record], starts: Sequence[Reco
     own = [r for r in exits if r["attempt"] == info.number]
     if any(r.get("decided") for r in own):
         return own
-    within = records_within(attempt_key(info.number)[0], exits)
+    within = records_within((attempt_key(info.number) or (-1,))[0], exits)  # a platform may have no number
     ghost = own and all(r["outcome"] == "stopped" for r in own)
     if ghost and starts is not None and not any(r["attempt"] == info.number for r in starts):
         before = newest_records([r for r in within if r.get("decided")])

@@ -491,7 +491,7 @@ class Run:
 
     def _nodes_of(self, attempt: str) -> int:
         """Return the number of nodes that attempt ``k.r`` asked for, by its record; without one, the job's."""
-        wanted, k = self._own_job.resources, attempt_key(attempt)[0]
+        wanted, k = self._own_job.resources, (attempt_key(attempt) or (0,))[0]
         if not wanted.min_instance_count:
             return wanted.instance_count
         if k not in self._known.nodes:

@@ -532,6 +532,13 @@ def test_attempts_come_from_platform_and_nodes_together(world: World) -> None:
     assert rows[1]["ended"] == "2023-11-14T22:13:29.000Z"
 
 
+def test_an_attempt_that_a_platform_does_not_number_is_a_row(world: World) -> None:
+    """A third party's provider may do so; its runs stay readable."""
+    world.recorded().attempt(0, failed(attempts=(AttemptInfo(number="first", started=T0),)))
+    result = world.run().result()
+    assert (result["state"], [row["number"] for row in result["attempts"]]) == ("failed", ["first"])
+
+
 def test_a_restart_that_the_platform_does_not_tell_of_is_an_attempt_of_its_own(world: World) -> None:
     """The native job's start is the first attempt's; its end and reason are the last one's. No second counts twice."""
     world.recorded().attempt(0, failed("preempted", started=T0, finished=T0 + 100))
