@@ -67,7 +67,7 @@ def tensorboard(
     pull_into(handle, place, screen, what=["artifacts"])
     if not any((place / "artifacts").rglob("*tfevents*")):
         screen.talk("note: the run has no event files among its artifacts; the script must write them there")
-        screen.hint(f"add {{artifact_dir}} to its log folder; for files elsewhere: cloudtrain pull {handle.run_id}")
+        screen.hint(f"let it log below {{artifact_dir}}; for files elsewhere: cloudtrain pull {handle.run_id}")
     words = ["--logdir", str(place / "artifacts"), "--port", str(port)]
     if handle.result()["state"] in FINAL:
         start(program, words, env={}, install=install)
