@@ -70,6 +70,16 @@ def test_the_type_of_a_gpu_is_the_cluster_s(types: dict[str, str], gpu: str, wan
     assert options(planned({"gres_type": types}, gpu=(gpu,)))["gpus-per-node"] == wanted
 
 
+def test_ports_of_jobs_of_one_machine_differ_also_after_restarts() -> None:
+    lines = planned().body["script"].splitlines()
+    (line,) = (line for line in lines if line.startswith("port=$((20000 "))
+    formula = line.removeprefix("port=$((").removesuffix("))")
+    jobs = [(job, restart) for job in range(7_000, 7_400) for restart in range(8)]
+    ports = {eval(formula, {}, {"job": job, "restart": restart}) for job, restart in jobs}
+    assert len(ports) == len(jobs)
+    assert all(port % 2 == 0 and 20_000 <= port < 32_000 for port in ports)
+
+
 @for_each(
     ("seconds", "max_time", "minutes", "limit", "parts"),
     [
