@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ..provider_api.node import PROTOCOL, attempt_key
-from .checkpoint_names import is_beside, step_of, training_states, unversioned
+from .checkpoint_names import is_beside, is_random, step_of, training_states, unversioned
 
 _NODE = re.compile(r"node-\d+/")
 _RANK = re.compile(r"rank[-_.]?0*[01](?!\d)", re.IGNORECASE)
 """Ranks that have a file if each rank has one. Another number alone is a size: ``lora_rank16``."""
-_RANDOM = re.compile(r"(?:/|^)(?:rng|random)[-_]?state", re.IGNORECASE)
 METADATA = ".metadata"  # file that ``torch.distributed.checkpoint`` writes last
 
 
@@ -102,7 +101,7 @@ class Checkpoint:
         resharded = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == METADATA}
         for path in paths:
             missing = bool(first) and path not in first and path.rpartition("/")[0] not in resharded
-            if (missing or _RANK.search(path)) and not _RANDOM.search(path) and not is_beside(path):
+            if (missing or _RANK.search(path)) and not is_random(path) and not is_beside(path):
                 return path
         return ""
 

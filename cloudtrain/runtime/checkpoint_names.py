@@ -14,6 +14,7 @@ _BESIDE = re.compile(
     re.IGNORECASE,
 )
 """Other files that scripts write with their checkpoints: settings, logs, pictures, programs."""
+_RANDOM = re.compile(r"(?:/|^)(?:rng|random)[-_]?state", re.IGNORECASE)
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
 _VERSION = re.compile(r"[-_.]?(?<![a-z0-9])v\d+", re.IGNORECASE)
 _DAY = r"(?:0[1-9]|1[0-2]){0}(?:0[1-9]|[12]\d|3[01])"
@@ -63,7 +64,11 @@ def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str
     ``checkpoint-500/``, DeepSpeed's a script. So the first of these kinds that exists counts: numbered folders, and
     other folders with all files of one of them (``last.ckpt/``, but no ``final/`` without an optimizer); numbered
     files, and others of the same suffix (``last.ckpt``); any file but text, log or picture; everything.
+
+    A numbered folder of random numbers alone never counts. HF's Trainer removes old checkpoints on node 0 alone, so
+    another node's part may be committed without it.
     """
+    entries = {key: entry for key, entry in entries.items() if not _is_rest(*entry)}
     states = {
         key: (name, paths)
         for key, (name, paths) in entries.items()
@@ -79,6 +84,17 @@ def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str
         suffixes = {PurePosixPath(states[key][0]).suffix for key in numbered}
         return {key for key in files if PurePosixPath(states[key][0]).suffix in suffixes}
     return set(states)
+
+
+def _is_rest(name: str, paths: Sequence[str]) -> bool:
+    """Return whether the entry is a numbered folder with states of random numbers, and no other state."""
+    random = any(map(is_random, paths)) and all(is_random(path) or is_beside(path) for path in paths)
+    return random and re.search(r"\d", name) is not None
+
+
+def is_random(path: str) -> bool:
+    """Return whether the file has a rank's state of random numbers: ``rng_state_1.pth``, ``random_states_1.pkl``."""
+    return _RANDOM.search(path) is not None
 
 
 def is_beside(path: str) -> bool:

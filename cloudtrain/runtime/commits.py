@@ -232,10 +232,11 @@ class Commits:
             self._complain(f"cannot commit checkpoint {work.name}: {exc.strerror}")
             self._again(work)
             return
-        self._holders[family(work.name)] = set(work.answers)
+        whole = Checkpoint.of(commit, str(folder))
+        if resumable([whole]):  # the rest of a checkpoint does not show who writes
+            self._holders[family(work.name)] = set(work.answers)
         del self._rounds[work.name]
         self._send_all(self._peers(), {"t": "committed", "name": work.name, "folder": self._key(folder)})
-        whole = Checkpoint.of(commit, str(folder))
         if self._temporary:
             self._unstored[self._key(folder)] = whole, {0, *work.answers}
         else:
@@ -369,7 +370,8 @@ class Commits:
             if item.folder in self._damaged:
                 checkpoints.remove_path(item.folder / checkpoints.COMMIT)
             parts = {key.partition("/")[0].removeprefix("node-") for key in item.files}
-            self._holders[family(item.name)] = {int(part) for part in parts if part.isdigit()} & self._nodes
+            if resumable([item]):
+                self._holders[family(item.name)] = {int(part) for part in parts if part.isdigit()} & self._nodes
         self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root, marks=self._marks)]
         here = {self._key(item.folder) for item in self._complete}
         for item in archived:

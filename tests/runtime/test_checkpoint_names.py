@@ -90,6 +90,17 @@ def test_a_version_is_no_part_of_the_name(name: str, plain: str) -> None:
             id="a final model in a folder, without its optimizer",
         ),
         pytest.param(
+            {"checkpoint-500": HF, "checkpoint-1000": ["rng_state_1.pth"], "final": ["rng_state_0.pth", "config.json"]},
+            "checkpoint-500",
+            id="the random numbers of node 1 alone, after node 0 has deleted its part",
+        ),
+        pytest.param({"checkpoint_7": ["random_states_1.pkl", "notes.txt"]}, "", id="random numbers are all there is"),
+        pytest.param(
+            {"model": ["model.pt"], "rng": ["rng_state_0.pth"], "random_state.pkl": [""]},
+            "model rng random_state.pkl",
+            id="random numbers in entries of their own",
+        ),
+        pytest.param(
             {"global_step20": ["mp_rank_00.pt"], "latest": [""], "zero_to_fp32.py": [""]},
             "global_step20",
             id="a script beside folders",

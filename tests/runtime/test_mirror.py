@@ -21,7 +21,7 @@ import pytest
 from disks import faulty_disk
 
 from cloudtrain.runtime import checkpoint_done, checkpoints, mirror, mirror_files
-from cloudtrain.runtime.checkpoint_model import Checkpoint
+from cloudtrain.runtime.checkpoint_model import Checkpoint, resumable
 from cloudtrain.runtime.checkpoints import COMMIT, CheckpointEntry, Watch, complete
 from cloudtrain.runtime.commits import Commits
 from cloudtrain.runtime.mirror import KINDS, Mirror
@@ -547,6 +547,30 @@ def test_a_pause_between_the_files_of_one_checkpoint_does_not_make_it_two(cluste
         run.write(node, f"checkpoint-1000/rng_state_{node}.pth")
     run.until(lambda: len(run.complete()) == 2)
     assert len(run.complete()[1].commit["files"]) == 4
+
+
+def test_a_rest_of_a_checkpoint_that_node_0_has_deleted_is_nothing_to_resume_from(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check Hugging Face's rotation: it deletes on node 0 alone, which may be before the checkpoint is copied."""
+    monkeypatch.setattr(TIMINGS, "holder", 2.0)
+    run = cluster(2, keep=1)
+    for node in (0, 1):
+        run.write(node, f"checkpoint-10/rng_state_{node}.pth")
+    run.write(0, "checkpoint-10/model.safetensors")
+    run.until(run.complete)
+    run.write(1, "checkpoint-20/rng_state_1.pth")
+    run.until(lambda: len(run.complete()) == 2)
+    run.settle()
+    assert [(item.name, len(item.files)) for item in run.complete()] == [("checkpoint-10", 3), ("checkpoint-20", 1)]
+    assert [item.name for item in resumable(run.complete())] == ["checkpoint-10"]
+    run.write(1, "checkpoint-30/rng_state_1.pth")
+    run.settle()
+    assert "checkpoint-30" not in {item.name for item in run.complete()}, "node 0 still counts as a writer"
+    for name in ("model.safetensors", "rng_state_0.pth"):
+        run.write(0, f"checkpoint-30/{name}")
+    run.until(lambda: [(c.name, len(c.files)) for c in resumable(run.complete())] == [("checkpoint-30", 3)])
+    run.finish()
 
 
 def test_a_restored_checkpoint_is_a_forerunner_too(cluster: Callable[..., Cluster]) -> None:
