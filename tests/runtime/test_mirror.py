@@ -573,6 +573,22 @@ def test_a_rest_of_a_checkpoint_that_node_0_has_deleted_is_nothing_to_resume_fro
     run.finish()
 
 
+def test_a_rest_of_an_earlier_attempt_does_not_show_who_writes(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = cluster(2)
+    run.write(1, "checkpoint-10/rng_state_1.pth")
+    run.until(run.complete)
+    run.stop()
+    monkeypatch.setattr(TIMINGS, "first_holder", 3.0)
+    run = cluster(2, attempt="0.1")
+    run.write(1, "checkpoint-20/rng_state_1.pth")
+    run.settle()
+    assert run.names() == ["checkpoint-10/0.0-1"]
+    run.write(0, "checkpoint-20/model.safetensors")
+    run.until(lambda: [len(item.files) for item in resumable(run.complete())] == [2])
+
+
 def test_a_restored_checkpoint_is_a_forerunner_too(cluster: Callable[..., Cluster]) -> None:
     run = cluster(1, attempt="0.1", shapes={"step-#": Counter({"model.bin": 1, "rank#": 2})})
     run.write(0, "step-8/model.bin")
