@@ -142,15 +142,13 @@ def parse_duration(value: Any, *, field: str) -> int:
 
 
 def parse_seconds(value: Any, *, field: str) -> float:
-    """Return the seconds of a number or timedelta, also of zero or with a fraction, or of a `parse_duration`'s text.
+    """Return the seconds of a number or timedelta, also with a fraction, or of a `parse_duration`'s text.
 
-    Raises `SpecError`.
+    A number below zero is zero: the rest of a time that is over. Raises `SpecError`.
     """
     value = value.total_seconds() if isinstance(value, timedelta) else value
-    if is_number(value) and value >= 0:
-        return float(value)
-    if is_number(value) and value < 0:
-        raise SpecError(f"must be zero or more, not {brief(value)}", field=field)
+    if is_number(value):
+        return max(0.0, float(value))
     return float(parse_duration(value, field=field))
 
 
