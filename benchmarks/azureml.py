@@ -33,7 +33,7 @@ from common import (
     tree,
 )
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tests/kit")]
 
 TARGET = 0.3
 FILES, BYTES = 2_000, 20_000_000

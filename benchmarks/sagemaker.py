@@ -86,7 +86,7 @@ def serve(folder: Path) -> None:
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+    sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tests/kit")]
     from worlds.sagemaker.plane import REGISTRY, Plane
 
     counts, lock = dict[str, int](), threading.Lock()

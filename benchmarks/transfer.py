@@ -41,7 +41,7 @@ from common import (
 
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tests/kit")]
 
 SMALL, SMALL_BYTES = 2_000, 8 << 10
 LARGE, LARGE_BYTES = 64, 8 << 20

@@ -58,7 +58,7 @@ print(find_provider("vertex")(**json.loads(sys.argv[1])).status(sys.argv[2]).sta
 def serve(folder: Path) -> None:
     """Serve a project until stdin ends. The first line on stdout gives its address; each line on stdin is answered with
     its jobs."""
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+    sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tests/kit")]
     from worlds.vertex.world import BUCKET, VertexWorld
 
     world = VertexWorld(folder, image=IMAGE)

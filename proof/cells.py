@@ -31,7 +31,7 @@ from cloudtrain.errors import StorageError
 from cloudtrain.runtime.checkpoints import complete
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests"))
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests/kit")]
 
 from containers import BUILD, IMAGE, left  # noqa: E402  what the tests have of an engine, jobs and a cluster
 from jobs import CLI, Done, Jobs  # noqa: E402

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -483,22 +483,18 @@ def _texts_with_placeholders(job: Job) -> list[tuple[str, str]]:
     return texts + [("hyperparameters", v) for v in job.hyperparameters.values() if isinstance(v, str)]
 
 
-def check_placeholders(job: Job) -> None:
-    """Check that no text has a misspelt placeholder, which the node would leave as it is.
-
-    It is not a check of `Job` itself: a run of an older version may have one, and stays readable.
-    """
+def misspelt_placeholders(job: Job) -> Iterator[str]:
+    """Yield a warning for each text that looks like a placeholder. The node leaves it as it is."""
     names = ["checkpoint_dir", "artifact_dir", "resume_from", "run_id", *(f"inputs.{name}" for name in job.inputs)]
     for where, text in _texts_with_placeholders(job):
-        if text == _LEFT_OUT and where != "env":
+        if _LEFT_OUT in text and (text != _LEFT_OUT or where == "env"):
+            why = f"works only as an argument of its own, not in {brief(text)}; use {{resume_from}}"
+            yield f"{where}: {_LEFT_OUT} {why}"
             continue
-        if _LEFT_OUT in text:
-            how = "write --resume {resume_from?}, or {resume_from}, which is empty on a fresh start"
-            raise SpecError(f"{_LEFT_OUT} must be an argument of its own, not {brief(text)}", field=where, hint=how)
-        for word in _BRACED.findall(text):
+        for word in _BRACED.findall(text.replace(_LEFT_OUT, "")):
             near = similar(word.strip().rstrip("?"), names, short_forms=False, most=1)
             if near and near != word:
-                raise SpecError(f"{{{word}}} is not a placeholder", field=where, hint=f"did you mean {{{near}}}?")
+                yield f"{where}: {{{word}}} is not a placeholder; did you mean {{{near}}}?"
 
 
 def check_job(job: Any) -> Job:

@@ -23,7 +23,7 @@ from .. import _version
 from ..errors import CloudtrainError, ConflictError, SpecError, StorageError, UnsupportedError, scrubbed
 from ..job.bundle import Bundle, build_bundle, changes
 from ..job.entry_point import check_keeps_batch, check_script
-from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, check_placeholders
+from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source
 from ..job.provenance import digest_of, in_background, origin_of
 from ..job.run_id import check_run_id, new_run_id
 from ..provider_api.limits import THIS_MACHINE
@@ -292,7 +292,7 @@ def make_plan(
     `SpecError`, which names every missing setting, `UnsupportedError` and `StorageError`.
     """
     chosen = settings.make_provider(provider)
-    _check_names(job, chosen.name)
+    _check_names(job)
     job = with_node_count(job.at(chosen.name), chosen.name, picks_machine=extras_of(chosen).picks_machine())
     missing = find_missing(settings, chosen, job)
     if missing and not preview:
@@ -471,9 +471,8 @@ def link_fallbacks(plans: Sequence[Plan]) -> Plan:
     return dataclasses.replace(plans[0], fallbacks=Fallbacks(further=following))
 
 
-def _check_names(job: Job, provider: str) -> None:
-    """Raise `SpecError` for a misspelt provider in ``on`` or ``options``, or a misspelt placeholder."""
-    check_placeholders(job.at(provider))
+def _check_names(job: Job) -> None:
+    """Raise `SpecError` for an unknown provider in ``on`` or ``options`` with a similar name to a known one."""
     for field, table in (("on", job.on), ("options", job.options)):
         for name in table:
             if name not in provider_names() and (near := suggested_provider(name)):

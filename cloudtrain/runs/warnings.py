@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import scrubbed
-from ..job.job import Gpu
+from ..job.job import Gpu, misspelt_placeholders
 from ..provider_api import catalog
 from ..provider_api.limits import THIS_MACHINE, gpus_per_node
 from ..validate import did_you_mean
@@ -58,6 +58,7 @@ def cautions(job: Job, request: Request) -> Iterator[str]:
         if named or _TOKEN.match(value) or scrubbed(value) != value:
             wanted = re.sub(r"\W", "_", name).upper() or "NAME"
             yield f"{field} looks like a secret and will be recorded; use --secret {wanted}, and read that variable"
+    yield from misspelt_placeholders(job)
     yield from _webhook_cautions(job)
     machine = job.resources.instance_type
     if machine and request.instance_types and request.provider in catalog.providers():

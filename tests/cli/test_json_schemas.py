@@ -636,7 +636,7 @@ def _raise(kind: type[BaseException]) -> Callable[..., Any]:
 def test_what_a_pipe_gets_is_the_object_and_nothing_else(account: Account) -> None:
     """Use the real process: libraries may print, warn or log."""
     account.submit("r1", state="failed", category="oom", reason="é\x1b[31m")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(account.folder / "site"), str(ROOT / "tests")])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(account.folder / "site"), str(ROOT / "tests/kit")])}
     for words, name in ((["wait", "r1"], "wait"), (["status", "nosuch"], "status")):
         done = subprocess.run(
             [sys.executable, "-m", "cloudtrain", *words, "--json"], env=env, capture_output=True, check=False

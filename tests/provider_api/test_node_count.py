@@ -142,7 +142,8 @@ NODES = ([], ["2:4"])
 def test_each_choice_of_a_hint_ends_in_a_plan(
     provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A job without a number of nodes has one mistake; with one, the first hint may leave a second mistake."""
+    """A job without a number of nodes has one mistake; with one, the first hint may leave a second mistake. A GPU that
+    the provider lacks is one mistake more."""
     (tmp_path / "train.py").write_text("# runtime.accumulation_steps()\n")
     monkeypatch.chdir(tmp_path)
 
@@ -154,7 +155,10 @@ def test_each_choice_of_a_hint_ends_in_a_plan(
             return
         assert (code, len(lines), hints > 0) == (2, 2, True), (words, lines)
         choices = re.findall(r"(?:--(?:gpus|nodes|gpu) (?!NAME)[A-Z0-9-]+(?::\d+)? ?)+|--spot", lines[1])
-        assert choices, (words, lines)
+        others = re.findall(r"[A-Z0-9-]+(?=[,;])", lines[1].partition("choose from ")[2])
+        assert choices or others, (words, lines)
+        for name in others:
+            follow({**flags, "--gpu": [name]}, hints)
         for choice in choices:
             changed: dict[str, list[str]] = {}
             for name, value in re.findall(r"(--\w+)(?: (\S+))?", choice):

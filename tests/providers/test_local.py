@@ -34,7 +34,7 @@ from cloudtrain.testing.platform import FakePlatform, Impossible
 from cloudtrain.testing.tables import CASES, Fields
 
 PACKAGE = Path(cloudtrain.__file__).parents[1]
-HELPERS = Path(__file__).parents[1]
+HELPERS = Path(__file__).parents[1] / "kit"
 
 
 class LocalWorld(FakePlatform):

@@ -482,7 +482,7 @@ def test_a_plan_loads_nothing_of_googles() -> None:
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONPATH": str(ROOT / "tests"), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": f"{ROOT}/tests:{ROOT}/tests/kit", "PATH": "/usr/bin:/bin"},
     )
     assert done.stdout.strip() == "[]"
 

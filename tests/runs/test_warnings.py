@@ -108,6 +108,22 @@ def test_secrets_in_arguments(code: Path) -> None:
     assert not any("1234567890" in text or "0123456789" in text for text in warned)
 
 
+def test_a_misspelt_placeholder_is_named_and_other_braces_are_not(code: Path) -> None:
+    env = {"OUT": "{checkpoint-dir}", "CKPT": "{resume_from?}", "SHELL_OUT": "${ARTIFACT_DIR}/x"}
+    hyperparameters = {"out": "{artefact_dir}/x", "name": "{epoch:02d}-{val_loss}", "resume": "{resume_from?}"}
+    args = ["--t", "{input.t}", "--dir", "{checkpoint_dir?}", "ckpt={resume_from?}", "{{ run_id }}", "{rank_id}", "{}",
+            "--resume", "{resume_from?}", "{inputs.t}/{run_id}"]  # fmt: skip
+    given = {"env": env, "hyperparameters": hyperparameters, "args": args, "inputs": {"t": str(code / "train.py")}}
+    assert [text for text in planned(code, "local", **given).warnings if "placeholder" in text or "resume" in text] == [
+        "args: {input.t} is not a placeholder; did you mean {inputs.t}?",
+        "args: {checkpoint_dir?} is not a placeholder; did you mean {checkpoint_dir}?",
+        "args: {resume_from?} works only as an argument of its own, not in 'ckpt={resume_from?}'; use {resume_from}",
+        "env: {checkpoint-dir} is not a placeholder; did you mean {checkpoint_dir}?",
+        "env: {resume_from?} works only as an argument of its own, not in '{resume_from?}'; use {resume_from}",
+        "hyperparameters: {artefact_dir} is not a placeholder; did you mean {artifact_dir}?",
+    ]
+
+
 def test_names_of_secrets() -> None:
     assert all(map(is_secret_name, ("WANDB_API_KEY", "hfToken", "--db-password", "AWS_SECRET_ACCESS_KEY")))
     assert not any(map(is_secret_name, ("MAX_TOKENS", "KEYBOARD", "TOKENIZERS_PARALLELISM", "PATH", "SECRETARY")))
