@@ -82,7 +82,22 @@ def test_nodes_on_one_machine_share_its_cores(
         "GROUPS": "g",
         "SECRETS_FD": fd,
     }
-    assert Local.node_environment({f"{prefix}{name}": str(value) for name, value in environ.items()}, {}).cpus == each
+    given = {f"{prefix}{name}": str(value) for name, value in environ.items()}
+    assert Local.node_environment(given, {}).cpus == each
+
+
+@pytest.mark.parametrize(("system", "loopback"), [("darwin", "lo0"), ("linux", "lo")])
+def test_nodes_on_one_machine_use_its_loopback(
+    system: str, loopback: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", system)
+    monkeypatch.setattr(host_facts, "cpu_count", lambda: 1)
+    (tmp_path / "secrets").write_text("{}")
+    for own, expected in (({}, {"GLOO_SOCKET_IFNAME": loopback}), ({"GLOO_SOCKET_IFNAME": "eth0"}, {})):
+        fd = os.open(tmp_path / "secrets", os.O_RDONLY)
+        words = {"NODES": 1, "NODE": 0, "PORT": 5000, "SCRATCH": "/tmp", "SUPERVISOR": 1, "GROUPS": "g"}
+        given = {f"{local.ENGINE_PREFIX}{name}": str(value) for name, value in {**words, "SECRETS_FD": fd}.items()}
+        assert Local.node_environment({**given, **own}, {}).export_env == expected
 
 
 def test_a_container_gets_its_node_number_and_the_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +312,9 @@ def test_a_store_of_sagemaker_is_used_in_its_region(account: aws.Account) -> Non
     found = SageMaker(**OF_SAGEMAKER)
     assert found.storage("s3://bucket/x") == {"client_kwargs": {"region_name": "eu-west-1"}}
     assert found.storage("/a/folder") == {}
+    other = SageMaker(**OF_SAGEMAKER, role_to_assume="arn:aws:iam::123456789012:role/other").storage("s3://bucket/x")
+    assert other["session"].get_config_variable("region") == "eu-west-1"
+    assert other["session"].get_credentials().method == "sts-assume-role"
 
 
 def test_a_call_of_aws_waits_for_half_a_minute_and_is_made_once(account: aws.Account) -> None:
