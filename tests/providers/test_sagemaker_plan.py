@@ -414,6 +414,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("secrets.T", {"enable_network_isolation": True}, {"secrets": {"T": SAMPLE["secret"]}}, "isolation"),
     ("resources.gpu", {}, {"gpu": "A100:2"}, "A100-80GB:8"),
     ("resources.gpu", {}, {"gpu": "A100:8", "instance_type": "ml.g5.xlarge"}, "A10G:1"),
+    ("resources.gpu", {}, {"gpu": "A100:8", "instance_type": "ml.m5.xlarge"},
+     "ml.m5.xlarge has no GPU, not A100:8; leave out gpu or instance_type"),
     ("resources.cpus", {}, {"cpus": 5000}, "the largest"),
     ("resources.memory_gb", {}, {"memory_gb": 50000}, "the largest"),
     ("resources.cpus", {}, {"cpus": 64, "instance_type": "ml.m5.xlarge"}, "4 cores"),
@@ -479,7 +481,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 @for_each(("field", "given", "fields", "says"), REFUSED)
 def test_refused(field: str, given: dict[str, Any], fields: dict[str, Any], says: str) -> None:
     error = refused(given, **fields)
-    assert error.field == field
+    assert (error.field, getattr(error, "provider", "sagemaker")) == (field, "sagemaker")
     assert says in f"{error}; {error.hint}"
     assert "\n" not in str(error)
 
