@@ -263,10 +263,8 @@ def test_status(primary: str, secondary: str, state: str, category: str, reason:
 
 
 def test_a_pending_job_has_the_words_of_its_newest_step() -> None:
-    steps = transitions("Starting", "Pending")
-    assert (
-        status_of(describe("j", "InProgress", "Pending", SecondaryStatusTransitions=steps)).reason == "Pending: pending"
-    )
+    job = describe("j", "InProgress", "Pending", SecondaryStatusTransitions=transitions("Starting", "Pending"))
+    assert status_of(job).reason == "Pending: pending"
 
 
 @for_each(("primary", "state"), [("Stopped", "failed"), ("Failed", "failed")])
@@ -278,12 +276,11 @@ def test_a_wait_that_was_too_long_is_a_lack_of_capacity(primary: str, state: str
     status = status_of(job)
     assert (status.category == "capacity") == waited
     if waited:
-        why = (
-            "no machines within max_wait (MaxPendingTimeInSeconds)"
-            if primary == "Stopped"
-            else "SageMaker gives no reason"
-        )
-        assert (status.state, status.reason) == (state, f"{why}; {HINTS['capacity']}")
+        why = {
+            "Stopped": "no machines within max_wait (MaxPendingTimeInSeconds)",
+            "Failed": "SageMaker gives no reason",
+        }
+        assert (status.state, status.reason) == (state, f"{why[primary]}; {HINTS['capacity']}")
     assert status_of({**job, "TrainingStartTime": 1.0}).category != "capacity"
     pending = transitions("Starting", "Pending", "LaunchingMLInstances", "Stopping")
     assert (status_of({**job, "SecondaryStatusTransitions": pending}).category == "capacity") == waited
