@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from containers import left
 from node_shells import check_shell
+from plans import Plans
 from rows import for_each
+from worlds.vertex.wire import Answer, Wire
 
 from cloudtrain.engine import ENGINE_PREFIX
 from cloudtrain.engine.docker_api import _address, _is_remote, check_image, clear, make_client, why
@@ -134,7 +136,11 @@ def host(**fields: Any) -> Fields:
     ("fields", "where", "words"),
     [
         ({"image": None}, "image", "Python 3.10 or newer"),
-        (option(nodes={"*": {"container": {"HostConfig": {"ShmSzie": 1}}}}), "HostConfig.ShmSzie", "no such field"),
+        (
+            option(nodes={"*": {"container": {"HostConfig": {"ShmSzie": 1}}}}),
+            "HostConfig.ShmSzie",
+            "ShmSzie: no such field",
+        ),
         (option(nodes={"*": {"container": {"HostConfig": {"Bind": []}}}}), "HostConfig.Bind", "'Binds'"),
         (option(nodes={"0": {"container": {"Lables": {}}}}), "container.Lables", "'Labels'"),
         (option(nodes={"0": {"container": {"HostConfig": 1}}}), "container", "would replace"),
@@ -195,6 +201,56 @@ def test_a_node_runs_as_the_caller_and_has_its_own_name(world: FakePlatform) -> 
     assert nodes[0].entrypoint is not None
     assert nodes[0].entrypoint[:2] == ["/bin/sh", "-c"]
     assert "exec" in nodes[0].entrypoint[2]
+    assert {node.platform for node in nodes} == {None}
+
+
+def test_a_request_has_its_platform_and_its_choice_of_gpus() -> None:
+    plans = Plans(Provider, {"platform": "linux/arm64"}, "file:///store", {"image": "a/b:1"})
+    request = plans.planned(gpu=["H100:8", "A100:2"], gpu_index=1)
+    (node,) = Provider().launch_spec(request).nodes
+    assert (node.platform, node.gpus, request.body["gpu"], request.gpu_index) == ("linux/arm64", 2, "A100", 1)
+
+
+# ------------------------------------------------------------------------------------------ an engine without a runtime
+
+
+@pytest.fixture
+def engine_on_tcp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    """Give the API of an engine with one running container, and without a runtime for GPUs."""
+    wire = Wire()
+    wire.route("GET", r"(?:/v1\.44)?/version", "version", lambda call: Answer({"ApiVersion": "1.44"}), open=True)
+    wire.route("GET", r"/v1\.44/info", "info", lambda call: Answer({"Runtimes": {"runc": {}}}), open=True)
+    wire.route("GET", r"/v1\.44/containers/json", "containers", lambda call: Answer([{"Id": "abc"}]), open=True)
+    monkeypatch.setenv("DOCKER_HOST", wire.listen().replace("http://", "tcp://"))
+    yield wire
+    wire.close()
+    assert wire.crashes == []
+
+
+def test_gpus_need_this_machine_s_and_the_engine_s_runtime(
+    world: FakePlatform, engine_on_tcp: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SpecError, match="64 H100 GPUs on this machine, which has"):
+        Provider().check(world.plan({"gpu": "H100:64"}).request)
+    assert engine_on_tcp.calls == []
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa-0)'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(SpecError) as caught:
+        Provider().check(world.plan({"gpu": "H100:1"}).request)
+    assert str(caught.value) == "resources.gpu: the container engine has no runtime for NVIDIA GPUs"
+    assert "nvidia-ctk runtime configure" in caught.value.hint
+
+
+@pytest.mark.parametrize(("tty", "flags"), [(True, ["-i", "-t"]), (False, ["-i"])])
+def test_a_shell_is_a_command_of_docker(world: FakePlatform, engine_on_tcp: Wire, tty: bool, flags: list[str]) -> None:
+    way = Provider().shell(world.plan().request, "", 0, ["ls"], tty=tty)
+    assert way.argv[: len(flags) + 5] == ["docker", "exec", *flags, "abc", "/bin/sh", "-c"]
+    words = ["/cloudtrain/cloudtrain.pyz", "shell", "--run-id", "contract", "--node", "0", "--scratch", "", "--", "ls"]
+    assert way.argv[-10:] == words
 
 
 @pytest.mark.parametrize(

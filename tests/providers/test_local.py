@@ -235,6 +235,21 @@ def test_without_torch_nothing_is_recorded(world: FakePlatform, monkeypatch: pyt
     assert caught.value.exit_code == 2
     assert "pip install" in caught.value.hint
     assert plan.run_id not in plan.store.runs()
+    Provider().check(world.plan({"instance_count": 2, "launcher": "python"}).request)
+
+
+def test_a_shell_is_a_command_of_the_node_s_own_python(world: FakePlatform, tmp_path: Path) -> None:
+    request = world.plan({"instance_count": 2}).request
+    (tmp_path / "nodes").mkdir()
+    (tmp_path / "status.json").write_text("{}")
+    native = f"{socket.gethostname()}:{tmp_path}"
+    with pytest.raises(SpecError) as caught:
+        Provider().shell(request, native, 1, ["ls"], tty=True)
+    assert (str(caught.value), caught.value.hint) == ("node: the node does not run now", "try again")
+    (tmp_path / "nodes/node-1.started").write_text('{"scratch": "/tmp/s"}')
+    words = ["shell", "--run-id", "contract", "--node", "1", "--scratch", "/tmp/s", "--", "ls"]
+    found = Provider().shell(request, native, 1, ["ls"], tty=True).argv
+    assert found == [sys.executable, f"{tmp_path}/nodes/node-1/cloudtrain.pyz", *words]
 
 
 def test_checkpoints_that_the_newest_attempt_could_not_copy_are_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from cloudtrain.errors import (
 from cloudtrain.job.job import Job, run_tag
 from cloudtrain.provider_api.protocol import Layout, LogLine, Request
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
-from cloudtrain.providers.sagemaker.api import CODES, error_of
+from cloudtrain.providers.sagemaker.api import CODES, HELP, error_of
 from cloudtrain.providers.sagemaker.logs import OVERLAP
 from cloudtrain.providers.sagemaker.status import HINTS, category_of, status_of
 
@@ -107,8 +108,9 @@ def test_the_shell_is_a_session_of_ssm(aws: Aws) -> None:
     name = planned.body["TrainingJobName"]
     start = ["aws", "ssm", "start-session", "--region", "eu-west-1"]
     start += ["--target", f"sagemaker-training-job:{name}_algo-2"]
-    way = provider(profile="dev").shell(planned, ARN + name, 1, [], tty=True)
+    way = provider(profile="dev", region="us-east-1").shell(planned, ARN + name, 1, [], tty=True)
     assert (way.argv, way.env) == (start, {"AWS_PROFILE": "dev"})
+    assert provider().shell(planned, name, 1, [], tty=True).argv == start, "a name alone is in the settings' region"
     way = provider().shell(planned, ARN + name, 1, ["nvidia-smi", "-L"], tty=True)
     assert way.argv[: len(start) + 3] == [*start, "--document-name", "AWS-StartInteractiveCommand", "--parameters"]
     (line,) = json.loads(way.argv[-1])["command"]
@@ -178,6 +180,13 @@ def test_the_region_of_a_job_is_that_of_its_arn(aws: Aws, monkeypatch: pytest.Mo
     assert "/eu-west-1/sagemaker/" in aws.keys[-1]
     Provider().status("j")
     assert "/us-east-1/sagemaker/" in aws.keys[-1]
+    monkeypatch.delenv("AWS_REGION")
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    with pytest.raises(SpecError) as caught:
+        Provider().status("j")
+    assert str(caught.value) == "sagemaker.region: is not set"
+    assert caught.value.hint == "set sagemaker.region, or the variable AWS_REGION"
 
 
 # --------------------------------------------------------------------------------------------------------------- cancel
@@ -224,27 +233,38 @@ def test_every_status_means_something(primary: str, secondary: str) -> None:
 
 
 STATES = [
-    ("InProgress", "Starting", "pending", ""),
-    ("InProgress", "Pending", "pending", ""),
-    ("InProgress", "Downloading", "pending", ""),
-    ("InProgress", "Training", "running", ""),
-    ("InProgress", "Uploading", "running", ""),
-    ("InProgress", "Interrupted", "pending", ""),
-    ("InProgress", "Restarting", "pending", ""),
-    ("InProgress", "SomethingNew", "running", ""),
-    ("Stopping", "Stopping", "running", ""),
-    ("Completed", "Completed", "succeeded", ""),
-    ("Stopped", "Stopped", "cancelled", "cancelled"),
-    ("Stopped", "MaxRuntimeExceeded", "failed", "timeout"),
-    ("Stopped", "MaxWaitTimeExceeded", "failed", "capacity"),
-    ("Failed", "Failed", "failed", "infra"),
+    ("InProgress", "Starting", "pending", "", "Starting"),
+    ("InProgress", "Pending", "pending", "", "Pending"),
+    ("InProgress", "Downloading", "pending", "", "Downloading"),
+    ("InProgress", "Training", "running", "", ""),
+    ("InProgress", "Uploading", "running", "", ""),
+    ("InProgress", "Interrupted", "pending", "", "Interrupted"),
+    ("InProgress", "Restarting", "pending", "", "Restarting"),
+    ("InProgress", "SomethingNew", "running", "", ""),
+    ("Stopping", "Stopping", "running", "", "stopping"),
+    ("Completed", "Completed", "succeeded", "", ""),
+    ("Stopped", "Stopped", "cancelled", "cancelled", "it was stopped"),
+    ("Stopped", "MaxRuntimeExceeded", "failed", "timeout", "MaxRuntimeExceeded: max_runtime is used up"),
+    (
+        "Stopped",
+        "MaxWaitTimeExceeded",
+        "failed",
+        "capacity",
+        f"MaxWaitTimeExceeded: no machines within max_wait; {HINTS['capacity']}",
+    ),
+    ("Failed", "Failed", "failed", "infra", f"SageMaker gives no reason; {HINTS['infra']}"),
 ]
 
 
-@for_each(("primary", "secondary", "state", "category"), STATES)
-def test_status(primary: str, secondary: str, state: str, category: str) -> None:
+@for_each(("primary", "secondary", "state", "category", "reason"), STATES)
+def test_status(primary: str, secondary: str, state: str, category: str, reason: str) -> None:
     status = status_of(describe("j", primary, secondary))
-    assert (status.state, status.category) == (state, category)
+    assert (status.state, status.category, status.reason) == (state, category, reason)
+
+
+def test_a_pending_job_has_the_words_of_its_newest_step() -> None:
+    job = describe("j", "InProgress", "Pending", SecondaryStatusTransitions=transitions("Starting", "Pending"))
+    assert status_of(job).reason == "Pending: pending"
 
 
 @for_each(("primary", "state"), [("Stopped", "failed"), ("Failed", "failed")])
@@ -256,8 +276,11 @@ def test_a_wait_that_was_too_long_is_a_lack_of_capacity(primary: str, state: str
     status = status_of(job)
     assert (status.category == "capacity") == waited
     if waited:
-        assert status.state == state
-        assert HINTS["capacity"] in status.reason
+        why = {
+            "Stopped": "no machines within max_wait (MaxPendingTimeInSeconds)",
+            "Failed": "SageMaker gives no reason",
+        }
+        assert (status.state, status.reason) == (state, f"{why[primary]}; {HINTS['capacity']}")
     assert status_of({**job, "TrainingStartTime": 1.0}).category != "capacity"
     pending = transitions("Starting", "Pending", "LaunchingMLInstances", "Stopping")
     assert (status_of({**job, "SecondaryStatusTransitions": pending}).category == "capacity") == waited
@@ -372,10 +395,10 @@ def test_attempts_are_the_platforms_own_starts() -> None:
         "Training", "Starting", "Training",
     )  # fmt: skip
     status = status_of(describe("r-0123456789abcdef-3", SecondaryStatusTransitions=steps))
-    assert [(a.number, a.started, a.ended, a.category) for a in status.attempts] == [
-        ("3.0", 102.0, 103.0, "preempted"),
-        ("3.1", 106.0, 109.0, "infra"),
-        ("3.2", 110.0, None, ""),
+    assert [(a.number, a.started, a.ended, a.category, a.reason) for a in status.attempts] == [
+        ("3.0", 102.0, 103.0, "preempted", "its spot machines were taken back"),
+        ("3.1", 106.0, 109.0, "infra", "SageMaker started it again"),
+        ("3.2", 110.0, None, "", ""),
     ]
     assert status_of(describe("j")).attempts == ()
 
@@ -403,6 +426,18 @@ def test_billed_time() -> None:
     status = status_of(describe("j", "Completed", "Completed", **more))
     assert (status.billed_s, status.saved) == (1800.0, 0.75)
     assert status_of(describe("j")).billed_s is None
+    pending = status_of(describe("j", "InProgress", "Starting", TrainingEndTime=50.0))
+    assert (pending.billed_s, pending.finished) == (None, None)
+    ended = status_of(describe("j", "Completed", "Completed", TrainingEndTime=50.0))
+    assert (ended.instance_type, ended.finished) == ("ml.m5.xlarge", 50.0)
+
+
+def test_a_list_of_machines_is_billed_for_the_one_that_sagemaker_took() -> None:
+    wanted = [{"InstanceType": name, "InstanceCount": 2} for name in ("ml.p5.48xlarge", "ml.p4de.24xlarge")]
+    taken = {"SelectedInstanceType": "ml.p4de.24xlarge", "SelectedInstanceCount": 2}
+    resources = {"InstancePreferences": wanted, **taken}
+    status = status_of(describe("j", "Completed", "Completed", ResourceConfig=resources, BillableTimeInSeconds=900))
+    assert (status.instance_type, status.billed_s) == ("ml.p4de.24xlarge", 1800.0)
 
 
 @pytest.mark.costly
@@ -425,7 +460,8 @@ REFUSALS: list[tuple[Exception, type[CloudtrainError], str]] = [
     (refusal("ValidationException", "Requested resource not found."), NotFoundError, ""),
     (refusal("ValidationException", "Could not assume role arn:aws:iam::1:role/x."), AuthError, "trust policy"),
     (refusal("ValidationException", "1 validation error detected"), SpecError, "1 validation error"),
-    (refusal("AccessDeniedException", "not authorized to perform: iam:PassRole"), AuthError, "iam:PassRole"),
+    (refusal("AccessDeniedException", "not authorized to perform: iam:PassRole"), AuthError, "trust policy"),
+    (refusal("InvalidClientTokenId", "The security token is invalid"), AuthError, HELP["none"]),
     (
         refusal("AccessDeniedException", "u is not authorized to perform: sagemaker:CreateTrainingJob on resource: r"),
         AuthError,
@@ -455,7 +491,7 @@ REFUSALS: list[tuple[Exception, type[CloudtrainError], str]] = [
     (raised.NoRegionError(), SpecError, "AWS_REGION"),
     (raised.ProfileNotFound(profile="x"), SpecError, "list-profiles"),
     (raised.ParamValidationError(report="Unknown parameter"), SpecError, "--upgrade boto3"),
-    (raised.UnauthorizedSSOTokenError(), AuthError, "sso login"),
+    (raised.UnauthorizedSSOTokenError(), AuthError, HELP["expired"]),
     (raised.EndpointConnectionError(endpoint_url="https://x"), LostContactError, ""),
     (raised.ConnectTimeoutError(endpoint_url="https://x"), LostContactError, ""),
     (raised.ReadTimeoutError(endpoint_url="https://x"), LostContactError, ""),

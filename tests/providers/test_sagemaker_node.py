@@ -119,6 +119,7 @@ def test_existing_scripts_find_their_variables(tmp_path: Path) -> None:
     assert training_env["channel_input_dirs"] == {
         name: words[f"SM_CHANNEL_{name.upper()}"] for name in json.loads(words["SM_CHANNELS"])
     }
+    assert (training_env["master_hostname"], training_env["is_master"]) == ("algo-1", False)
     assert "SM_CHANNEL_CLOUDTRAIN_CODE" not in words
 
 
@@ -262,6 +263,12 @@ def test_a_refusal_is_raised_at_once(service: Any) -> None:
     assert len(service.requests) == 1
     service.environ = {**service.environ, "AWS_CONTAINER_AUTHORIZATION_TOKEN": "no"}
     with pytest.raises(StorageError, match="reading the credentials of the job's role was refused"):
+        read(service)
+
+
+def test_a_service_that_does_not_answer_may_lack_an_endpoint_of_the_vpc(service: Any) -> None:
+    service.environ = {**service.environ, "AWS_ENDPOINT_URL_SECRETS_MANAGER": "http://127.0.0.1:1"}
+    with pytest.raises(StorageError, match=r"; a container in a VPC needs an endpoint of secretsmanager$"):
         read(service)
 
 

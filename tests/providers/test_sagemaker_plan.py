@@ -25,6 +25,7 @@ from cloudtrain.provider_api import catalog
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
 from cloudtrain.providers.sagemaker.images import images
+from cloudtrain.providers.sagemaker.request import _volume
 from cloudtrain.providers.sagemaker.status import attempt_of
 from cloudtrain.providers.sagemaker.validate import broken, limits, translated
 from cloudtrain.runs.submit import make_plan
@@ -114,6 +115,7 @@ def test_the_request_of_a_plain_job() -> None:
     }
     assert body["OutputDataConfig"]["S3OutputPath"] == "s3://bucket/store/runs/r/native/"
     assert body["ResourceConfig"]["InstanceType"] == "ml.m5.xlarge"
+    assert body["AlgorithmSpecification"]["ContainerEntrypoint"] == ["/bin/sh", "-c"]
     assert "$" not in json.dumps(body), "a compose file would replace it"
     assert {tag["Key"] for tag in body["Tags"]} >= {"cloudtrain:run", "cloudtrain:run-id"}
 
@@ -142,13 +144,15 @@ def test_one_object_is_copied_never_mounted() -> None:
     """Check this because a FastFile prefix must not be part of a folder's name, and an object's key is one."""
     one = {"url": "s3://data/x/z.csv", "mode": "mount"}
     error = refused(inputs={"a": one})
-    assert error.field == "inputs.a.mode"
-    assert "s3://data/x/" in error.hint
+    assert str(error).endswith(
+        "inputs.a.mode: not supported by provider sagemaker: FastFile mounts folders, not one object"
+    )
+    assert error.hint == "use mode copy, or name the folder s3://data/x/"
     assert channels(planned(inputs={"a": {**one, "mode": "copy"}}))["a"]["InputMode"] == "File"
 
 
 def test_file_systems_are_mounted_in_their_vpc() -> None:
-    inputs = {"a": "efs://fs-0123abcd/data", "b": "fsx://fs-0123abcd/mount/data"}
+    inputs = {"a": "efs://fs-0123abcd/data/", "b": "fsx://fs-0123abcd/mount/data"}
     found = channels(planned(VPC, inputs=inputs))
     sources = [found[name]["DataSource"]["FileSystemDataSource"] for name in "ab"]
     assert [(s["FileSystemType"], s["DirectoryPath"]) for s in sources] == [
@@ -156,7 +160,8 @@ def test_file_systems_are_mounted_in_their_vpc() -> None:
         ("FSxLustre", "/mount/data"),
     ]
     assert refused(inputs=inputs).field == "inputs.a"
-    assert refused(VPC, inputs={"a": {"url": inputs["a"], "shard": True}}).field == "inputs.a.shard"
+    shard = refused(VPC, inputs={"a": {"url": inputs["a"], "shard": True}})
+    assert (shard.field, shard.hint) == ("inputs.a.shard", "leave shard out, and let each rank pick its files")
     assert refused(VPC, inputs={"a": {"url": inputs["a"], "mode": "copy"}}).field == "inputs.a.mode"
 
 
@@ -402,12 +407,15 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("image", {}, {"gpu": "GB200:4"}, "linux/arm64"),
     ("image", {}, {"image": f"{ECR}/a:1-amd64", "gpu": "GB200:4"}, "--platform linux/arm64"),
     ("image", {}, {"image": f"{ECR}/{'a' * 300}:1"}, "at most 255"),
-    ("secrets.T", {}, {"secrets": {"T": "env:TOKEN"}}, "aws secretsmanager create-secret"),
+    ("secrets.T", {}, {"secrets": {"T": "env:TOKEN"}},
+     "cannot read this machine's variables; to create the secret there, run: aws secretsmanager create-secret"),
     ("secrets.T", {}, {"secrets": {"T": "gcp:projects/x"}}, "aws:ARN"),
     ("secrets.T", {}, {"secrets": {"T": "aws:name"}}, "not the ARN"),
     ("secrets.T", {"enable_network_isolation": True}, {"secrets": {"T": SAMPLE["secret"]}}, "isolation"),
     ("resources.gpu", {}, {"gpu": "A100:2"}, "A100-80GB:8"),
     ("resources.gpu", {}, {"gpu": "A100:8", "instance_type": "ml.g5.xlarge"}, "A10G:1"),
+    ("resources.gpu", {}, {"gpu": "A100:8", "instance_type": "ml.m5.xlarge"},
+     "ml.m5.xlarge has no GPU, not A100:8; leave out gpu or instance_type"),
     ("resources.cpus", {}, {"cpus": 5000}, "the largest"),
     ("resources.memory_gb", {}, {"memory_gb": 50000}, "the largest"),
     ("resources.cpus", {}, {"cpus": 64, "instance_type": "ml.m5.xlarge"}, "4 cores"),
@@ -435,7 +443,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("sagemaker.keep_alive_period", {"keep_alive_period": 30000}, {}, "at most 21600"),
     ("sagemaker.volume_kms_key", {"volume_kms_key": "alias/x"}, {"gpu": "A10G:1"}, "its own disks"),
     ("sagemaker.volume_kms_key", {"volume_kms_key": "a b"}, {}, "does not match"),
-    ("sagemaker.debug_shell", {"debug_shell": True, "enable_network_isolation": True}, {}, "isolation"),
+    ("sagemaker.debug_shell", {"debug_shell": True, "enable_network_isolation": True}, {},
+     "no shell reaches a container under network isolation; turn enable_network_isolation off"),
     ("sagemaker.subnets", {"subnets": ("s" * 40,), "security_group_ids": ("sg-1",)}, {}, "at most 32"),
     ("options.sagemaker.contract", {}, {"options": {"sagemaker": {"contract": 1}}}, "no such field"),
     (
@@ -444,6 +453,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {"options": {"sagemaker": {"RetryStrategy": {"MaximumRetryAttempts": 99}}}},
         "at most 30",
     ),
+    ("options.sagemaker.OutputDataConfig.CompressionType", {},
+     {"options": {"sagemaker": {"OutputDataConfig": {"CompressionType": "GZPI"}}}}, "'GZPI' is none of "),
     ("options.sagemaker.StoppingCondition", {}, {"options": {"sagemaker": {"StoppingCondition": {}}}}, "itself"),
     (
         "options.sagemaker.Environment.LONG",
@@ -470,7 +481,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 @for_each(("field", "given", "fields", "says"), REFUSED)
 def test_refused(field: str, given: dict[str, Any], fields: dict[str, Any], says: str) -> None:
     error = refused(given, **fields)
-    assert error.field == field
+    assert (error.field, getattr(error, "provider", "sagemaker")) == (field, "sagemaker")
     assert says in f"{error}; {error.hint}"
     assert "\n" not in str(error)
 
@@ -513,8 +524,18 @@ def test_region(
 
 @pytest.mark.parametrize("missing", ["subnets", "security_group_ids"])
 def test_half_a_vpc_is_refused(missing: str) -> None:
-    with pytest.raises(SpecError, match=missing):
+    with pytest.raises(SpecError) as caught:
         Provider(**{**ACCOUNT, **VPC, missing: ()})
+    why = "is not set, and a VPC needs both subnets and security_group_ids"
+    assert str(caught.value) == f"sagemaker.{missing}: {why}"
+
+
+@for_each(("page", "tag"), [("https://ci.example/runs/12", "https://ci.example/runs/12"), ("https://ci/?run=12", "12")])
+def test_tags_name_the_run_of_ci_by_its_page_or_by_its_number(page: str, tag: str) -> None:
+    at = layout(origin={"revision": "a1b2", "ci_run": "12", "ci_url": page})
+    body = Provider(**ACCOUNT).plan(Job.make(entry_point="t.py"), at).body
+    tags = {item["Key"]: item["Value"] for item in body["Tags"]}
+    assert (tags["cloudtrain:revision"], tags["cloudtrain:ci"]) == ("a1b2", tag)
 
 
 # ----------------------------------------------------------------------------------------------- against the real rules
@@ -699,3 +720,7 @@ def test_a_spot_job_keeps_few_checkpoints_and_its_plan_names_the_downloads(
 )
 def test_the_volume_has_room_for_the_machines_checkpoints(job: dict[str, Any], volume: int) -> None:
     assert planned(**job).body["ResourceConfig"]["VolumeSizeInGB"] == volume
+
+
+def test_a_machine_of_unknown_memory_has_the_smallest_volume() -> None:
+    assert _volume(catalog.Machine(instance_type="ml.new.large")) == 30

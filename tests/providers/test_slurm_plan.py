@@ -103,6 +103,20 @@ def test_the_time_limit_is_that_of_all_starts(
     assert Provider().launch_spec(request).rules.time_limit == seconds
 
 
+@for_each(("nodes", "hosts"), [(1, [None]), (2, ["slurm-node-0", "slurm-node-1"])])
+def test_a_rehearsal_has_the_nodes_of_the_request(nodes: int, hosts: list[str | None]) -> None:
+    specs = Provider().launch_spec(planned(instance_count=nodes)).nodes
+    assert [(node.hostname, node.env["SLURM_NODEID"]) for node in specs] == [(h, str(n)) for n, h in enumerate(hosts)]
+    run = "/store/runs/r"
+    paths = {f"{run}/live": "sync", f"{run}/checkpoints": "sync", f"{run}/container/context.json": "mount"}
+    paths |= {f"{run}/container/key": "mount"}
+    paths |= {"/store/runtime/d/cloudtrain.pyz": "mount", "/store/code/c/code.tar.gz": "mount"}
+    assert {mount.path: (mount.url, mount.kind) for mount in specs[-1].mounts} == {
+        path: (f"file://{path}", kind) for path, kind in paths.items()
+    }
+    assert f"direct={run}/checkpoints" in specs[-1].command, "a script may write its own checkpoints by their path"
+
+
 def test_another_request_has_another_name() -> None:
     """Check this because another job may get a run's id while Slurm still knows the former job."""
     names = {options(planned(**job))["job-name"] for job in ({}, {"cpus": 2}, {"max_runtime": 60})}
@@ -157,6 +171,7 @@ def test_unsupported_jobs_are_refused(
     with pytest.raises(SpecError) as caught:
         planned(settings, layout(**at), **job)
     assert caught.value.field == field
+    assert getattr(caught.value, "provider", "slurm") == "slurm"
 
 
 @for_each(

@@ -66,23 +66,31 @@ def test_the_sm_variables_name_the_network_the_machine_and_its_devices(tmp_path:
     )
 
 
+def local_variables(folder: Path, nodes: int) -> dict[str, str]:
+    """Return the variables of a node that is a process of this machine. Its secrets can be read once."""
+    (folder / "secrets").write_text("{}")
+    words = {"NODES": nodes, "NODE": 0, "PORT": 5000, "SCRATCH": "/tmp", "SUPERVISOR": 1, "GROUPS": "g"}
+    words["SECRETS_FD"] = os.open(folder / "secrets", os.O_RDONLY)
+    return {f"{local.ENGINE_PREFIX}{name}": str(value) for name, value in words.items()}
+
+
 @pytest.mark.parametrize(("cores", "nodes", "each"), [(8, 2, 4), (2, 4, 1)])
 def test_nodes_on_one_machine_share_its_cores(
     cores: int, nodes: int, each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_facts, "cpu_count", lambda: cores)
-    (tmp_path / "secrets").write_text("{}")
-    prefix, fd = local.ENGINE_PREFIX, os.open(tmp_path / "secrets", os.O_RDONLY)
-    environ = {
-        "NODES": nodes,
-        "NODE": 0,
-        "PORT": 5000,
-        "SCRATCH": "/tmp",
-        "SUPERVISOR": 1,
-        "GROUPS": "g",
-        "SECRETS_FD": fd,
-    }
-    assert Local.node_environment({f"{prefix}{name}": str(value) for name, value in environ.items()}, {}).cpus == each
+    assert Local.node_environment(local_variables(tmp_path, nodes), {}).cpus == each
+
+
+@pytest.mark.parametrize(("system", "loopback"), [("darwin", "lo0"), ("linux", "lo")])
+def test_nodes_on_one_machine_use_its_loopback(
+    system: str, loopback: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_facts, "cpu_count", lambda: 1)
+    monkeypatch.setattr("sys.platform", system)
+    for own, expected in (({}, {"GLOO_SOCKET_IFNAME": loopback}), ({"GLOO_SOCKET_IFNAME": "eth0"}, {})):
+        given = {**local_variables(tmp_path, 1), **own}
+        assert Local.node_environment(given, {}).export_env == expected
 
 
 def test_a_container_gets_its_node_number_and_the_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +305,9 @@ def test_a_store_of_sagemaker_is_used_in_its_region(account: aws.Account) -> Non
     found = SageMaker(**OF_SAGEMAKER)
     assert found.storage("s3://bucket/x") == {"client_kwargs": {"region_name": "eu-west-1"}}
     assert found.storage("/a/folder") == {}
+    other = SageMaker(**OF_SAGEMAKER, role_to_assume="arn:aws:iam::123456789012:role/other").storage("s3://bucket/x")
+    assert other["session"].get_config_variable("region") == "eu-west-1"
+    assert other["session"].get_credentials().method == "sts-assume-role"
 
 
 def test_a_call_of_aws_waits_for_half_a_minute_and_is_made_once(account: aws.Account) -> None:

@@ -23,7 +23,7 @@ from trials import TRIALS
 from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.provider_api import catalog
 from cloudtrain.provider_api.protocol import Request
-from cloudtrain.providers._cloud import problems
+from cloudtrain.providers._cloud import digest_of, problems
 from cloudtrain.providers.vertex import SAMPLE, Provider
 from cloudtrain.providers.vertex import machines as own_machines
 from cloudtrain.providers.vertex.validate import _shapes, check_body
@@ -414,9 +414,9 @@ def test_options_that_the_api_refuses(field: str, options: dict[str, Any], says:
     assert says in f"{error}; {error.hint}"
 
 
-def test_a_number_with_too_many_digits_is_named() -> None:
-    [(_, why, _)] = problems(_shapes(), "int64", 10**18)
-    assert why == "must be a whole number, not 1000000000000000000"
+def test_no_whole_number_and_one_with_too_many_digits_are_named() -> None:
+    for value, shown in ((10**18, "1000000000000000000"), ([1], "[1]")):
+        assert list(problems(_shapes(), "int64", value)) == [((), f"must be a whole number, not {shown}", "")]
 
 
 def test_the_number_of_nodes_is_that_of_the_pools() -> None:
@@ -444,6 +444,7 @@ def test_a_request_has_a_digest_of_itself() -> None:
     assert first.body == again.body
     others = [planned(image="team/other:1"), planned(max_runtime=600), planned(disk_gb=200)]
     assert len({request.body["labels"]["cloudtrain-request"] for request in (first, *others)}) == 4
+    assert digest_of({"a": 1, "b": {"c": 2, "d": 3}}) == digest_of({"b": {"d": 3, "c": 2}, "a": 1})
 
 
 # ----------------------------------------------------------------------------------------------- against the SDK itself

@@ -127,7 +127,7 @@ def _refusal(exc: Any) -> errors.CloudtrainError:
     if kind is errors.AuthError and "not authorized to perform" in message and "PassRole" not in message:
         text, hint = f"{text} ({code})", HELP["policy"]
     elif kind is errors.AuthError:
-        role = "PassRole" in message or "role" in message.lower()
+        role = "role" in message.lower()  # also iam:PassRole
         text, hint = f"{text} ({code})", HELP["expired" if code in EXPIRED else "role" if role else "none"]
     elif kind is errors.CapacityError:
         hint = HELP["region"]
