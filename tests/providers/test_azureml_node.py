@@ -80,6 +80,7 @@ def test_paths_are_those_of_the_command_line() -> None:
     assert site.paths == {"live": "/l", "code": "/c/code.tar.gz", "input.a": "/a", "input.b-1": "/b"}
     assert site.exit_code == {"succeeded": 0, "failed": 1, "preempted": 75}
     assert site.scratch[-1] == "/tmp"
+    assert (site.machine, Provider.node_environment({"AZ_BATCH_NODE_ID": "tvm-7"}, {}).machine) == ("", "tvm-7")
     assert int(site.export_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < site.stop_grace
     assert (
         Provider.node_environment({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}, {}).export_env[
@@ -193,7 +194,9 @@ def test_a_secret_is_read_with_the_identity_of_the_job(service: Any) -> None:
     assert (parameters["resource"], headers["X-Identity-Header"]) == ("https://vault.azure.net", "let me")
     assert (path, query) == ("/secrets/hf-token", {"api-version": "7.4"})
     assert vault["Authorization"] == "Bearer TK"
-    secret(f"{service.reference}/{'0' * 32}", service.environ)
+    read = Provider.node_environment(service.environ, {}).secrets
+    assert read is not None
+    assert read(f"azure:{service.reference}/{'0' * 32}") == "s3cret ü"
     assert service.requests[-1][0] == f"/secrets/hf-token/{'0' * 32}"
 
 
@@ -253,6 +256,9 @@ def test_a_job_without_an_identity_gets_a_hint(service: Any) -> None:
     with pytest.raises(StorageError, match=r"Identity not found; give the job an identity \(azureml\.identity\)"):
         secret(service.reference, service.environ)
     assert len(service.requests) == 1
+    service.tokens = [(200, {})]
+    with pytest.raises(StorageError, match=r"^the token of the job's identity: an answer without a token$"):
+        secret(service.reference, service.environ)
 
 
 def test_a_vault_with_another_certificate_gets_no_token(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,7 +306,9 @@ def test_a_plan_warns_of_jobs_that_may_never_start() -> None:
     (note,) = planned(instance_type="Standard_NC6s_v3").notes
     assert note == "Standard_NC6s_v3 was retired on 2025-09-30: no machine may ever come"
     secrets = {"T": "azure:vault/t"}
-    assert "no managed identity" in " ".join(planned(secrets=secrets).notes)
+    why = 'the workspace\'s own, such as identity = "managed_identity"'
+    one = f"secrets: a serverless job has no managed identity unless azureml.identity names one; {why}"
+    assert planned(secrets=secrets).notes == (one,)
     assert planned({"identity": "managed_identity"}, secrets=secrets).notes == ()
     assert "no managed identity" not in " ".join(planned(CLUSTER, secrets=secrets).notes)
 
@@ -316,6 +318,38 @@ def test_the_longest_job() -> None:
     assert planned(max_runtime="7d", spot=True).body["limits"] == {"timeout": 7 * 86400}
 
 
+@for_each(("nodes", "which"), [(1, {}), (2, {"nodes": "all"})])
+def test_the_shell_of_any_node_is_azure_s_own_command(nodes: int, which: dict[str, str]) -> None:
+    provider, request = Provider(**WORKSPACE), planned(interactive=True, instance_count=nodes)
+    key = WORKSPACE["ssh_public_key"]
+    assert request.body["services"] == {"cloudtrain_ssh": {"type": "ssh", **which, "ssh_public_keys": key}}
+    found = provider.shell(request, provider.account.native_id("job-1"), nodes - 1, [], tty=True)
+    workspace = [WORKSPACE[name] for name in ("subscription_id", "resource_group", "workspace_name")]
+    words = f"az ml job connect-ssh --name job-1 --node-index {nodes - 1} --subscription {workspace[0]}"
+    assert found.argv == [*words.split(), "--resource-group", workspace[1], "--workspace-name", workspace[2]]
+    assert found.install == "install the Azure CLI, then run: az extension add --name ml"
+
+
+@for_each(
+    ("interactive", "command", "line"),
+    [
+        (False, [], "interactive: the job was sent without it, and lets no shell in; send a job with --interactive"),
+        (
+            True,
+            ["nvidia-smi"],
+            "shell: not supported by provider azureml: az ml job connect-ssh takes no command; leave it out",
+        ),
+    ],
+)
+def test_a_shell_that_azureml_cannot_open(interactive: bool, command: list[str], line: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        Provider(**WORKSPACE).shell(planned(interactive=interactive), "job-1", 0, command, tty=False)
+    assert caught.value.with_hint() == line
+
+
+_NAMED = "azureml: cloudtrain itself has an input of that name; choose another name"
+_SPOT = "job asks for spot machines; remove job_tier from the settings, or spot from the job"
+_KEY = "interactive needs it; set it to the text of your public key: cat ~/.ssh/id_ed25519.pub"
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("azureml.subscription_id", {"subscription_id": ""}, {}, "az account show"),
     ("azureml.workspace_name", {"workspace_name": ""}, {}, "config.json"),
@@ -352,14 +386,15 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("secrets.T", {}, {"secrets": {"T": "azure:vault/a_b"}}, "VAULT/NAME"),
     ("tags.cloudtrain.run", {}, {"tags": {"cloudtrain.run": "x"}}, "reserved"),
     ("tags", {}, {"tags": {f"k{i}": "" for i in range(45)}}, "at most 42"),
-    ("inputs.cloudtrain-code", {}, {"inputs": {"cloudtrain-code": f"{STORE}/x"}}, "choose another"),
+    ("inputs.cloudtrain-code", {}, {"inputs": {"cloudtrain-code": f"{STORE}/x"}}, _NAMED),
     ("inputs.a", {}, {"inputs": {"a": "s3://b/x"}}, "s3:"),
     ("inputs.a", {}, {"inputs": {"a": "https://acct.blob.core.windows.net/c/x.csv?sig=abc"}}, "SAS"),
     ("inputs.a", {}, {"inputs": {"a": f"{STORE}/x{{y}}"}}, "rename"),
     ("inputs.a", {}, {"inputs": {"a": f"{STORE}/x%20y"}}, "rename"),
     ("inputs.a.shard", {}, {"inputs": {"a": {"url": f"{STORE}/x", "shard": True}}}, "whole input"),
     ("resume_from", {}, {"resume_from": "s3://b/runs/x/live/checkpoints"}, "container of Azure"),
-    ("azureml.job_tier", {"job_tier": "premium"}, {"spot": True}, "spot machines"),
+    ("azureml.job_tier", {"job_tier": "premium"}, {"spot": True}, _SPOT),
+    ("azureml.ssh_public_key", {"ssh_public_key": ""}, {"interactive": True}, _KEY),
     ("options.azureml.contract", {}, {"options": {"azureml": {"contract": 1}}}, "no such field"),
     ("options.azureml.descriptio", {}, {"options": {"azureml": {"descriptio": "x"}}}, "did you mean 'description'"),
     ("options.azureml.command", {}, {"options": {"azureml": {"command": "x"}}}, "itself"),
@@ -429,6 +464,7 @@ def test_refused(
     assert says in f"{error}; {error.hint}"
     assert "\n" not in str(error)
     assert "sig=" not in str(error)
+    assert not isinstance(error, UnsupportedError) or error.provider == "azureml"
 
 
 @for_each(

@@ -60,6 +60,7 @@ def test_every_native_state_has_a_meaning() -> None:
     assert found["NotResponding"] == found["CancelRequested"] == found["Finalizing"] == "running"
     assert status_for("OfNextYear").state == "running", "an unknown status is not final"
     assert "come back" in status_for("NotResponding").reason
+    assert {name: status_for(name).native for name in STATUSES} == {name: name for name in STATUSES}
 
 
 def test_a_failure_has_its_reason_and_category() -> None:
@@ -86,8 +87,10 @@ def test_a_start_without_a_log_does_not_count(logs: Any) -> None:
     job = {"properties": {"status": "Canceled", **properties}}
     found = status_of(job, {**times, "logFiles": logs}, prices={"Standard_DS3_v2": 0.6})
     assert (found.category, found.started, found.cost_usd) == ("cancelled", None, 0.0)
-    ran = status_of(job, {**times, "logFiles": {"user_logs/std_log_process_0.txt": "https://x"}})
+    log = {"user_logs/std_log_process_0.txt": "https://x"}
+    ran = status_of(job, {**times, "logFiles": log}, prices={"Standard_DS3_v2": 0.6})
     assert (ran.category, ran.started) == ("timeout", 1795305600.0)
+    assert ran.cost_usd == 0.2, "a job without a number of nodes has one"
     for unknown in (times, {**times, "logFiles": None}):
         assert status_of(job, unknown).category == "timeout", "the history may lag"
     started = status_of(job, {**times, "logFiles": logs}, ran=True)

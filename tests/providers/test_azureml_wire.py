@@ -289,6 +289,10 @@ def test_a_cluster_is_checked_before_a_job_waits_for_it(plane: Plane) -> None:
         client(plane, compute=compute).submit(request)
         assert plane.wire.calls[since:][-1].body["properties"]["computeId"] == f"{plane.id}/computes/{compute}"
     assert client(plane).account.compute("odd")["vmSize"] == "Standard_Of_Next_Year"
+    plane.computes["gpus"]["scaleSettings"] = {"nodeIdleTimeBeforeScaleDown": "PT1H"}
+    with pytest.raises(UnsupportedError, match="cluster gpus keeps idle machines for 1h of 2h") as short:
+        client(plane, compute="gpus").submit(plans(plane, compute="gpus").planned(keep_warm="2h"))
+    assert short.value.field == "keep_warm"
 
 
 @pytest.mark.costly
@@ -624,6 +628,15 @@ def test_an_answer_read_in_pieces_comes_in_pieces(plane: Plane) -> None:
 
 def test_a_lost_connection_names_its_call(plane: Plane) -> None:
     account = client(plane).account
+    for open in (True, False):
+        short = Answer(iter([b"{"]), headers={"Connection": "close"}, length=9)
+        plane.wire.route("GET", f"/short-{open}", "GET short", lambda call, short=short: short, open=open)
+    for cut in (
+        lambda: account.fetch(f"{plane.api}/short-True", what="look"),
+        lambda: account.call("GET", account.url("/short-False"), what="look"),
+    ):
+        with pytest.raises(LostContactError, match=r"^Azure does not answer: look: "):
+            cut()
     plane.wire.faults += [Fault("GET discovery"), Fault("GET discovery")]
     for call, what in (
         (lambda url: account.fetch(url, what="look"), "look"),

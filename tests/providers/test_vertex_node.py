@@ -321,6 +321,9 @@ def test_a_secret_is_read_as_the_jobs_service_account(service: Any) -> None:
     assert headers["Authorization"] == "Bearer TK"
     secret("projects/p/secrets/s/versions/3", service.environ)
     assert service.requests[-1][0] == "/v1/projects/p/secrets/s/versions/3:access"
+    override = "CLOUDSDK_API_ENDPOINT_OVERRIDES_SECRETMANAGER"
+    secret("projects/p/secrets/s", {**service.environ, override: f"{service.environ[override]}X/"})
+    assert service.requests[-1][0] == "/X/v1/projects/p/secrets/s/versions/latest:access"
     site = Provider.node_environment(service.environ, {})
     assert site.secrets is not None
     assert site.secrets("gcp:projects/p/secrets/s") == "s3cret ü"

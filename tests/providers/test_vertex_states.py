@@ -101,20 +101,22 @@ def test_every_native_state_has_a_meaning() -> None:
     final = {"SUCCEEDED", "FAILED", "CANCELLED", "EXPIRED", "PARTIALLY_SUCCEEDED"}
     assert {name for name, status in found.items() if status.state in FINAL} == final
     assert {name for name, status in found.items() if status.state == "pending"} == {"QUEUED", "PENDING", "PAUSED"}
-    assert found["CANCELLING"].reason == "stopping"
+    assert (found["CANCELLING"].category, found["CANCELLING"].reason) == ("", "stopping")
     assert "no machine yet" in found["QUEUED"].reason, "every job passes this state"
     assert status_for("OF_NEXT_YEAR").state == "running", "an unknown state is not final"
     assert status_for("OF_NEXT_YEAR").native == "OF_NEXT_YEAR"
 
 
 def test_a_job_without_a_state_is_not_over() -> None:
-    assert status_of({"name": NAME}).state == "running"
+    assert (status_of({"name": NAME}).state, status_of({"name": NAME}).native) == ("running", "UNSPECIFIED")
 
 
 def test_times_and_console_of_a_job() -> None:
     status = status_for("SUCCEEDED", seconds=300)
     assert status.cost_usd is None, "Vertex AI does not report it"
     assert status.instance_type == "n1-standard-4+T4:1"
+    later = {"workerPoolSpecs": [{"machineSpec": {"machineType": "n9-standard-4"}, "replicaCount": "1"}]}
+    assert status_for("SUCCEEDED", jobSpec=later).instance_type == "n9-standard-4", "the table lacks it"
     assert status.url.endswith("/agent-platform/locations/europe-west4/training/42?project=contract")
     assert (status.started, status.finished) == (BEGAN, BEGAN + 300.5)
     assert status_for("FAILED", error=(8, STOCKOUT)).started is None, "startTime is the admission of the job"
@@ -229,7 +231,8 @@ def test_a_hint_names_the_quota() -> None:
     assert "console's page of quotas" in quota_hint("some quota")
     both = "ask for more of custom_model_training_nvidia_t4_gpus and custom_model_training_cpus on"
     assert quota_hint(QUOTA.replace("l4", "t4")).startswith(both)
-    assert isinstance(refusal(429, "restricted_image_training_nvidia_a100_80gb_gpus", what="create job"), QuotaError)
+    metric = "restricted_image_training_nvidia_a100_80gb_gpus"
+    assert isinstance(refusal(429, metric, what="create job", reason="", metadata={}), QuotaError)
 
 
 def test_a_hint_names_the_agent_that_pulls_images() -> None:
@@ -333,7 +336,7 @@ def test_the_time_since_the_end_of_a_job() -> None:
     ],
 )
 def test_refusals(status: int, message: str, reason: str, kind: type[CloudtrainError], code: int, says: str) -> None:
-    error = refusal(status, message, what="create job", reason=reason)
+    error = refusal(status, message, what="create job", reason=reason, metadata={})
     assert type(error) is kind, error
     assert error.exit_code == code
     assert says in error.with_hint()
@@ -349,7 +352,8 @@ def test_refusals(status: int, message: str, reason: str, kind: type[CloudtrainE
     ],
 )
 def test_the_missing_role_depends_on_the_call(what: str, role: str) -> None:
-    error = refusal(403, "The caller does not have permission.", what=what, reason="PERMISSION_DENIED")
+    message = "The caller does not have permission."
+    error = refusal(403, message, what=what, reason="PERMISSION_DENIED", metadata={})
     assert isinstance(error, AuthError)
     assert role in error.hint
 
@@ -380,6 +384,13 @@ def test_exceptions_of_googles_libraries() -> None:
         assert type(ours) is kind, (exc, ours)
         assert "\n" not in str(ours)
     assert error_of(ZeroDivisionError(), what="x") is None
+    long: dict[Exception, str] = {
+        auth.TransportError("…" * 400): f"Google Cloud does not answer: send: {'…' * 300}",  # type: ignore[no-untyped-call]
+        auth.RefreshError("…" * 400): f"send: the credentials are refused ({'…' * 200})",  # type: ignore[no-untyped-call]
+        api.GoogleAPIError("…" * 400): f"send: GoogleAPIError: {'…' * 300}",
+        api.GoogleAPICallError("of no status"): "send: of no status",
+    }
+    assert {exc: str(error_of(exc, what="send")) for exc in long} == long
 
 
 # ------------------------------------------------------------------------------------------------------------ log lines

@@ -247,9 +247,13 @@ def test_an_answer_without_a_job_is_a_lost_one(plane: Plane, monkeypatch: pytest
         return Answer(bodies["it"]) if plane.wire.calls[-1].operation == "POST customJobs" and bodies else found
 
     plane.wire.answer = answer  # type: ignore[method-assign]
-    for text in (b"<html>", b"{}", b'{"name": "projects/p/locations/l"}'):
+    for text, why in (
+        (b"<html>", "Failed to load JSON: "),
+        (b"{}", "no job has the name ''$"),
+        (b'{"name": "projects/p/locations/l"}', "no job has the name 'projects/p/locations/l'$"),
+    ):
         bodies["it"], plane.list_lag = text, 1e9
-        with pytest.raises(LostContactError, match=r"^create job: the answer names no job: ") as caught:
+        with pytest.raises(LostContactError, match=rf"^create job: the answer names no job: {why}") as caught:
             provider.submit(request)
         assert "\n" not in str(caught.value)
     plane.list_lag = 0.0
@@ -635,7 +639,7 @@ def test_a_broken_file_of_credentials_is_an_error(tmp_path: Path, monkeypatch: p
     kept = {"type": "authorized_user", "client_id": "a", "client_secret": "b", "refresh_token": "c"}
     (tmp_path / "key.json").write_text(json.dumps({**kept, **wrong} if isinstance(wrong, dict) else wrong))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
-    with pytest.raises(AuthError, match=r"^\S+ \S+: the credentials cannot be used \(\w+Error: .*\)\nhint: sign in "):
+    with pytest.raises(AuthError, match=r"^sign in: the credentials cannot be used \(\w+Error: .*\)\nhint: sign in "):
         client().status(NOWHERE)
 
 
@@ -691,6 +695,27 @@ def test_a_bucket_that_the_caller_may_not_read_is_accepted(plane: Plane) -> None
     assert provider.account.place(BUCKET) == ("eu", "multi-region"), "the bucket must be read again"
 
 
+# ------------------------------------------------------------------------------------------------------------- a shell
+
+
+def test_the_shell_is_the_page_of_its_node(plane: Plane) -> None:
+    provider, request = client(), PLANS.planned(interactive=True, instance_count=3)
+    native = provider.submit(request)
+    pages = {"workerpool0-0": "https://first.example", "workerpool1-0": "https://second.example"}
+    answer_with(plane, {"name": native, "state": "JOB_STATE_RUNNING", "webAccessUris": pages})
+    assert [provider.shell(request, native, node, [], tty=True).url for node in (0, 1)] == [*pages.values()]
+    no_command = "shell: not supported by provider vertex: its shell is a page, which takes no command; leave it out"
+    closed = "interactive: the job was sent without it, and lets no shell in; send a job with --interactive"
+    for asked, node, command, line in (
+        (request, 2, [], "node: the node's shell is not ready yet; try again in a minute"),
+        (request, 0, ["nvidia-smi"], no_command),
+        (PLANS.planned(), 0, [], closed),
+    ):
+        with pytest.raises(SpecError) as caught:
+            provider.shell(asked, native, node, command, tty=True)
+        assert caught.value.with_hint() == line
+
+
 # -------------------------------------------------------------------------------------------------- callers and regions
 
 
@@ -740,7 +765,7 @@ def test_gcloud_s_own_variables_give_the_addresses_of_services(monkeypatch: pyte
     ):
         monkeypatch.delenv(variable, raising=False)
         assert find() == public
-        for value in ("", "https://own.example", "https://own.example/"):
+        for value in ("", "https://own.example", "https://own.example/", "https://own.example/X/"):
             monkeypatch.setenv(variable, value)
             assert find() == (value.rstrip("/") or public)
 

@@ -60,7 +60,7 @@ def test_a_source_is_announced_once_and_taken_back_when_all_sources_are_silent()
     notice, actions = hear(Notice(), GOING, me=2, now=100.0)
     why = "node 2 is about to go"
     assert actions == [("say", f"{why} (Azure announced Preempt); {SAVE}"), ("warn", None), tell(why, 2, "notice")]
-    assert (notice.since, notice.sources, notice.standing) == (95.0, {0}, {(2, "notice")})
+    assert (notice.since, notice.heard, notice.sources, notice.standing) == (95.0, 100.0, {0}, {(2, "notice")})
     notice, actions = hear(notice, {**GOING, "source": 1}, me=2, now=101.0)
     assert (notice.sources, actions) == ({0, 1}, [])
     notice, actions = hear(notice, STAYING, me=2, now=102.0)

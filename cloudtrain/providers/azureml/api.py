@@ -238,10 +238,10 @@ class Account:
 
     # --------------------------------------------------------------------------------------------------------- one call
 
-    def call(self, method: str, url: str, *, what: str, body: Any = None) -> Any:
+    def call(self, method: str, url: str, *, what: str) -> Any:
         """Return the answer's JSON object, or None for no content. Raises only cloudtrain's errors."""
         for again in (False, True):
-            answer = self._send(method, url, what=what, signed=True, body=body)
+            answer = self._send(method, url, what=what, signed=True, headers={}, stream=False)
             if answer.status_code != 401 or again:
                 break
             self.forget()
@@ -252,17 +252,16 @@ class Account:
 
     def fetch(self, url: str, *, what: str, headers: Mapping[str, str] | None = None, stream: bool = False) -> Any:
         """Return the answer, of any status, of an address that needs no token. No token is sent."""
-        return self._send("GET", url, what=what, signed=False, headers=headers, stream=stream)
+        return self._send("GET", url, what=what, signed=False, headers=headers or {}, stream=stream)
 
-    def _send(self, method: str, url: str, *, what: str, signed: bool, **more: Any) -> Any:
+    def _send(self, method: str, url: str, *, what: str, signed: bool, headers: Mapping[str, str], stream: bool) -> Any:
         host = urlsplit(url).netloc
         self._backoff.check(host, name=host, what=what)
         with translated(what):
             from azure.core.rest import HttpRequest
 
-            request = HttpRequest(method, url, json=more.get("body"), headers=dict(more.get("headers") or {}))
-            pipeline = self._pipeline(signed=signed)
-            answer = pipeline.run(request, stream=more.get("stream", False)).http_response
+            request = HttpRequest(method, url, headers=dict(headers))
+            answer = self._pipeline(signed=signed).run(request, stream=stream).http_response
         self._backoff.note(host, answer.status_code, answer.headers)
         return answer
 

@@ -71,7 +71,7 @@ def _check_cluster(account: Account, request: Request) -> None:
     cluster = account.compute(compute)
     if short := short_idle(account.settings, cluster, request):
         raise UnsupportedError(NAME, "keep_warm", short[0], hint=f"to change it, run: {short[1]}")
-    size = str(cluster.get("vmSize") or "")
+    size = str(cluster.get("vmSize"))  # a cluster of Kubernetes has none, and no machine is named "None"
     known = next((m for m in catalog.machines(NAME) if m.instance_type.lower() == size.lower()), None)
     asked = request.body["tags"].get(TAG_GPU)
     if asked and known is not None:
@@ -92,7 +92,7 @@ def short_idle(settings: Settings, cluster: Mapping[str, Any], request: Request)
         return None
     if int(scale.get("minNodeCount") or 0) >= int(request.body["resources"]["instance_count"]):
         return None
-    idle = duration_seconds(str(scale.get("nodeIdleTimeBeforeScaleDown") or "")) or 0.0
+    idle = duration_seconds(scale.get("nodeIdleTimeBeforeScaleDown")) or 0.0
     if idle >= wanted:
         return None
     where = f"-g {settings.resource_group} -w {settings.workspace_name}"

@@ -99,7 +99,7 @@ def status_of(
     if final and not ran and _never_ran(details):
         started = None
     span = max(0.0, ended - started) if final and started is not None and ended is not None else None
-    limit = duration_seconds(str((properties.get("limits") or {}).get("timeout") or ""))
+    limit = duration_seconds((properties.get("limits") or {}).get("timeout"))
     state, category, reason = _state(native, details, limit, span)
     machine = str(resources.get("instanceType") or str(properties.get("computeId") or "").rpartition("/")[2])
     hours = (span or 0.0) / 3600 * int(resources.get("instanceCount") or 1)
@@ -170,9 +170,9 @@ def _hinted(reason: str, category: str) -> str:
 _DURATION = re.compile(r"P(?:(\d+)D)?(?:T(?:(\d+)H)?(?:(\d+)M)?(?:(\d+)(?:\.\d+)?S)?)?")
 
 
-def duration_seconds(text: str) -> float | None:
-    """Return the seconds of an ISO 8601 duration, such as ``PT1H30M``; None for any other text."""
-    match = _DURATION.fullmatch(text)
+def duration_seconds(value: Any) -> float | None:
+    """Return the seconds of an ISO 8601 duration, such as ``PT1H30M``; None for any other value."""
+    match = _DURATION.fullmatch(str(value))
     if match is None:
         return None
     return float(sum(int(n or 0) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True)))

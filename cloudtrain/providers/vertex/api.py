@@ -133,7 +133,7 @@ def pull_hint(text: str, agent: str = "") -> str:
 
 
 def refusal(
-    status: int, message: str, *, what: str, reason: str = "", metadata: Mapping[str, Any] | None = None
+    status: int, message: str, *, what: str, reason: str, metadata: Mapping[str, Any]
 ) -> errors.CloudtrainError:
     """Return the error for a refusal of ``what``. ``reason`` and ``metadata`` are its ErrorInfo's."""
     said = " ".join((message or reason or str(status)).split())[:600]
@@ -153,11 +153,11 @@ def refusal(
     if status == 400 and (found := _MACHINE.search(said)):
         return _no_machine(found["machine"], text.rstrip("."))
     if _ACT_AS.search(said) and status in (400, 403, 404):
-        return errors.AuthError(text, hint=_allow(full, what, metadata or {}))
+        return errors.AuthError(text, hint=_allow(full, what, metadata))
     if _NO_PROJECT.search(full) and status in (400, 403, 404):
         return errors.SpecError(said, field="vertex.project", hint="to list your projects, run: gcloud projects list")
     if status == 403:
-        return errors.AuthError(text, hint=_allow(full, what, metadata or {}))
+        return errors.AuthError(text, hint=_allow(full, what, metadata))
     if status in (400, 404) and what == CREATE and _NO_IMAGE.search(said):
         return errors.SpecError(said, field="image")
     if status == 404:
@@ -257,9 +257,8 @@ def _raised_in(exc: Exception) -> str:
 
 def _refused(exc: Any, what: str) -> errors.CloudtrainError:
     message, reason, metadata = answered(getattr(exc.response, "content", b""))
-    status = exc.code if isinstance(exc.code, int) else getattr(exc.response, "status_code", 0)
     reason = reason or str(exc.reason or "")
-    return refusal(int(status or 0), message or str(exc.message), what=what, reason=reason, metadata=metadata)
+    return refusal(int(exc.code or 0), message or str(exc.message), what=what, reason=reason, metadata=metadata)
 
 
 class Account:
