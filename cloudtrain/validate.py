@@ -147,7 +147,7 @@ def parse_seconds(value: Any, *, field: str) -> float:
     A number below zero is zero: the rest of a time that is over. Raises `SpecError`.
     """
     value = value.total_seconds() if isinstance(value, timedelta) else value
-    if is_number(value):
+    if is_number(value) and not math.isnan(value):
         return max(0.0, float(value))
     return float(parse_duration(value, field=field))
 

@@ -358,7 +358,7 @@ def plan(
         screen.talk(f"run id {planned.run_id} is a stand-in; submit makes a new one (--run-id)")
     if not terminal:
         say_limits(planned.job, screen)
-    for text in (text for item in (planned, *planned.fallbacks.further) for text in item.warnings):
+    for text in dict.fromkeys(text for item in (planned, *planned.fallbacks.further) for text in item.warnings):
         screen.talk(f"warning: {text}")
     incomplete = [item for item in (planned, *planned.fallbacks.further) if item.missing]
     for item in incomplete:

@@ -77,7 +77,10 @@ def sweep(
     limits = {key: value for key, value in given.items() if value is not None}
     chosen = at.settings(overrides=settings_pairs(settings), cwd=Path.cwd(), provider=provider)
     if target.endswith(".toml"):
-        handle = _made(target, limits, chosen, sweep_id, _rehearsal(local_store, local_image) if rehearse else None)
+        make = _rehearsal(local_store, local_image) if rehearse else None
+        handle, warnings = _made(target, limits, chosen, sweep_id, make)
+        for text in warnings:
+            screen.talk(f"warning: {text}")
         handle.create()
         at = Where(store=local_store, profile=at.profile) if rehearse else at
     else:
@@ -98,13 +101,16 @@ def _rehearsal(store: str, image: str) -> Callable[..., Plan]:
 
 def _made(
     file: str, limits: Mapping[str, Any], settings: Settings, sweep_id: str | None, make: Callable[..., Plan] | None
-) -> Sweep:
-    """Return the sweep that ``file`` describes, with ``limits`` in place of its own; ``make`` plans a rehearsal."""
+) -> tuple[Sweep, tuple[str, ...]]:
+    """Return the sweep that ``file`` describes, and its plan's warnings.
+
+    ``limits`` replace its own. ``make`` plans a rehearsal.
+    """
     job, tables = _read(Path(file))
     tables["limits"] = {**table_of(tables.get("limits", {}), "limits"), **limits}
     spec = SweepSpec.from_dict(tables)
     plan = plan_of_sweep(job, settings, sweep_id=sweep_id, cwd=Path.cwd(), make=make)
-    return make_sweep(plan, spec)
+    return make_sweep(plan, spec), plan.warnings
 
 
 def _read(path: Path) -> tuple[Job, dict[str, Any]]:

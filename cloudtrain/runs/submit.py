@@ -147,7 +147,7 @@ class Plan:
         machines = self.request.instance_types
         if machines and total_gpus(self.job, self.request) != 0 and self.price() is None:
             found.append(f"no price of {machines[0]} is known, so the cost of this run is unknown")
-        return tuple(found)
+        return tuple(dict.fromkeys(found))
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..provider_api.node import PROTOCOL, attempt_key
-from .checkpoint_names import is_beside, is_random, step_of, training_states, unversioned
+from .checkpoint_names import is_beside, is_random, last_part, step_of, training_states, unversioned
 
 _NODE = re.compile(r"node-\d+/")
 _RANK = re.compile(r"rank[-_.]?0*[01](?!\d)", re.IGNORECASE)
@@ -147,9 +147,9 @@ def newest_checkpoint(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoin
 
 def resumable(found: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Return those to resume from, in the same order: without what a script writes beside its training states."""
-    names = {item.key: (item.place or item.name).rpartition("/")[2] for item in found}  # exp1/final has no number
+    names = {item.key: last_part(item.place or item.name) for item in found}  # exp1/final has no number
     if not any(re.search(r"\d", name) for name in names.values()):
-        names = {item.key: item.name for item in found}  # step-8/state has one
+        names = {item.key: item.name for item in found}  # epoch-8/state has one
     chosen = training_states({item.key: (names[item.key], item.below) for item in found})
     return [item for item in found if item.key in chosen]
 

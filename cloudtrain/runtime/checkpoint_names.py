@@ -15,6 +15,8 @@ _BESIDE = re.compile(
 )
 """Other files that scripts write with their checkpoints: settings, logs, pictures, programs."""
 _RANDOM = re.compile(r"(?:/|^)(?:rng|random)[-_]?state", re.IGNORECASE)
+_LATER_RANK = re.compile(r"(?:rng|random)[-_]?states?[-_.]?(?:rank[-_]?)?0*[1-9]\d*\.\w+", re.IGNORECASE)
+"""Random numbers of a rank above 0, as HF's Trainer and Accelerate name them."""
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
 _VERSION = re.compile(r"[-_.]?(?<![a-z0-9])v\d+", re.IGNORECASE)
 _DAY = r"(?:0[1-9]|1[0-2]){0}(?:0[1-9]|[12]\d|3[01])"
@@ -65,8 +67,8 @@ def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str
     other folders with all files of one of them (``last.ckpt/``, but no ``final/`` without an optimizer); numbered
     files, and others of the same suffix (``last.ckpt``); any file but text, log or picture; everything.
 
-    A numbered folder of random numbers alone never counts. HF's Trainer removes old checkpoints on node 0 alone, so
-    another node's part may be committed without it.
+    A numbered folder with random numbers of later ranks alone never counts. HF's Trainer removes old checkpoints on
+    node 0 alone, so another node's part may be committed without it.
     """
     entries = {key: entry for key, entry in entries.items() if not _is_rest(*entry)}
     states = {
@@ -87,9 +89,16 @@ def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str
 
 
 def _is_rest(name: str, paths: Sequence[str]) -> bool:
-    """Return whether the entry is a numbered folder with states of random numbers, and no other state."""
-    random = any(map(is_random, paths)) and all(is_random(path) or is_beside(path) for path in paths)
-    return random and re.search(r"\d", name) is not None
+    """Return whether the entry is a numbered folder with random numbers of ranks above 0, and no other state."""
+    states = [path for path in paths if not is_beside(path)]
+    return bool(states) and all(map(_LATER_RANK.fullmatch, states)) and re.search(r"\d", name) is not None
+
+
+def last_part(place: str) -> str:
+    """Return the last part of a path, or two if the one above is a step: ``step-8/state``, but ``final`` of a run."""
+    above, _, last = place.rpartition("/")
+    step = above.rpartition("/")[2]
+    return f"{step}/{last}" if _STEP.search(step) else last
 
 
 def is_random(path: str) -> bool:

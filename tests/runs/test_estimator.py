@@ -191,6 +191,7 @@ def test_a_path_is_a_store_and_a_run_and_a_wrong_type_is_refused_in_one_line(fol
         "sweep: must be text, not Run": lambda: cloudtrain.Sweep.attach(run),  # type: ignore[arg-type]
         "target: must be text, not int": lambda: Estimator.reconcile(3),  # type: ignore[arg-type]
         "timeout: 'soon' is not a duration": lambda: run.wait(timeout="soon"),
+        "timeout: nan is not a whole": lambda: run.wait(timeout=float("nan")),
         "patience: None is not a whole": lambda: run.wait(patience=None),  # type: ignore[arg-type]
         "poll: 'x' is not a duration": lambda: run.logs(poll="x"),  # type: ignore[arg-type]
         "profile: must be text, not int": lambda: cloudtrain.plan(job, profile=3),  # type: ignore[arg-type]

@@ -576,6 +576,11 @@ def test_a_verb_that_leaves_the_fallback_out_says_so(
     assert "left out" not in capsys.readouterr().err
 
 
+def test_plan_prints_the_same_warning_of_two_places_once(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "train.py", "--source-dir", str(places.code), "--", "{artefact_dir}"]) == 0
+    assert capsys.readouterr().err.count("{artefact_dir} is not a placeholder") == 1
+
+
 def test_the_doctor_checks_every_profile_and_prints_the_same_check_once(
     places: Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,6 +135,19 @@ def test_a_wrong_field_of_the_job_is_named_by_its_path_in_the_file(
     assert not (tmp_path / "store").exists()
 
 
+def test_a_new_sweep_begins_with_the_warnings_of_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    job = "[job]\nentry_point = 'train.py'\nargs = ['{artefact_dir}']\n[space]\nlr = [1]\n[limits]\ntrials = 1\n"
+    (tmp_path / "tune.toml").write_text(f"metric = 'loss'\n{job}")
+    text = "warning: args: {artefact_dir} is not a placeholder; did you mean {artifact_dir}?\n"
+    for verb, code in (("plan", 0), ("sweep", 8)):  # a file is no folder for a store, so no trial starts
+        assert main([verb, "tune.toml", "--store", str(tmp_path / "train.py/store")]) == code
+        assert capsys.readouterr().err.count(text) == 1
+
+
 def test_plan_takes_a_file_with_a_space_for_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tune.toml").write_text("metrc = 'loss'\n[job]\nentry_point = 'train.py'\n[space]\nlr = [1, 2]\n")
     assert main(["plan", str(tmp_path / "tune.toml")]) == 2

@@ -112,7 +112,7 @@ def test_a_misspelt_placeholder_is_named_and_other_braces_are_not(code: Path) ->
     env = {"OUT": "{checkpoint-dir}", "CKPT": "{resume_from?}", "SHELL_OUT": "${ARTIFACT_DIR}/x"}
     hyperparameters = {"out": "{artefact_dir}/x", "name": "{epoch:02d}-{val_loss}", "resume": "{resume_from?}"}
     args = ["--t", "{input.t}", "--dir", "{checkpoint_dir?}", "ckpt={resume_from?}", "{{ run_id }}", "{rank_id}", "{}",
-            "--resume", "{resume_from?}", "{inputs.t}/{run_id}"]  # fmt: skip
+            "--resume", "{resume_from?}", "{inputs.t}/{run_id}", "--u={input.t}"]  # fmt: skip
     given = {"env": env, "hyperparameters": hyperparameters, "args": args, "inputs": {"t": str(code / "train.py")}}
     assert [text for text in planned(code, "local", **given).warnings if "placeholder" in text or "resume" in text] == [
         "args: {input.t} is not a placeholder; did you mean {inputs.t}?",

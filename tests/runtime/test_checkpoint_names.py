@@ -96,6 +96,16 @@ def test_a_version_is_no_part_of_the_name(name: str, plain: str) -> None:
         ),
         pytest.param({"checkpoint_7": ["random_states_1.pkl", "notes.txt"]}, "", id="random numbers are all there is"),
         pytest.param(
+            {"fold1": ["random_state_42/model.pt"], "fold2": ["random_state_42/model.pt"]},
+            "fold1 fold2",
+            id="states in folders named after their seed",
+        ),
+        pytest.param(
+            {"step-8": ["model.json", "random_state.pkl"], "step-9": ["a.json", "rng_state_0.pth", "rng_state_1.pth"]},
+            "step-8 step-9",
+            id="a state with the random numbers of rank 0 is no rest: its model may be a text",
+        ),
+        pytest.param(
             {"model": ["model.pt"], "rng": ["rng_state_0.pth"], "random_state.pkl": [""]},
             "model rng random_state.pkl",
             id="random numbers in entries of their own",

@@ -827,6 +827,8 @@ def test_a_numbered_folder_above_makes_no_state_of_final_weights() -> None:
     assert [item.place for item in resumable(found)] == ["runs/exp1/checkpoint-5"]
     found = [of("out/step-8/state", "model.pt", "optimizer.pt"), of("out/final", "model.pt")]
     assert [item.place for item in resumable(found)] == ["out/step-8/state"]
+    found += [of("out/weights_fp16", "weights.pt"), of("out/zero_to_fp32.py", "")]
+    assert [item.place for item in resumable(found)] == ["out/step-8/state", "out/weights_fp16"]
 
 
 def test_files_of_single_ranks_of_an_unknown_number_of_nodes_need_the_most() -> None:
