@@ -281,13 +281,13 @@ def rows(first: int, last: int, **more: Any) -> str:
 def again(world: World) -> World:
     """Return a run that was preempted after step 12 and resumed from step 8."""
     lost = {"seconds": 2.5, "steps": 4}
-    told = Status(
+    preempted = Status(
         state="succeeded",
         attempts=(AttemptInfo(number="0.0", started=T0, ended=T0 + 6, category="preempted", reason="spot capacity"),
                   AttemptInfo(number="1.0", started=T0 + 10, ended=T0 + 20)),
         billed_s=16, saved=0.63, cost_usd=1.5,
     )  # fmt: skip
-    world.recorded().attempt(0, told).start("0.0")
+    world.recorded().attempt(0, preempted).start("0.0")
     world.start("1.0", after="0.0", resumed_from="step-8", lost=lost)
     world.exit(attempt="1.0", outcome="succeeded", decided=True, resumed_from="step-8")
     world.write("live/metrics/0.0-node-0.jsonl", rows(1, 12))

@@ -1282,6 +1282,14 @@ def test_each_look_stops_a_job_that_arrives_after_the_cancel(cut_off: World, loo
     assert (cut_off.run().result()["state"], cut_off.run().result()["native_id"]) == ("cancelled", "job-0")
 
 
+@pytest.mark.parametrize("look", ["cancel", "reconcile"])
+def test_a_recorded_job_of_a_cancelled_run_is_stopped_by_cancel_and_reconcile(world: World, look: str) -> None:
+    """Its own client died after it had recorded the job, and before it looked for a cancel."""
+    world.recorded().attempt(0, RUNNING).store.cancel("r1")
+    getattr(world.run(), look)()
+    assert {*world.platform.cancelled} == {"job-0"}
+
+
 def test_a_cut_off_run_ends_once_no_request_can_arrive(cut_off: World) -> None:
     cancelled_ago(cut_off, 290)
     assert cut_off.run().result()["state"] == "pending"

@@ -71,7 +71,7 @@ def _check_cluster(account: Account, request: Request) -> None:
     cluster = account.compute(compute)
     if short := short_idle(account.settings, cluster, request):
         raise UnsupportedError(NAME, "keep_warm", short[0], hint=f"to change it, run: {short[1]}")
-    size = str(cluster.get("vmSize"))  # a cluster of Kubernetes has none, and no machine is named "None"
+    size = str(cluster.get("vmSize") or "")  # a cluster of Kubernetes has none
     known = next((m for m in catalog.machines(NAME) if m.instance_type.lower() == size.lower()), None)
     asked = request.body["tags"].get(TAG_GPU)
     if asked and known is not None:

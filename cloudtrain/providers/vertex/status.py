@@ -92,7 +92,7 @@ def status_of(job: Mapping[str, Any]) -> Status:
         reason=reason,
         category=category,
         finished=time_of(job.get("endTime")) if final else None,
-        url=_url(str(job.get("name"))),
+        url=_url(str(job.get("name") or "")),
         instance_type=priced(machine) if machine is not None else str(machine_spec.get("machineType") or ""),
         limit_s=_seconds((spec.get("scheduling") or {}).get("timeout"), default=WEEK) if concludes else None,
     )
