@@ -19,6 +19,7 @@ from ..errors import StorageError
 CLOCK_STEP = 1.0
 """Seconds. A clock that moved by more against the monotonic one was set. A time service moves it by less at a time."""
 DMI = Path("/sys/class/dmi/id")
+PROC_CGROUP, CGROUP, VMSTAT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), Path("/proc/vmstat")
 
 
 class Clock:
@@ -124,10 +125,19 @@ def _environ(process: Path) -> bytes:
 
 
 def oom_kills() -> int:
-    """Return the kernel's kills for memory in this cgroup, else on this machine; 0 if neither can be read."""
-    for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
+    """Return the kernel's kills for memory in this process's cgroup, else on this machine; 0 if neither can be read.
+
+    A container sees its own cgroup as the root. Sources: the kernel's cgroup-v2.rst (memory.events) and
+    cgroup-v1/memory.rst (memory.oom_control).
+    """
+    mine = {"": "", "memory": ""}
+    with contextlib.suppress(OSError, ValueError):
+        mine |= {names: path for _, names, path in (x.split(":", 2) for x in PROC_CGROUP.read_text().splitlines())}
+    v2 = [CGROUP / mine[""].strip("/") / "memory.events", CGROUP / "memory.events"]
+    v1 = [CGROUP / "memory" / mine["memory"].strip("/") / "memory.oom_control", CGROUP / "memory/memory.oom_control"]
+    for file in (*v2, *v1, VMSTAT):
         with contextlib.suppress(OSError, ValueError):
-            for line in Path(path).read_text().splitlines():
+            for line in file.read_text().splitlines():
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     return 0

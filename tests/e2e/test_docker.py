@@ -407,7 +407,7 @@ def test_a_cancel_ends_a_pull_that_stalls(jobs: Jobs, engine: Any, images: Calla
         process = Containers(jobs, engine, image).start("train.py", "stalls")
         deadline, status = time.monotonic() + 60, ""
         while "pulling" not in status:
-            assert process.poll() is None, process.communicate()
+            assert process.poll() is None, "".join(process.communicate())
             assert time.monotonic() < deadline, status
             time.sleep(0.2)
             status = jobs.cli("status", "stalls", "--store", str(jobs.store), "--json").out

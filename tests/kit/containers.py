@@ -16,6 +16,7 @@ import subprocess
 import tarfile
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,7 +103,10 @@ def _parts(image: str) -> tuple[bytes, list[bytes]]:
 @contextmanager
 def registry(image: str, *, user: str, password: str, stalls: bool = False) -> Iterator[str]:
     """Yield the address of a loopback registry that gives ``image``, under any name and tag, to that user alone.
-    Without ``user``, it serves anonymous clients. One that ``stalls`` never finishes its manifest."""
+    Without ``user``, it serves anonymous clients. One that ``stalls`` never finishes its manifest.
+
+    Each manifest is unique, as an engine does not ask again for one that it still has.
+    """
     config, layers = _parts(image)
     blobs = {f"sha256:{hashlib.sha256(data).hexdigest()}": data for data in (config, *layers)}
 
@@ -117,6 +121,7 @@ def registry(image: str, *, user: str, password: str, stalls: bool = False) -> I
             "mediaType": kind,
             "config": entry("container.image.v1+json", config),
             "layers": [entry("image.rootfs.diff.tar.gzip", data) for data in layers],
+            "annotations": {"unique": uuid.uuid4().hex},
         }
     ).encode()
     token = "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
