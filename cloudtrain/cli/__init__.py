@@ -287,5 +287,8 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
         if isinstance(exc, CloudtrainError):
             field = getattr(exc, "field", "")
             return screen.refuse(str(exc), exc.exit_code, field=field, hint=exc.hint)
+        from ..provider_api.registry import installed_names
+
         text = f"{type(exc).__name__}: {exc}; this is a bug in cloudtrain"
+        text += "".join(f" or your provider {name}" for name in sorted(installed_names()))
         return screen.refuse(text, EXIT_BUG, hint="to see the traceback, set CLOUDTRAIN_DEBUG=1")

@@ -43,6 +43,7 @@ from ..provider_api.protocol import (
     context_of,
 )
 from ..storage.timings import CLIENT_TIMINGS
+from ..store.store import check_listable
 from ..validate import did_you_mean, url_scheme
 from . import boot_id, last_line
 
@@ -121,6 +122,7 @@ class SupervisedProvider(ProviderExtras):
                 raise UnsupportedError(self.name, f"secrets.{name}", "only env:NAME can be read on this machine")
         check_inputs(cast("type[Provider]", type(self)), layout.inputs)
         for name, item in layout.inputs.items():
+            check_listable(item.url, f"inputs.{name}")
             if item.shard:
                 raise UnsupportedError(self.name, f"inputs.{name}.shard", "every node reads the same files")
             if item.mode == "mount" and url_scheme(item.url) != "file":
@@ -407,7 +409,7 @@ def existing(native_id: str) -> Path:
     """Return the folder of a run's supervisor. Raises `NotFoundError`, and `LostContactError` on another machine."""
     host, _, path = native_id.partition(":")
     folder = Path(path)
-    if (folder / "status.json").exists():
+    if (folder / "status.json").exists() and (folder / "request.json").exists():  # else the store was moved
         return folder
     if host != socket.gethostname():
         raise LostContactError(f"this run is on the machine {host}", passing=False, hint="ask there")

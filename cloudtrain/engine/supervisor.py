@@ -43,6 +43,7 @@ from ..storage.files import Files, TransferOptions, files
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Store
+from ..validate import without_secrets
 from . import Engine, NodeError, NodeHandle, boot_id, last_line, make_engine
 from .fault_injection import Injection, InjectionPlan
 from .node_folders import NodeFolders, states_below
@@ -200,6 +201,9 @@ class Supervisor:
                 if time.monotonic() > deadline or (self.folder / "cancel").exists():
                     raise
                 sys.stderr.write(f"{exc}; trying again\n")
+                if self.state["finished"] is None:  # else the reason is that of the end
+                    self.state["reason"] = f"{exc}; trying again"
+                    self._write_status()
                 pause = min(pause, max(0.0, deadline - time.monotonic()))
                 time.sleep(pause)
                 self._waited += pause
@@ -579,15 +583,14 @@ class _Mounts:
         return out
 
     def _download(self, url: str) -> Path:
-        parent, _, name = url.rpartition("/")
-        target = self._folder / "mounts" / hashlib.sha256(url.encode()).hexdigest()[:16] / name
-        whole = target.with_name(f".{name}.whole")
+        """Return the path of a copy of the file or folder at ``url``. Raises `NodeError` if nothing is there."""
+        place = self._folder / "mounts" / hashlib.sha256(url.encode()).hexdigest()[:16]
+        target, whole, source = place / "content", place / "whole", files(url.rstrip("/"))
         if not whole.exists():
-            source = files(parent)
-            if source.size(name) is not None:
-                source.download(name, target)
-            else:
-                files(url).download_tree("", target)
+            if not url.endswith("/") and source.size("") is not None:
+                source.download("", target)
+            elif not source.download_tree("", target):
+                raise NodeError(f"there is no file at {without_secrets(url)}", category="spec")
             whole.touch()
         return target
 

@@ -23,7 +23,12 @@ ENTRY_POINTS = "cloudtrain.providers"
 
 def provider_names() -> tuple[str, ...]:
     """Return the names of all available providers, the package's own and third parties'."""
-    return tuple(sorted(_own() | {entry.name for entry in _installed()}))
+    return tuple(sorted(_own() | installed_names()))
+
+
+def installed_names() -> frozenset[str]:
+    """Return the names of third parties' providers."""
+    return frozenset(entry.name for entry in _installed())
 
 
 @functools.cache

@@ -197,13 +197,13 @@ def error_of(category: str) -> type[CloudtrainError]:
 
 
 def secret_values(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the ``env:`` references by variable. Raises `SpecError` for an unset variable."""
+    """Return the values of the ``env:`` references by variable. Raises `SpecError` for an unset or empty variable."""
     values = {}
     for name, reference in job.secrets.items():
         scheme, _, variable = reference.partition(":")
         if scheme == "env":
-            if variable not in environ:
+            if not environ.get(variable):  # a CI gives a secret that it lacks as an empty variable
                 near = did_you_mean(variable, environ) or f"set it first: export {variable}=VALUE"
-                raise SpecError(f"{variable} is not set here", field=f"secrets.{name}", hint=near)
+                raise SpecError(f"{variable} is not set here, or empty", field=f"secrets.{name}", hint=near)
             values[variable] = environ[variable]
     return values

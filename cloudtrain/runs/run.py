@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
+from .._version import __version__
 from ..errors import (
     AuthError,
     CloudtrainError,
@@ -175,7 +176,8 @@ class Run:
     @property
     def job(self) -> Job:
         """The job that was submitted."""
-        return Job.from_dict(self.record["job"])
+        with self._other_version():
+            return Job.from_dict(self.record["job"])
 
     @property
     def provider_name(self) -> str:
@@ -191,8 +193,19 @@ class Run:
     def provider(self) -> Provider:
         """The provider, with the settings of the submission."""
         if self._provider is None:
-            self._provider = self._settings.provider_of(self.record)
+            with self._other_version():
+                self._provider = self._settings.provider_of(self.record)
         return self._provider
+
+    @contextlib.contextmanager
+    def _other_version(self) -> Iterator[None]:
+        """Begin the hint of a `SpecError` with the version that recorded the run, if it is another one."""
+        try:
+            yield
+        except SpecError as exc:
+            if (version := self.record.get("version", __version__)) != __version__:
+                exc.hint = f"cloudtrain {version} recorded this run, and this is {__version__}\n{exc.hint}".rstrip()
+            raise
 
     def _check(self) -> None:
         """Raise `NotFoundError` if there is no such run."""

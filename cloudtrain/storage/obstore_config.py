@@ -7,6 +7,7 @@ The provider's options come first, then fsspec's configuration of the scheme, th
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import os
 import re
@@ -116,6 +117,16 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     return next((environ[name] for name in names if environ.get(name)), None)
 
 
+def _checked_endpoint(endpoint: str) -> str:
+    """Return the URL without a slash at its end. Raises `SpecError` for any other text: obstore would panic."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(endpoint)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and len(endpoint.split()) == 1:
+            return endpoint.rstrip("/")
+    why, hint = f"its endpoint {endpoint!r} is not a URL", "write http://HOST:PORT or https://HOST"
+    raise SpecError(why, field="store", hint=hint)
+
+
 # ------------------------------------------------------------------------------------------------------------------- S3
 
 
@@ -147,7 +158,7 @@ def _s3(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving
     region, virtual = region or _US, False
     if rules:
         endpoint, virtual = _ruled_endpoint(session, bucket, region, named)
-    endpoint = str(endpoint or f"https://s3.{region}.amazonaws.com").rstrip("/")
+    endpoint = _checked_endpoint(str(endpoint or f"https://s3.{region}.amazonaws.com"))
     # obstore reads variables of its own for these: each is given, so that none of them counts.
     config: dict[str, Any] = {
         "region": region, "endpoint": endpoint, "aws_endpoint_url_s3": endpoint, "skip_signature": anonymous,
@@ -266,8 +277,9 @@ def _obs(url: str, options: Mapping[str, Any], environ: Mapping[str, str], movin
         hint = "set OBS_REGION, such as cn-north-4, or OBS_ENDPOINT"
         raise SpecError(f"{url}: the region of the bucket is unknown", field="store", hint=hint)
     bucket, root = _parts(url)
+    endpoint = _checked_endpoint(endpoint)
     inside = virtual(endpoint)
-    endpoint = bucket_endpoint(endpoint, bucket) if inside else endpoint.rstrip("/")
+    endpoint = bucket_endpoint(endpoint, bucket) if inside else endpoint
     config = {
         "region": region or "region", "endpoint": endpoint, "aws_endpoint_url_s3": endpoint, "skip_signature": False,
         "virtual_hosted_style_request": inside, "conditional_put": "disabled", "s3_express": False,
@@ -323,7 +335,7 @@ def _azure(url: str, options: Mapping[str, Any], environ: Mapping[str, str], mov
     # obstore reads variables of its own for these: each is given, so that none of them counts.
     config = {
         "account_name": account,
-        "endpoint": endpoint.rstrip("/"),
+        "endpoint": _checked_endpoint(endpoint),
         "skip_signature": anonymous,
         "use_emulator": False,
         "use_fabric_endpoint": False,

@@ -351,6 +351,20 @@ def test_unforeseen_errors_are_one_line_and_exit_9(
     assert "Traceback" in main_of("list", capsys=capsys)[2]
 
 
+def test_a_bug_may_be_in_a_provider_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "queue-1.dist-info").mkdir()
+    (tmp_path / "queue-1.dist-info/entry_points.txt").write_text("[cloudtrain.providers]\nqueue = our_queue:Provider\n")
+    (tmp_path / "our_queue.py").write_text("import not_installed_sdk\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, _, err = main_of("config", "--provider", "queue", capsys=capsys)
+    assert (code, err.splitlines()[0]) == (
+        9, "error: ModuleNotFoundError: No module named 'not_installed_sdk'; "
+        "this is a bug in cloudtrain or your provider queue",
+    )  # fmt: skip
+
+
 @pytest.mark.costly
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = main_of("--help", capsys=capsys)

@@ -23,6 +23,7 @@ import pytest
 from jobs import Done, Jobs
 from runtime.test_webhook import Hook
 
+from cloudtrain.engine import NodeError
 from cloudtrain.engine.docker_api import connect
 from cloudtrain.engine.fault_injection import Injection, InjectionPlan
 from cloudtrain.engine.node_folders import NodeFolders
@@ -451,6 +452,32 @@ def test_an_output_that_the_script_removes_leaves_a_remote_store_too(tmp_path: P
     shutil.rmtree(mounts.live)  # a disk that is gone
     mounts._sync(target)
     assert sorted(target.list()) == ["logs/a", "outputs/node-0/other"]
+
+
+def test_remote_inputs_of_any_form_are_fetched(s3_url: str, tmp_path: Path) -> None:
+    source = files(s3_url)
+    for key in ("a/1", "b/2", "a/3.txt", "plain"):
+        source.write(key, key.encode())
+    mounts = _Mounts(folder=tmp_path, store=Store(f"{s3_url}/store"), run_id="r")
+    urls = [f"{s3_url}/{path}" for path in ("a/", "b/", "a", "a/3.txt", "plain")]
+    local = mounts.fetch(Mount(url=url, path="x", kind="copy") for url in urls)
+    found = [sorted(os.listdir(path)) if path.is_dir() else path.read_text() for path in local.values()]
+    assert found == [["1", "3.txt"], ["2"], ["1", "3.txt"], "a/3.txt", "plain"]
+    with pytest.raises(NodeError, match=r"there is no file at .*/nope/$") as caught:
+        mounts.fetch([Mount(url=f"{s3_url}/nope/", path="x", kind="copy")])
+    assert caught.value.category == "spec"
+
+
+def test_a_run_that_waits_for_its_store_says_why(vertex: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor, _ = supervised(vertex)
+    reasons: list[str] = []
+    monkeypatch.setattr("cloudtrain.engine.supervisor.time.sleep", lambda _: reasons.append(supervisor.state["reason"]))
+    work = Mock(side_effect=[StorageError("no such bucket"), StorageError("no such bucket"), "done"])
+    assert supervisor._patiently(work) == "done"
+    assert reasons == ["no such bucket; trying again"] * 2
+    supervisor.state.update(finished=1.0, reason="rank 3 failed")
+    supervisor._patiently(Mock(side_effect=[StorageError("full"), None]))
+    assert supervisor.state["reason"] == "rank 3 failed"
 
 
 def two_supervisors(tmp_path: Path, store: Store, outputs: tuple[str, ...]) -> list[_Mounts]:

@@ -241,7 +241,8 @@ def test_without_torch_nothing_is_recorded(world: FakePlatform, monkeypatch: pyt
 def test_a_shell_is_a_command_of_the_node_s_own_python(world: FakePlatform, tmp_path: Path) -> None:
     request = world.plan({"instance_count": 2}).request
     (tmp_path / "nodes").mkdir()
-    (tmp_path / "status.json").write_text("{}")
+    for name in ("request.json", "status.json"):
+        (tmp_path / name).write_text("{}")
     native = f"{socket.gethostname()}:{tmp_path}"
     with pytest.raises(SpecError) as caught:
         Provider().shell(request, native, 1, ["ls"], tty=True)
@@ -258,7 +259,8 @@ def test_checkpoints_that_the_newest_attempt_could_not_copy_are_named(tmp_path: 
         path = tmp_path / "out" / attempt / f"node-{node}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"step 1\n{line.format(node, step)}\nstep 2\n")
-    (tmp_path / "status.json").write_text("{}")
+    for name in ("request.json", "status.json"):
+        (tmp_path / name).write_text("{}")
     why = "No space left on device"
     assert Provider().stuck(f"{socket.gethostname()}:{tmp_path}") == {"step-10": why, "step-20": why}
 
@@ -346,6 +348,17 @@ def test_an_input_of_this_machine_is_read_in_place(world: FakePlatform) -> None:
     mounts = {mount.path: mount.kind for mount in world.provider.launch_spec(plan.request).nodes[0].mounts}
     assert {mounts[f"inputs/{name}"] for name in ("copied", "far")} == {"copy"}
     assert mounts["inputs/here"] == "mount"
+
+
+def test_a_folder_of_a_web_server_is_refused(world: FakePlatform) -> None:
+    with pytest.raises(SpecError, match=r"inputs.far: http://host/data/ names no file, and HTTP cannot list a folder"):
+        world.plan({"inputs": {"far": "http://host/data/"}})
+
+
+def test_a_status_without_a_request_is_not_of_this_run(world: FakePlatform, tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("{}")
+    with pytest.raises(NotFoundError, match="no supervisor has ever written"):
+        world.provider.status(f"{socket.gethostname()}:{tmp_path}")
 
 
 @pytest.mark.slow

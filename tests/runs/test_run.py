@@ -35,6 +35,7 @@ from memory_run import (
     texts,
 )
 
+from cloudtrain import __version__
 from cloudtrain.cli.format import Changes
 from cloudtrain.errors import (
     AuthError,
@@ -555,6 +556,22 @@ def test_a_node_that_ended_before_it_knew_its_attempt_makes_no_row(world: World,
     world.recorded().attempt(0, Status(state="cancelled", attempts=(AttemptInfo(number="0.0", started=T0),)))
     world.exit(1, attempt=unknown, outcome="preempted", started=T0 + 1, ended=T0 + 2)
     assert [a["number"] for a in world.run().result()["attempts"]] == ["0.0"]
+
+
+def test_a_record_that_another_version_wrote_names_that_version(world: World) -> None:
+    run = world.recorded().run()
+    run._provider, run.record["job"]["new"] = None, 1
+    reads: list[tuple[Callable[[], Any], str]] = [(lambda: run.job, ""), (lambda: run.provider, "choose from ")]
+    for read, hint in reads:
+        for version, begin in (
+            ("9.9", f"cloudtrain 9.9 recorded this run, and this is {__version__}"),
+            (__version__, ""),
+        ):
+            run.record["version"] = version
+            with pytest.raises(SpecError) as caught:
+                read()
+            assert caught.value.hint.startswith(f"{begin}\n{hint}".strip())
+            assert ("recorded" in caught.value.hint) is bool(begin)
 
 
 def test_an_earlier_attempt_that_the_platform_forgot_is_still_listed(world: World) -> None:

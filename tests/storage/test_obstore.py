@@ -361,6 +361,12 @@ def connected(string: str) -> dict[str, str]:
         ("abfs://a.dfs.core.windows.net/c/x", AZURE, {}, "names no container"),
         ("az://c/x", connected("AccountName=a"), {}, "has neither AccountKey nor Shared"),
         (OTHER, connected("AccountName=a;AccountKey=aGk="), {}, "the connection string is of the account a"),
+        ("az://c/x", connected("AccountName=a;AccountKey=aGk=;BlobEndpoint=h:1"), {}, "endpoint 'h:1' is not a URL"),
+        ("obs://b/x", {"OBS_ENDPOINT": "http://"}, {}, "endpoint 'http://' is not a URL"),
+        *[
+            ("s3://b/x", {**KEYS, "AWS_ENDPOINT_URL": wrong}, {}, f"store: its endpoint {wrong!r} is not a URL")
+            for wrong in ("minio:9000", "http://", "http://h:9000 ", "ftp://h", "http://h:99999", "http://[::1")
+        ],
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
