@@ -23,15 +23,16 @@ class Found(NamedTuple):
 
 
 def typed(value: Any, kind: Any, where: str) -> Any:
-    """Return ``value``, maybe text, as ``kind``: str, int, float, bool, list of str, table, or optional one."""
+    """Return ``value``, maybe text, as ``kind``: str, int, float, bool, table, list of str or tables, or optional."""
     value = str(value) if isinstance(value, PurePath) else value
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     if typing.get_origin(kind) in (list, tuple):
         value = _json_list(value, where) if isinstance(value, str) and value.lstrip().startswith("[") else value
         parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-        if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
-            raise SpecError(f"must be a list of texts, not {brief(value)}", field=where)
+        one, many = (Mapping, "tables") if is_table(typing.get_args(kind)[0]) else (str, "texts")
+        if not isinstance(parts, (list, tuple)) or not all(isinstance(part, one) for part in parts):
+            raise SpecError(f"must be a list of {many}, not {brief(value)}", field=where)
         return tuple(parts)
     if is_table(kind):
         table = _entries(value) if isinstance(value, str) else value

@@ -19,6 +19,7 @@ from ..errors import NotFoundError, SpecError
 from ..job.job import FIELDS, FLAT_FIELDS
 from ..provider_api.registry import find_provider, provider_names
 from ..validate import near_or_all
+from .coerce import is_table
 from .settings import Settings
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -129,11 +130,12 @@ def _provider(name: str) -> Schema:
 
 
 def _of(hint: Any) -> Schema:
-    """Return the schema of a setting's type: text, number, list of texts (or one alone), table."""
+    """Return the schema of a setting's type: text, number, list of texts (or one alone) or tables, table."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
     if typing.get_origin(hint) in (tuple, list):
-        return {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string"}}]}
+        array = {"type": "array", "items": _of(typing.get_args(hint)[0])}
+        return array if is_table(typing.get_args(hint)[0]) else {"anyOf": [{"type": "string", "minLength": 1}, array]}
     if typing.get_origin(hint) is dict:
         return {"type": "object"}
     return {"type": {bool: "boolean", int: "integer", float: "number"}.get(hint, "string")}

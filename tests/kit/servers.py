@@ -41,6 +41,31 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+def certificates() -> tuple[bytes, bytes]:
+    """Return the certificate of an authority, and a key and certificate of 127.0.0.1 that it signed, as PEM."""
+    import datetime
+    import ipaddress
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    now, keys = datetime.datetime.now(datetime.timezone.utc), [ec.generate_private_key(ec.SECP256R1()) for _ in "12"]
+    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in ("authority", "server")]
+    made = []
+    for number in range(2):
+        builder = x509.CertificateBuilder().subject_name(names[number]).issuer_name(names[0])
+        builder = builder.public_key(keys[number].public_key()).serial_number(x509.random_serial_number())
+        builder = builder.not_valid_before(now - datetime.timedelta(days=1))
+        builder = builder.not_valid_after(now + datetime.timedelta(days=2))
+        builder = builder.add_extension(x509.BasicConstraints(ca=number == 0, path_length=None), critical=True)
+        own = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+        builder = builder.add_extension(own, critical=False)
+        made.append(builder.sign(keys[0], hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    kind = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return made[0], keys[1].private_bytes(*kind) + made[1]
+
+
 def wait_for_port(port: int, process: subprocess.Popen[bytes], *, seconds: float = 30) -> None:
     """Return once a server listens; fail as soon as the process has ended."""
     deadline = time.monotonic() + seconds

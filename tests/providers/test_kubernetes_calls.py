@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import os
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 from doctor_runs import Examiner
+from servers import certificates
 from websocket import WebSocketConnectionClosedException
 from worlds.base import Fault
 from worlds.kubernetes.cluster import Refusal
@@ -144,6 +147,35 @@ def test_a_cluster_that_drops_fields_is_too_old() -> None:
     assert "1.29" in found.with_hint()
 
 
+def test_a_kubeconfig_without_its_form(world: KubernetesWorld, tmp_path: Path) -> None:
+    for number, text in enumerate(("", "hello", "[1]", "a: [b", '{"contexts": [{}], "current-context": "x"}')):
+        file = tmp_path / str(number)
+        file.write_text(text)
+        with pytest.raises(AuthError, match=f"no cluster in {file}: "):
+            again(world, kubeconfig=str(file)).status("team/x")
+
+
+def test_an_authority_that_python_3_13_refuses(
+    world: KubernetesWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check this because kubectl takes it, and EKS has one: it has no key identifier."""
+    authority, server = certificates()
+    (tmp_path / "server.pem").write_bytes(server)
+    context, wire = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), world.plane.wire
+    context.load_cert_chain(tmp_path / "server.pem")
+    wire.server.socket = context.wrap_socket(wire.server.socket, server_side=True)
+    found = json.loads(world.plane.kubeconfig.read_text().replace("http:", "https:"))
+    data = base64.b64encode(authority).decode()
+    found["clusters"][0]["cluster"]["certificate-authority-data"] = data
+    (tmp_path / "kubeconfig").write_text(json.dumps(found))
+    monkeypatch.setattr("urllib3.util.ssl_.sys", SimpleNamespace(version_info=(3, 13)))
+    assert again(world, kubeconfig=str(tmp_path / "kubeconfig")).principal().startswith("me on https://127.0.0.1")
+    found["clusters"][0]["cluster"]["certificate-authority-data"] = base64.b64encode(certificates()[0]).decode()
+    (tmp_path / "kubeconfig").write_text(json.dumps(found))
+    with pytest.raises(LostContactError, match="certificate verify failed"):
+        again(world, kubeconfig=str(tmp_path / "kubeconfig")).principal()
+
+
 def test_a_folder_in_place_of_a_kubeconfig(world: KubernetesWorld, tmp_path: Path) -> None:
     client = again(world, kubeconfig=str(tmp_path / "none"))
     with pytest.raises(AuthError) as caught:
@@ -269,7 +301,7 @@ def test_a_role_that_cannot_create(world: KubernetesWorld, kind: str) -> None:
     world.plane.denied.add(f"POST {kind}")
     with pytest.raises(AuthError) as caught:
         world.provider.submit(two(world), VALUES)
-    assert "kubectl auth can-i --list" in caught.value.with_hint()
+    assert "kubectl auth can-i --list -n NAMESPACE" in caught.value.with_hint()
 
 
 # -------------------------------------------------------------------------------------------------------- existing jobs
@@ -339,6 +371,25 @@ def test_a_right_that_is_missing(world: KubernetesWorld, examiner: Examiner) -> 
     examiner(*IMAGE).failure("rights", "may not create secrets, patch pods", fix="Role", code=3)
 
 
+def test_no_node_that_can_hold_the_job(world: KubernetesWorld, examiner: Examiner) -> None:
+    for flags, settings, why in (
+        (("--gpu", "H100:8"), {}, "1 of 1"),
+        (("--gpu", "H100:16"), {}, "1 by nvidia.com/gpu"),
+        (("--gpu", "A100:1"), {}, "1 by label nvidia.com/gpu.product, which is NVIDIA-H100-80GB-HBM3"),
+        (("--gpu", "H100:1"), {"gpu_label": "cloud.google.com/gke-accelerator"}, "gke-accelerator, which is missing"),
+        (("--instance-type", "a3"), {}, "1 by label node.kubernetes.io/instance-type, which is a2"),
+        (("--memory-gb", "2000"), {}, "1 by memory"),
+    ):
+        examiner.settings("kubernetes", world.store, {**world.settings, **settings})
+        found = examiner(*IMAGE, *flags)
+        assert why in found.rows["nodes"]["detail"], found.rows["nodes"]
+        assert (found.status("nodes"), found.code) == ("ok" if why == "1 of 1" else "unknown", 0)
+    world.plane.node = {"taints": [{"key": "team", "value": "ml", "effect": "NoSchedule"}]}
+    assert "1 by taint team" in examiner(*IMAGE).rows["nodes"]["detail"]
+    accepted = json.dumps([{"key": "team", "operator": "Equal", "value": "ml", "effect": "NoSchedule"}])
+    assert examiner(*IMAGE, "--set", f"tolerations={accepted}").status("nodes") == "ok"
+
+
 def test_a_claim_that_is_missing(world: KubernetesWorld, examiner: Examiner) -> None:
     world.plane.objects.clear()
     examiner(*IMAGE).failure("shared volume", "'training'", fix="kubectl get pvc -n team", code=2)
@@ -400,4 +451,4 @@ def test_a_cluster_that_does_not_answer(world: KubernetesWorld, examiner: Examin
 
 def test_an_unknown_caller(world: KubernetesWorld, examiner: Examiner) -> None:
     world.plane.wire.faults.append(Fault("*", error=Refusal(401, "Unauthorized", "Unauthorized"), times=9))
-    examiner(*IMAGE).failed("cluster", "Unauthorized", fix="kubectl auth can-i --list", code=3)
+    examiner(*IMAGE).failed("cluster", "Unauthorized", fix="log in to the cluster again", code=3)

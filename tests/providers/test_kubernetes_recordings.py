@@ -214,7 +214,7 @@ class TestScenes:
             stage = Stage(world, "quota", "")
             Jobs.wait_for(lambda: bool(world.plane.events), 10)
             stage.await_scene("quota")
-            events = stage.account.creations(stage.account.job("team/sc-quota"))
+            events = stage.account.events("Job", stage.account.job("team/sc-quota"), ["FailedCreate"])
         finally:
             world.plane.quota = False
         stage.job.wait()

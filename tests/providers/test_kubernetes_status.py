@@ -47,17 +47,17 @@ class Cluster:
 
     def __init__(self, name: str, *, events: Sequence[Any] = (), refuses: Exception | None = None) -> None:
         self.job, self.pods = scene(name)
-        self.events = list(events or SCENES.get(name, {}).get("events", ()))
+        self.known = list(events or SCENES.get(name, {}).get("events", ()))
         self.refuses = refuses
         self.reasons: list[str] = []
 
     def describe(self, native_id: str) -> tuple[Any, Any]:
         return self.job, self.pods
 
-    def creations(self, job: Any) -> list[Any]:
-        if self.events == ["denied"]:
+    def events(self, kind: str, item: Any, reasons: Any) -> list[Any]:
+        if self.known == ["denied"]:
             raise AuthError("you may not list events")
-        return self.events
+        return self.known
 
     def cancel(self, native_id: str, *, why: str = "") -> None:
         self.reasons.append(why)
@@ -344,14 +344,37 @@ def test_a_pod_that_was_created_after_a_refusal_counts() -> None:
 
 def test_one_refused_pod_of_two_is_enough() -> None:
     cluster = Cluster("cancel running")
-    cluster.events, cluster.pods = list(SCENES["quota"]["events"]), cluster.pods[:1]
+    cluster.known, cluster.pods = list(SCENES["quota"]["events"]), cluster.pods[:1]
     assert cluster.status().category == "quota"
 
 
-def test_another_refusal_is_shown_and_waits() -> None:
-    message = 'Error creating: pods "x" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true'
-    found = Cluster("quota", events=[{"reason": "FailedCreate", "message": message}]).status()
-    assert (found.state, found.category, found.reason) == ("pending", "", message)
+REFUSED = 'Error creating: pods "x" is forbidden: '
+
+
+@for_each(
+    "message, state, category, hint",
+    [
+        ('error looking up service account team/x: serviceaccount "x" not found', "pending", "", ""),
+        ('violates PodSecurity "restricted:latest": runAsNonRoot != true', "pending", "", "kubernetes.security"),
+        ("failed quota: team: must specify limits.cpu for: node", "failed", "quota", "set cpus and memory_gb"),
+    ],
+)
+def test_another_refusal_is_shown(message: str, state: str, category: str, hint: str) -> None:
+    found = Cluster("quota", events=[{"reason": "FailedCreate", "message": REFUSED + message}]).status()
+    assert (found.state, found.category) == (state, category)
+    assert found.reason.startswith(REFUSED + message)
+    assert (hint or message) in found.reason
+
+
+def test_a_volume_that_cannot_be_mounted_is_the_reason_of_the_wait() -> None:
+    """Check this because the pod itself only says that its container is being created."""
+    cluster = Cluster("cm")
+    cluster.known = [{"reason": "FailedMount", "message": 'MountVolume.SetUp failed for volume "shared": mount.nfs'}]
+    found = cluster.status()
+    assert (found.state, found.category, found.native) == ("pending", "", "Pending")
+    assert found.reason == 'MountVolume.SetUp failed for volume "shared": mount.nfs'
+    cluster.known = ["denied"]
+    assert cluster.status().reason == ""
 
 
 def test_a_caller_without_the_right_to_list_events_gets_a_status() -> None:
@@ -496,7 +519,7 @@ def test_events_are_those_of_this_job_in_their_order() -> None:
         event("SuccessfulCreate", 1, None),
     ]
     job = {"metadata": {"name": "sc", "namespace": "team", "uid": "one"}}
-    own = Served(**{"GET events": {"items": found}}).creations(job)
+    own = Served(**{"GET events": {"items": found}}).events("Job", job, ["FailedCreate", "SuccessfulCreate"])
     assert [(item["reason"], item["lastTimestamp"][17:19]) for item in own] == [
         ("SuccessfulCreate", "01"),
         ("SuccessfulCreate", "03"),

@@ -356,6 +356,23 @@ def test_a_list_is_json_or_has_commas(tmp_path: Path, text: str) -> None:
         assert found.of_provider("sagemaker")["subnets"].value == ("subnet-1", "subnet-2")
 
 
+def test_a_list_of_tables_from_every_source(tmp_path: Path) -> None:
+    taint = {"key": "team", "operator": "Exists", "effect": "NoSchedule"}
+    (tmp_path / FILE).write_text(
+        '[kubernetes]\ntolerations = [{ key = "team", operator = "Exists", effect = "NoSchedule" }]'
+    )
+    text = json.dumps([taint])
+    for given in (
+        {},
+        {"overrides": {"kubernetes.tolerations": text}},
+        {"environ": {"CLOUDTRAIN_KUBERNETES_TOLERATIONS": text}},
+    ):
+        found = load(tmp_path, provider="kubernetes", **given)  # type: ignore[arg-type]
+        assert found.of_provider("kubernetes")["tolerations"].value == (taint,)
+    with pytest.raises(SpecError, match="must be a list of tables, not 'team'"):
+        load(tmp_path, provider="kubernetes", overrides={"kubernetes.tolerations": "team"}).of_provider("kubernetes")
+
+
 @pytest.mark.parametrize("text", ["[subnet-1]", '["subnet-1"', "[1]"])
 def test_a_list_that_is_no_json_is_refused_at_once(tmp_path: Path, text: str) -> None:
     with pytest.raises(SpecError) as caught:

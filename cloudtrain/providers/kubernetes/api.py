@@ -10,6 +10,7 @@ import base64
 import contextlib
 import json
 import os
+import ssl
 import sys
 import threading
 import time
@@ -60,9 +61,10 @@ _DECIDED = frozenset((*FINAL, "SuccessCriteriaMet", "FailureTarget"))
 IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 HELP: Mapping[str, str] = {
     "none": "test the connection: kubectl get jobs; kubectl config get-contexts lists values of kubernetes.context",
-    "auth": "to see what you may do, run: kubectl auth can-i --list",
+    "login": "log in to the cluster again, then test it: kubectl get jobs",
+    "auth": f"to see your rights, run: kubectl auth can-i --list -n NAMESPACE; {NAME}.namespace is the one to use",
     "namespace": f"set {NAME}.namespace to one that this lists: kubectl get namespaces",
-    "quota": "to see the limits, run: kubectl describe resourcequota",
+    "quota": "to see the limits, run: kubectl describe resourcequota -n NAMESPACE",
     "jobset": f'install JobSet (https://jobset.sigs.k8s.io), or set {NAME}.kind = "job"',
     "old": "the cluster must have Kubernetes 1.29 or newer: kubectl version",
 }
@@ -78,7 +80,7 @@ def error_of(status: int, reason: str, message: str, *, what: str) -> errors.Clo
     kinds: Sequence[tuple[bool, type[errors.CloudtrainError], str]] = (
         ("exceeded quota" in message, errors.QuotaError, HELP["quota"]),
         ("admission webhook" in message and 400 <= status < 500, errors.SpecError, ""),
-        (status in (401, 403), errors.AuthError, HELP["auth"]),
+        (status in (401, 403), errors.AuthError, HELP["login" if status == 401 else "auth"]),
         (status == 404, errors.NotFoundError, HELP["namespace"] if message.startswith("namespaces ") else ""),
         (status == 409 and reason == "AlreadyExists", ExistsError, ""),
         (status in (400, 413, 422), errors.SpecError, HELP["old"] if "unknown field" in message else ""),
@@ -138,9 +140,14 @@ class Account:
                 config.load_kube_config(
                     file or None, own.context or None, client_configuration=found, persist_config=False
                 )
-        except (config.ConfigException, OSError, ValueError) as exc:
-            raise errors.AuthError(f"no cluster: {one_line(exc)}", hint=HELP["none"]) from None
-        return found, client.ApiClient(found).rest_client.pool_manager
+            pool = client.ApiClient(found).rest_client.pool_manager
+            if found.verify_ssl:  # Python 3.13 refuses the authorities of EKS and others, which kubectl takes (#2394)
+                pool.connection_pool_kw["ssl_context"] = context = ssl.create_default_context(cafile=found.ssl_ca_cert)
+                context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+        except Exception as exc:  # noqa: BLE001  the client does not check the form of a file
+            text = f"no cluster in {file or '~/.kube/config'}: {one_line(exc)}"
+            raise errors.AuthError(text, hint=HELP["none"]) from None
+        return found, pool
 
     def call(self, method: str, path: str, *, what: str, body: Any = None, **query: Any) -> Any:
         """Return the object of an answer. ``what`` is the action for messages. Raises the errors of `error_of`."""
@@ -292,15 +299,15 @@ class Account:
         except (WebSocketException, OSError) as exc:
             raise errors.LostContactError(f"open a shell: {one_line(exc)}", hint=HELP["none"]) from None
 
-    def creations(self, job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Return the events of a Job about pods that it created or could not create, the oldest first."""
-        meta = job["metadata"]
-        query = {"fieldSelector": f"involvedObject.kind=Job,involvedObject.name={meta['name']}"}
+    def events(self, kind: str, item: Mapping[str, Any], reasons: Sequence[str]) -> list[Mapping[str, Any]]:
+        """Return an object's events with these reasons, the oldest first; of one second, the first reason's last."""
+        meta = item["metadata"]
+        query = {"fieldSelector": f"involvedObject.kind={kind},involvedObject.name={meta['name']}"}
         found = self.call("GET", path_of("Event", meta["namespace"]), what="ask for the events", **query)
-        own = [event for event in found["items"] if event["reason"] in ("FailedCreate", "SuccessfulCreate")]
+        own = [event for event in found["items"] if event["reason"] in reasons]
         own = [event for event in own if event["involvedObject"].get("uid") in (None, meta.get("uid"))]
-        # The name may have been an earlier Job's. Times are whole seconds.
-        return sorted(own, key=lambda event: (_moment(event), event["reason"] == "FailedCreate"))
+        # The name may have been an earlier object's. Times are whole seconds.
+        return sorted(own, key=lambda event: (_moment(event), event["reason"] == reasons[0]))
 
     def log(self, namespace: str, pod: str, **query: Any) -> bytes:
         """Return the log of a pod's container."""
@@ -368,12 +375,17 @@ class Account:
 
     # ------------------------------------------------------------------------------------------------------ the cluster
 
+    def nodes(self) -> list[Mapping[str, Any]]:
+        """Return the cluster's nodes."""
+        found: list[Mapping[str, Any]] = self.call("GET", "/api/v1/nodes", what="ask for the nodes")["items"]
+        return found
+
     def machines(self) -> list[Machine]:
         """Return the kinds of nodes, by their instance type."""
         from ...provider_api.catalog import Machine
 
         found: dict[tuple[Any, ...], Machine] = {}
-        for node in self.call("GET", "/api/v1/nodes", what="ask for the nodes")["items"]:
+        for node in self.nodes():
             labels, size = node["metadata"].get("labels") or {}, node["status"].get("allocatable") or {}
             count = int(size.get(self.settings.gpu_resource, 0))
             gpu = kind_of(self.settings, labels) if count else ""

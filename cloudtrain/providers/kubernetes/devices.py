@@ -102,6 +102,7 @@ def gpu_selector(settings: Settings, gpu: Gpu | None) -> list[dict[str, Any]]:
         values = values or [value for item in fitting for value in _values(table[item])]
     if not values:
         hint = f'look it up with kubectl get nodes -L {settings.gpu_label}, then set gpu_names = {{ {name} = ["…"] }}'
+        hint += f'; or set gpu_label = "" to take any {settings.gpu_resource}'
         raise UnsupportedError(
             NAME, "resources.gpu", f"no value of {settings.gpu_label} is known for {name}", hint=hint
         )

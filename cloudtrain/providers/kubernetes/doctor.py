@@ -1,20 +1,22 @@
-"""Check a cluster for ``doctor``: who calls, its rights, the version, the volume, identity, GPUs, Kueue, the request.
+"""Check a cluster for ``doctor``: caller, rights, version, volume, identity, GPUs, nodes, Kueue, the request.
 
 Nothing is created. ``doctor --job`` looks at the volume from a node.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ...errors import AuthError, NotFoundError, SpecError
-from ...provider_api.checks import Check, failed, installed, ok, passed, skipped, tried
+from ...provider_api.checks import Check, failed, installed, ok, passed, skipped, tried, unknown
 from .._cloud import check_gpus, check_request
 from . import NAME
 from .api import HELP
-from .request import JOBSETS, marks_of, volume_url
+from .request import JOBSETS, job_object, marks_of, volume_url
+from .validate import quantity_of
 
 if TYPE_CHECKING:
     from ...provider_api.protocol import Request
@@ -66,6 +68,7 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
         yield from tried("service account", lambda: _service_account(account), extra=True)
     none = f"no node has {account.settings.gpu_resource} now; an autoscaler may add one"
     yield from tried("gpus", lambda: check_gpus(account, none=none), extra=True)
+    yield from tried("nodes", lambda: _nodes(account, request), extra=True)
     yield from tried("queue", lambda: _queue(account), extra=True)
     yield from tried("request", lambda: check_request(request, account.test))
 
@@ -137,6 +140,43 @@ def _service_account(account: Account) -> Check:
         fix = f'set {NAME}.labels to {{"{AZURE_LABEL}" = "true"}}'
         return failed(what, f"{own.service_account} is {named[-1]}, but the pods lack Azure's label", fix=fix, code=2)
     return ok(what, f"{own.service_account}, {', '.join(named) or 'which names no identity of a cloud'}")
+
+
+def _nodes(account: Account, request: Request | None) -> Check:
+    """Check that a node of the cluster, while no other pod is on it, can hold one of the job's."""
+    if request is None:
+        return skipped("nodes", "there is no plan")
+    pod = job_object(request)["spec"]["template"]["spec"]
+    lacks = [_lack(node, pod, account.settings.gpu_resource) for node in account.nodes()]
+    if "" in lacks:
+        return ok("nodes", f"{lacks.count('')} of {len(lacks)} can hold a node of the job while they are empty")
+    why = ", ".join(f"{count} by {lack}" for lack, count in Counter(lacks).most_common())
+    return unknown("nodes", f"none of {len(lacks)} can hold a node of the job ({why}); an autoscaler may add one")
+
+
+def _lack(node: Mapping[str, Any], pod: Mapping[str, Any], gpu: str) -> str:
+    """Return what keeps a pod off a node without other pods: a label, a taint or a resource; empty if nothing does."""
+    labels, size = node["metadata"].get("labels") or {}, node["status"].get("allocatable") or {}
+    affinity = pod.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    terms = [rule for term in affinity.get("nodeSelectorTerms", ()) for rule in term.get("matchExpressions", ())]
+    wanted = {rule["key"]: rule["values"] for rule in terms if rule["operator"] == "In"}
+    for key, values in {**wanted, **{key: [value] for key, value in pod.get("nodeSelector", {}).items()}}.items():
+        if labels.get(key) not in values:
+            return f"label {key}, which is {labels.get(key, 'missing')}"
+    for taint in node["spec"].get("taints") or ():
+        if taint["effect"] != "PreferNoSchedule" and not any(_accepts(item, taint) for item in pod["tolerations"]):
+            return f"taint {taint['key']}"
+    limits = pod["containers"][0]["resources"]["limits"]  # HAMi's other resources are not a node's
+    sizes = {name: limits[name] for name in ("cpu", "memory", "ephemeral-storage", gpu) if name in limits}
+    return next(
+        (name for name, value in sizes.items() if quantity_of(size.get(name, 0), "") < quantity_of(value, "")), ""
+    )
+
+
+def _accepts(item: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
+    """Return whether a toleration accepts a taint."""
+    same = item.get("operator") == "Exists" or item.get("value", "") == taint.get("value", "")
+    return item.get("key") in (None, "", taint["key"]) and item.get("effect") in (None, "", taint["effect"]) and same
 
 
 def _queue(account: Account) -> Check:

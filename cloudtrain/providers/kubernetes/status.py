@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import AuthError, NotFoundError
 from ...provider_api.protocol import AttemptInfo, Status
 from .._cloud import hinted, one_line, time_of
+from . import NAME
 from .api import HELP, conditions_of, is_ending
 from .node import AGAIN, TIME_UP
 from .request import CANCELLED, ENDED, POD_INDEX, marks_of
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from .api import Account
 
 HINTS: Mapping[str, str] = {
-    "quota": HELP["quota"],
     "image": "check image and kubernetes.image_pull_secrets",
     "oom": "ask for more with memory_gb",
     "disk": "ask for more with disk_gb",
@@ -37,6 +37,16 @@ _NO_IMAGE = re.compile(
 """Words of a pull that no further try makes good. A registry that does not answer may come back."""
 _DECIDED = ("Ending", "Suspended")
 """Our words for a Job that waits, and needs no pod now."""
+_CREATION = ("FailedCreate", "SuccessfulCreate")
+"""Reasons of a Job's events about pods that it created or could not create."""
+_START = ("Pulling", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")
+"""Reasons of a pod's events before its container starts; mounts come before the image."""
+_REFUSALS = (
+    ("exceeded quota", "quota", HELP["quota"]),
+    ("failed quota", "quota", "set cpus and memory_gb, which the quota of the namespace limits"),
+    ("violates PodSecurity", "", f'set {NAME}.security = "restricted"'),
+)
+"""Words of an event, and the category of a Job that can never start (empty: it waits) and a hint."""
 PENDING = frozenset(("ContainerCreating", "PodInitializing"))
 """Reasons of a container that waits as every one does."""
 _NO_PROGRAM = (126, 127, 128)
@@ -63,16 +73,27 @@ def status(account: Account, native_id: str) -> Status:
     """
     job, pods = account.describe(native_id)
     found = status_of(job, pods)
-    if found.state == "pending" and found.native not in _DECIDED and _lacks_pods(job, pods):
-        with suppress(AuthError):  # the caller may not see events
-            if (events := account.creations(job)) and events[-1]["reason"] == "FailedCreate":
-                found = replace(found, reason=one_line(events[-1].get("message")))
-        if "exceeded quota" in found.reason:
-            reason = hinted(found.reason, HINTS["quota"])
-            found = replace(found, state="failed", category="quota", reason=reason, native="FailedCreate")
+    if found.state == "pending" and found.native not in _DECIDED:
+        found = _explained(account, job, pods, found)
     if found.state == "failed" and not is_ending(job):
         with suppress(AuthError, NotFoundError):  # the caller may only read, or the Job is gone
             account.cancel(native_id, why=f"{found.category}: {found.reason}")
+    return found
+
+
+def _explained(account: Account, job: Object, pods: Sequence[Object], found: Status) -> Status:
+    """Return the status of a Job that waits, with what its newest event says about its pods, or about one of them."""
+    waiting = [pod for pod in pods if pod["status"].get("phase") == "Pending" and pod["spec"].get("nodeName")]
+    if not (lacking := _lacks_pods(job, pods)) and (found.reason or not waiting):
+        return found
+    with suppress(AuthError):  # the caller may not see events
+        about = ("Job", job, _CREATION) if lacking else ("Pod", waiting[-1], _START)
+        if (events := account.events(*about)) and events[-1]["reason"] != "SuccessfulCreate":
+            said = one_line(events[-1].get("message"))
+            category, hint = next((item for words, *item in _REFUSALS if words in said), ("", ""))
+            found = replace(found, reason=hinted(said, hint))
+            if category:
+                found = replace(found, state="failed", category=category, native="FailedCreate")
     return found
 
 

@@ -136,6 +136,8 @@ class Cluster(Platform):
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
         self.no_capacity = self.quota = False
+        self.node: dict[str, Any] = {}
+        """Spec of the one node that the API shows."""
         self.jobset: bool | None = True
         """True: JobSet is installed. None: installed, but its controller does nothing. False: not installed."""
         self._due: list[tuple[float, tuple[str, str, str]]] = []
@@ -231,7 +233,7 @@ class Cluster(Platform):
         if path == "/api/v1/nodes":
             labels = {"node.kubernetes.io/instance-type": "a2", "nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
             size = {"nvidia.com/gpu": "8", "cpu": "95900m", "memory": "1048576000Ki"}
-            return {"items": [{"metadata": {"labels": labels}, "status": {"allocatable": size}}]}
+            return {"items": [{"metadata": {"labels": labels}, "spec": self.node, "status": {"allocatable": size}}]}
         if (match := _QUEUE.fullmatch(path)) and match.groups() in self.queues:
             return {"spec": {"clusterQueue": self.queues[match[1], match[2], match[3]]}}
         raise Refusal(404, "NotFound", "the server could not find the requested resource")
