@@ -202,8 +202,8 @@ def secret_values(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
     for name, reference in job.secrets.items():
         scheme, _, variable = reference.partition(":")
         if scheme == "env":
-            if variable not in environ:
-                near = did_you_mean(variable, environ) or f"set it first: export {variable}=VALUE"
-                raise SpecError(f"{variable} is not set here", field=f"secrets.{name}", hint=near)
+            if variable not in environ:  # which is the secret itself after --secret TOKEN=env:$TOKEN
+                near = did_you_mean(variable, environ) or "write a variable's name after env:, without $, and set it"
+                raise SpecError("its environment variable is not set here", field=f"secrets.{name}", hint=near)
             values[variable] = environ[variable]
     return values
