@@ -74,7 +74,7 @@ MOST = 4000
 
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
-_COMMAND = re.compile(r"(run: |cloudtrain ).*")
+_COMMAND = re.compile(r"\b(cloudtrain|aws|az|docker|gcloud|git|jupyter|kubectl|pip|uv) .*")
 _KEYWORDS = {
     "--nodes": "instance_count", "--hp": "hyperparameters", "--input": "inputs", "--secret": "secrets",
     "--metric": "metrics", "--tag": "tags", "--option": "options", "--dependency": "dependencies",

@@ -374,7 +374,11 @@ def test_an_error_in_python_names_the_keyword_of_a_flag() -> None:
     ]  # fmt: skip
     assert notes("--store: must be text") == ["in Python: --store is store"]
     assert notes("x", "add --nodes 2 --hp lr=1")[1] == "in Python: --nodes is instance_count, --hp is hyperparameters"
-    for command in ("to look, run: aws s3 ls --profile p", "its files stay: cloudtrain pull r --store s"):
+    for command in (
+        "to look, run: aws s3 ls --profile p",
+        "its files stay: cloudtrain pull r --store s",
+        "gcloud x --project p",
+    ):
         assert notes("x", command) == [f"hint: {command}"]
     assert notes("x") == []
     assert SPELLINGS.items() <= {name: flag for flag, name in errors._KEYWORDS.items()}.items()
