@@ -21,14 +21,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
 __all__ = [
     "CATEGORIES", "EXIT_CODES", "AuthError", "CapacityError", "CloudtrainError", "ConflictError", "DigestError",
     "LostContactError", "NotFoundError", "PlatformError", "QuotaError", "SpecError", "StorageError",
-    "UnsupportedError", "reason_of", "scrubbed", "shorten_tracebacks",
+    "UnsupportedError", "reason_of", "scrubbed", "shorten_tracebacks", "warn",
 ]  # fmt: skip
 
 #: Exit code of ``submit`` and ``wait`` by the category of a run that did not succeed.
@@ -72,6 +73,24 @@ MOST = 4000
 """Characters of a message: a quoted value may be a whole file."""
 
 
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
+_COMMAND = re.compile(r"\b(cloudtrain|aws|az|docker|gcloud|git|jupyter|kubectl|pip|uv) .*")
+_KEYWORDS = {
+    "--nodes": "instance_count", "--hp": "hyperparameters", "--input": "inputs", "--secret": "secrets",
+    "--metric": "metrics", "--tag": "tags", "--option": "options", "--dependency": "dependencies",
+    "--gpus": "total_gpus", "--checkpoint-path": "checkpoint_paths", "--webhook-header": "webhook_headers",
+    "--set": "settings", "--map": "maps", "--secret-value": "secret_values",
+}  # fmt: skip
+"""Flags whose keyword in Python has another name."""
+
+
+def _in_python(text: str) -> str:
+    """Return the keywords for the flags in ``text``, as in ``in Python: --run-id is run_id``; empty without flags."""
+    flags = dict.fromkeys(_FLAG.findall(_COMMAND.sub("", text)))
+    words = [f"{flag} is {_KEYWORDS.get(flag) or flag[2:].replace('-', '_')}" for flag in flags]
+    return f"in Python: {', '.join(words)}" if words else ""
+
+
 def _worded(message: str) -> str:
     """Return `scrubbed` text, without its middle if it is too long."""
     text = scrubbed(message)
@@ -93,8 +112,9 @@ class CloudtrainError(Exception):
     def __init__(self, *args: object, hint: str = "") -> None:
         super().__init__(*(_worded(arg) if isinstance(arg, str) else arg for arg in args))
         self.hint = scrubbed(hint)
-        if self.hint:
-            self.__notes__ = [f"hint: {self.hint}"]
+        known = _in_python(f"{self}\n{self.hint}")
+        if notes := [f"hint: {self.hint}"] * bool(self.hint) + [known] * bool(known):
+            self.__notes__ = notes
 
     def with_hint(self) -> str:
         """Return the message and its hint in one line, for a record or a log without a line for the hint."""
@@ -196,6 +216,16 @@ def reason_of(exc: Exception) -> str:
     if isinstance(exc, OSError) and exc.strerror:
         return f"{exc.strerror}: {exc.filename}" if exc.filename else exc.strerror
     return str(exc)
+
+
+def warn(texts: Iterable[str]) -> None:
+    """Issue each text as a `UserWarning` of your own line, the last one before cloudtrain's."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and _package_of(frame) == "cloudtrain":
+        frame, level = frame.f_back, level + 1
+    for text in texts:
+        known = _in_python(text)
+        warnings.warn(text + f" ({known})" * bool(known), stacklevel=level)
 
 
 def shorten_tracebacks() -> None:

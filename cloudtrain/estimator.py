@@ -9,10 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import CloudtrainError
+from .errors import CloudtrainError, warn
 from .job.fields import path_text
 from .job.job import FLAT_FIELDS, Input, Job, Scalar
-from .validate import table_of, text_of
+from .validate import check_functions, sequence_of, table_of, text_of, texts_of
 
 if TYPE_CHECKING:
     from .runs.log_order import Line
@@ -24,7 +24,7 @@ __all__ = ["Estimator", "RunFailedError", "attach", "log_line", "plan", "ranks",
 
 DEFAULT_CHANNEL = "train"
 
-Inputs = str | Path | Input | Mapping[str, str | Path | Input | Mapping[str, Any]]
+Inputs = str | os.PathLike[str] | Input | Mapping[str, str | os.PathLike[str] | Input | Mapping[str, Any]]
 Duration = int | str | timedelta
 Texts = str | Sequence[str]
 
@@ -45,7 +45,7 @@ def plan(
     job: Job,
     *,
     provider: str | None = None,
-    store: str | Path | None = None,
+    store: str | os.PathLike[str] | None = None,
     profile: str | None = None,
     fallback: Texts | None = None,
     settings: Mapping[str, Scalar | Sequence[Any]] | None = None,
@@ -65,7 +65,7 @@ def submit(
     job: Job,
     *,
     provider: str | None = None,
-    store: str | Path | None = None,
+    store: str | os.PathLike[str] | None = None,
     profile: str | None = None,
     fallback: Texts | None = None,
     settings: Mapping[str, Scalar | Sequence[Any]] | None = None,
@@ -86,16 +86,21 @@ def submit(
     ``run_id``
         id of the run; default: a new one. If you repeat a call with the same job and id, you get the same run.
 
-    These keywords override cloudtrain.toml and the environment variables. Raises `SpecError` for an invalid job, with
+    These keywords override cloudtrain.toml and the environment variables. Before anything is sent, each warning of the
+    plan is a `UserWarning` of Python's ``warnings``, with your own line. Raises `SpecError` for an invalid job, with
     its ``field``, and the errors of store and platform. Raises nothing if the run fails later: look at `Run.result`.
     """
-    from .runs.fallback import submit_with_fallbacks
+    from .runs.fallback import advice, submit_with_fallbacks
 
     chosen = _load_settings(provider, store, profile, fallback, settings)
-    return _following(submit_with_fallbacks(_make_plan(job, chosen, run_id, preview=False), environ=os.environ))
+    planned = _make_plan(job, chosen, run_id, preview=False)
+    warn(advice(planned, "warnings"))
+    return _following(submit_with_fallbacks(planned, environ=os.environ))
 
 
-def attach(run: str | Path, *, store: str | Path | None = None, profile: str | None = None) -> Run:
+def attach(
+    run: str | os.PathLike[str], *, store: str | os.PathLike[str] | None = None, profile: str | None = None
+) -> Run:
     """Return the run with this URL, or with this id in ``store`` (default: the setting). Works from any machine.
 
     Raises `NotFoundError` if there is no such run. Its hint names the nearest id.
@@ -109,7 +114,7 @@ def attach(run: str | Path, *, store: str | Path | None = None, profile: str | N
 
 def _load_settings(
     provider: str | None,
-    store: str | Path | None,
+    store: str | os.PathLike[str] | None,
     profile: str | None,
     fallback: Texts | None,
     settings: Mapping[str, Any] | None,
@@ -169,10 +174,10 @@ class Estimator:
     def __init__(
         self,
         *,
-        entry_point: str | Path | None = None,
-        source_dir: str | Path | None = None,
-        dependencies: Sequence[str | Path] | None = None,
-        requirements: str | Path | None = None,
+        entry_point: str | os.PathLike[str] | None = None,
+        source_dir: str | os.PathLike[str] | None = None,
+        dependencies: Sequence[str | os.PathLike[str]] | None = None,
+        requirements: str | os.PathLike[str] | None = None,
         exclude: Texts | None = None,
         name: str | None = None,
         image: str | None = None,
@@ -182,7 +187,7 @@ class Estimator:
         args: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
         secrets: Mapping[str, str] | None = None,
-        inputs: Mapping[str, str | Path | Input | Mapping[str, Any]] | None = None,
+        inputs: Mapping[str, str | os.PathLike[str] | Input | Mapping[str, Any]] | None = None,
         instance_count: int | str | None = None,
         instance_type: str | None = None,
         gpu: Texts | None = None,
@@ -217,15 +222,15 @@ class Estimator:
         options: Mapping[str, Mapping[str, Any]] | None = None,
         on: Mapping[str, Mapping[str, Any]] | None = None,
         provider: str | None = None,
-        store: str | Path | None = None,
+        store: str | os.PathLike[str] | None = None,
         profile: str | None = None,
         fallback: Texts | None = None,
         settings: Mapping[str, Scalar | Sequence[Any]] | None = None,
         write: Callable[[str], object] | None = None,
     ) -> None:
-        self.fallback, self._write, given = fallback, write, locals()
+        self.provider, self.store, self.profile, self.fallback = provider, store, profile, fallback
+        self.settings, self._write, given = table_of(settings or {}, "settings"), write, locals()
         self.job = Job.make(**{flat: given[flat] for flat in FLAT_FIELDS if given.get(flat) is not None})
-        self.provider, self.store, self.profile, self.settings = provider, store, profile, dict(settings or {})
 
     def plan(self, inputs: Inputs | None = None, *, run_id: str | None = None) -> Plan:
         """Return exactly what ``fit`` would send, without network or credentials, as the function `plan` does."""
@@ -255,7 +260,7 @@ class Estimator:
         shortage: Texts = (),
         maps: Mapping[str, str] | None = None,
         local_image: str = "",
-        local_store: str | Path = "./.cloudtrain",
+        local_store: str | os.PathLike[str] = "./.cloudtrain",
         secret_values: Mapping[str, str] | None = None,
         wait: bool = True,
         logs: bool = True,
@@ -281,18 +286,19 @@ class Estimator:
         from .runs.submit import send_plan
 
         kinds = {"preempt": preempt, "kill": kill, "shortage": shortage}
-        drills = [(kind, text) for kind, given in kinds.items() for text in _texts(given)]
+        drills = [(kind, text) for kind, given in kinds.items() for text in texts_of(sequence_of(given or ()), kind)]
         rehearsal = plan_rehearsal(
             self._job(inputs),
             settings=_load_settings(**self._keywords),
             run_id=run_id,
             cwd=Path.cwd(),
-            store=str(local_store),
+            store=text_of(path_text(local_store), "local_store"),
             maps=maps,
             image=local_image,
             secrets=secret_values,
             drills=drills,
         )
+        warn(rehearsal.warnings)
         return self._finished(_following(send_plan(rehearsal, environ=os.environ)), wait, logs)
 
     def _finished(self, run: Run, wait: bool, logs: bool) -> Run:
@@ -305,13 +311,18 @@ class Estimator:
         return run
 
     @staticmethod
-    def attach(run: str | Path, *, store: str | Path | None = None, profile: str | None = None) -> Run:
+    def attach(
+        run: str | os.PathLike[str], *, store: str | os.PathLike[str] | None = None, profile: str | None = None
+    ) -> Run:
         """Return the run with this URL or id, as the function `attach` does."""
         return attach(run, store=store, profile=profile)
 
     @staticmethod
     def reconcile(
-        target: str | Path | None = None, *, store: str | Path | None = None, profile: str | None = None
+        target: str | os.PathLike[str] | None = None,
+        *,
+        store: str | os.PathLike[str] | None = None,
+        profile: str | None = None,
     ) -> list[dict[str, Any]]:
         """Do the work of a waiting client once, for a run or for every unfinished run of a store.
 
@@ -328,6 +339,7 @@ class Estimator:
         return reconcile(target, settings=settings, cwd=Path.cwd(), environ=os.environ)
 
     def _job(self, inputs: Inputs | None) -> Job:
+        check_functions(write=self._write)
         return self.job.replace(inputs={**self.job.inputs, **_channels(inputs)})
 
     @property
@@ -343,13 +355,9 @@ class Estimator:
 def _channels(inputs: Inputs | None) -> dict[str, Any]:
     if inputs is None:
         return {}
-    if isinstance(inputs, (str, Path, Input)):
+    if isinstance(inputs, (str, os.PathLike, Input)):
         return {DEFAULT_CHANNEL: inputs}
     return table_of(inputs, "inputs")
-
-
-def _texts(given: Texts) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
 
 
 def ranks(job: Job) -> int:

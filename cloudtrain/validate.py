@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import numbers
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,11 +130,7 @@ def parse_duration(value: Any, *, field: str) -> int:
         else:
             why = f"{brief(value)} is not a duration; write '90s', '45m', '12h', '2d' or '1h30m'"
             raise SpecError(why, field=field)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or (isinstance(value, float) and not (math.isfinite(value) and value.is_integer()))
-    ):
+    if not is_number(value) or value % 1 != 0:  # also for infinity and NaN
         raise SpecError(f"{brief(value)} is not a whole number of seconds, nor text like '12h'", field=field)
     if value <= 0:
         raise SpecError(f"must be above zero, not {brief(value)}", field=field)
@@ -144,11 +142,11 @@ def parse_duration(value: Any, *, field: str) -> int:
 def parse_seconds(value: Any, *, field: str) -> float:
     """Return the seconds of a number or timedelta, also with a fraction, or of a `parse_duration`'s text.
 
-    A number below zero is zero: the rest of a time that is over. Raises `SpecError`.
+    A number below zero is zero: the rest of a time that is over. At most 100 years. Raises `SpecError`.
     """
     value = value.total_seconds() if isinstance(value, timedelta) else value
-    if is_number(value) and not math.isnan(value):
-        return max(0.0, float(value))
+    if is_number(value) and value == value:  # not NaN
+        return float(min(max(0, value), _LONGEST))
     return float(parse_duration(value, field=field))
 
 
@@ -283,14 +281,15 @@ def texts_of(value: Any, where: str, *, empty: bool = False) -> tuple[str, ...]:
 
 def whole_number(value: Any, where: str, *, least: int, most: int | None = None) -> int:
     """Return an int of at least ``least``, at most ``most``."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise SpecError(f"must be a whole number, not {brief(value)}", field=where)
-    if value < least or (most is not None and value > most):
+    number: int = operator.index(value)
+    if number < least or (most is not None and number > most):
         raise SpecError(
             f"must be {least} or more" + (f", at most {most}" if most is not None else "") + f", not {brief(value)}",
             field=where,
         )
-    return value
+    return number
 
 
 def choice_of(value: Any, choices: tuple[str, ...], where: str) -> str:
@@ -318,6 +317,7 @@ def json_value(value: Any, where: str, *, depth: int = 0) -> Any:
         return {text_of(k, where, empty=True): json_value(v, f"{where}.{k}", depth=depth + 1) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [json_value(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(value)]
+    value = plain_number(value)
     if isinstance(value, int) and abs(value) > _BIGGEST:
         raise SpecError("is a number of more than 300 digits, too long for JSON", field=where)
     if isinstance(value, float) and not math.isfinite(value):
@@ -329,8 +329,22 @@ def json_value(value: Any, where: str, *, depth: int = 0) -> Any:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether it is a number: Python counts booleans as such."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Return whether it is a number, also one of NumPy: Python counts booleans as such."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number of NumPy as one of Python, and any other value unchanged."""
+    if not is_number(value) or isinstance(value, (int, float)):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def check_functions(**given: Any) -> None:
+    """Raise `SpecError` for an argument, by its name, that is neither a function nor None."""
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise SpecError(f"must be a function, not {brief(value)}", field=name)
 
 
 def is_price(value: Any) -> bool:

@@ -67,7 +67,8 @@ For the other verbs, use the command line.
 
 Call `print(plan)` or `print(run)` to see a summary with the next call. A notebook shows it as a table.
 
-A traceback of an error of cloudtrain shows your own lines, the message and a hint. Set `CLOUDTRAIN_DEBUG=1` to see the
+A traceback of an error of cloudtrain shows your own lines, the message and a hint. If these name a flag of the command
+line, a line `in Python:` has its keyword. Set `CLOUDTRAIN_DEBUG=1` to see the
 lines of cloudtrain too.
 
 `tools/python_page.py` makes this page from the docstrings.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -126,6 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's own) and return its exit code. Never raises."""
     if argv is None:
         gc.set_threshold(GARBAGE)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed by >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal of another encoding must not end the following of a run
             stream.reconfigure(errors="backslashreplace")
@@ -238,7 +240,7 @@ def _usage_error(exc: Exception, app: App, tokens: list[str], args: list[str] | 
     from cyclopts import UnknownOptionError, UnusedCliTokensError
 
     from ..errors import SpecError
-    from .advice import about_flag
+    from .advice import about_flag, joined
     from .key_value import first_spelling
 
     verb = tokens[0]
@@ -254,7 +256,7 @@ def _usage_error(exc: Exception, app: App, tokens: list[str], args: list[str] | 
         text, hint = f"unexpected {' '.join(map(repr, words))}", _help_of(verb)
         if verb in SCRIPT_VERBS and args is None:
             before = [token for token in tokens if token not in words]
-            line = shlex.join(["cloudtrain", *before, "--", *words])
+            line = joined(["cloudtrain", *before, "--", *words])
             hint = f"write arguments of the script after --: {line}"
         return SpecError(text, hint=hint)
     text = " ".join(str(exc).split()).rstrip(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import shlex
 from collections.abc import Iterable, Sequence
 
@@ -43,12 +44,18 @@ HINTS = {
 def about_verb(word: str, verbs: Iterable[str], rest: Sequence[str]) -> str:
     """Return the hint for ``word``, which is no verb; ``rest`` follows it on the command line."""
     if word.endswith((".py", ".sh", ".toml", ".json")):
-        return f"to send it, run: cloudtrain submit {shlex.join([word, *rest])}"
+        return f"to send it, run: cloudtrain submit {joined([word, *rest])}"
     if found := HINTS.get(word.lower()):
         return found
     if near := similar(word.lower(), verbs):
         return f"did you mean: cloudtrain {near}"
     return "to list all verbs, run: cloudtrain --help"
+
+
+def joined(words: Sequence[str]) -> str:
+    """Return ``words`` as a shell reads them, up to the first flag into which a shell may have put a secret."""
+    known = [*itertools.takewhile(lambda word: not word.startswith(("--secret", "--webhook-header")), words)]
+    return shlex.join(known) + " …" * (len(known) < len(words))
 
 
 def about_flag(flag: str, verb: str, names: Iterable[str], given: Sequence[str], *, has_args: bool) -> str:
@@ -59,7 +66,7 @@ def about_flag(flag: str, verb: str, names: Iterable[str], given: Sequence[str],
     """
     if flag in ("--dry-run", "--dryrun") and verb == "submit":
         words = [word for word in given if word.partition("=")[0] != flag]
-        return f"to see the plan, run: {shlex.join(['cloudtrain', 'plan', *words])}"
+        return f"to see the plan, run: {joined(['cloudtrain', 'plan', *words])}"
     near, setting = similar(flag, names := tuple(names)), flag.lstrip("-").replace("-", "_")
     parts = [f"use {near}"] if near else []
     if "--set" in names and is_setting(setting):
@@ -67,7 +74,7 @@ def about_flag(flag: str, verb: str, names: Iterable[str], given: Sequence[str],
     if verb in SCRIPT_VERBS and not has_args and (not near or _ratio(flag, near) < SURE):
         at = next((i for i, word in enumerate(given) if word.partition("=")[0] == flag), len(given))
         words = ["cloudtrain", verb, *given[:at], "--", *given[at:]]
-        parts.append(f"write arguments of the script after --: {shlex.join(words)}")
+        parts.append(f"write arguments of the script after --: {joined(words)}")
     return "; or ".join(parts) or f"to list its flags, run: cloudtrain {verb} --help"
 
 

@@ -57,6 +57,7 @@ def pairs(flag: str, texts: Sequence[str], *, field: str) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
+            text = "NAME" if flag in ("--secret-value", "--webhook-header") else text  # it may be the secret
             raise SpecError(f"{flag} {text!r} is not NAME=VALUE", field=field, hint=_with_both(flag, text))
         out[name] = value
     return out

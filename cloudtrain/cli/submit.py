@@ -210,12 +210,11 @@ def _send_and_follow(
     screen.about = {"run": planned.run_url, "run_id": planned.run_id, "provider": planned.provider_name}
     say_limits(planned.job, screen)
     say_price(planned, screen)
-    say_advice(planned, screen)
     for name, text in ranking_rows(planned.ranking):
         screen.talk(f"{name}: {text}")
     for number, further in enumerate(planned.fallbacks.further, 1):
         screen.talk(f"fallback {number}: {fallback_text(further.document())}")
-        say_advice(further, screen)
+    say_advice(planned, screen)
     if ask_above is not None and _is_declined(planned, ask_above, screen):
         screen.talk("nothing was sent")
         return EXIT_CODES["cancelled"]
@@ -343,7 +342,7 @@ def plan(
             raise SpecError("a sweep's file has the whole job", field=given[0], hint="write the field below [job]")
         return plan_sweep(script, chosen, screen)
     job = description.job(script, args)
-    from ..runs.fallback import plan_with_fallbacks
+    from ..runs.fallback import advice, plan_with_fallbacks
 
     planned = plan_with_fallbacks(job, settings=chosen, run_id=description.run_id, cwd=Path.cwd(), preview=True)
     document = planned.document()
@@ -358,7 +357,7 @@ def plan(
         screen.talk(f"run id {planned.run_id} is a stand-in; submit makes a new one (--run-id)")
     if not terminal:
         say_limits(planned.job, screen)
-    for text in dict.fromkeys(text for item in (planned, *planned.fallbacks.further) for text in item.warnings):
+    for text in advice(planned, "warnings"):
         screen.talk(f"warning: {text}")
     incomplete = [item for item in (planned, *planned.fallbacks.further) if item.missing]
     for item in incomplete:
@@ -416,10 +415,12 @@ def say_limits(job: Job, screen: Screen) -> None:
 
 
 def say_advice(planned: Plan, screen: Screen) -> None:
-    """Print a plan's warnings and notes."""
-    for text in planned.warnings:
+    """Print the warnings and notes of a plan and its fallbacks."""
+    from ..runs.fallback import advice
+
+    for text in advice(planned, "warnings"):
         screen.talk(f"warning: {text}")
-    for text in planned.notes:
+    for text in advice(planned, "notes"):
         screen.talk(f"note: {text}")
 
 

@@ -170,6 +170,11 @@ def check_image(api: Any, image: str, platform: str | None) -> bool:
         found = api.inspect_image(image)
     except docker.errors.ImageNotFound:
         return False
+    except docker.errors.APIError as exc:
+        if exc.status_code != 400:
+            raise
+        hint = "in a rehearsal, name another one: --local-image IMAGE"
+        raise SpecError(f"{image} is not the name of an image for this engine", field="image", hint=hint) from None
     has = f"{found.get('Os', 'linux')}/{found['Architecture']}"
     ours = {"x86_64": "amd64", "aarch64": "arm64"}.get(machine(), machine())
     if not platform and found["Architecture"] == ours:

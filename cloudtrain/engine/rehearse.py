@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
+from ..job.fields import SECRETS, path_text
 from ..job.job import Job
 from ..provider_api.protocol import Provider, recorded_settings
 from ..provider_api.registry import find_provider
 from ..runs.fallback import only_first
 from ..runs.submit import Plan, first_request, make_plan
+from ..settings import needs
 from ..settings.settings import Settings
 from ..storage.local_disk import local_path, normalize
 from ..store.store import Store
-from ..validate import did_you_mean
+from ..validate import did_you_mean, table_of, text_of
 from .supervised import SupervisedProvider
 from .url_map import map_urls, stand_in_for
 
@@ -47,15 +49,14 @@ def plan_rehearsal(
     job's secrets. ``drills`` are pairs like ``("preempt", "node=1,after=30s")``. Its request's ``body`` holds the
     provider's ``request`` and the ``differences`` from the platform. Raises `SpecError`, and the errors of `make_plan`.
     """
-    real = make_plan(job, settings=only_first(settings)[0], provider=provider, run_id=run_id, cwd=cwd)
+    image = text_of(image, "local_image", empty=True)
+    real, missing = _real_plan(job, only_first(settings)[0], image, provider=provider, run_id=run_id, cwd=cwd)
     target = real.provider
-    if isinstance(target, SupervisedProvider):
-        hint = "name a cloud, or use submit"
-        raise SpecError(f"{target.name} already runs on this machine", field="provider", hint=hint)
     here = Store(store, cwd=cwd)
     if local_path(here.url) is None:
         raise SpecError(f"must be a folder of this machine, not {store}", field="local_store")
-    stand_ins = _stand_ins(real, {url.rstrip("/"): _existing(path, cwd) for url, path in (maps or {}).items()})
+    given = table_of(maps or {}, "maps")
+    stand_ins = _stand_ins(real, {url.rstrip("/"): _existing(path, cwd) for url, path in given.items()})
     rehearsal: Any = find_provider("rehearsal")
     chosen: Provider = rehearsal(
         target=target.name,
@@ -65,8 +66,9 @@ def plan_rehearsal(
         image=image,
         secrets=dict(real.job.secrets),
         drills=tuple(f"{kind} {text}" for kind, text in drills),
+        missing=missing,
     )
-    job = real.job.replace(secrets=_substitutes(real.job, secrets or {}))
+    job = real.job.replace(secrets=_substitutes(real.job, SECRETS.check(secrets or {}, "secret_value")))
     _check_data(real, {real.store.url: here.url, **stand_ins})
     layout = map_urls(real.layout, here.url)
     inputs = {
@@ -88,8 +90,25 @@ def plan_rehearsal(
     )
 
 
-def _existing(path: str, cwd: Path) -> str:
-    url = normalize(path, cwd=cwd)
+def _real_plan(job: Job, settings: Settings, image: str, **where: Any) -> tuple[Plan, tuple[str, ...]]:
+    """Return the platform's own plan, with made-up values for missing settings, and the names of these settings."""
+    plan = make_plan(job, settings=settings, incomplete=True, **where)
+    target = plan.provider
+    if isinstance(target, SupervisedProvider):
+        hint = "name a cloud, or use submit"
+        raise SpecError(f"{target.name} already runs on this machine", field="provider", hint=hint)
+    if not plan.missing:
+        return plan, ()
+    _, target, job = needs.stand_ins(settings, target.name, plan.job, plan.missing)
+    theirs = target.launch_spec(plan.request).nodes[0].image
+    if not image and needs.with_placeholders(theirs, target.name, plan.missing) != theirs:
+        why, hint = f"no setting names the image of {target.name}", "name an image of this machine: --local-image IMAGE"
+        raise SpecError(why, field="local_image", hint=hint)
+    return dataclasses.replace(plan, provider=target, job=job, missing=()), plan.missing
+
+
+def _existing(path: Any, cwd: Path) -> str:
+    url = normalize(text_of(path_text(path), "map"), cwd=cwd)
     if not _is_here(url):
         raise SpecError(f"there is no {path} on this machine", field="map")
     return url
@@ -135,8 +154,8 @@ def _substitutes(job: Job, given: Mapping[str, str]) -> dict[str, str]:
         if name not in job.secrets:
             hint = did_you_mean(name, job.secrets)
             raise SpecError(f"the job has no secret {name!r}", field="secret_value", hint=hint)
-        if not reference.startswith("env:") or not reference[4:]:
-            raise SpecError(f"must be env:VARIABLE, not {reference!r}", field=f"secret_value.{name}")
+        if not reference.startswith("env:"):  # and it may be the secret
+            raise SpecError("must be env:VARIABLE", field=f"secret_value.{name}")
     for name in job.secrets:
         if name not in given:
             how = f"give a value: --secret-value {name}=env:VARIABLE"

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Mapping
-from pathlib import PurePath, PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ..errors import SpecError
 from ..validate import (
     brief,
     choice_of,
+    is_number,
     json_value,
     parse_duration,
     parse_size,
@@ -84,7 +86,14 @@ def slug(text: str) -> str:
 
 def path_text(value: Any) -> Any:
     """Return a path as text, and any other value unchanged for the check of texts."""
-    return str(value) if isinstance(value, PurePath) else value
+    if not isinstance(value, os.PathLike):
+        return value
+    return str(value) if "://" in str(value) else os.fspath(value)  # fspath of a path in a cloud may download the file
+
+
+def path_of(value: Any, where: str) -> Path:
+    """Return a path. Raises `SpecError` with the field ``where`` if it is neither text nor a path."""
+    return Path(text_of(path_text(value), where))
 
 
 def _name(value: Any, where: str) -> Any:
@@ -138,7 +147,7 @@ def _min_gpu_util(value: Any, where: str) -> str:
 
 def _amount(what: str) -> Kind:
     def check(value: Any, where: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
+        if not is_number(value) or not 0 < value < 1e12:
             raise SpecError(f"must be {what} above zero, not {value!r}", field=where)
         return float(value)
 
@@ -208,7 +217,8 @@ def mapping(kind: Kind, check_name: Callable[[str, str], None] | None = None) ->
 
 def _env_name(name: str, where: str) -> None:
     if not _ENV_NAME.fullmatch(name):
-        raise SpecError(f"{name!r} is not a name for an environment variable", field=where)
+        shown = "it" if where == "secrets" else repr(name)  # with --secret $TOKEN it is the secret
+        raise SpecError(f"{shown} is not a name for an environment variable", field=where)
     if _RESERVED.fullmatch(name):
         raise SpecError(
             f"{name} is set by torchrun or cloudtrain for every rank", field=where, hint="choose another name"
@@ -217,8 +227,8 @@ def _env_name(name: str, where: str) -> None:
 
 def _reference(value: Any, where: str) -> str:
     scheme, _, rest = text_of(value, where).partition(":")
-    if scheme not in SECRET_SCHEMES or not rest:
-        how = "write env:NAME, aws:ARN, azure:VAULT/NAME or gcp:RESOURCE"
+    if scheme not in SECRET_SCHEMES or not (_ENV_NAME.fullmatch(rest) if scheme == "env" else rest):
+        how = "write env:NAME (without $), aws:ARN, azure:VAULT/NAME or gcp:RESOURCE"
         raise SpecError("its value is not a reference to a secret", field=where, hint=how)  # and may be the secret
     return str(value)
 
@@ -267,7 +277,8 @@ _ANY_TEXT = Kind(lambda value, where: text_of(value, where, empty=True), {"type"
 ENV = mapping(_ANY_TEXT, _env_name)
 WEBHOOK_HEADERS = mapping(Kind(_header_value, _TEXT), _header)
 TAGS = mapping(_ANY_TEXT)
-SECRETS = mapping(Kind(_reference, {"type": "string", "pattern": f"^({'|'.join(SECRET_SCHEMES)}):."}), _env_name)
+_REFERENCE = rf"^(env:{_ENV_NAME.pattern}$|({'|'.join(s for s in SECRET_SCHEMES if s != 'env')}):.)"
+SECRETS = mapping(Kind(_reference, {"type": "string", "pattern": _REFERENCE}), _env_name)
 HYPERPARAMETERS = mapping(Kind(_hyperparameter, {"not": {"type": "null"}}))
 METRICS = mapping(Kind(_metric, _TEXT), _metric_name)
 JSON_TABLES = mapping(Kind(lambda value, where: json_value(table_of(value, where), where), {"type": "object"}))

@@ -443,7 +443,7 @@ class Job:
     def from_toml(cls, text: str, *, folder: Path | None = None) -> Job:
         """Return the Job of a TOML text. Relative local paths start at ``folder`` (default: they stay as they are)."""
         data = toml_loads(text_of(text, "job", empty=True), where="job")
-        return cls.from_dict(data if folder is None else anchored(data, folder))
+        return cls.from_dict(data if folder is None else anchored(data, fields.path_of(folder, "folder")))
 
     @property
     def digest(self) -> str:
@@ -455,7 +455,7 @@ class Job:
 
         Tables (env, inputs, tags, hyperparameters) merge by key. Any other field of ``on`` replaces the job's.
         """
-        return _override(self, provider, self.on.get(provider, {}))
+        return _override(self, provider, self.on.get(text_of(provider, "provider"), {}))
 
     def replace(self, **fields: Any) -> Job:
         """Return a copy with other values of these fields, named as in `make`."""

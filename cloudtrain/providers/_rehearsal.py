@@ -58,8 +58,9 @@ class Settings:
     """``target`` is the provider's name, ``account`` its settings as runs record them, ``store`` the URL of its store.
 
     ``maps`` are further URLs and the file URLs of their stand-ins here. ``image`` replaces the request's image.
-    ``secrets`` are the job's references in the cloud. ``drills`` are words like ``preempt node=1,after=30s``. The rest
-    is this machine: ``user`` (``uid:gid``) that nodes run as, empty for the image's own, cores, bytes, GPUs.
+    ``secrets`` are the job's references in the cloud. ``drills`` are words like ``preempt node=1,after=30s``.
+    ``missing`` names settings of the account that have made-up values. The rest is this machine: ``user`` (``uid:gid``)
+    that nodes run as, empty for the image's own, cores, bytes, GPUs.
     """
 
     target: str = ""
@@ -69,6 +70,7 @@ class Settings:
     image: str = ""
     secrets: dict[str, Any] = field(default_factory=dict)
     drills: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     user: str = field(default_factory=_user)
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
     memory: int = field(default_factory=_memory)
@@ -183,6 +185,7 @@ class Provider(ContainersProvider):
     def _differences(self, job: Job, drills: Sequence[Injection]) -> list[str]:
         own = self.settings
         notes = [f"{place} stands in for {url}" for url, place in own.maps.items()]
+        notes += [f"settings that are not set have made-up values: {', '.join(own.missing)}"] if own.missing else []
         if whole := [name for name, item in job.inputs.items() if item.shard]:
             notes.append(f"every node has all of inputs {', '.join(whole)}, of which the platform gives each a share")
         if own.secrets:

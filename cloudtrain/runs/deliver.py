@@ -202,8 +202,9 @@ def secret_values(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
     for name, reference in job.secrets.items():
         scheme, _, variable = reference.partition(":")
         if scheme == "env":
-            if not environ.get(variable):  # a CI gives a secret that it lacks as an empty variable
-                near = did_you_mean(variable, environ) or f"set it first: export {variable}=VALUE"
-                raise SpecError(f"{variable} is not set here, or empty", field=f"secrets.{name}", hint=near)
+            if not environ.get(variable):  # not shown: after --secret TOKEN=env:$TOKEN it is the secret
+                near = did_you_mean(variable, environ) or "write a variable's name after env:, without $, and set it"
+                text = "its environment variable is not set here, or empty"
+                raise SpecError(text, field=f"secrets.{name}", hint=near)
             values[variable] = environ[variable]
     return values

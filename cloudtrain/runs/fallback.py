@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import CapacityError, CloudtrainError, ConflictError, LostContactError, QuotaError, SpecError
 from ..job.job import Job
@@ -61,6 +61,15 @@ def plan_with_fallbacks(
             if is_bare(job.resume_from):  # a run of the first store
                 job = job.replace(resume_from=f"{plans[0].store.url}/runs/{job.resume_from}")
     return link_fallbacks(plans)
+
+
+def advice(plan: Plan, kind: Literal["warnings", "notes"]) -> list[str]:
+    """Return the warnings or notes of ``plan`` and its fallbacks, each once. One that not all have names its places."""
+    plans, found = (plan, *plan.fallbacks.further), dict[str, list[str]]()
+    for item in plans:
+        for text in getattr(item, kind):
+            found.setdefault(text, []).append(item.settings.profile or item.provider_name)
+    return [text + f" ({', '.join(names)})" * (len(names) < len(plans)) for text, names in found.items()]
 
 
 def _cheapest(job: Job, *, settings: Settings, run_id: str | None, cwd: Path, preview: bool) -> Plan:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from ..errors import SpecError
-from ..validate import near_or_all
+from ..validate import near_or_all, sequence_of, texts_of
 
 PULL_KINDS = ("checkpoints", "artifacts", "outputs", "logs", "metrics")
 """Kinds that `Run.pull` can fetch. Artifacts include the platform's own files; result.json and run.json always come.
@@ -19,7 +19,7 @@ _CHOICE = re.compile(r"latest|best|all|step=\d+")
 def parse_selection(what: str | Iterable[str]) -> dict[str, list[str]]:
     """Return the kinds of `PULL_KINDS` to pull, with the choices of checkpoints. Raises `SpecError`."""
     found: dict[str, list[str]] = {}
-    for text in [what] if isinstance(what, str) else what:
+    for text in texts_of([*sequence_of(what)], "what", empty=True):
         for part in text.split(","):
             part = part.strip()
             word, colon, choice = part.partition(":")

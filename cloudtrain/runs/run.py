@@ -7,6 +7,8 @@ the run is final, ``result.json`` decides.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +29,7 @@ from ..errors import (
     StorageError,
     UnsupportedError,
 )
+from ..job.fields import path_of
 from ..job.job import Job
 from ..job.run_id import check_run_id
 from ..provider_api.node import attempt_key
@@ -37,7 +40,7 @@ from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import Staged, Store, StoreClock, cancel_record, next_of, split_ref
-from ..validate import did_you_mean, parse_seconds, parse_since, whole_number
+from ..validate import check_functions, did_you_mean, parse_seconds, parse_since, texts_of, whole_number
 from . import handover, outcome
 from .attempts import NO_MACHINES, AttemptPolicy
 from .cost import cost_of, seconds_of
@@ -575,14 +578,14 @@ class Run:
         self._follow_handover()
         return MetricsReader(self.store, self.run_id).history()
 
-    def report(self, path: str | Path = ".") -> Path:
+    def report(self, path: str | os.PathLike[str] = ".") -> Path:
         """Write one HTML page about the run and return its path. The page opens without a network.
 
         ``path`` is a file or a folder. In a folder, the file is ``<run id>.html``. Raises `SpecError` if there is no
         such folder.
         """
         # Imported by name: the page stands above the run that it shows, and only this method loads it.
-        page: Path = import_module("cloudtrain.report.report").write(self, Path(path))[0]
+        page: Path = import_module("cloudtrain.report.report").write(self, path_of(path, "path"))[0]
         return page
 
     def logs(
@@ -591,8 +594,8 @@ class Run:
         follow: bool = False,
         n: int | None = None,
         since: str | timedelta | datetime | None = None,
-        node: int | None = None,
-        rank: int | None = None,
+        node: int | str | None = None,
+        rank: int | str | None = None,
         times: bool = True,
         poll: float | None = None,
         patience: float = CLIENT_TIMINGS.pull_silence,
@@ -618,13 +621,12 @@ class Run:
         Raises `SpecError` for an invalid time or number of lines, and `NotFoundError` for a node, rank or run that does
         not exist.
         """
-        count = None if n is None else whole_number(n, "n", least=0)
+        count = None if n is None else whole_number(n, "n", least=0, most=sys.maxsize)
         moment = None if since is None else parse_since(since, self._clock(), field="since")
         poll = None if poll is None else parse_seconds(poll, field="poll")
         patience = parse_seconds(patience, field="patience")
         self._follow_handover()
-        self._check_part("node", node)
-        self._check_part("rank", rank)
+        node, rank = self._checked_part("node", node), self._checked_part("rank", rank)
         found = self._lines(self._tail(patience), follow, times or since is not None or bool(n), poll, patience)
         lines = (
             line
@@ -633,10 +635,11 @@ class Run:
         )
         return last_lines(lines if moment is None else written_since(lines, moment), count)
 
-    def _check_part(self, kind: str, number: int | None, nodes: int | None = None) -> None:
-        """Raise `NotFoundError` for a number that no node or rank of the run, or of its ``nodes``, has."""
+    def _checked_part(self, kind: str, number: int | str | None, nodes: int | None = None) -> int | None:
+        """Return the number. Raises `NotFoundError` if no node or rank of the run, or of its ``nodes``, has it."""
         if number is None:
-            return
+            return None
+        number = whole_number(int(number) if str(number).isdecimal() else number, kind, least=-sys.maxsize)
         wanted = self._own_job
         count = nodes or wanted.resources.instance_count
         if kind == "rank" and wanted.launcher == "torchrun":
@@ -644,6 +647,7 @@ class Run:
         if not 0 <= number < count:
             there = f"{kind}s are 0 to {count - 1}" if count > 1 else f"the only {kind} is 0"
             raise NotFoundError(f"no {kind} {number}; {there}", hint=f"use --{kind} 0, or leave it out")
+        return number
 
     def _lines(
         self, tail: Tail, follow: bool, times: bool, poll: float | None, patience: float
@@ -679,6 +683,7 @@ class Run:
         does, and stores the result of a finished run. Any number of clients may call it at once. ``say`` is called with
         a line of text about each action. Raises the errors of `status`.
         """
+        check_functions(retry=retry, say=say)
         self._follow_handover()
         if (stored := self._stored()) is not None:
             return stored
@@ -745,6 +750,7 @@ class Run:
         On a platform without a limit for the wait for machines, this call stops an attempt after the job's
         ``max_wait``. A failed run raises nothing: look at ``result["state"]``.
         """
+        check_functions(on_line=on_line, on_status=on_status, retry=retry)
         if retry is None and self._policy is not None:
             retry = self._policy(self)
         every_look = isinstance(on_status, StatusListener) and on_status.every
@@ -885,7 +891,7 @@ class Run:
 
     def pull(
         self,
-        folder: str | Path,
+        folder: str | os.PathLike[str],
         *,
         what: str | Iterable[str] = PULL_KINDS,
         follow: bool = False,
@@ -911,7 +917,9 @@ class Run:
         """
         from .pull import pull  # most verbs bring nothing
 
-        bring = partial(pull, run_id=self.run_id, folder=Path(folder), what=what, on_pull=on_pull, progress=progress)
+        check_functions(on_pull=on_pull, progress=progress)
+        place = path_of(folder, "folder")
+        bring = partial(pull, run_id=self.run_id, folder=place, what=what, on_pull=on_pull, progress=progress)
         self._follow_handover()
         while True:
             along = self._statuses_until_final() if follow else None
@@ -919,7 +927,7 @@ class Run:
             if not follow or not self._follow_handover():
                 return report
 
-    def shell(self, node: int = 0, command: Sequence[str] = (), *, tty: bool = False) -> Shell:
+    def shell(self, node: int | str = 0, command: Sequence[str] = (), *, tty: bool = False) -> Shell:
         """Return the way into a node: a command to run here, or the page of a shell. ``tty``: for a terminal.
 
         ``command`` is what runs there, in the environment of the node's first rank; default: a shell.
@@ -927,6 +935,7 @@ class Run:
         Raises `SpecError` for a run that does not run now, or lets no shell in, and `UnsupportedError` for a platform
         without shells.
         """
+        words = texts_of(command, "command", empty=True)
         self._follow_handover()
         status, natives = self._current_status()
         if status.final:
@@ -936,10 +945,10 @@ class Run:
             hint = f"wait for its nodes: cloudtrain watch {self.run_id}"
             raise SpecError("the run has no nodes yet", field="run", hint=hint)
         newest = max(natives)
-        self._check_part("node", node, self._nodes_of(str(newest)))
+        number = self._checked_part("node", node, self._nodes_of(str(newest))) or 0
         request = self.store.attempt_request(self.run_id, newest)
         assert request is not None
-        found = extras_of(self.provider).shell(request, natives[newest], node, command, tty=tty)
+        found = extras_of(self.provider).shell(request, natives[newest], number, words, tty=tty)
         if found is None:
             raise UnsupportedError(self.provider_name, "shell", "it has no way into a node")
         return found

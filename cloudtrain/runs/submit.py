@@ -283,19 +283,20 @@ def make_plan(
     run_id: str | None = None,
     cwd: Path,
     preview: bool = False,
+    incomplete: bool = False,
     follows: bool = False,
 ) -> Plan:
     """Return the plan of ``job`` on ``provider`` (default: the setting). Reads files; no network, credentials or SDK.
 
-    With ``preview`` and no ``run_id`` the id is ``<name>-plan``, else a new one; a missing setting gets a placeholder.
-    ``follows``: ask the store of the run to resume from for its newest place, not only this machine's files. Raises
-    `SpecError`, which names every missing setting, `UnsupportedError` and `StorageError`.
+    With ``preview`` and no ``run_id`` the id is ``<name>-plan``, else a new one. With ``preview`` or ``incomplete`` a
+    missing setting gets a placeholder. ``follows``: ask the store of the run to resume from for its newest place, not
+    only this machine's files. Raises `SpecError` (for all missing settings), `UnsupportedError` and `StorageError`.
     """
     chosen = settings.make_provider(provider)
     _check_names(job)
     job = with_node_count(job.at(chosen.name), chosen.name, picks_machine=extras_of(chosen).picks_machine())
     missing = find_missing(settings, chosen, job)
-    if missing and not preview:
+    if missing and not (preview or incomplete):
         raise refusal(chosen.name, missing, file=settings.file, profile=settings.profile)
     filled, planner, whole = stand_ins(settings, chosen.name, job, missing) if missing else (settings, chosen, job)
     store = Store(filled.resolved(ask=not preview), cwd=cwd, storage=chosen.storage, moving=settings.moving)
@@ -316,8 +317,7 @@ def make_plan(
         origin=origin_of(bundle.git, os.environ),
     )
     if job.resume_from is not None:
-        resumed = _resumed(job.resume_from, layout, store, chosen, settings, cwd, ask=not preview, follows=follows)
-        layout = dataclasses.replace(layout, **resumed)
+        layout = _resumed(job.resume_from, layout, store, chosen, settings, cwd, ask=not preview, follows=follows)
     extra = tuple(str((cwd / path).resolve()) for path in job.source.dependencies)
     source = dataclasses.replace(job.source, path=str(bundle.root), entry_point=bundle.entry_point, dependencies=extra)
     # As it is recorded: the script relative to the code, and no folder of this machine.
@@ -381,8 +381,8 @@ def _resumed(
     *,
     ask: bool,
     follows: bool,
-) -> dict[str, Any]:
-    """Return the layout's URL of the folder ``given`` by ``resume_from``, and the URL that it is a copy of, if any.
+) -> Layout:
+    """Return the layout with the URL of the folder ``given`` by ``resume_from``, and the URL that it is a copy of.
 
     The folder is a run's complete checkpoints, in the run's newest place, or the user's own.
     """
@@ -391,7 +391,7 @@ def _resumed(
 
     url = checkpoints_url(given, store=store, settings=settings, cwd=cwd, ask=ask, follows=follows)
     there = resume_copy_url(url, store, layout.run_id, provider.schemes)
-    return {"resume": there or url, "resume_source": url if there else None}
+    return dataclasses.replace(layout, resume=there or url, resume_source=url if there else None)
 
 
 def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:

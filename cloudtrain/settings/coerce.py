@@ -8,10 +8,11 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import SpecError
+from ..job.fields import path_text
 from ..validate import brief, json_or_text, text_of, url_scheme
 
 
@@ -24,7 +25,7 @@ class Found(NamedTuple):
 
 def typed(value: Any, kind: Any, where: str) -> Any:
     """Return ``value``, maybe text, as ``kind``: str, int, float, bool, table, list of str or tables, or optional."""
-    value = str(value) if isinstance(value, PurePath) else value
+    value = path_text(value)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     if typing.get_origin(kind) in (list, tuple):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import DigestError, SpecError, StorageError
-from ..validate import url_scheme
+from ..validate import text_of, url_scheme
 
 SHOWN = 300
 """Characters of a path in a message; the middle of a longer path is left out."""
@@ -44,7 +44,7 @@ def normalize(url: str, *, cwd: Path) -> str:
     A path is made absolute against ``cwd``; its symbolic links stay. Characters are not %-coded, as fsspec reads file
     URLs. Raises `SpecError` for a remote URL without a bucket, or a file URL with a host.
     """
-    scheme = url_scheme(url)
+    scheme = url_scheme(text_of(url, "store", empty=True))
     if "://" in url and not scheme:
         raise SpecError(f"{url!r} is not a URL", field="store", hint="write SCHEME://BUCKET/PATH, or a folder")
     if scheme in ("", "file"):

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -362,6 +363,47 @@ def test_a_full_disk_leaves_no_settings_file_of_init(tmp_path: Path, monkeypatch
         assert cli.main(["init", "--provider", "local"]) == 8
         assert os.listdir() == ["full"]
         monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("secret", ["sk-live/1234=5678", "hf_abcdefgh12345678"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "submit train.py --secret TOKEN={}",
+        "submit train.py --secret TOKEN=env:{}",
+        "rehearse train.py --provider sagemaker --secret TOKEN=env:X --secret-value TOKEN={}",
+        "rehearse train.py --provider sagemaker --secret TOKEN=env:X --secret-value TOKEN=env:{}",
+        "rehearse train.py --provider sagemaker --secret TOKEN=env:X --secret-value {}",
+        "submit train.py --webhook-header '{}'",
+        "submit train.py --secret TOKEN={} --epochs 3",
+        "submit train.py --secret TOKEN={} extra",
+        "submit train.py --secret TOKEN={} --dry-run",
+        "train.py --secret TOKEN={}",
+    ],
+)
+def test_a_secret_that_a_shell_has_put_in_is_not_shown(
+    argv: str, secret: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("CLOUDTRAIN_DEBUG", raising=False)
+    bare = argv.endswith(("value {}", "header '{}'"))
+    secret = secret.partition("=")[0] if bare else secret
+    assert cli.main([*shlex.split(argv.format(secret)), "--run-id", "hidden", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert "error: " in err
+    assert secret not in out + err
+    assert not (folder / ".cloudtrain/runs/hidden").exists()
+
+
+@pytest.mark.parametrize("argv", ["list", "plan train.py", "schema job", "status twin", "--help", "submit train.py"])
+@pytest.mark.slow
+def test_a_closed_stdout_or_stderr_is_no_bug(argv: str, folder: Path) -> None:
+    words = shlex.join([sys.executable, "-m", "cloudtrain", *shlex.split(argv)])
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        done = subprocess.run(
+            ["sh", "-c", f"{words} {closed}"], cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, "bug" in done.stderr) == (0, False), done.stderr
 
 
 @pytest.mark.parametrize("row", ROWS)

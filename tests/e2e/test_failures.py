@@ -403,7 +403,7 @@ def test_a_client_without_the_secret_leaves_the_next_attempt_to_another(jobs: Jo
     del jobs.environ["MY_TOKEN"]
     refused = jobs.cli("wait", run.url)
     assert refused.code == EXIT_CODES["spec"]
-    assert "secrets.TOKEN: MY_TOKEN is not set here" in refused.err
+    assert "secrets.TOKEN: its environment variable is not set here" in refused.err
     assert sorted(run.store.attempts(run.run_id)) == [0]
     jobs.environ["MY_TOKEN"] = "secret-word"
     jobs.cli("reconcile", run.url)

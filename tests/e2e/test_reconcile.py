@@ -73,7 +73,7 @@ def test_a_missing_secret_is_named_and_nothing_is_sent(jobs: Jobs) -> None:
     done = jobs.cli("reconcile", str(jobs.store), "--json")
     (row,) = done.json["runs"]
     assert (done.code, row["state"]) == (2, "unknown")
-    assert row["error"].startswith("secrets.TOKEN: TOKEN is not set here")
+    assert row["error"].startswith("secrets.TOKEN: its environment variable is not set here")
     done = jobs.cli("reconcile", str(jobs.store), "--json", TOKEN="t")
     assert done.code == 0, done.err
     assert jobs.run("r").wait(timeout=60)["state"] == "succeeded"

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import DEFAULT, Mock
 
+import docker
 import pytest
+import requests
 from jobs import Done, Jobs
 from runtime.test_webhook import Hook
 
 from cloudtrain.engine import NodeError
-from cloudtrain.engine.docker_api import connect
+from cloudtrain.engine.docker_api import check_image, connect
 from cloudtrain.engine.fault_injection import Injection, InjectionPlan
 from cloudtrain.engine.node_folders import NodeFolders
 from cloudtrain.engine.rehearse import plan_rehearsal
@@ -71,6 +73,43 @@ class Site:
             self.rehearsed(job, **given)
         assert "\n" not in str(caught.value)
         return caught.value
+
+
+@pytest.mark.parametrize("name", [*CLOUDS, "kubernetes", "modelarts", "slurm"])
+def test_it_needs_no_settings_of_an_account(tmp_path: Path, name: str) -> None:
+    """Made-up values stand for them, and a difference from the platform names them."""
+    (tmp_path / "train.py").write_text("print(1)\n")
+    sample = importlib.import_module(f"cloudtrain.providers.{name}").SAMPLE
+    fields = {"entry_point": "train.py", **sample.get("job", {})}
+    job = Job.make(**{key: value for key, value in fields.items() if key != "image"})
+
+    def rehearsed(image: str) -> Plan:
+        settings = Settings.load(environ={}, cwd=tmp_path, provider=name)
+        return plan_rehearsal(job, settings=settings, cwd=tmp_path, run_id="r", store=str(tmp_path / "s"), image=image)
+
+    plan = rehearsed("here:1")
+    assert {node["image"] for node in plan.request.body["nodes"]} == {"here:1"}
+    (line,) = [line for line in plan.request.body["differences"] if "made-up values" in line]
+    assert line.startswith("settings that are not set have made-up values: store")
+    assert plan.missing == ()
+    assert plan.document()["request"] == plan.request.to_dict(), "they stay as they are"
+    with pytest.raises(SpecError, match="image") as caught:
+        rehearsed("")
+    assert (caught.value.field, "--local-image IMAGE" in caught.value.hint) == ("local_image", True)
+
+
+def test_an_environment_of_a_platform_that_is_no_image_is_refused() -> None:
+    """An engine answers with 400 that the name is no reference."""
+    answer = requests.Response()
+    answer.status_code = 400
+
+    class Engine:
+        def inspect_image(self, image: str) -> None:
+            raise docker.errors.APIError("invalid reference format", response=answer)
+
+    with pytest.raises(SpecError, match="image: azureml:torch:1 is not the name of an image") as caught:
+        check_image(Engine(), "azureml:torch:1", None)
+    assert "--local-image IMAGE" in caught.value.hint
 
 
 @pytest.fixture(params=CLOUDS)

@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 
 import cloudtrain
 from cloudtrain import errors
+from cloudtrain.cli.key_value import SPELLINGS
 from cloudtrain.errors import NotFoundError, SpecError
 from cloudtrain.estimator import Estimator, RunFailedError, log_line, ranks
 from cloudtrain.job.job import FLAT_FIELDS, Input, Job
@@ -203,6 +206,184 @@ def test_a_path_is_a_store_and_a_run_and_a_wrong_type_is_refused_in_one_line(fol
         with pytest.raises(SpecError) as caught:
             call()
         assert str(caught.value).startswith(text)
+
+
+class _Odd(os.PathLike[str]):
+    """A path that is no pathlib.Path, and a number that is none of Python's own."""
+
+    def __fspath__(self) -> str:
+        return "odd"
+
+    def __index__(self) -> int:
+        return 0
+
+
+class _Remote(_Odd):
+    """A path of cloudpathlib, whose `os.fspath` downloads the file."""
+
+    def __str__(self) -> str:
+        return "s3://bucket/data"
+
+    def __fspath__(self) -> str:
+        raise AssertionError("a download")
+
+
+@pytest.fixture
+def ended(folder: Path) -> cloudtrain.Run:
+    run = cloudtrain.submit(Job.make(entry_point="train.py", source_dir="src", inputs={"train": "good"}), run_id="f-4")
+    run.wait()
+    return run
+
+
+@pytest.mark.costly
+def test_an_argument_of_a_wrong_type_is_refused_in_one_line(ended: cloudtrain.Run) -> None:
+    run, space = ended, {"lr": [1, 2]}
+    job = Job.make(entry_point="train.py", source_dir="src")
+    sweep = cloudtrain.Sweep(job, space=space, metric="loss", trials=1)
+    estimator = Estimator(entry_point="train.py", source_dir="src", provider="sagemaker")
+    loose: Any = {
+        "run": run,
+        "sweep": sweep,
+        "estimator": estimator,
+        "job": job,
+        "Estimator": Estimator,
+        "space": space,
+    }
+    loose |= {"Sweep": cloudtrain.Sweep, "cloudtrain": cloudtrain, "Job": Job}
+    calls = {
+        "run.report(3)": "path: must be text, not int",
+        "run.report('a\\0b')": "path: holds a NUL",
+        "run.pull(b'x')": "folder: must be text, not bytes",
+        "run.pull('out', what=3)": "what[0]: must be text, not int",
+        "run.pull('out', what=[None])": "what[0]: must be text, not NoneType",
+        "run.pull('out', on_pull=3)": "on_pull: must be a function, not 3",
+        "run.pull('out', progress='x')": "progress: must be a function, not 'x'",
+        "run.logs(node='first')": "node: must be a whole number, not 'first'",
+        "run.logs(rank=[0])": "rank: must be a whole number, not [0]",
+        "run.logs(node=0.5)": "node: must be a whole number, not 0.5",
+        "run.logs(n=10**400)": "n: must be 0 or more, at most",
+        "run.shell(command=3)": "command: must be a list of texts, not int",
+        "run.shell(command='ls')": "command: must be a list of texts, not str",
+        "run.wait(on_line=3)": "on_line: must be a function, not 3",
+        "run.wait(on_status='x')": "on_status: must be a function, not 'x'",
+        "run.wait(retry=1)": "retry: must be a function, not 1",
+        "run.reconcile(say=1)": "say: must be a function, not 1",
+        "job.at([])": "provider: must be text, not list",
+        "job.replace(max_runtime=10**400)": "max_runtime: must be at most 100 years",
+        "Job.from_toml('', folder=3)": "folder: must be text, not int",
+        "cloudtrain.plan(job, store='a\\0b')": "store: holds a NUL",
+        "Estimator(entry_point='train.py', settings=3)": "settings: must be a table",
+        "Estimator(entry_point='train.py', write=3).plan()": "write: must be a function, not 3",
+        "estimator.rehearse(preempt=3)": "preempt[0]: must be text, not int",
+        "estimator.rehearse(maps=[1], local_image='i')": "maps: must be a table",
+        "estimator.rehearse(maps={'s3://b': 1}, local_image='i')": "map: must be text, not int",
+        "estimator.rehearse(local_image=3)": "local_image: must be text, not int",
+        "estimator.rehearse(local_store=3)": "local_store: must be text, not int",
+        "Estimator(entry_point='src/train.py', provider='sagemaker').rehearse(local_image='i', secret_values='x')":
+            "secret_value: must be a table",
+        "Sweep(job, space=space, metric='loss', trials=1, first=3)": "first[0]: must be a table",
+        "Sweep(job, space=space, metric='loss', trials=1, max_cost=10**400)": "limits.max_cost: must be a number",
+        "sweep.run(on_change=3)": "on_change: must be a function, not 3",
+        "sweep.step(on_change=3)": "on_change: must be a function, not 3",
+        "sweep.change(3)": "limits: must be a table",
+        "sweep.progress({})": "state: must be a State, not dict",
+        "sweep.summary(None)": "state: must be a State, not NoneType",
+        "sweep.report(3)": "path: must be text, not int",
+    }  # fmt: skip
+    wrong = []
+    for call, message in calls.items():
+        try:
+            eval(call, loose)
+            wrong.append(f"{call}: no error")
+        except Exception as exc:  # noqa: BLE001 - any other error is a finding
+            if not isinstance(exc, SpecError) or not str(exc).startswith(message):
+                wrong.append(f"{call}: {exc!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.costly
+def test_what_is_plainly_meant_is_taken(ended: cloudtrain.Run) -> None:
+    numpy: Any = pytest.importorskip("numpy")
+    texts = [line.text for line in ended.logs(rank=0)]
+    assert texts
+    for number in ("0", numpy.int64(0), _Odd()):
+        loose: Any = number
+        assert [line.text for line in ended.logs(node=loose, rank=loose)] == texts
+    assert len(list(ended.logs(n=numpy.int64(1), patience=numpy.float32(2.5), poll=numpy.int32(1)))) == 1
+    assert ended.wait(timeout=numpy.float32(1.5))["state"] == ended.wait(timeout=10**400)["state"] == "succeeded"
+    assert ended.pull(_Odd(), what=(kind for kind in ["logs"])).folder == Path("odd").absolute()
+    assert ended.report(_Odd()) == Path("odd/f-4.html")
+    job = Job.make(
+        entry_point="train.py",
+        source_dir=_Odd(),
+        max_runtime=numpy.float32(90),
+        max_gpu_hours=numpy.float32(0.5),
+        retries=numpy.int64(1),
+        hyperparameters={"width": numpy.int64(8), "rate": numpy.float32(0.5)},
+        inputs={"train": Input(url=_Remote())},  # type: ignore[arg-type]
+    )
+    assert (job.source.path, job.max_runtime, job.max_gpu_hours, job.retries) == ("odd", 90, 0.5, 1)
+    assert job.to_dict()["hyperparameters"] == {"width": 8, "rate": 0.5}
+    assert job.inputs["train"].url == "s3://bucket/data"
+    assert Job.from_json(job.to_json()) == job
+    assert cloudtrain.plan(Job.make(entry_point="src/train.py"), store=_Odd()).store.url.endswith("/odd")
+    space = {"rate": {"low": numpy.int64(1), "high": numpy.int64(3)}, "width": [numpy.int64(8), numpy.int64(16)]}
+    first = [{"rate": numpy.int64(2), "width": numpy.int64(8)}]
+    job = Job.make(entry_point="src/train.py")
+    sweep = cloudtrain.Sweep(job, space=space, metric="loss", trials=1, first=first)
+    plain = {"rate": {"low": 1, "high": 3}, "width": [8, 16]}
+    first = [{"rate": 2, "width": 8}]
+    assert sweep.spec == cloudtrain.Sweep(job, space=plain, metric="loss", trials=1, first=first).spec
+
+
+SECRET = {"HF_TOKEN": "hf_abcdefgh12345678"}
+LOOKS = "env.HF_TOKEN looks like a secret and will be recorded; use --secret HF_TOKEN (in Python: --secret is secrets)"
+
+
+@pytest.mark.parametrize("way", ["submit", "fit", "rehearse", "sweep"])
+def test_a_warning_of_the_plan_is_shown_at_your_line_before_anything_is_sent(folder: Path, way: str) -> None:
+    estimator = Estimator(
+        entry_point="train.py", source_dir="src", env=SECRET, max_runtime="5m", instance_type="ml.m5.large"
+    )
+    job = estimator.job.replace(instance_type=None)
+    calls: dict[str, Callable[[], object]] = {
+        "submit": lambda: cloudtrain.submit(job, run_id="w"),
+        "fit": lambda: Estimator(entry_point="train.py", source_dir="src", env=SECRET).fit(wait=False, run_id="w"),
+        "rehearse": lambda: estimator.rehearse(local_image="none.invalid/image", wait=False, run_id="w"),
+        "sweep": lambda: cloudtrain.Sweep(job, space={"x": [1]}, metric="loss", trials=1, sweep_id="w"),
+    }
+    estimator.provider = "sagemaker"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=r"looks like a secret"):
+            calls[way]()
+    assert not Path(".cloudtrain").exists()
+    with pytest.warns(UserWarning, match="secret") as caught, suppress(cloudtrain.CloudtrainError):
+        calls[way]()
+    assert [str(item.message) for item in caught if "secret" in str(item.message)] == [LOOKS]
+    assert {item.filename for item in caught} == {__file__}
+    assert "env.HF_TOKEN looks like a secret" in cloudtrain.plan(job).warnings[0], "a plan warns of nothing by itself"
+
+
+def test_an_error_in_python_names_the_keyword_of_a_flag() -> None:
+    def notes(message: str, hint: str = "") -> list[str]:
+        return getattr(SpecError(message, hint=hint), "__notes__", [])
+
+    assert notes("x", "choose another --run-id") == [
+        "hint: choose another --run-id", "in Python: --run-id is run_id"
+    ]  # fmt: skip
+    assert notes("--store: must be text") == ["in Python: --store is store"]
+    assert notes("x", "add --nodes 2 --hp lr=1")[1] == "in Python: --nodes is instance_count, --hp is hyperparameters"
+    for command in (
+        "to look, run: aws s3 ls --profile p",
+        "its files stay: cloudtrain pull r --store s",
+        "gcloud x --project p",
+    ):
+        assert notes("x", command) == [f"hint: {command}"]
+    assert notes("x") == []
+    assert SPELLINGS.items() <= {name: flag for flag, name in errors._KEYWORDS.items()}.items()
+    flags = {SPELLINGS.get(name, "--" + name.replace("_", "-")): name for name in FLAT_FIELDS}
+    assert {flag: name for flag, name in flags.items() if notes(flag) != [f"in Python: {flag} is {name}"]} == {}
 
 
 @pytest.mark.slow

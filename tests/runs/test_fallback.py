@@ -576,6 +576,22 @@ def test_a_verb_that_leaves_the_fallback_out_says_so(
     assert "left out" not in capsys.readouterr().err
 
 
+def test_submit_prints_a_warning_once_and_its_place_if_not_all_have_it(
+    places: Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def found(plan: Plan) -> tuple[str, ...]:
+        return ("of all", f"of {plan.settings.profile or 'the first'}")
+
+    monkeypatch.setattr(Plan, "warnings", property(found))
+    monkeypatch.setattr(Plan, "notes", property(lambda plan: ("a note",)))
+    for argv in (["submit", "--detach"], ["plan"]):
+        assert cli.main([argv[0], "train.py", "--source-dir", str(places.code), *argv[1:]]) == 0
+        lines = capsys.readouterr().err.splitlines()
+        warned = [line for line in lines if line.startswith("warning: ")]
+        assert warned == ["warning: of all", f"warning: of the first ({NAME})", "warning: of p1 (p1)"]
+        assert lines.count("note: a note") == (argv[0] == "submit")
+
+
 def test_plan_prints_the_same_warning_of_two_places_once(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "train.py", "--source-dir", str(places.code), "--", "{artefact_dir}"]) == 0
     assert capsys.readouterr().err.count("{artefact_dir} is not a placeholder") == 1

@@ -137,7 +137,7 @@ def test_another_attempt_gets_the_secrets_too(tmp_path: Path) -> None:
     """It is a separate job. Without the value, this client neither records nor sends it; another client may."""
     run, platform = begun(tmp_path, failed("infra"), DONE, retries=1, secrets={"TOKEN": "env:TOK"})
     for environ in ({}, {"TOK": ""}):
-        with pytest.raises(SpecError, match="TOK is not set here, or empty"):
+        with pytest.raises(SpecError, match=r"secrets\.TOKEN: its environment variable is not set here, or empty"):
             run.wait(retry=Retry(run, environ=environ))
     assert (platform.sent, run.store.attempt_request("r", 1), run.store.result("r")) == ([], None, None)
     assert run.wait(retry=Retry(run, environ={"TOK": "v"}))["state"] == "succeeded"

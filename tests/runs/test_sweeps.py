@@ -184,6 +184,17 @@ def test_an_id_leaves_room_for_the_number_of_a_trial() -> None:
 # ----------------------------------------------------------------------------------------------- space and samplers
 
 
+@pytest.mark.parametrize("value", [(1e-4, 1e-1), (1e-4, 1e-1, "log-uniform"), (64, 128)])
+def test_a_tuple_of_numbers_is_refused_because_elsewhere_it_is_a_range(value: tuple[Any, ...]) -> None:
+    with pytest.raises(SpecError, match=r"space\.lr: a tuple may mean choices or a range") as caught:
+        parse_space({"lr": value})
+    numbers = value[:2]
+    assert (
+        f"for choices write {[*value]}, for a range {{'low': {numbers[0]}, 'high': {numbers[1]}}}" in caught.value.hint
+    )
+    assert parse_space({"name": ("adam", "sgd")}) == parse_space({"name": ["adam", "sgd"]})
+
+
 def test_random_points_lie_in_the_space_and_depend_on_seed_and_number_alone() -> None:
     space = parse_space(SPACE)
     points = [random_point(space, 0, number) for number in range(300)]

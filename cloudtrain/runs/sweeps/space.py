@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from ...errors import SpecError
-from ...validate import is_number, table_of
+from ...validate import is_number, plain_number, table_of
 
 Params = dict[str, Any]
 RANGE_KEYS = ("low", "high", "log", "step")
@@ -104,12 +104,15 @@ def parse_space(table: Any) -> dict[str, Dimension]:
 
 def _dimension(value: Any, where: str) -> Dimension:
     if isinstance(value, Sequence) and not isinstance(value, str):
-        known = (isinstance(item, (str, int)) or (isinstance(item, float) and math.isfinite(item)) for item in value)
+        known = (isinstance(item, (str, bool)) or (is_number(item) and abs(item) < math.inf) for item in value)
+        if isinstance(value, tuple) and (ends := [item for item in value if is_number(item)]):  # a range in skopt
+            hint = f"for choices write {[*value]}, for a range {{'low': {min(ends)}, 'high': {max(ends)}}}"
+            raise SpecError("a tuple may mean choices or a range", field=where, hint=hint)
         if not value or not all(known):
             raise SpecError("must be a list of at least one text, finite number or boolean", field=where)
         if len({(type(item), item) for item in value}) < len(value):
             raise SpecError("has one value twice", field=where)
-        return Choices(values=tuple(value))
+        return Choices(values=tuple(map(plain_number, value)))
     table = table_of(value, where)
     for key in table:
         if key not in RANGE_KEYS:
@@ -135,7 +138,8 @@ def _dimension(value: Any, where: str) -> Dimension:
 def _number(value: Any, where: str) -> float:
     if not (is_number(value) and abs(value) <= LARGEST):  # also for NaN
         raise SpecError("must be a number", field=where, hint="{ low = 1e-5, high = 0.1, log = true }")
-    return value
+    number: float = plain_number(value)
+    return number
 
 
 def random_point(space: Space, seed: int, number: int) -> Params:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,8 +10,8 @@ from typing import Any
 
 from ...errors import SpecError
 from ...job.fields import MAX_ID, is_slug
-from ...validate import choice_of, is_number, near_or_all, parse_duration, table_of, text_of, whole_number
-from .space import Dimension, Params, grid_size, parse_space
+from ...validate import choice_of, is_number, near_or_all, parse_duration, plain_number, table_of, text_of, whole_number
+from .space import LARGEST, Dimension, Params, grid_size, parse_space
 
 GOALS, VALUES = ("minimize", "maximize"), ("best", "last")
 SAMPLERS, RULES = ("tpe", "random", "grid"), ("asha", "median")
@@ -170,13 +169,13 @@ def _first(points: Any, space: Mapping[str, Dimension]) -> tuple[Params, ...]:
             where = f"first[{number}].{name}"
             if name not in space:
                 raise SpecError("is not in [space]", field=where, hint=near_or_all(name, [*space]))
-            if not space[name].contains(value):
+            if not space[name].contains(plain_number(value)):
                 raise SpecError(f"{value!r} is not a value of [space]", field=where)
-    return tuple(dict(point) for point in points)
+    return tuple({name: plain_number(value) for name, value in point.items()} for point in points)
 
 
 def _amount(name: str, value: Any) -> float:
-    if not (is_number(value) and math.isfinite(value) and value > 0):
+    if not (is_number(value) and 0 < value <= LARGEST):
         raise SpecError("must be a number above zero", field=name)
     return float(value)
 

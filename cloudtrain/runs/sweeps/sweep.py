@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ... import _version
-from ...errors import CloudtrainError, ConflictError, LostContactError, NotFoundError, SpecError, StorageError
-from ...job.fields import path_text
+from ...errors import CloudtrainError, ConflictError, LostContactError, NotFoundError, SpecError, StorageError, warn
+from ...job.fields import path_of, path_text
 from ...job.job import Job, check_job
 from ...job.run_id import new_run_id
 from ...provider_api.protocol import Provider
@@ -23,7 +23,7 @@ from ...settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ...storage.local_disk import local_path
 from ...storage.timings import CLIENT_TIMINGS
 from ...store.store import Store, split_ref, sweep_folder
-from ...validate import did_you_mean, json_value, parse_seconds, table_of, text_of
+from ...validate import check_functions, did_you_mean, json_value, parse_seconds, table_of, text_of
 from ..log_sources import Contact
 from ..run import Run
 from ..submit import Plan, make_plan, plan_record, stage_content
@@ -52,7 +52,7 @@ class JobHolder(Protocol):
 
     job: Job
     provider: str | None
-    store: str | Path | None
+    store: str | os.PathLike[str] | None
     profile: str | None
     settings: dict[str, Any]
 
@@ -118,7 +118,7 @@ class Sweep:
         failures: int = 5,
         sweep_id: str | None = None,
         provider: str | None = None,
-        store: str | Path | None = None,
+        store: str | os.PathLike[str] | None = None,
         profile: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
@@ -127,7 +127,8 @@ class Sweep:
         tables: dict[str, Any] = {"metric": metric, "goal": goal, "value": value, "sampler": sampler, "seed": seed}
         tables["prune"] = prune
         tables["space"] = table_of(space, "space")
-        tables["first"] = [table_of(point, f"first[{number}]") for number, point in enumerate(first)]
+        points = enumerate(first if isinstance(first, Iterable) else [first])
+        tables["first"] = [table_of(point, f"first[{number}]") for number, point in points]
         tables["limits"] = {key: item for key, item in limits.items() if item is not None}
         spec = SweepSpec.from_dict({key: item for key, item in tables.items() if item is not None})
         if isinstance(job, JobHolder):
@@ -137,6 +138,7 @@ class Sweep:
         chosen = Settings.load(overrides=settings, profile=profile, **where)
         plan = plan_of_sweep(check_job(job), chosen, sweep_id=sweep_id, cwd=Path.cwd())
         self._fill(_record_of(plan, spec), plan.store, plan.provider, plan.settings, plan)
+        warn(plan.warnings)
 
     def _fill(
         self,
@@ -154,7 +156,9 @@ class Sweep:
         return self
 
     @classmethod
-    def attach(cls, sweep: str | Path, *, store: str | Path | None = None, profile: str | None = None) -> Sweep:
+    def attach(
+        cls, sweep: str | os.PathLike[str], *, store: str | os.PathLike[str] | None = None, profile: str | None = None
+    ) -> Sweep:
         """Return the sweep with this URL, or with this id in ``store`` (default: the setting).
 
         Raises `NotFoundError` if there is no such sweep.
@@ -230,6 +234,7 @@ class Sweep:
 
         After Ctrl-C or an error, running trials continue. Call `run` again to continue the sweep, from any machine.
         """
+        check_functions(on_change=on_change)
         patience = parse_seconds(patience, field="patience")
         seconds = None if timeout is None else parse_seconds(timeout, field="timeout")
         self.create()
@@ -278,6 +283,7 @@ class Sweep:
         ``environ`` has the values of ``env:`` references (default: the variables of this process). Raises the errors of
         store and platform.
         """
+        check_functions(on_change=on_change)
         self.create()
         say = on_change or (lambda _: None)
         driver = self._driver(say, environ)
@@ -313,6 +319,7 @@ class Sweep:
 
     def change(self, limits: Mapping[str, Any]) -> None:
         """Replace these limits. This opens an ended sweep again. Raises `SpecError` for an invalid limit."""
+        limits = table_of(limits, "limits")
         while limits:
             state = fold(self.spec, self._log.read())
             changed = state.limits.changed(limits)
@@ -348,6 +355,7 @@ class Sweep:
 
     def progress(self, state: State) -> dict[int, tuple[float, float]]:
         """Return the last progress and value of running trials with metrics, by trial number. Reads the store."""
+        _check_state(state)
         self._live = self._live or self._trials()
         last = {trial.n: self._live.points(trial)[-1:] for trial in state.live}
         return {n: (points[0][0], self.spec.sign * points[0][1]) for n, points in last.items() if points}
@@ -358,6 +366,7 @@ class Sweep:
 
     def summary(self, state: State) -> dict[str, Any]:
         """Return the object of `result` for a state that `state` returned."""
+        _check_state(state)
         return sweep_summary(self.spec, state, url=self.url, sweep_id=self.id, provider=str(self.record["provider"]))
 
     @property
@@ -377,13 +386,18 @@ class Sweep:
         """
         return study_of(self.spec, self.state())
 
-    def report(self, path: str | Path = ".") -> Path:
+    def report(self, path: str | os.PathLike[str] = ".") -> Path:
         """Write one HTML page about the sweep and return its path. The page opens without a network.
 
         ``path`` is a file or a folder. In a folder, the file is ``<sweep id>.html``.
         """
-        page: Path = import_module("cloudtrain.report.sweep").write_sweep(self, Path(path))
+        page: Path = import_module("cloudtrain.report.sweep").write_sweep(self, path_of(path, "path"))
         return page
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, State):
+        raise SpecError(f"must be a State, not {type(state).__name__}", field="state", hint="call sweep.state()")
 
 
 def plan_of_sweep(
