@@ -353,6 +353,14 @@ class Run:
         self._patiently(partial(self.provider.cancel, native))
         self._known.stopped.add(native)
 
+    def _stop_cancelled(self, status: Status, natives: Mapping[int, str]) -> None:
+        """Stop the job of a cancelled run once more: the client that sent or cancelled it may have died before that."""
+        if status.final or not natives or (newest := natives[max(natives)]) in self._known.stopped:
+            return
+        if self.store.cancelled(self.run_id):
+            with contextlib.suppress(AuthError, NotFoundError):  # a client that may only read
+                self._stop(newest)
+
     def _patiently(self, call: Callable[[], T]) -> T:
         return patiently(call, clock=self._ticks, sleep=self._sleep)
 
@@ -795,6 +803,7 @@ class Run:
             if self._ticks() >= due:
                 with self._listening(contact):
                     found, natives = self._current_status()
+                    self._stop_cancelled(found, natives)
                     unsent = self._known.unsent  # sending, or a listener that looks at the run, forgets it
                     status = found if acts else self._between(found, natives)
                     if acts:
