@@ -217,12 +217,12 @@ class Run:
     # ---------------------------------------------------------------------------------------------------------- status
 
     def status(self) -> Status:
-        """Return the platform's current status of the run.
+        """Return the platform's current status of the run; pending while a waiting client may soon retry it.
 
         Raises `LostContactError` if the platform does not answer, and the provider's other errors.
         """
         self._follow_handover()
-        return self._current_status()[0]
+        return self._between(*self._current_status())
 
     def checkpoint(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None."""
@@ -232,7 +232,16 @@ class Run:
         """Return the object that ``cloudtrain status --json`` prints: state, reason, attempts, checkpoint, cost.
 
         After the end of the run, this object is ``result.json`` of the run folder, and no call asks the platform again.
+        The run is pending while a waiting client may soon retry it.
         """
+        self._follow_handover()
+        if (stored := self._stored()) is not None:
+            return stored
+        status, natives = self._platform_status()
+        return self._conclude(self._between(status, natives), natives)
+
+    def _current_result(self) -> Result:
+        """Return `result` for a client that begins the next attempt itself."""
         self._follow_handover()
         return self._stored() or self._conclude(*self._platform_status())
 
@@ -689,7 +698,7 @@ class Run:
             status, natives = self._platform_status()
         result = self._settled(self._conclude(status, natives), retry)
         while result is None:
-            result = self._settled(self.result(), retry)
+            result = self._settled(self._current_result(), retry)
         if self.store.result(self.run_id) is not None:
             say(f"closed: {result['state']}")
         return result
@@ -761,7 +770,7 @@ class Run:
                     last = event
                 elif on_line is not None:
                     on_line(event)
-            result = self._settled(self.result() if last is None else self._ended(last), retry)
+            result = self._settled(self._current_result() if last is None else self._ended(last), retry)
             if result is not None and result["state"] in FINAL:
                 return result
 
