@@ -207,7 +207,7 @@ def submit_with_fallbacks(
     onward = Retry(run, say, environ=environ, plans=plans, progress=progress, moved=moved)
     while True:
         if (refused := _refused(run)) is not None:
-            result = run.result()
+            result = run._current_result()
             if _refused(run) is None:  # it was accepted after all
                 continue
             if not handover.may_continue(run, result) or not onward(result):

@@ -233,12 +233,12 @@ class Run:
     # ---------------------------------------------------------------------------------------------------------- status
 
     def status(self) -> Status:
-        """Return the platform's current status of the run.
+        """Return the platform's current status of the run; pending while a waiting client may soon retry it.
 
         Raises `LostContactError` if the platform does not answer, and the provider's other errors.
         """
         self._follow_handover()
-        return self._current_status()[0]
+        return self._between(*self._current_status())
 
     def checkpoint(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None."""
@@ -248,7 +248,16 @@ class Run:
         """Return the object that ``cloudtrain status --json`` prints: state, reason, attempts, checkpoint, cost.
 
         After the end of the run, this object is ``result.json`` of the run folder, and no call asks the platform again.
+        The run is pending while a waiting client may soon retry it.
         """
+        self._follow_handover()
+        if (stored := self._stored()) is not None:
+            return stored
+        status, natives = self._platform_status()
+        return self._conclude(self._between(status, natives), natives)
+
+    def _current_result(self) -> Result:
+        """Return `result` for a client that begins the next attempt itself."""
         self._follow_handover()
         return self._stored() or self._conclude(*self._platform_status())
 
@@ -368,6 +377,14 @@ class Run:
     def _stop(self, native: str) -> None:
         self._patiently(partial(self.provider.cancel, native))
         self._known.stopped.add(native)
+
+    def _stop_cancelled(self, status: Status, natives: Mapping[int, str]) -> None:
+        """Stop the job of a cancelled run once more: the client that sent or cancelled it may have died before that."""
+        if status.final or not natives or (newest := natives[max(natives)]) in self._known.stopped:
+            return
+        if self.store.cancelled(self.run_id):
+            with contextlib.suppress(AuthError, NotFoundError):  # a client that may only read
+                self._stop(newest)
 
     def _patiently(self, call: Callable[[], T]) -> T:
         return patiently(call, clock=self._ticks, sleep=self._sleep)
@@ -699,7 +716,7 @@ class Run:
             status, natives = self._platform_status()
         result = self._settled(self._conclude(status, natives), retry)
         while result is None:
-            result = self._settled(self.result(), retry)
+            result = self._settled(self._current_result(), retry)
         if self.store.result(self.run_id) is not None:
             say(f"closed: {result['state']}")
         return result
@@ -772,7 +789,7 @@ class Run:
                     last = event
                 elif on_line is not None:
                     on_line(event)
-            result = self._settled(self.result() if last is None else self._ended(last), retry)
+            result = self._settled(self._current_result() if last is None else self._ended(last), retry)
             if result is not None and result["state"] in FINAL:
                 return result
 
@@ -814,6 +831,7 @@ class Run:
             if self._ticks() >= due:
                 with self._listening(contact):
                     found, natives = self._current_status()
+                    self._stop_cancelled(found, natives)
                     unsent = self._known.unsent  # sending, or a listener that looks at the run, forgets it
                     status = found if acts else self._between(found, natives)
                     if acts:

@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, hear)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the parent may have blocked it until here
     try:
-        context = _read(options.context)
+        context = in_thread(lambda: _read(options.context), [options.context.parent])
+        assert context is not None
         paths = dict(pair.split("=", 1) for pair in options.path)
         site = find_provider(context["provider"]).node_environment(os.environ, paths)
         failure_file = site.failure_file

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..provider_api.node import PROTOCOL, attempt_key
-from .checkpoint_names import is_beside, is_random, last_part, step_of, training_states, unversioned
+from .checkpoint_names import family, is_beside, is_random, last_part, step_of, training_states, unversioned
 
 _NODE = re.compile(r"node-\d+/")
 _RANK = re.compile(r"rank[-_.]?0*[01](?!\d)", re.IGNORECASE)
@@ -90,6 +90,11 @@ class Checkpoint:
         return [path.partition("/")[2][len(self.name) + 1 :] for path in self.files]
 
     @property
+    def writers(self) -> set[str]:
+        """Return the folders of the nodes that held a part of the state. Random numbers and logs are no part of it."""
+        return {path.partition("/")[0] for path in self.files if not (is_random(path) or is_beside(path))}
+
+    @property
     def ranks_own(self) -> str:
         """Return a file that only the rank that wrote it can restore, so another number of nodes cannot; "" for none.
 
@@ -146,12 +151,15 @@ def newest_checkpoint(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoin
 
 
 def resumable(found: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return those to resume from, in the same order: without what a script writes beside its training states."""
+    """Return those to resume from, in the same order: without what a script writes beside its training states, and
+    without a part: fewer nodes wrote it than another checkpoint of its `family`, in an attempt of as many nodes."""
     names = {item.key: last_part(item.place or item.name) for item in found}  # exp1/final has no number
     if not any(re.search(r"\d", name) for name in names.values()):
         names = {item.key: item.name for item in found}  # epoch-8/state has one
     chosen = training_states({item.key: (names[item.key], item.below) for item in found})
-    return [item for item in found if item.key in chosen]
+    kinds = {item.key: (family(item.name), item.commit.get("run_nodes")) for item in found}
+    most = {kinds[item.key]: len(item.writers) for item in sorted(found, key=lambda item: len(item.writers))}
+    return [item for item in found if item.key in chosen and len(item.writers) == most[kinds[item.key]]]
 
 
 def companions(

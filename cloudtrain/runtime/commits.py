@@ -91,6 +91,7 @@ class Commits:
         self._rounds: dict[str, _Round] = {}
         self._numbers, self._seq = 0, 0
         self._holders: dict[str, set[int]] = {}
+        self._unused: set[str] = set()  # names of checkpoints of which the log says that no restart resumes from them
         self._complete: list[Checkpoint] = []
         self._taken_over = False
         """True once ``_complete`` has the checkpoints of earlier attempts: the first decision reads them."""
@@ -233,8 +234,8 @@ class Commits:
             self._again(work)
             return
         whole = Checkpoint.of(commit, str(folder))
-        if resumable([whole]):  # the rest of a checkpoint does not show who writes
-            self._holders[family(work.name)] = set(work.answers)
+        coming = [item for item, _ in self._unstored.values()]
+        self._learn(whole, resumable([*self._complete, *self._fresh, *coming, whole]), set(work.answers))
         del self._rounds[work.name]
         self._send_all(self._peers(), {"t": "committed", "name": work.name, "folder": self._key(folder)})
         if self._temporary:
@@ -242,6 +243,15 @@ class Commits:
         else:
             self._fresh.append(whole)
             self._retain()
+
+    def _learn(self, whole: Checkpoint, states: list[Checkpoint], holders: set[int]) -> None:
+        """Note the holders of a checkpoint's family, unless it is a part; the ``states`` are all to resume from."""
+        kind = family(whole.name)
+        if whole in states or (resumable([whole]) and kind not in {family(item.name) for item in states}):
+            self._holders[kind] = holders
+        if whole not in states and whole.below != [""] and whole.name not in self._unused:
+            self._unused.add(whole.name)
+            self._say(f"checkpoint {whole.name} lacks files that others have, so a restart does not resume from it")
 
     def stored(self, key: str, node: int, *, there: bool = True) -> None:
         """Note that a node's files of the checkpoint ``key`` are in the store or, if not ``there``, are given up.
@@ -366,12 +376,12 @@ class Commits:
         for node, named in pointers.items():
             self._pointers.setdefault(node, {pointer.target for pointer in named.values()})
         self._complete, self._taken_over = [item for item in found if item.folder not in self._damaged], True
+        states = resumable(found)
         for item in found:
             if item.folder in self._damaged:
                 checkpoints.remove_path(item.folder / checkpoints.COMMIT)
             parts = {key.partition("/")[0].removeprefix("node-") for key in item.files}
-            if resumable([item]):
-                self._holders[family(item.name)] = {int(part) for part in parts if part.isdigit()} & self._nodes
+            self._learn(item, states, {int(part) for part in parts if part.isdigit()} & self._nodes)
         self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root, marks=self._marks)]
         here = {self._key(item.folder) for item in self._complete}
         for item in archived:
@@ -390,14 +400,15 @@ class Commits:
         named = set().union(*self._pointers.values())
         counted = resumable(found) if self._keep else []
         states, newest = set(counted), set(counted[-self._keep :])
+        kinds = {family(item.name) for item in counted}
         kept: list[Checkpoint] = []
         versions: dict[str, int] = {}
         for item in reversed(found):
             versions[item.name] = versions.get(item.name, 0) + 1
             if item in states:
                 stays = item in newest or (item.name in named and versions[item.name] == 1)
-            else:
-                stays = versions[item.name] <= VERSIONS
+            else:  # a part goes once a whole one is newer
+                stays = versions[item.name] <= VERSIONS and (family(item.name) not in kinds or newest.isdisjoint(kept))
             if stays:
                 kept.append(item)
         return kept

@@ -123,7 +123,10 @@ def _line(sock: socket.socket) -> str:
 
 
 class Link:
-    """This node's end. ``inbox`` gets ``(node, message)``; node 0 reaches every peer, a peer only node 0."""
+    """This node's end. ``inbox`` gets ``(node, message)``; node 0 reaches every peer, a peer only node 0.
+
+    ``ended`` returns why node 0 has ended, which a peer asks until it has reached node 0; empty if that is not known.
+    """
 
     def __init__(
         self,
@@ -135,8 +138,9 @@ class Link:
         key: bytes,
         inbox: queue.SimpleQueue[tuple[int, Message]],
         join_timeout: float = JOIN_TIMEOUT,
+        ended: Callable[[], str] = lambda: "",
     ) -> None:
-        self.node, self.nodes, self._join_timeout = node, nodes, join_timeout
+        self.node, self.nodes, self._join_timeout, self._ended = node, nodes, join_timeout, ended
         self._addr, self._port, self._key, self._inbox = addr, port, key, inbox
         self._channels: dict[int, _Channel] = {}
         self._offsets: dict[int, int] = {}
@@ -167,7 +171,7 @@ class Link:
             server.bind((host, self._port))
         except OSError as exc:
             server.close()
-            raise PlatformError(f"node 0 cannot listen on port {self._port}: {exc.strerror}") from None
+            raise PlatformError(f"cannot listen on port {self._port}: {exc.strerror}") from None
         server.listen(self.nodes + 8)
         return server
 
@@ -202,9 +206,9 @@ class Link:
             except (OSError, ValueError):  # ValueError: the other end does not even speak text
                 if sock is not None:
                     sock.close()
-                if time.monotonic() > deadline:
-                    why = f"no answer from {self._addr}:{self._port} for {duration(self._join_timeout)}"
-                    self._inbox.put((0, {"t": "lost", "why": why}))
+                why = f"no answer from {self._addr}:{self._port} for {duration(self._join_timeout)}"
+                if (end := self._ended()) or time.monotonic() > deadline:
+                    self._inbox.put((0, {"t": "lost", "why": end or why}))
                     return
                 self._closed.wait(0.2)
                 continue

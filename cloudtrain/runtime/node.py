@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import CloudtrainError, SpecError, StorageError, reason_of
+from ..errors import CloudtrainError, PlatformError, SpecError, StorageError, reason_of
 from ..provider_api.node import NodeEnvironment
 from ..validate import duration
 from . import stall
@@ -39,7 +39,7 @@ from .logs import LogWriter
 from .mirror import KINDS, Mirror, nothing
 from .mounts import in_thread
 from .notices import watch
-from .record import UNMIRRORED, write_cause, write_record
+from .record import UNMIRRORED, reason_of_end, write_cause, write_record
 from .resume import Resume
 from .timings import TIMINGS
 from .uploads import Uploads
@@ -74,6 +74,7 @@ class Node:
             key=key,
             inbox=inbox,
             join_timeout=site.join_timeout,
+            ended=partial(reason_of_end, self.live, f"{site.attempt}-node-0"),
         )
         self.machine = site.machine or machine_name()
         self.machines = {self.me: self.machine}  # the names of the machines that this node knows: node 0 those of all
@@ -127,7 +128,10 @@ class Node:
     def run(self) -> int:
         """Run the node. Return the exit code for the platform."""
         try:
-            self.link.open()
+            try:
+                self.link.open()
+            except PlatformError as exc:  # the others read it in node 0's record
+                self._fail(self._trouble(exc))
             for number, look in enumerate(self.site.notices):
                 watch(look, partial(self._heard_of, number))
             if self.me == 0:

@@ -42,3 +42,10 @@ def write_record(live: Path, name: str, record: Mapping[str, Any], *, temporary:
             write_whole(path, data, temporary="")
     except OSError as exc:
         sys.stderr.write(f"cloudtrain: cannot write the exit record: {exc}\n")
+
+
+def reason_of_end(live: Path, name: str) -> str:
+    """Return the reason in ``live/exit/<name>.json``; empty without such a record."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((live / "exit" / f"{name}.json").read_bytes())["reason"])
+    return ""

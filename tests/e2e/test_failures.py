@@ -290,6 +290,8 @@ def test_a_waiting_client_continues_after_a_killed_supervisor(
     # A status call changes nothing; one of two waiting clients starts the next attempt.
     jobs.wait_for(lambda: run.status().native == "abandoned")
     assert run.store.result(run.run_id) is None
+    shown, why = jobs.cli("status", run.url, "--json").json, "attempt 0 ended: the run's supervisor was killed"
+    assert (shown["state"], shown["reason"]) == ("pending", f"{why}; another attempt may follow")
     clients = [jobs.start("wait", run.url, "--json") for _ in range(2)]
     for client in clients:
         out, err = client.communicate(timeout=120)

@@ -158,7 +158,7 @@ class Sim:
         self.local = threading.local()
         self.count: Counter[str] = Counter()
         self.problems: list[str] = []
-        self.calm = self.aborted = False
+        self.calm = self.aborted = self.leaves = False
         self._all_over = threading.Lock()
         self.calls = 0
         self.history: list[str] = []
@@ -275,6 +275,10 @@ class View(Files):
             if key.endswith(f"{RUN_ID}/result.json"):
                 self.sim.at_result()
             self.data[key] = (data, self.sim.now)
+            client: Client | None = getattr(self.sim.local, "client", None)
+            cancelled = f"runs/{RUN_ID}/cancelled.json" in self.data
+            if self.sim.leaves and client and cancelled and key.endswith(("/cancelled.json", "/submitted.json")):
+                client.dies_at = client.calls + 1
             return True
 
         made, fault = self._call(f"create {key}", make, ("before", "after", "told that it was there"))
@@ -363,6 +367,7 @@ class Native:
     - ``late_by``: the client that sent it at the moment of a cancel.
     - ``awaited``: it arrived after a cancel, in the time for which every client looks for it.
     - ``looks``: the looks at it without a stop request.
+    - ``followed``: such looks of each client that follows the cancelled run to its end.
     """
 
     id: str
@@ -373,6 +378,7 @@ class Native:
     late_by: Client | None = None
     awaited: bool = False
     looks: int = 0
+    followed: Counter[str] = field(default_factory=Counter)
     state: str = "pending"
     category: str = ""
     cause: str = ""
@@ -635,6 +641,10 @@ class Provider(ProviderExtras):
         def look() -> Status:
             job = self._job(native_id)
             job.looks += not job.stop and job.alive
+            client: Client | None = getattr(self.sim.local, "client", None)
+            if client is not None and f"runs/{RUN_ID}/cancelled.json" in self.cloud.data:
+                follows = client.name.startswith(("sends", "waits", "reconciles", "closes"))
+                job.followed[client.name] += follows and job.alive and not job.stop
             return self._said(job)
 
         return self._call(f"status {native_id}", look)
@@ -719,10 +729,15 @@ class Schedule:
     - ``cuts_off``: its first sender dies while it sends, and a client cancels the run.
     - ``loses``: the first answer of each attempt is lost. The platform may refuse the next request before the first one
       is a job.
+    - ``leaves``: the client that cancels the run dies before it stops the job. A client that records a job after the
+      cancel dies too. Nothing else fails.
     """
 
-    def __init__(self, seed: str, known: Sequence[Plan], *, cuts_off: bool = False, loses: bool = False) -> None:
+    def __init__(
+        self, seed: str, known: Sequence[Plan], *, cuts_off: bool = False, loses: bool = False, leaves: bool = False
+    ) -> None:
         self.sim = sim = Sim(seed)
+        sim.leaves, sim.faulty = leaves, 0.0 if leaves else sim.faulty
         self.data: dict[str, tuple[bytes, float]] = {}
         self.cloud = Cloud(sim, self.data)
         kinds = [Provider, Provider, PlatformRetries, PlatformWaits if self.cloud.ends_waits else Provider]
@@ -790,7 +805,7 @@ class Schedule:
         sim, draw = self.sim, self.sim.draw
         kinds = [("sends", self._send), ("waits", self._wait), ("reconciles", self._reconcile), ("looks", self._look)]
         casts = [("sends", self._send), *(draw.choice(kinds) for _ in range(draw.randrange(0, 4)))]
-        if self.cuts_off or draw.random() < 0.3:
+        if self.cuts_off or sim.leaves or draw.random() < 0.3:
             casts.append(("cancels", self._cancel))
         if self.cuts_off:
             casts += [draw.choice([*kinds[1:], ("cancels", self._cancel)]) for _ in range(2)]
@@ -800,7 +815,7 @@ class Schedule:
             client = sim.start(f"{name} {number}", self._client(what), due)
             client.is_cut_off = self.cuts_off and not number
             dies = draw.random() < 0.5 and not client.is_cut_off
-            client.dies_at = draw.randrange(1, draw.choice([30, 120])) if dies else -1
+            client.dies_at = draw.randrange(1, draw.choice([30, 120])) if dies and not sim.leaves else -1
         sim.run()
         self._close()
         self._check()
@@ -809,7 +824,7 @@ class Schedule:
     def _close(self) -> None:
         """Stop all faults. Let a last client finish the run with the commands that the messages name."""
         sim = self.sim
-        sim.calm, sim.now = True, sim.now + 3600
+        sim.calm, sim.leaves, sim.now = True, False, sim.now + 3600
         reconciles = sim.draw.random() < 0.5
 
         def script(client: Client) -> None:
@@ -846,6 +861,10 @@ class Schedule:
                 sim.wrong(f"{job.id} is alive")
             if job.awaited and job.looks > MOST_LOOKS:
                 sim.wrong(f"{job.id} arrived after the cancel, and was seen {job.looks} times before it was stopped")
+            follower, seen = max(job.followed.items(), key=lambda item: item[1], default=("", 0))
+            if seen > MOST_LOOKS + 1 and not sim.faulty:  # a reconcile of the attempt before looks once more
+                sim.wrong(f"{follower} saw {job.id} of the cancelled run {seen} times, and did not stop it")
+            sim.count["followed after a cancel"] += seen > 0
             if job.late_by is not None or job.awaited:
                 if job.late_by and not (job.stop or job.late_by.dies_at == 0 or sim.faulty):
                     sim.wrong(f"{job.late_by.name} sent {job.id} as the run was cancelled, and leaves it")

@@ -131,6 +131,40 @@ def test_two_jobs_on_one_node_do_not_collide(ddp: SlurmPlatform, clean: str) -> 
     assert [loss_of(run) for run in runs] == [clean, clean]
 
 
+def test_a_failing_line_of_setup_fails_the_run_and_is_named(ddp: SlurmPlatform, tmp_path: Path) -> None:
+    module = tmp_path / "module.sh"
+    module.write_text("false\nif [ -d /no/such ]; then :; fi\nexport LOADED=yes\n")
+    lines = [f"source {module}", "[ -d /no/such ] && echo", "grep -q x /dev/null || true", 'echo "setup: $LOADED"']
+    world = ddp_world(tmp_path / "good", ddp.cluster, setup=(*lines, "export PROBE=hold"))
+    run = world.send(world.plan(PLAIN, run_id="good-setup"))
+    await_text(run, "holding")
+    run.cancel()
+    assert any("setup: yes" in text for text in texts(run))
+
+    world = ddp_world(tmp_path / "bad", ddp.cluster, setup=(*lines, "module load no/such", "echo later"))
+    run = world.send(world.plan(PLAIN, run_id="bad-setup"))
+    result, why = run.wait(timeout=60, poll=0.3), "a line of slurm.setup failed: module load no/such (exit code 127)"
+    assert (result["state"], result["category"], result["reason"]) == ("failed", "image", why)
+    said = texts(run)
+    assert any(why in text for text in said)
+    assert not any("later" in text for text in said)
+
+
+def test_a_port_that_is_taken_after_the_script_s_look_ends_all_nodes_soon(ddp: SlurmPlatform, tmp_path: Path) -> None:
+    taken = tmp_path / "taken.py"
+    taken.write_text(
+        "import os, socket, time\n"
+        "server = socket.create_server(('', int(os.environ['CLOUDTRAIN_SLURM_PORT']) + 1))\n"
+        "open(__file__ + '.ready', 'w').close()\ntime.sleep(60)\n"
+    )
+    setup = (f"python3 {taken} &", f"until [ -e {taken}.ready ]; do sleep 0.1; done")
+    world = ddp_world(tmp_path / "world", ddp.cluster, setup=setup)
+    run = world.send(world.plan(PLAIN, {"instance_count": 2}, run_id="taken-port"))
+    result = run.wait(timeout=60, poll=0.3)
+    assert (result["state"], result["category"]) == ("failed", "infra")
+    assert "cannot listen on port" in result["reason"]
+
+
 def test_a_machine_that_fails_twice_is_excluded(ddp: SlurmPlatform) -> None:
     """Check that attempt 2 runs on other nodes: attempts 0 and 1 get n1 and n2, and the check fails on n2."""
     env = {"PYTHONPATH": str(FAULTY), "FAULTY": "n2"}

@@ -549,7 +549,7 @@ def test_two_who_know_different_things_of_an_end_judge_alike(tmp_path: Path) -> 
 
 def test_nothing_follows_a_result(tmp_path: Path) -> None:
     run, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
-    retry, result = Retry(run), run.result()
+    retry, result = Retry(run), run._current_result()
     run.store.write_result("r", {**result, "reason": "another client found that nothing may follow"})
     assert retry(result) is True
     assert platform.sent == []

@@ -1160,7 +1160,9 @@ def test_a_waiting_client_starts_the_next_attempt(world: World) -> None:
     world.platform = ClientRetried()
     world.recorded(retries=1).attempt(0, failed())
     world.says("first", attempt=0)
-    assert world.run().result()["state"] == "failed"
+    found, said = world.run().result(), "attempt 0 ended: exit status 1; another attempt may follow"
+    assert (found["state"], found["reason"], found["exit_code"]) == ("pending", said, None)
+    assert world.run().status().state == "pending"
     assert world.result() is None  # another client may continue it
     requests: list[str] = []
 

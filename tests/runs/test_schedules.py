@@ -5,6 +5,7 @@
 - The result is what happened, and never changes.
 - A request that was cut off before a cancel, and arrives in its time, becomes no job that runs on.
 - Nor does a request without an answer, if the platform refuses the next one.
+- A client that follows a cancelled run stops its job, whichever client has died.
 - Limits are exceeded by at most the time that the platform takes to stop a job.
 
 See `schedules`. `SEED` and the number of a schedule reproduce a failure.
@@ -69,10 +70,14 @@ def test_schedules(known: Sequence[Plan]) -> None:
 @pytest.mark.parametrize("last", [FEW, pytest.param(ALL // 10, marks=pytest.mark.proof)])
 @pytest.mark.parametrize(
     ("kind", "event"),
-    [("cuts_off", "arrived after a cancel"), ("loses", "refused while a request arrives")],
-    ids=["cut off before a cancel", "refused after a lost answer"],
+    [
+        ("cuts_off", "arrived after a cancel"),
+        ("loses", "refused while a request arrives"),
+        ("leaves", "followed after a cancel"),
+    ],
+    ids=["cut off before a cancel", "refused after a lost answer", "dead before it stops the job of a cancelled run"],
 )
-def test_a_request_that_arrives_late(known: Sequence[Plan], kind: str, event: str, last: int) -> None:
+def test_schedules_with_one_fault_more_often(known: Sequence[Plan], kind: str, event: str, last: int) -> None:
     count = check(known, 0, last, **{kind: True})
     assert count[event] > last / 20, count
 

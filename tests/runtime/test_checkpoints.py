@@ -831,6 +831,24 @@ def test_a_numbered_folder_above_makes_no_state_of_final_weights() -> None:
     assert [item.place for item in resumable(found)] == ["out/step-8/state", "out/weights_fp16"]
 
 
+def test_a_part_counts_if_no_other_checkpoint_has_more_nodes() -> None:
+    def of(step: int, *nodes: int, run_nodes: int = 2, also: tuple[str, ...] = ()) -> Checkpoint:
+        files = dict.fromkeys([*(f"node-{node}/step-{step}/rank_{node}.pt" for node in nodes), *also], (1, ""))
+        commit = {"run_nodes": run_nodes}
+        return Checkpoint(
+            name=f"step-{step}", key=str(step), committed=1.0, saved=1.0, files=files, place=None, commit=commit
+        )
+
+    whole, part = of(1, 0, 1), of(2, 1)
+    assert resumable([part]) == [part]
+    assert resumable([whole, part]) == resumable([part, whole]) == [whole]
+    fewer = of(3, 0, run_nodes=1)  # an attempt of fewer nodes
+    assert resumable([whole, part, fewer]) == [whole, fewer]
+    alone = of(4, 0, run_nodes=3)  # rank 0 alone writes; the others left their random numbers and a log once
+    also = of(5, 0, run_nodes=3, also=("node-1/step-5/rng_state_1.pth", "node-1/step-5/train.log"))
+    assert resumable([also, alone]) == [also, alone]
+
+
 def test_files_of_single_ranks_of_an_unknown_number_of_nodes_need_the_most() -> None:
     """Commits of earlier versions, and a folder without a commit, do not record the number of nodes."""
     item = Checkpoint(name="a", key="k", committed=1.0, saved=1.0, files={"node-0/a/rank_0.pt": (1, "")})

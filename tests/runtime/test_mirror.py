@@ -573,6 +573,57 @@ def test_a_rest_of_a_checkpoint_that_node_0_has_deleted_is_nothing_to_resume_fro
     run.finish()
 
 
+def test_one_nodes_part_of_a_checkpoint_takes_no_whole_ones_place(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check DeepSpeed's parts: node 0 removes its own before it has reported it, and the older checkpoint is whole."""
+    monkeypatch.setattr(TIMINGS, "holder", 2.0)
+    run = cluster(2, keep=1)
+
+    def save(name: str, *nodes: int) -> None:
+        for node in nodes:
+            run.write(node, f"{name}/zero_pp_rank_{node}_mp_rank_00_optim_states.pt")
+            run.write(node, f"{name}/rng_state_{node}.pth")
+
+    save("global_step10", 0, 1)
+    run.until(run.complete)
+    save("global_step20", 1)
+    run.until(lambda: len(run.complete()) == 2)
+    run.settle()
+    assert [item.name for item in run.complete()] == ["global_step10", "global_step20"]
+    assert [item.name for item in resumable(run.complete())] == ["global_step10"]
+    why = "lacks files that others have, so a restart does not resume from it"
+    assert f"checkpoint global_step20 {why}" in run.said
+    save("global_step30", 1)
+    run.settle()
+    assert len(run.complete()) == 2, "node 0 still counts as a writer"
+    save("global_step30", 0)
+    run.until(lambda: [item.name for item in run.complete()] == ["global_step30"])
+    run.stop()
+
+    run = cluster(2, keep=1, attempt="1.0")
+    save("global_step40", 1)
+    run.settle()
+    assert len(run.complete()) == 1, "the earlier attempt shows who writes"
+    save("global_step40", 0)
+    run.until(lambda: [item.name for item in run.complete()] == ["global_step40"])
+
+
+def test_the_log_names_a_folder_from_which_no_restart_resumes(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1)
+    for name in ("model.pt", "optimizer.pt"):
+        run.write(0, f"step-1/{name}")
+    run.until(run.complete)
+    for count, version in enumerate(("one", "two"), start=2):
+        run.write(0, "final/model.pt", version)
+        run.until(lambda count=count: len(run.complete()) == count)  # type: ignore[misc]
+    run.write(0, "config.json")
+    run.finish()
+    assert [text for text in run.said if "resume" in text] == [
+        "checkpoint final lacks files that others have, so a restart does not resume from it"
+    ]
+
+
 def test_a_rest_of_an_earlier_attempt_does_not_show_who_writes(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:

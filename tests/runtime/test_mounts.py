@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cloudtrain.errors import StorageError
 from cloudtrain.runtime import mounts
+from cloudtrain.runtime.__main__ import main
 from cloudtrain.runtime.timings import TIMINGS
 
 
@@ -52,6 +55,30 @@ def test_a_large_folder_of_a_slow_mount_answers_with_its_first_name(
     monkeypatch.setattr(TIMINGS, "mount_pauses", (0.1, 0.1))
     monkeypatch.setattr(os, "listdir", all_names)
     assert mounts.in_thread(lambda: mounts.names_in(tmp_path), [tmp_path]) == ["a"]
+
+
+def test_a_node_whose_context_is_on_a_silent_mount_ends(
+    hanging: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context = tmp_path / "mount/context.json"
+    context.parent.mkdir()
+    os.mkfifo(context)  # to open it hangs
+    scandir = os.scandir
+
+    def silent(folder: Path) -> Any:
+        if folder == context.parent:
+            hanging.wait()
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", silent)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(TIMINGS, "mount", 0.5)
+    node = threading.Thread(target=lambda: main(["run", "--context", str(context)]), daemon=True)
+    node.start()
+    node.join(10)
+    assert not node.is_alive()
+    assert capsys.readouterr().err == f"cloudtrain: this node cannot start: {context.parent} has not answered for 0 s\n"
+    os.close(os.open(context, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def test_a_time_in_which_this_process_was_stopped_is_no_silence_of_a_mount(

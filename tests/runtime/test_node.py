@@ -9,6 +9,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -249,6 +250,35 @@ def silent(head: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     monkeypatch.setattr(TIMINGS, "mount", 0.5)
     yield head
     healed.set()
+
+
+def test_a_taken_port_on_node_0_ends_all_nodes_at_once_and_is_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node.Workspace, "fill", lambda _: None)
+    monkeypatch.setattr(node.Workspace, "gpu_trouble", lambda _: None)
+    codes: dict[int, int] = {}
+    port = free_port_pair()
+
+    def run(number: int) -> None:
+        topology = Topology(nodes=2, node_rank=number, master_addr="127.0.0.1", master_port=port)
+        site = NodeEnvironment(
+            topology=topology, paths={"live": str(tmp_path)}, scratch=[str(tmp_path / "scratch")], attempt="0.3"
+        )
+        context = {"resume": None, "run_id": "r"}
+        codes[number] = Node(context=context, site=site, attempt=0, key=b"k", inbox=queue.SimpleQueue()).run()
+
+    with socket.create_server(("127.0.0.1", port + 1)):
+        nodes = [threading.Thread(target=run, args=(number,), daemon=True) for number in (1, 0)]
+        for each in nodes:
+            each.start()
+        for each in nodes:
+            each.join(20)
+    assert sorted(codes) == [0, 1]
+    first, second = (json.loads((tmp_path / f"exit/{name}.json").read_bytes()) for name in ("0.3-node-0", "0-node-1"))
+    why = f"node 0 could not continue: cannot listen on port {port + 1}: Address already in use"
+    assert (first["outcome"], first["category"], first["reason"], first["decided"]) == ("failed", "infra", why, True)
+    assert second["reason"] == f"node 0 was lost: {why}"
 
 
 def test_a_mount_that_never_answers_ends_the_node_before_its_number_is_known(silent: Node) -> None:

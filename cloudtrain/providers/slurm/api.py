@@ -133,7 +133,7 @@ echo "$out"
 """
 _DESCRIBE = r"""
 [ -d "$base" ] || exit 66
-for mark in end over cancelled; do
+for mark in end over cancelled setup; do
     [ ! -e "$base/$mark" ] || echo "mark $mark=$(cat "$base/$mark")"
 done
 if shown=$(scontrol -o show job "$job" 2>&1); then

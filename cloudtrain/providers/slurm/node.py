@@ -11,9 +11,9 @@ from .._cloud import shared_environment, shared_secret
 
 GRACE = 30
 """Default seconds from the stop signal to the kill: Slurm's own KillWait."""
-AGAIN, LOST, TIME_UP = 231, 230, 124
-"""Exit codes: a node that stopped at a notice, a node whose peer is lost, and a job that used up its time limit. srun
-returns the highest of its tasks, and 137 is that of a killed one."""
+AGAIN, LOST, SETUP_FAILED, TIME_UP = 231, 230, 229, 124
+"""Exit codes: a node that stopped at a notice, a node whose peer is lost, and a job whose ``setup`` failed, or whose
+time limit is used up. srun returns the highest of its tasks, and 137 is that of a killed one."""
 SECRETS_PATH = "secrets"
 """The ``--path`` with the file of the secrets' values."""
 ATTEMPT, PORT = "CLOUDTRAIN_SLURM_ATTEMPT", "CLOUDTRAIN_SLURM_PORT"

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from .node import AGAIN, ATTEMPT, PORT, TIME_UP
+from .node import AGAIN, ATTEMPT, PORT, SETUP_FAILED, TIME_UP
 
 SRUN = ("--kill-on-bad-exit=0", "--wait=600", "--mpi=none", "--export=ALL", "--open-mode=append")
 
@@ -30,7 +30,7 @@ if [ "$owner" != "$job" ]; then
     echo "cloudtrain: job $owner has this attempt already, so job $job ends"; exit 0
 fi
 echo "$restart" >"$base/start"
-rm -f "$base/over" "$base/end"
+rm -f "$base/over" "$base/end" "$base/setup"
 used=$(cat "$base/used" 2>/dev/null); used=${used:-0}
 mkdir -p "$live"
 
@@ -40,7 +40,17 @@ while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || (exec 3<>"/dev/tcp/127
     port=$((port < 31998 ? port + 2 : 20000))
 done
 export @port=$port @attempt=@k.$restart
+failed() {  # by a line of slurm.setup; commands of a file that it reads, or in a condition, may fail
+    [ ${#BASH_SOURCE[@]} = 2 ] || return 0
+    echo "$2 (exit code $1)" >"$base/setup"
+    echo "cloudtrain: a line of slurm.setup failed: $2 (exit code $1)"
+    rm -f "$base/secrets"
+    echo @setup_failed >"$base/end"
+    exit @setup_failed
+}
+trap 'failed "$?" "$BASH_COMMAND"' ERR
 @setup
+trap - ERR
 srun @srun --output="$base/node-%n.log" @command &
 step=$!
 
@@ -90,7 +100,8 @@ def script_of(sbatch: Mapping[str, Any], parts: Mapping[str, str], values: Mappi
     """
     head = "\n".join(["#!/bin/bash", *(_option(name, value) for name, value in sbatch.items())])
     words = {**parts, **{name: shlex.quote(str(value)) for name, value in values.items()}}
-    words |= {"port": PORT, "attempt": ATTEMPT, "again": str(AGAIN), "time_up": str(TIME_UP)}
+    words |= {"port": PORT, "attempt": ATTEMPT}
+    words |= {"again": str(AGAIN), "time_up": str(TIME_UP), "setup_failed": str(SETUP_FAILED)}
     return head + re.sub(r"@([a-z_]+)\b", lambda match: words[match[1]], _SCRIPT)
 
 

@@ -12,7 +12,7 @@ from ...provider_api.protocol import AttemptInfo, Status
 from .._cloud import first_match, hinted, patterns
 from . import NAME
 from .api import FINAL, HELP, job_of
-from .node import AGAIN, LOST, TIME_UP
+from .node import AGAIN, LOST, SETUP_FAILED, TIME_UP
 
 if TYPE_CHECKING:
     from .api import Account, Job
@@ -51,6 +51,7 @@ _ENDS = {
     f"{TIME_UP}:0": ("timeout", "max_runtime is used up"),
     f"{AGAIN}:0": ("preempted", "its nodes stopped at a notice, and Slurm did not start it again"),
     f"{LOST}:0": ("infra", "a node was lost"),
+    f"{SETUP_FAILED}:0": ("image", f"a line of {NAME}.setup failed"),
     "2:0": ("image", f"{NAME}.python did not start on a node, or the node does not see the store: its log says more"),
     "255:0": ("user_error", f"srun or the container did not start: its log says more; check {NAME}.container"),
     "0:53": ("infra", "Slurm could not start the batch script: its log's folder is missing on the node"),
@@ -78,7 +79,7 @@ def status_of(native_id: str, job: Job) -> Status:
     rows = job.rows
     last = zip(("JobState", "ExitCode", "StartTime", "EndTime", "NodeList"), rows[-1], strict=True) if rows else ()
     fields = {**dict(last), **job.fields}
-    native, state, category, reason = _state(fields, oom="oom" in job.marks)
+    native, state, category, reason = _state(fields, job.marks)
     pending, final = state == "pending", state not in ("pending", "running")
     began = None if pending else _time(fields.get("StartTime", ""))
     ended = _time(fields.get("EndTime", "")) if final else None
@@ -98,8 +99,8 @@ def status_of(native_id: str, job: Job) -> Status:
     )
 
 
-def _state(fields: Mapping[str, str], *, oom: bool) -> tuple[str, str, str, str]:
-    """Return (Slurm's state, ours, category, reason). ``oom``: Slurm's log of the job has a kill for its memory."""
+def _state(fields: Mapping[str, str], marks: Mapping[str, str]) -> tuple[str, str, str, str]:
+    """Return (Slurm's state, ours, category, reason). The mark ``oom``: Slurm's log has a kill for its memory."""
     native, why = fields.get("JobState", "").partition(" ")[0], fields.get("Reason", "").replace("None", "")
     if native in PENDING:
         if why == "JobHeldUser":
@@ -109,8 +110,10 @@ def _state(fields: Mapping[str, str], *, oom: bool) -> tuple[str, str, str, str]
         return native, "pending", first_match(_REASONS, why, ""), f"{native}: {why}" if why else native
     if native not in FINAL and native != "REVOKED":
         return native, "running", "", "stopping" if native in ("COMPLETING", "STOPPED", "SIGNALING") else ""
-    end = "OUT_OF_MEMORY" if oom and native == "FAILED" else native
+    end = "OUT_OF_MEMORY" if "oom" in marks and native == "FAILED" else native
     category, reason = category_of(end, fields.get("ExitCode", ""))
+    if category == "image" and "setup" in marks:
+        reason += f": {marks['setup']}"
     if category == "oom":
         for name, of in (("MinMemoryNode", "node"), ("MinMemoryCPU", "core")):
             reason += f", {fields[name]} a {of}" if name in fields else ""
@@ -131,7 +134,7 @@ def _forgotten(number: str, marks: Mapping[str, str]) -> Status:
         raise NotFoundError(f"Slurm no longer knows job {number}, and its script has recorded no end")
     end = marks.get("end")
     native = "CANCELLED" if end is None else "COMPLETED" if end == "0" else "FAILED"
-    _, state, category, reason = _state({"JobState": native, "ExitCode": f"{end}:0"}, oom="oom" in marks)
+    _, state, category, reason = _state({"JobState": native, "ExitCode": f"{end}:0"}, marks)
     return Status(state=state, category=category, native="gone", reason=reason)
 
 
