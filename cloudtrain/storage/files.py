@@ -244,11 +244,12 @@ def parallel(work: Callable[[T], R], items: Sequence[T], *, jobs: int = 8) -> li
     todo, failures = collections.deque(enumerate(items)), list[BaseException]()
     done: dict[int, R] = {}
 
-    def some() -> None:
+    def some(over: threading.Event) -> None:
         while True:
             try:
                 number, item = todo.popleft()
             except IndexError:
+                over.set()
                 return
             try:
                 done[number] = work(item)
@@ -257,16 +258,18 @@ def parallel(work: Callable[[T], R], items: Sequence[T], *, jobs: int = 8) -> li
                 todo.clear()
 
     # Not `concurrent.futures`: importing it takes longer than reading some records.
-    threads = [threading.Thread(target=some) for _ in range(min(jobs, len(items)))]
+    # Not `join`: up to Python 3.12, one that Ctrl-C interrupts takes its thread for ended.
+    overs = [threading.Event() for _ in range(min(jobs, len(items)))]
+    threads = {over: threading.Thread(target=some, args=(over,)) for over in overs}
     try:
-        for thread in threads:
+        for thread in threads.values():
             thread.start()
-        for thread in threads:
-            thread.join()
+        for over in threads:
+            over.wait()
     finally:
         todo.clear()  # after Ctrl-C, start no more
-        for thread in filter(threading.Thread.is_alive, threads):
-            thread.join()
+        for over in [over for over, thread in threads.items() if thread.ident is not None]:
+            over.wait()
     if failures:
         raise failures[0]
     return [done[number] for number in range(len(items))]

@@ -302,7 +302,7 @@ def test_ctrl_c_in_parallel_work_starts_no_more_and_waits_for_the_rest() -> None
         begun.append(number)
         if number == 3:
             signal.pthread_kill(main, signal.SIGINT)
-        time.sleep(0.05)
+        time.sleep(0.4 if number == 0 else 0.05)  # the caller waits for this one when the signal comes
         ended.append(number)
 
     with pytest.raises(KeyboardInterrupt):
