@@ -144,15 +144,15 @@ class Plan:
         if places := extras_of_type(node_half).object_mounts:
             scripts = [(file.path, bundle.disk(file.path)) for file in bundle.files if not file.link]
             found += append_cautions([item for item in scripts if item[0].endswith(".py")], places)
-        machines = self.request.instance_types
-        if machines and total_gpus(self.job, self.request) != 0 and self.price() is None:
-            found.append(f"no price of {machines[0]} is known, so the cost of this run is unknown")
         return tuple(dict.fromkeys(found))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user that are not warnings."""
         notes = [*self.request.notes, *memory_notes(self.job, self.request)]
+        machines = self.request.instance_types
+        if machines and total_gpus(self.job, self.request) != 0 and self.price() is None:
+            notes.append(f"no price of {machines[0]} is known, so the cost of this run is unknown")
         if self.job.interactive and extras_of(self.provider).always_interactive:
             notes.append(f"interactive: not needed, as provider {self.provider.name} lets a shell into every job")
         return tuple(notes)

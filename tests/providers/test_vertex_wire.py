@@ -503,8 +503,7 @@ def test_a_region_without_the_machine_moves_a_run_to_the_next(
     (code / "cloudtrain.toml").write_text(tomli_w.dumps(table))
     (code / "train.py").write_text("print('hello')\n")
     monkeypatch.chdir(code)
-    with pytest.warns(UserWarning, match="no price of a3-highgpu-8g is known"):
-        run = Estimator(entry_point="train.py", image="team/trainer:1", gpu="H100:8").fit(wait=False, run_id="moved")
+    run = Estimator(entry_point="train.py", image="team/trainer:1", gpu="H100:8").fit(wait=False, run_id="moved")
     assert "/locations/us-central1/" in only(plane).name
     (refusal,) = run.result()["refusals"]
     assert refusal["category"] == "capacity"

@@ -130,10 +130,11 @@ def test_names_of_secrets() -> None:
 
 
 def test_a_machine_that_the_table_lacks(code: Path) -> None:
-    warned = planned(code, "sagemaker", instance_type="ml.p9.48xlarge", nproc_per_node=8).warnings
-    assert any(text.startswith("ml.p9.48xlarge is not in cloudtrain's table") for text in warned)
-    assert any("no price of ml.p9.48xlarge" in text for text in warned)
-    assert planned(code, "sagemaker", instance_type="ml.p5.48xlarge").warnings == ()
+    plan = planned(code, "sagemaker", instance_type="ml.p9.48xlarge", nproc_per_node=8)
+    assert any(text.startswith("ml.p9.48xlarge is not in cloudtrain's table") for text in plan.warnings)
+    assert "no price of ml.p9.48xlarge is known, so the cost of this run is unknown" in plan.notes
+    known = planned(code, "sagemaker", instance_type="ml.p5.48xlarge")
+    assert (known.warnings, "no price" in str(known.notes)) == ((), False)
 
 
 def test_memory_is_shown_and_a_choice_of_it_noted(code: Path) -> None:

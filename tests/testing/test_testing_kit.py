@@ -33,7 +33,7 @@ cloudtrain_offline, cloudtrain_store = plugin.cloudtrain_offline, plugin.cloudtr
 fake_cloud, cloudtrain_snapshot = plugin.fake_cloud, plugin.cloudtrain_snapshot
 
 ROOT = Path(__file__).parents[2]
-AWS = {"region": "eu-west-1", "role": "arn:aws:iam::123456789012:role/training", "prices": {"ml.g5.xlarge": 1.5}}
+AWS = {"region": "eu-west-1", "role": "arn:aws:iam::123456789012:role/training"}
 FOLDERS = {"slurm": "shared", "kubernetes": "shared"}
 """Providers whose store is a folder: the kit keeps only buckets in memory."""
 SCRIPT = """
@@ -198,8 +198,7 @@ def test_a_preemption_is_the_platforms_to_repair(fake_cloud: FakeCloud) -> None:
 @pytest.mark.costly
 def test_no_capacity_means_the_next_gpu_of_the_list(fake_cloud: FakeCloud) -> None:
     fake_cloud.capacity().succeed()
-    with pytest.warns(UserWarning, match="no price of a3-highgpu-8g is known"):
-        run = of("vertex", gpu=["H100:8", "A100:8"], instance_type=None, cpus=None, memory_gb=None).fit()
+    run = of("vertex", gpu=["H100:8", "A100:8"], instance_type=None, cpus=None, memory_gb=None).fit()
     assert attempts(run, "category") == [("0.0", "capacity"), ("1.0", None)]
     kinds = [
         assert_request(sent, "jobSpec.workerPoolSpecs.0.machineSpec.acceleratorType") for sent in fake_cloud.requests
@@ -325,7 +324,6 @@ def test_a_file_of_settings_counts_where_the_test_says_so(
     fake_cloud: FakeCloud, cloudtrain_store: Places, code: Path
 ) -> None:
     own = 'provider = "sagemaker"\nstore = "s3://prod/ct"\n[sagemaker]\nregion = "eu-west-1"\nrole = "{role}"\n'
-    own += 'prices = {{"ml.g5.xlarge" = 1.5}}\n'
     (code / "cloudtrain.toml").write_text(own.format(**AWS))
     assert Estimator(entry_point="train.py").plan().provider_name == "local"
     assert cloudtrain_store.url == "memory://cloudtrain"
