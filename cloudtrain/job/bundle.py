@@ -314,7 +314,7 @@ def _digest(entry: ShippedFile) -> str:
     try:
         fd = os.open(entry.disk, _READ)
         try:
-            while chunk := os.read(fd, min(_CHUNK, entry.size + 1)):
+            while chunk := os.read(fd, min(_CHUNK, entry.size - size)):  # a log may grow meanwhile: not its new end
                 content.update(chunk)
                 size += len(chunk)
         finally:

@@ -67,6 +67,12 @@ class Failure:
         return self.node, self.rank, self.kind
 
     @property
+    def chosen(self) -> bool:
+        """Return whether the rank itself chose its exit code: by ``sys.exit``, or ``os._exit`` in a signal handler."""
+        by_os_exit = self.kind == "died" and not self.exception and (self.code or 0) > 0
+        return by_os_exit or self.exception.startswith("SystemExit")
+
+    @property
     def consequence(self) -> bool:
         consequence = self.kind in ("error", "check") and _CONSEQUENCE.search(self.exception)
         return bool(consequence) and not BROKEN_GPU.search(self.exception)

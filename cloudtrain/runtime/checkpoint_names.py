@@ -101,6 +101,12 @@ def last_part(place: str) -> str:
     return f"{step}/{last}" if _STEP.search(step) else last
 
 
+def rank_of(name: str) -> str:
+    """Return the number of the rank or shard in a name, ``1`` of ``step8_rank1.pt``; an empty text without one."""
+    found = re.findall(r"(?:rank|shard)[-_=]?(\d+)", name, re.IGNORECASE)
+    return found[-1] if found else ""
+
+
 def is_random(path: str) -> bool:
     """Return whether the file has a rank's state of random numbers: ``rng_state_1.pth``, ``random_states_1.pkl``."""
     return _RANDOM.search(path) is not None

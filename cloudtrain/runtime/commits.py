@@ -19,7 +19,7 @@ from ..errors import StorageError
 from . import checkpoints
 from .archive import Archive
 from .checkpoint_model import Checkpoint, companions, resumable
-from .checkpoint_names import family
+from .checkpoint_names import family, rank_of
 from .timings import TIMINGS
 
 MOST_ROUNDS = 16  # checkpoints that are worked on at once: with many more, no answer comes in `Timings.hold_answer`
@@ -85,6 +85,7 @@ class Commits:
         self._unstored: dict[str, tuple[Checkpoint, set[int]]] = {}
         """By folder: complete checkpoints, and the nodes whose files are not in the store yet."""
         self._reported = False
+        self._ranks: dict[str, set[str]] = {}  # by family: ranks in the names of checkpoints
         self._nodes, self._attempt, self._root, self._keep = set(range(nodes)), attempt, live / "checkpoints", keep
         self._send, self._peers, self._say, self._complain = send, peers, say, complain
         self._damaged = set(damaged)
@@ -157,7 +158,8 @@ class Commits:
         growing = any(a["state"] == "busy" for a in held.values())
         sharded = any(a["sharded"] for a in held.values())
         headless = sharded and not any(a["metadata"] for a in held.values())
-        missing = self._missing(work, set(held), sharded and not headless)
+        single = self.finishing == "failed" and all(a["single"] for a in held.values())
+        missing = self._missing(work, set(held), (sharded and not headless) or single)
         if not held:
             if self.finishing is None and not any(a["state"] == "old" for a in work.answers.values()):
                 self._say(f"checkpoint {work.name} was removed before it could be copied")
@@ -165,6 +167,9 @@ class Commits:
         elif growing or headless or missing:
             # A script that is over, or a node that is gone, will never finish its part.
             if self.finishing == "failed" or (self.finishing and headless) or missing - self._peers():
+                if not growing and not headless:
+                    nodes = ", ".join(map(str, sorted(missing)))
+                    self._say(f"checkpoint {work.name} does not count: it may lack files of node {nodes}")
                 self._drop(work)
             else:
                 work.phase, work.retry = "idle", time.monotonic() + 0.5
@@ -180,8 +185,8 @@ class Commits:
         """Return the nodes whose part may still be on its way.
 
         These held a part of the checkpoint before, or once of this one. Any node may hold a part of a script's first:
-        live ones get a short wait (none for a DCP checkpoint with its ``.metadata``), lost ones an endless one. A node
-        whose script ended well without writing a part owes none.
+        live ones get a short wait (none if it is ``headed``: a DCP checkpoint with its ``.metadata``, or one file as a
+        script has failed), lost ones an endless one. A node whose script ended well without writing a part owes none.
         """
         if not self._taken_over:
             self._take_over()
@@ -236,6 +241,7 @@ class Commits:
         whole = Checkpoint.of(commit, str(folder))
         coming = [item for item, _ in self._unstored.values()]
         self._learn(whole, resumable([*self._complete, *self._fresh, *coming, whole]), set(work.answers))
+        self._check_ranks(work.name)
         del self._rounds[work.name]
         self._send_all(self._peers(), {"t": "committed", "name": work.name, "folder": self._key(folder)})
         if self._temporary:
@@ -252,6 +258,14 @@ class Commits:
         if whole not in states and whole.below != [""] and whole.name not in self._unused:
             self._unused.add(whole.name)
             self._say(f"checkpoint {whole.name} lacks files that others have, so a restart does not resume from it")
+
+    def _check_ranks(self, name: str) -> None:
+        """Warn once if ranks write checkpoints of their own: a resume restores one, and ``keep`` counts each."""
+        ranks, rank = self._ranks.setdefault(family(name), set()), rank_of(name)
+        if rank and rank not in ranks:
+            ranks.add(rank)
+            if len(ranks) == 2:
+                self._say(f"{name} counts as a whole checkpoint: write the files of all ranks into one folder")
 
     def stored(self, key: str, node: int, *, there: bool = True) -> None:
         """Note that a node's files of the checkpoint ``key`` are in the store or, if not ``there``, are given up.

@@ -44,7 +44,8 @@ Message = dict[str, Any]
 
 def nothing(*, over: bool) -> Message:
     """Return the answer of a node that has no part of a checkpoint; ``over``: and will never have one."""
-    return {"state": "over" if over else "none", "sharded": False, "metadata": False, "place": None, "saved": 0.0}
+    state = "over" if over else "none"
+    return {"state": state, "single": False, "sharded": False, "metadata": False, "place": None, "saved": 0.0}
 
 
 class Mirror:
@@ -331,6 +332,7 @@ class Mirror:
         return {
             "state": "ready" if same or (done and final) else "old" if done else "busy",
             "final": final,
+            "single": entry.single,
             "sharded": entry.sharded,
             "metadata": entry.metadata,
             "place": entry.place,

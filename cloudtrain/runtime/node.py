@@ -602,7 +602,7 @@ class Node:
             self._tell({"t": "failed", "failures": [failure.to_dict()]})
         if not self._comes_of_the_notice(failure):
             self._stop()
-        elif self.mirror is not None and not failure.exception.startswith("SystemExit"):
+        elif self.mirror is not None and not failure.chosen:
             self.mirror.freeze()  # the rank may have been saving, unless it chose its exit
 
     def _stop(self) -> None:
@@ -821,8 +821,7 @@ class Node:
 
     def _left_by_choice(self) -> bool:
         """Return whether all failures here are ranks that got a notice and, in their own time, exited with a code."""
-        came = [self._comes_of_the_notice(f) and f.exception.startswith("SystemExit") for f in self.failures]
-        return bool(came) and all(came)
+        return bool(self.failures) and all(self._comes_of_the_notice(f) and f.chosen for f in self.failures)
 
     def _in_time(self, work: Callable[[], object]) -> bool:
         """Call ``work`` in a thread, as the store may hang. Return whether it ended in time, like all work before."""

@@ -533,6 +533,21 @@ def test_a_file_that_changes_while_it_is_read() -> None:
         build_bundle(Source(path=str(folder)), cwd=folder)
 
 
+def test_a_log_that_grows_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's own output may go to a file of the code: ``cloudtrain submit train.py | tee run.log``."""
+    root, real = files(tmp_path, {"run.log": "one"}), os.open
+
+    def growing(path: str, *rest: int, **options: int) -> int:
+        if path == str(root / "run.log"):
+            Path(path).write_text("one, two")
+        return real(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", growing)
+    made = build_bundle(Source(path=str(root)), cwd=root)
+    assert {file.path: file.size for file in made.files}["run.log"] == 3
+    assert b"one, two" not in zlib.decompress(made.archive(), 31)
+
+
 # ----------------------------------------------------------------------------------------------- manifest and archive
 
 

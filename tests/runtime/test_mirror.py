@@ -473,6 +473,30 @@ def test_after_an_unclean_end_what_was_finished_before_still_counts(cluster: Cal
     assert sorted(run.complete()[0].commit["files"]) == ["node-0/step-1/a", "node-1/step-1/b"]
 
 
+def test_a_failure_soon_after_the_first_checkpoint(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of rank 0 is whole. A folder may lack the other node's files."""
+    monkeypatch.setattr(TIMINGS, "first_holder", 60.0)
+    run = cluster(2)
+    run.write(0, "last.pt")
+    run.write(0, "step-1/a")
+    run.until(lambda: sum(message["t"] == "finished" for _, _, message in run.sent) == 2)
+    assert run.names() == []
+    run.finish(clean=False)
+    assert [c.name for c in run.complete()] == ["last.pt"]
+    assert run.said == ["checkpoint step-1 does not count: it may lack files of node 1"]
+
+
+def test_checkpoints_that_are_one_rank_s_files_are_named_once(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1)
+    for step in (1, 2):
+        for rank in (0, 1):
+            run.write(0, f"step-{step}_rank{rank}.pt")
+            run.until(lambda step=step, rank=rank: len(run.complete()) == 2 * step - 1 + rank)  # type: ignore[misc]
+    assert run.said == ["step-1_rank1.pt counts as a whole checkpoint: write the files of all ranks into one folder"]
+
+
 def test_half_a_checkpoint_does_not_become_whole_by_lying_still(cluster: Callable[..., Cluster]) -> None:
     """Its writer was killed. The other ranks take seconds to end, and no process has the file open."""
     run = cluster(2)
