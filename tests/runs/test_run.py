@@ -605,6 +605,19 @@ def test_a_platform_that_knows_the_nodes_reason_and_more_is_believed(world: Worl
     assert world.run().result()["reason"] == "node 0 is gone; twice in a row"
 
 
+@pytest.mark.parametrize(("category", "lost"), [("user_error", False), ("oom", False), ("infra", True)])
+def test_a_platform_that_quotes_the_nodes_output_does_not_hide_the_reason(
+    world: World, category: str, lost: bool
+) -> None:
+    quoted = "The replica exited with status 1. [a0.0] cloudtrain: a fresh start cloudtrain: failed: {} See the logs"
+    reason = "node 0 was lost: silent" if lost else "rank 1 on node 0 raised ValueError: n/a (train.py:2)"
+    found = failure(exception="was lost: silent" if lost else "ValueError: n/a", rank=None if lost else 1)
+    world.recorded().attempt(0, failed(category, quoted.format(reason)))
+    world.exit(0, decided=True, reason=reason, failure=found, category=category)
+    result = world.run().result()
+    assert (result["reason"], result["attempts"][0]["reason"]) == (reason, reason)
+
+
 def test_the_limit_is_the_one_for_this_provider(world: World) -> None:
     world.recorded(max_cost=5, on={"memory": {"max_cost": 7}}).attempt(0, RUNNING)
     assert world.run().result()["cost"]["limit_usd"] == 7
