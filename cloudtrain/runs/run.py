@@ -357,7 +357,12 @@ class Run:
 
     def _found(self, attempt: int) -> str | None:
         request = self.store.attempt_request(self.run_id, attempt)
-        native = self._patiently(lambda: self.provider.find(request)) if request is not None else None
+        try:
+            native = self._patiently(lambda: self.provider.find(request)) if request is not None else None
+        except (AuthError, SpecError):  # such as a workspace that does not exist: then no job is there either
+            if self.store.refused(self.run_id, attempt) is None:
+                raise
+            native = None
         if native is not None:
             if self.store.cancelled(self.run_id):  # before it is recorded: then no client looks for it
                 with contextlib.suppress(NotFoundError):

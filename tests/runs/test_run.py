@@ -930,6 +930,24 @@ def test_following_ends_where_the_next_attempt_is_recorded_and_never_sent(world:
     assert 600 <= world.time.now - T0 < 700
 
 
+@pytest.mark.parametrize("error", [SpecError("no such workspace"), AuthError("no such project")])
+def test_a_refused_run_is_over_though_its_platform_cannot_be_asked(world: World, error: CloudtrainError) -> None:
+    """A wrong workspace, project or location does not exist later either. Else the run could never be closed."""
+
+    class Nowhere(Platform):
+        def find(self, request: Request) -> str | None:
+            raise error
+
+    world.platform = Nowhere()
+    world.recorded().attempt(0, submitted=False)
+    with pytest.raises(type(error), match="no such"):
+        world.run().status()
+    world.write("attempts/0/refused.json", {"category": "spec", "reason": "no such place", "time": T0})
+    result = world.run().result()
+    assert (result["state"], result["category"], result["reason"]) == ("failed", "spec", "refused: no such place")
+    assert world.run().cancel() is None
+
+
 def test_the_clock_of_an_attempt_that_was_refused_is_its_own(world: World) -> None:
     world.platform = ClientRetried()
     world.recorded(retries=2).attempt(0, RUNNING)
