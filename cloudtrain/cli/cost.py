@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
@@ -41,7 +42,8 @@ def cost(
     found = _spend(page.rows, column)
     screen.answer({"since_s": age, "by": by, **found, "exit_code": 0}, _spend_text(found, by or ""))
     if found["total"]["usd_unknown"]:
-        screen.hint("to see the runs without a known cost: cloudtrain list --columns cost")
+        listed = shlex.join(["cloudtrain", "list", "--columns", "cost", *at.flags])
+        screen.hint(f"to see the runs without a known cost, run: {listed}")
     return 0
 
 

@@ -19,7 +19,7 @@ from ..job.run_id import is_run_id
 from ..provider_api.protocol import FINAL, NativeObject, ProviderExtras, extras_of, extras_of_type
 from ..provider_api.registry import find_provider
 from ..runs.outcome import CANCELLING
-from ..settings.settings import AUTO, Settings, store_above
+from ..settings.settings import AUTO, Settings, store_elsewhere
 from ..validate import choice_of, parse_duration, url_scheme
 from . import NEWEST, format
 from .common_flags import HERE, At, OnEnd, OnSignal, Where, many, run_on_end, stoppable, switch, undisturbed
@@ -431,7 +431,7 @@ def list_runs(
         screen.next(["status", newest], ["logs", "-f", newest], *more, where=at.flags)
     elif not before and age is None and wanted._replace(columns=()) == Wanted():
         screen.talk("no runs here yet; to start one: cloudtrain submit train.py")
-        screen.hint(store_above(settings.store))
+        screen.hint(store_elsewhere(settings.store, settings))
     return 0
 
 
@@ -625,7 +625,7 @@ def _newest(settings: Settings) -> str:
     place = settings.resolved()
     found = newest_run(place, settings)
     if found is None:
-        hint = store_above(place) or "to start one: cloudtrain submit train.py"
+        hint = store_elsewhere(place, settings) or "to start one: cloudtrain submit train.py"
         raise NotFoundError(f"no run in {place}", field="run", hint=hint)
     return found
 

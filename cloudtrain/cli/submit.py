@@ -144,7 +144,9 @@ def submit(
         from ..runs.fallback import plan_with_fallbacks
 
         planned = plan_with_fallbacks(job, settings=chosen, run_id=description.run_id, cwd=cwd)
-    at = _found_by(planned.store.url, description.at, chosen.store if plan_file is None else planned.store.url, cwd)
+    at = _found_by(
+        planned.store.url, description.at, planned.store.url if plan_file or planned.ranking else chosen.store, cwd
+    )
     above = None if yes or screen.json else chosen.confirm_above_usd
     return _send_and_follow(planned, at, following, screen, ask_above=above)
 

@@ -61,13 +61,14 @@ def verdict_of(status: Status, records: Sequence[Record]) -> Verdict:
         return replace(platform, reason=f"the platform reports {status.native or 'it failed'}") if blank else platform
     # For user errors a platform only has an exit code.
     vague = nodes.category == "" or (nodes.category == "infra" and status.category not in ("", "user_error"))
-    reason = platform.reason if nodes.reason in platform.reason else nodes.reason
-    if platform.reason and reason == nodes.reason and was_lost(nodes.failure):
+    reason = platform.reason if platform.reason.startswith(nodes.reason) else nodes.reason
+    more = "" if nodes.reason in platform.reason else platform.reason  # a platform may quote the node's whole output
+    if more and was_lost(nodes.failure):
         # Its peers only know that it is lost; the platform may know why.
-        same = platform.reason.split()[:2] == nodes.reason.split()[:2]
-        reason = platform.reason if same else f"{nodes.reason}; the platform: {platform.reason}"
-    elif status.category == nodes.category == "oom" and platform.reason != reason:  # the platform knows the limit
-        reason = f"{nodes.reason}; {platform.reason}"
+        same = more.split()[:2] == nodes.reason.split()[:2]
+        reason = more if same else f"{nodes.reason}; the platform: {more}"
+    elif more and status.category == nodes.category == "oom":  # the platform knows the limit
+        reason = f"{nodes.reason}; {more}"
     return replace(nodes, category=status.category or nodes.category if vague else nodes.category, reason=reason)
 
 
@@ -278,7 +279,7 @@ def with_exits(info: AttemptInfo, records: Sequence[Record], *, before: Record, 
     """
     root = root_record(records) or {}
     verdict = _failure_of(root) or Verdict(state="")
-    reason = info.reason if verdict.reason in info.reason else verdict.reason
+    reason = info.reason if info.reason.startswith(verdict.reason) else verdict.reason
     where = verdict.failure or {"node": root.get("told")}  # the node that got a stop signal, if that ended the attempt
     resumed = next((r["resumed_from"] for r in records if r.get("resumed_from")), "")
     begins = [r["started"] for r in [*records, before] if r.get("started")]

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import CloudtrainError, LostContactError, NotFoundError
 from ..job.run_id import is_run_id
-from ..settings.settings import NO_SETTINGS, Settings
+from ..settings.settings import NO_SETTINGS, Settings, store_elsewhere
 from ..storage.local_disk import local_path, normalize
 from ..storage.timings import CLIENT_TIMINGS
 from ..store.store import in_store
@@ -97,7 +97,8 @@ def reconcile_store(
     url = normalize(url, cwd=Path.cwd())
     path = local_path(url)
     if path is not None and not path.is_dir():
-        raise NotFoundError(f"there is no store at {path}", field="store")
+        hint = store_elsewhere(settings.store, settings)
+        raise NotFoundError(f"there is no store at {path}", field="store", hint=hint)
     rows: list[Row] = []
     silent: set[int] = set()
     for seen, run in recorded_runs(url, settings):

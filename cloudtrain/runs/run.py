@@ -35,7 +35,7 @@ from ..job.run_id import check_run_id
 from ..provider_api.node import attempt_key
 from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Shell, Status, extras_of
 from ..runtime.checkpoint_model import Checkpoint
-from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials, store_above
+from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials, store_elsewhere
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
@@ -357,7 +357,12 @@ class Run:
 
     def _found(self, attempt: int) -> str | None:
         request = self.store.attempt_request(self.run_id, attempt)
-        native = self._patiently(lambda: self.provider.find(request)) if request is not None else None
+        try:
+            native = self._patiently(lambda: self.provider.find(request)) if request is not None else None
+        except (AuthError, SpecError):  # such as a workspace that does not exist: then no job is there either
+            if self.store.refused(self.run_id, attempt) is None:
+                raise
+            native = None
         if native is not None:
             if self.store.cancelled(self.run_id):  # before it is recorded: then no client looks for it
                 with contextlib.suppress(NotFoundError):
@@ -1058,7 +1063,7 @@ def open_run(
             if not isinstance(exc, NotFoundError) and exc.field != "run_id":
                 raise
             listed = f"to list the runs, run: cloudtrain list --store {run.store.url}"
-            near = store_above(where) or did_you_mean(run_id, run.store.runs()) or listed
+            near = did_you_mean(run_id, run.store.runs()) or store_elsewhere(where, settings) or listed
             raise NotFoundError(f"no run {run_id!r} in {run.store.url}", field="run", hint=near) from None
         return run, caller
 

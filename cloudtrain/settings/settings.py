@@ -39,7 +39,7 @@ from .coerce import Found, is_table, over, resolve_below, typed
 
 __all__ = [
     "AUTO", "FILE", "NO_SETTINGS", "PROJECT", "Found", "Settings", "StoreCredentials", "is_setting", "setting_hint",
-    "store_above",
+    "store_elsewhere",
 ]  # fmt: skip
 
 FILE = "cloudtrain.toml"
@@ -375,9 +375,14 @@ class Settings:
         return extras_of(self._for(name).make_provider(name)).store_url(url, ask=ask)
 
 
-def store_above(store: str) -> str:
-    """Return a hint with the store of the nearest folder above, if ``store`` is the default one, which is not here."""
-    if store != Settings.store or os.path.exists(store):
+def store_elsewhere(store: str, settings: Settings) -> str:
+    """Return a hint to the stores of the file's profiles, if none is in use. Else return one with the store of the
+    nearest folder above, if ``store`` is the default one, which is not here."""
+    if store != Settings.store:
+        return ""
+    if settings.profiles and not settings.profile:
+        return f"for the store of a profile, add --profile {' or '.join(settings.profiles)}"
+    if os.path.exists(store):
         return ""
     above = (os.path.join(folder, Path(store).name) for folder in Path.cwd().parents)
     found = next((place for place in above if os.path.isdir(os.path.join(place, "runs"))), "")

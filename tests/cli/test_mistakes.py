@@ -345,6 +345,19 @@ def test_a_pull_into_a_folder_with_the_id_of_another_run_says_so(
         shutil.rmtree(second)
 
 
+@pytest.mark.parametrize("argv", [["status", "none"], ["status"], ["list"], ["reconcile"]])
+def test_a_folder_without_runs_names_the_profiles(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cloudtrain.toml").write_text('[profiles.aws]\nstore = "a"\n[profiles.google]\nstore = "b"\n')
+    hint = "hint: for the store of a profile, add --profile aws or google\n"
+    cli.main(argv)
+    assert hint in capsys.readouterr().err
+    cli.main([*argv, "--profile", "aws"])
+    assert hint not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [["status", "twin"], ["status"], ["list"], ["logs", "twi"]])
 def test_a_subfolder_names_the_store_of_the_folder_above(
     argv: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -354,6 +367,8 @@ def test_a_subfolder_names_the_store_of_the_folder_above(
     assert code == (0 if argv == ["list"] else 2)
     assert "hint: a folder above has a store: add --store ../.cloudtrain\n" in capsys.readouterr().err
     assert cli.main([*argv, "--store", "../.cloudtrain"]) == 0
+    assert cli.main(["cost", "--store", "../.cloudtrain"]) == 0
+    assert "cloudtrain list --columns cost --store ../.cloudtrain\n" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_no_settings_file_of_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

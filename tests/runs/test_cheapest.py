@@ -127,6 +127,7 @@ def test_a_run_starts_at_the_cheapest_and_stays_there(
     out, err = capsys.readouterr()
     assert json.loads(out)["run"] == f"file://{tmp_path}/two/runs/r1"
     assert "choice 1: two local: about 1.00 USD an hour" in err
+    assert f"next: cloudtrain pull r1 --store file://{tmp_path}/two\n" in err
     of_machines(tmp_path, 1.0, 2.0)
     assert cli.main(command) == 0
     assert json.loads(capsys.readouterr().out)["run"] == f"file://{tmp_path}/two/runs/r1"

@@ -605,6 +605,19 @@ def test_a_platform_that_knows_the_nodes_reason_and_more_is_believed(world: Worl
     assert world.run().result()["reason"] == "node 0 is gone; twice in a row"
 
 
+@pytest.mark.parametrize(("category", "lost"), [("user_error", False), ("oom", False), ("infra", True)])
+def test_a_platform_that_quotes_the_nodes_output_does_not_hide_the_reason(
+    world: World, category: str, lost: bool
+) -> None:
+    quoted = "The replica exited with status 1. [a0.0] cloudtrain: a fresh start cloudtrain: failed: {} See the logs"
+    reason = "node 0 was lost: silent" if lost else "rank 1 on node 0 raised ValueError: n/a (train.py:2)"
+    found = failure(exception="was lost: silent" if lost else "ValueError: n/a", rank=None if lost else 1)
+    world.recorded().attempt(0, failed(category, quoted.format(reason)))
+    world.exit(0, decided=True, reason=reason, failure=found, category=category)
+    result = world.run().result()
+    assert (result["reason"], result["attempts"][0]["reason"]) == (reason, reason)
+
+
 def test_the_limit_is_the_one_for_this_provider(world: World) -> None:
     world.recorded(max_cost=5, on={"memory": {"max_cost": 7}}).attempt(0, RUNNING)
     assert world.run().result()["cost"]["limit_usd"] == 7
@@ -915,6 +928,24 @@ def test_following_ends_where_the_next_attempt_is_recorded_and_never_sent(world:
     with pytest.raises(LostContactError, match="attempt 1 is recorded but not submitted yet"):
         list(world.run().logs(follow=True))
     assert 600 <= world.time.now - T0 < 700
+
+
+@pytest.mark.parametrize("error", [SpecError("no such workspace"), AuthError("no such project")])
+def test_a_refused_run_is_over_though_its_platform_cannot_be_asked(world: World, error: CloudtrainError) -> None:
+    """A wrong workspace, project or location does not exist later either. Else the run could never be closed."""
+
+    class Nowhere(Platform):
+        def find(self, request: Request) -> str | None:
+            raise error
+
+    world.platform = Nowhere()
+    world.recorded().attempt(0, submitted=False)
+    with pytest.raises(type(error), match="no such"):
+        world.run().status()
+    world.write("attempts/0/refused.json", {"category": "spec", "reason": "no such place", "time": T0})
+    result = world.run().result()
+    assert (result["state"], result["category"], result["reason"]) == ("failed", "spec", "refused: no such place")
+    assert world.run().cancel() is None
 
 
 def test_the_clock_of_an_attempt_that_was_refused_is_its_own(world: World) -> None:
