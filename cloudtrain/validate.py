@@ -22,6 +22,7 @@ TEST_TIMINGS = "CLOUDTRAIN_TEST_TIMINGS"
 """Variable with which cloudtrain's own tests shorten waits: ``node.silence=12,client.lease_pauses=0.1/0.2``."""
 BRIEF = 300
 _LONGEST = 100 * 366 * 86400
+_FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}$")
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?(B|kB|KB|MB|GB|TB)?")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _DURATION = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in "dhms"))
@@ -115,6 +116,22 @@ def url_scheme(url: str) -> str:
     """Return the scheme of ``url`` in lower case (``s3``, ``abfs``, ``file``); a plain path (``C:\\x``) has none."""
     match = _SCHEME.match(url)
     return match[1].lower() if match and len(match[1]) > 1 else ""
+
+
+def check_listable(url: str, where: str) -> None:
+    """Raise `SpecError` with the field ``where`` for a folder of a web server."""
+    if file_of_url(url) is None and url_scheme(url) in ("http", "https"):
+        why = f"{url} names no file, and HTTP cannot list a folder"
+        raise SpecError(why, field=where, hint="give the URL of one file")
+
+
+def file_of_url(url: str) -> str | None:
+    """Return the file's name if ``url`` is remote and ends in a suffix like ``.csv.gz``, not in ``/``; else None."""
+    if "://" not in url or url.endswith("/") or url_scheme(url) == "":
+        return None
+    bucket, slash, path = url.split("://", 1)[1].partition("/")
+    name = path.partition("?")[0].rsplit("/", 1)[-1]
+    return name if slash and bucket and _FILE_SUFFIX.search(name) else None
 
 
 def parse_duration(value: Any, *, field: str) -> int:

@@ -43,8 +43,7 @@ from ..provider_api.protocol import (
     context_of,
 )
 from ..storage.timings import CLIENT_TIMINGS
-from ..store.store import check_listable
-from ..validate import did_you_mean, url_scheme
+from ..validate import check_listable, did_you_mean, url_scheme
 from . import boot_id, last_line
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from ..storage.digest_cache import TreeFile, tree_digest
 from ..storage.files import Entry, Progress, parallel
 from ..storage.lease import FOLDER
 from ..storage.local_disk import local_path, normalize
-from ..validate import url_scheme, without_secrets
+from ..validate import check_listable, file_of_url, url_scheme, without_secrets
 from .copies import Copy, OverwrittenError, RemoteInput, list_source, version_of
-from .store import RELAYED, SOURCES, Store, check_listable, existing_path, file_of_url, in_store, manifest_key, to_json
+from .store import RELAYED, SOURCES, Store, existing_path, in_store, manifest_key, to_json
 
 FIELD = "url"
 TRIES = 3

@@ -31,7 +31,7 @@ from ..storage.files import Files, Progress, ProgressWithTotal, Storage, Transfe
 from ..storage.lease import announce, withdraw
 from ..storage.local_disk import local_path, normalize, safe
 from ..storage.timings import CLIENT_TIMINGS
-from ..validate import URL_FORMS, did_you_mean, json_loads, url_scheme
+from ..validate import URL_FORMS, check_listable, did_you_mean, file_of_url, json_loads, url_scheme
 
 if TYPE_CHECKING:
     from ..job.job import Input, Job
@@ -66,7 +66,6 @@ SOURCES = "data/sources"
 _STEP = 10.0  # seconds: a larger change between two clocks of a machine is no drift
 _STAGING = 5 * 86400.0  # seconds from an announcement to run.json: well below those for which it counts
 _TOKEN = "created_by"
-_FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}$")
 _CHECKPOINT = re.compile(r"(?P<name>[^/]+)/(?P<attempt>\d+\.\d+)-(?P<seq>\d+)")
 
 
@@ -684,22 +683,6 @@ def _placed(item: Input, url: str, file: str | None) -> LayoutInput:
 def copied_input_url(run: str, name: str, file: str | None) -> str:
     """Return the URL of the copy of input ``name`` in the folder ``run``. No other key begins like its folder's."""
     return f"{run}/inputs/{name}/data" + (f"/{file}" if file else "")
-
-
-def check_listable(url: str, where: str) -> None:
-    """Raise `SpecError` with the field ``where`` for a folder of a web server."""
-    if file_of_url(url) is None and url_scheme(url) in ("http", "https"):
-        why = f"{url} names no file, and HTTP cannot list a folder"
-        raise SpecError(why, field=where, hint="give the URL of one file")
-
-
-def file_of_url(url: str) -> str | None:
-    """Return the file's name if ``url`` is remote and ends in a suffix like ``.csv.gz``, not in ``/``; else None."""
-    if "://" not in url or url.endswith("/") or url_scheme(url) == "":
-        return None
-    bucket, slash, path = url.split("://", 1)[1].partition("/")
-    name = path.partition("?")[0].rsplit("/", 1)[-1]
-    return name if slash and bucket and _FILE_SUFFIX.search(name) else None
 
 
 def existing_path(path: Path, where: str) -> Path:
