@@ -388,8 +388,9 @@ class Run:
         if status.final or not natives or (newest := natives[max(natives)]) in self._known.stopped:
             return
         if self.store.cancelled(self.run_id):
-            with contextlib.suppress(AuthError, NotFoundError):  # a client that may only read
-                self._stop(newest)
+            with contextlib.suppress(CloudtrainError):  # a client that may only read; the next look tries again
+                self.provider.cancel(newest)
+                self._known.stopped.add(newest)
 
     def _patiently(self, call: Callable[[], T]) -> T:
         return patiently(call, clock=self._ticks, sleep=self._sleep)
@@ -877,14 +878,21 @@ class Run:
         if not starts and not places:
             return status
         newest, now = self.store.newest_attempt(self.run_id), self._clock()
-        since = self._known.over[newest] = min(self._known.over.get(newest, now), now)
-        since = min(since, status.finished or now) if newest in natives else since  # else it is of the one before
+        since = self._known.over.get(newest) or self._end_of(newest, status, natives) or now
+        since = self._known.over[newest] = min(since, now)
         late = now - since >= CLIENT_TIMINGS.next_attempt
         if late and not (places and handover.is_moving(self.store, self.run_id, self._known.moving, self._ticks())):
             return status
         if not self._may_be_followed(newest, status, natives):
             return status
         return _pending(status, f"attempt {newest} ended: {status.reason or status.native}; another attempt may follow")
+
+    def _end_of(self, newest: int, status: Status, natives: Mapping[int, str]) -> float | None:
+        """Return when the newest attempt ended or was refused; None if that is not known."""
+        if newest not in natives:  # the status is of the one before
+            return (self.store.refused(self.run_id, newest) or {}).get("time")
+        records = [] if status.finished else outcome.records_within(newest, self.store.exits(self.run_id))
+        return status.finished or max((record["ended"] for record in records), default=None)
 
     def _may_be_followed(self, newest: int, status: Status, natives: Mapping[int, str]) -> bool:
         """Return whether a waiting client may still retry it. The costly part is computed once an attempt."""

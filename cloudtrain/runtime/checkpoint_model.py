@@ -152,14 +152,21 @@ def newest_checkpoint(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoin
 
 def resumable(found: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Return those to resume from, in the same order: without what a script writes beside its training states, and
-    without a part: fewer nodes wrote it than another checkpoint of its `family`, in an attempt of as many nodes."""
+    without a part: fewer nodes wrote it than another checkpoint of its `family`, in an attempt of as many nodes, and it
+    has no other kind of file. So the whole model that node 0 writes between sharded ones counts."""
     names = {item.key: last_part(item.place or item.name) for item in found}  # exp1/final has no number
     if not any(re.search(r"\d", name) for name in names.values()):
         names = {item.key: item.name for item in found}  # epoch-8/state has one
     chosen = training_states({item.key: (names[item.key], item.below) for item in found})
     kinds = {item.key: (family(item.name), item.commit.get("run_nodes")) for item in found}
-    most = {kinds[item.key]: len(item.writers) for item in sorted(found, key=lambda item: len(item.writers))}
-    return [item for item in found if item.key in chosen and len(item.writers) == most[kinds[item.key]]]
+    files = {item.key: {family(path) for path in item.below if not is_beside(path)} for item in found}
+    most = {kinds[item.key]: item for item in sorted(found, key=lambda item: len(item.writers))}
+
+    def is_part(item: Checkpoint) -> bool:
+        other = most[kinds[item.key]]
+        return len(item.writers) < len(other.writers) and files[item.key] <= files[other.key]
+
+    return [item for item in found if item.key in chosen and not is_part(item)]
 
 
 def companions(

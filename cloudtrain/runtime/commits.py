@@ -422,7 +422,8 @@ class Commits:
             if item in states:
                 stays = item in newest or (item.name in named and versions[item.name] == 1)
             else:  # a part goes once a whole one is newer
-                stays = versions[item.name] <= VERSIONS and (family(item.name) not in kinds or newest.isdisjoint(kept))
+                used = item.name in named or family(item.name) not in kinds
+                stays = versions[item.name] <= VERSIONS and (used or newest.isdisjoint(kept))
             if stays:
                 kept.append(item)
         return kept

@@ -32,6 +32,7 @@ from cloudtrain.providers.slurm import Provider, api
 from cloudtrain.runs.retry import Retry
 from cloudtrain.store.gc import collect_at
 from cloudtrain.store.store import Store
+from cloudtrain.testing import probe
 from cloudtrain.testing.contract import ProviderContract
 from cloudtrain.testing.platform import FakePlatform, numbered
 from cloudtrain.testing.running import PLAIN
@@ -133,21 +134,38 @@ def test_two_jobs_on_one_node_do_not_collide(ddp: SlurmPlatform, clean: str) -> 
 
 def test_a_failing_line_of_setup_fails_the_run_and_is_named(ddp: SlurmPlatform, tmp_path: Path) -> None:
     module = tmp_path / "module.sh"
-    module.write_text("false\nif [ -d /no/such ]; then :; fi\nexport LOADED=yes\n")
+    module.write_text("false\nexport LOADED=yes\nmodule() { eval 'test $2 = gcc'; return $?; }\n[ -d /no ] && cd /no\n")
     lines = [f"source {module}", "[ -d /no/such ] && echo", "grep -q x /dev/null || true", 'echo "setup: $LOADED"']
-    world = ddp_world(tmp_path / "good", ddp.cluster, setup=(*lines, "export PROBE=hold"))
+    world = ddp_world(tmp_path / "good", ddp.cluster, setup=(*lines, "module load gcc", "export PROBE=hold"))
     run = world.send(world.plan(PLAIN, run_id="good-setup"))
     await_text(run, "holding")
     run.cancel()
     assert any("setup: yes" in text for text in texts(run))
 
-    world = ddp_world(tmp_path / "bad", ddp.cluster, setup=(*lines, "module load no/such", "echo later"))
-    run = world.send(world.plan(PLAIN, run_id="bad-setup"))
-    result, why = run.wait(timeout=60, poll=0.3), "a line of slurm.setup failed: module load no/such (exit code 127)"
-    assert (result["state"], result["category"], result["reason"]) == ("failed", "image", why)
-    said = texts(run)
-    assert any(why in text for text in said)
-    assert not any("later" in text for text in said)
+    for number, (line, code) in enumerate({"module load cuda": 1, "source /no/such": 1, "no-such-tool": 127}.items()):
+        world = ddp_world(tmp_path / f"bad-{number}", ddp.cluster, setup=(*lines, line, "echo later"))
+        run = world.send(world.plan(PLAIN, run_id=f"bad-setup-{number}"))
+        result, why = run.wait(timeout=60, poll=0.3), f"a line of slurm.setup failed: {line} (exit code {code})"
+        assert (result["state"], result["category"], result["reason"]) == ("failed", "image", why)
+        said = texts(run)
+        assert any(why in text for text in said)
+        assert not any("later" in text for text in said)
+
+
+def test_a_job_that_slurm_starts_again_during_setup_keeps_its_secrets(ddp: SlurmPlatform, tmp_path: Path) -> None:
+    once = tmp_path / "once"
+    setup = ("set -e", f"if [ ! -e {once} ]; then touch {once}; sleep 60; fi")
+    world = ddp_world(tmp_path / "world", ddp.cluster, setup=setup)
+    run = world.send(world.plan(PLAIN, {"secrets": {"TOKEN": f"env:{probe.SECRET}"}}, run_id="again-in-setup"))
+    native = (run.store.submitted(run.run_id, 0) or {})["native_id"]
+    deadline = time.monotonic() + 30
+    while not once.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ddp.cluster.call("scontrol", "requeue", native.partition(":")[0])
+    while ddp.cluster.field(native.partition(":")[0], "JobState") != "PENDING" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert (Path(native.partition(":")[2]) / "secrets").exists()
+    assert run.wait(timeout=60, poll=0.3)["state"] == "succeeded"
 
 
 def test_a_port_that_is_taken_after_the_script_s_look_ends_all_nodes_soon(ddp: SlurmPlatform, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -50,6 +50,7 @@ from cloudtrain.errors import (
 from cloudtrain.provider_api.protocol import (
     ABANDONED,
     AttemptInfo,
+    Layout,
     Provider,
     Request,
     Status,
@@ -951,7 +952,7 @@ def test_a_refused_run_is_over_though_its_platform_cannot_be_asked(world: World,
 def test_the_clock_of_an_attempt_that_was_refused_is_its_own(world: World) -> None:
     world.platform = ClientRetried()
     world.recorded(retries=2).attempt(0, RUNNING)
-    refusal = {"category": "infra", "reason": "no", "time": T0}
+    refusal = {"category": "infra", "reason": "no", "time": T0 + 100}
     world.time.at = [
         (5, lambda: world.platform.jobs.update({"job-0": failed(finished=T0 + 5)})),
         (100, lambda: (world.attempt(1, submitted=False), world.write("attempts/1/refused.json", refusal))),
@@ -968,6 +969,24 @@ def test_between_two_attempts_a_run_is_pending_to_whoever_looks(world: World) ->
     told = ("pending", "attempt 0 ended: exit status 1; another attempt may follow")
     assert len(seen) > 1
     assert seen == [*[told] * (len(seen) - 1), ("failed", "exit status 1")]
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_after_two_minutes_a_new_handle_shows_the_failure(world: World, refused: bool) -> None:
+    """Check the ends that the platform does not report: a refusal's, and that of a job that it no longer knows."""
+    world.platform = ClientRetried()
+    if refused:
+        world.recorded(gpu=["A100", "H100"]).attempt(0, submitted=False)
+        placed = asdict(Layout(store=world.store.url, run_id="r1", code_digest="c", runtime_digest="d"))
+        world.write("run.json", {**world.run().record, "layout": {**placed, "inputs": {}}})
+        world.write("attempts/0/refused.json", {"category": "capacity", "reason": "no machines", "time": T0 + 10})
+    else:
+        world.recorded(retries=1).attempt(0).exit(decided=True, category="infra", reason="a node was lost")
+    world.time.now = T0 + 20
+    assert world.run().status().state == "pending"
+    world.time.now = T0 + 10 + CLIENT_TIMINGS.next_attempt
+    assert (world.run().status().state, world.run().result()["state"]) == ("failed", "failed")
+    assert world.result() is None
 
 
 def test_a_short_silence_of_the_platform_costs_nothing(world: World) -> None:
@@ -1338,6 +1357,23 @@ def test_a_recorded_job_of_a_cancelled_run_is_stopped_by_cancel_and_reconcile(wo
     world.recorded().attempt(0, RUNNING).store.cancel("r1")
     getattr(world.run(), look)()
     assert {*world.platform.cancelled} == {"job-0"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StorageError("read-only file system"), SpecError("it finalizes"), AuthError("no"), LostContactError("down")],
+)
+def test_a_client_that_cannot_stop_the_job_of_a_cancelled_run_follows_it_to_its_end(
+    world: World, error: CloudtrainError
+) -> None:
+    world.recorded().attempt(0, RUNNING).store.cancel("r1")
+    world.platform.cancel_error = {"job-0": error}
+    world.time.at = [
+        (700, lambda: setattr(world.platform, "cancel_error", {})),
+        (800, lambda: world.platform.jobs.update({"job-0": CANCELLED})),
+    ]
+    assert world.run().wait()["state"] == "cancelled"
+    assert world.platform.cancelled == ["job-0"]
 
 
 def test_a_cut_off_run_ends_once_no_request_can_arrive(cut_off: World) -> None:

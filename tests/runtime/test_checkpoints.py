@@ -847,6 +847,8 @@ def test_a_part_counts_if_no_other_checkpoint_has_more_nodes() -> None:
     alone = of(4, 0, run_nodes=3)  # rank 0 alone writes; the others left their random numbers and a log once
     also = of(5, 0, run_nodes=3, also=("node-1/step-5/rng_state_1.pth", "node-1/step-5/train.log"))
     assert resumable([also, alone]) == [also, alone]
+    model = of(6, also=("node-0/step-6/model.pt", "node-0/step-6/optimizer.pt"))  # all of it, from node 0 alone
+    assert resumable([whole, model, part]) == [whole, model]
 
 
 def test_files_of_single_ranks_of_an_unknown_number_of_nodes_need_the_most() -> None:

@@ -633,6 +633,20 @@ def test_one_nodes_part_of_a_checkpoint_takes_no_whole_ones_place(
     run.until(lambda: [item.name for item in run.complete()] == ["global_step40"])
 
 
+def test_a_part_that_a_pointer_names_is_kept(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TIMINGS, "holder", 1.0)
+    run = cluster(2, keep=1)
+    for name, nodes in {"step-1": (0, 1), "step-2": (1,), "step-3": (0, 1)}.items():
+        for node in nodes:
+            run.write(node, f"{name}/rank_{node}.pt")
+        if name == "step-2":
+            run.write(1, "best", "step-2\n")
+            run.until(lambda: any(m["t"] == "pointers" for _, _, m in run.sent))
+        run.until(lambda name=name: name in [item.name for item in run.complete()])  # type: ignore[misc]
+    run.settle()
+    assert [item.name for item in run.complete()] == ["step-2", "step-3"]
+
+
 def test_the_log_names_a_folder_from_which_no_restart_resumes(cluster: Callable[..., Cluster]) -> None:
     run = cluster(1)
     for name in ("model.pt", "optimizer.pt"):

@@ -40,17 +40,34 @@ while (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null || (exec 3<>"/dev/tcp/127
     port=$((port < 31998 ? port + 2 : 20000))
 done
 export @port=$port @attempt=@k.$restart
-failed() {  # by a line of slurm.setup; commands of a file that it reads, or in a condition, may fail
-    [ ${#BASH_SOURCE[@]} = 2 ] || return 0
-    echo "$2 (exit code $1)" >"$base/setup"
-    echo "cloudtrain: a line of slurm.setup failed: $2 (exit code $1)"
-    rm -f "$base/secrets"
-    echo @setup_failed >"$base/end"
-    exit @setup_failed
+# Only a job that Slurm calls RUNNING is ours to start again: a cancelled one would be raised from the dead. One that is
+# to start again, by Slurm or by us, keeps its secrets.
+leave() {
+    for _ in {1..60}; do
+        state=$(squeue -h -j "$job" -o %T 2>/dev/null) || { sleep 5; continue; }
+        [ "$state" = RUNNING ] || break
+        if [ "$code" != @again ]; then
+            rm -f "$base/secrets"
+            echo "$code" >"$base/end"
+            break
+        fi
+        scontrol requeue "$job" && { sleep 600; break; }
+        sleep 5
+    done
+    exit "$code"
 }
-trap 'failed "$?" "$BASH_COMMAND"' ERR
+failed() {  # by a line of slurm.setup; a command in a condition may fail, and so may those of a file that a line reads
+    [ ${#BASH_SOURCE[@]} = 2 ] || return 0
+    [[ ! $2 =~ ^(source|\.)\ ([^ ]+) ]] || ! eval "[ -r ${BASH_REMATCH[2]} ]" 2>/dev/null || return 0
+    local why; why="$(sed -n "$3p" "$0") (exit code $1)"
+    echo "$why" >"$base/setup"
+    echo "cloudtrain: a line of slurm.setup failed: $why"
+    code=@setup_failed
+    leave
+}
+trap 'failed "$?" "$BASH_COMMAND" "$LINENO"' ERR
 @setup
-trap - ERR
+trap - ERR; set +e
 srun @srun --output="$base/node-%n.log" @command &
 step=$!
 
@@ -77,19 +94,7 @@ while hit=; wait "$step"; now=$?; [ "$now" = 127 ] || code=$now; [ -n "$hit" ]; 
 echo $((used + SECONDS)) >"$base/used"
 [ ! -e "$base/over" ] || code=@time_up
 
-# Only a job that Slurm calls RUNNING is ours to start again: a cancelled one would be raised from the dead.
-for _ in {1..60}; do
-    state=$(squeue -h -j "$job" -o %T 2>/dev/null) || { sleep 5; continue; }
-    [ "$state" = RUNNING ] || break
-    if [ "$code" != @again ]; then
-        rm -f "$base/secrets"
-        echo "$code" >"$base/end"
-        break
-    fi
-    scontrol requeue "$job" && { sleep 600; break; }
-    sleep 5
-done
-exit "$code"
+leave
 """
 
 
