@@ -298,9 +298,12 @@ def texts_of(value: Any, where: str, *, empty: bool = False) -> tuple[str, ...]:
 
 def whole_number(value: Any, where: str, *, least: int, most: int | None = None) -> int:
     """Return an int of at least ``least``, at most ``most``."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    number: int | None = None
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):  # arrays and classes have __index__ too
+            number = operator.index(value)
+    if number is None:
         raise SpecError(f"must be a whole number, not {brief(value)}", field=where)
-    number: int = operator.index(value)
     if number < least or (most is not None and number > most):
         raise SpecError(
             f"must be {least} or more" + (f", at most {most}" if most is not None else "") + f", not {brief(value)}",

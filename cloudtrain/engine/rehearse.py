@@ -101,7 +101,8 @@ def _real_plan(job: Job, settings: Settings, image: str, **where: Any) -> tuple[
         return plan, ()
     _, target, job = needs.stand_ins(settings, target.name, plan.job, plan.missing)
     theirs = target.launch_spec(plan.request).nodes[0].image
-    if not image and needs.with_placeholders(theirs, target.name, plan.missing) != theirs:
+    made_up = theirs != plan.job.image and needs.with_placeholders(theirs, target.name, plan.missing) != theirs
+    if made_up and not image:
         why, hint = f"no setting names the image of {target.name}", "name an image of this machine: --local-image IMAGE"
         raise SpecError(why, field="local_image", hint=hint)
     return dataclasses.replace(plan, provider=target, job=job, missing=()), plan.missing

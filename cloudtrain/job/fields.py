@@ -206,18 +206,18 @@ def mapping(kind: Kind, check_name: Callable[[str, str], None] | None = None) ->
     """Return the kind of a table of values of ``kind``; ``check_name`` takes each key and the table's field."""
 
     def check(value: Any, where: str) -> dict[str, Any]:
-        found = {key: kind.check(item, f"{where}.{key}") for key, item in table_of(value, where).items()}
+        table = table_of(value, where)
         if check_name is not None:
-            for key in found:
+            for key in table:  # first, as the field of a value shows its name
                 check_name(key, where)
-        return found
+        return {key: kind.check(item, f"{where}.{key}") for key, item in table.items()}
 
     return Kind(check, {"type": "object", "additionalProperties": kind.schema})
 
 
 def _env_name(name: str, where: str) -> None:
     if not _ENV_NAME.fullmatch(name):
-        shown = "it" if where == "secrets" else repr(name)  # with --secret $TOKEN it is the secret
+        shown = "it" if "secret" in where else repr(name)  # with --secret $TOKEN it is the secret
         raise SpecError(f"{shown} is not a name for an environment variable", field=where)
     if _RESERVED.fullmatch(name):
         raise SpecError(
@@ -264,7 +264,8 @@ def _metric(value: Any, where: str) -> str:
 
 def _header(name: str, where: str) -> None:
     if not _HEADER.fullmatch(name):
-        raise SpecError(f"{name!r} is not the name of a header", field=where)
+        hint = "write NAME=VALUE, as in Authorization=Bearer {secrets.TOKEN}"
+        raise SpecError("its name is not that of a header", field=where, hint=hint)  # and may be 'NAME: SECRET'
 
 
 def _header_value(value: Any, where: str) -> str:

@@ -345,7 +345,9 @@ def check_secrets(provider: str, job: Job, *, form: str, wanted: str, known: str
     for name, reference in job.secrets.items():
         field, (given, _, rest) = f"secrets.{name}", reference.partition(":")
         if given == "env":
-            hint = f"to create the secret there, run: {create(rest)}\nthen refer to it as {known.partition(' only')[0]}"
+            variable = rest if rest in os.environ else "NAME"  # else it may be the secret: env:$TOKEN
+            hint = f"to create the secret there, run: {create(variable)}\n"
+            hint += f"then refer to it as {known.partition(' only')[0]}"
             raise UnsupportedError(provider, field, "its nodes cannot read this machine's variables", hint=hint)
         if given != known.partition(":")[0]:
             raise UnsupportedError(provider, field, f"its nodes fetch {known}")

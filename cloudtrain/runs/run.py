@@ -208,6 +208,7 @@ class Run:
         except SpecError as exc:
             if (version := self.record.get("version", __version__)) != __version__:
                 exc.hint = f"cloudtrain {version} recorded this run, and this is {__version__}\n{exc.hint}".rstrip()
+                exc.__notes__ = [f"hint: {exc.hint}"]  # which a traceback shows
             raise
 
     def _check(self) -> None:

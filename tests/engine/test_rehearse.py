@@ -98,6 +98,22 @@ def test_it_needs_no_settings_of_an_account(tmp_path: Path, name: str) -> None:
     assert (caught.value.field, "--local-image IMAGE" in caught.value.hint) == ("local_image", True)
 
 
+@pytest.mark.parametrize(
+    ("name", "image"),
+    [
+        ("sagemaker", "123456789012.dkr.ecr.us-east-1.amazonaws.com/trainer:1"),
+        ("vertex", "us-central1-docker.pkg.dev/team/images/trainer:1"),
+    ],
+)
+def test_an_image_of_the_job_may_hold_what_is_also_a_made_up_value(tmp_path: Path, name: str, image: str) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    sample = importlib.import_module(f"cloudtrain.providers.{name}").SAMPLE["job"]
+    job = Job.make(**{"entry_point": "train.py", **sample, "image": image})
+    settings = Settings.load(environ={}, cwd=tmp_path, provider=name)
+    plan = plan_rehearsal(job, settings=settings, cwd=tmp_path, run_id="r", store=str(tmp_path / "s"))
+    assert plan.request.body["nodes"][0]["image"] == image
+
+
 def test_an_environment_of_a_platform_that_is_no_image_is_refused() -> None:
     """An engine answers with 400 that the name is no reference."""
     answer = requests.Response()

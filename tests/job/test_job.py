@@ -273,7 +273,7 @@ REFUSED = [
     ({"webhook": "h/x"}, "webhook", "is not a URL to post to"),
     ({"webhook": "https://h/{secrets.T}"}, "webhook", "{secrets.T} names no secret"),
     ({"webhook": "{secrets.U}", "secrets": {"T": "env:T"}}, "webhook", "{secrets.U} names no secret"),
-    ({"webhook": "https://h", "webhook_headers": {"A b": "c"}}, "webhook_headers", "'A b' is not the name of a header"),
+    ({"webhook": "https://h", "webhook_headers": {"A b": "c"}}, "webhook_headers", "its name is not that of a header"),
     ({"webhook": "https://h", "webhook_headers": {"A": "b\nc"}}, "webhook_headers.A", "one line"),
     ({"webhook": "https://h", "webhook_headers": {"A": "{secrets.T}"}}, "webhook_headers.A", "names no secret"),
     ({"args": ["{inputs.trian}"], "inputs": {"train": "x"}}, "args", "did you mean 'train'?"),

@@ -380,7 +380,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("max_runtime", {"job_tier": "spot"}, {"max_runtime": "8d"}, "after 7 days"),
     ("max_cost", {}, {"max_cost": 5, "instance_type": "Standard_D4ds_v4"}, '"Standard_D4ds_v4" ='),
     ("max_cost", {}, {"max_cost": 0.001}, "60 s"),
-    ("secrets.T", {}, {"secrets": {"T": "env:HF_TOKEN"}}, "az keyvault secret set --vault-name VAULT --name HF-TOKEN"),
+    ("secrets.T", {}, {"secrets": {"T": "env:HF_TOKEN"}}, "az keyvault secret set --vault-name VAULT --name NAME"),
     ("secrets.T", {}, {"secrets": {"T": "aws:arn:x"}}, "azure:VAULT/NAME"),
     ("secrets.T", {}, {"secrets": {"T": "azure:vault"}}, "VAULT/NAME"),
     ("secrets.T", {}, {"secrets": {"T": "azure:vault/a_b"}}, "VAULT/NAME"),

@@ -373,6 +373,9 @@ def test_a_volume_that_cannot_be_mounted_is_the_reason_of_the_wait() -> None:
     found = cluster.status()
     assert (found.state, found.category, found.native) == ("pending", "", "Pending")
     assert found.reason == 'MountVolume.SetUp failed for volume "shared": mount.nfs'
+    cluster.known[0]["message"] = full = "AttachVolume.Attach failed: exceeded quota of disks on this machine"
+    found = cluster.status()
+    assert (found.state, full in found.reason, cluster.reasons) == ("pending", True, []), "only a quota of pods ends it"
     cluster.known = ["denied"]
     assert cluster.status().reason == ""
 

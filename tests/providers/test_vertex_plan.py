@@ -354,7 +354,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("inputs.a", {}, {"inputs": {"a": "nfs://h/x"}}, "vertex.network"),
     ("inputs.a", {"network": NETWORK}, {"inputs": {"a": "nfs://h"}}, "nfs://SERVER/PATH"),
     ("resume_from", {}, {"resume_from": "s3://b/x"}, "gs:// only"),
-    ("secrets.T", {}, {"secrets": {"T": "env:TOKEN"}}, "gcloud secrets create TOKEN"),
+    ("secrets.T", {}, {"secrets": {"T": "env:PATH"}}, "gcloud secrets create PATH"),
     ("secrets.T", {}, {"secrets": {"T": "aws:arn:aws:ssm:eu-west-1:123456789012:parameter/x"}}, "gcp:projects/"),
     ("secrets.T", {}, {"secrets": {"T": "gcp:mine"}}, "projects/P/secrets/S"),
     ("vertex.service_account", {"service_account": ""}, {"secrets": {"T": "gcp:projects/p/secrets/s"}}, "secrets.T"),

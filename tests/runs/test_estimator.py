@@ -269,6 +269,7 @@ def test_an_argument_of_a_wrong_type_is_refused_in_one_line(ended: cloudtrain.Ru
         "run.wait(retry=1)": "retry: must be a function, not 1",
         "run.reconcile(say=1)": "say: must be a function, not 1",
         "job.at([])": "provider: must be text, not list",
+        "job.replace(retries=int)": "retries: must be a whole number, not <class 'int'>",
         "job.replace(max_runtime=10**400)": "max_runtime: must be at most 100 years",
         "Job.from_toml('', folder=3)": "folder: must be text, not int",
         "cloudtrain.plan(job, store='a\\0b')": "store: holds a NUL",

@@ -573,6 +573,8 @@ def test_a_record_that_another_version_wrote_names_that_version(world: World) ->
                 read()
             assert caught.value.hint.startswith(f"{begin}\n{hint}".strip())
             assert ("recorded" in caught.value.hint) is bool(begin)
+            assert not hint or caught.value.__notes__ == [f"hint: {caught.value.hint}"]
+            assert ("recorded" in str(getattr(caught.value, "__notes__", ""))) is bool(begin)
 
 
 def test_an_earlier_attempt_that_the_platform_forgot_is_still_listed(world: World) -> None:

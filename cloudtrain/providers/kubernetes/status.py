@@ -92,7 +92,7 @@ def _explained(account: Account, job: Object, pods: Sequence[Object], found: Sta
             said = one_line(events[-1].get("message"))
             category, hint = next((item for words, *item in _REFUSALS if words in said), ("", ""))
             found = replace(found, reason=hinted(said, hint))
-            if category:
+            if category and lacking:
                 found = replace(found, state="failed", category=category, native="FailedCreate")
     return found
 
