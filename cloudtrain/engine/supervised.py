@@ -121,7 +121,8 @@ class SupervisedProvider(ProviderExtras):
                 raise UnsupportedError(self.name, f"secrets.{name}", "only env:NAME can be read on this machine")
         check_inputs(cast("type[Provider]", type(self)), layout.inputs)
         for name, item in layout.inputs.items():
-            check_listable(item.url, f"inputs.{name}")
+            if item.url.endswith("/"):  # else it may be a file whose name has no suffix
+                check_listable(item.url, f"inputs.{name}")
             if item.shard:
                 raise UnsupportedError(self.name, f"inputs.{name}.shard", "every node reads the same files")
             if item.mode == "mount" and url_scheme(item.url) != "file":

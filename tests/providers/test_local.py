@@ -353,6 +353,7 @@ def test_an_input_of_this_machine_is_read_in_place(world: FakePlatform) -> None:
 def test_a_folder_of_a_web_server_is_refused(world: FakePlatform) -> None:
     with pytest.raises(SpecError, match=r"inputs.far: http://host/data/ names no file, and HTTP cannot list a folder"):
         world.plan({"inputs": {"far": "http://host/data/"}})
+    world.plan({"inputs": {"far": "https://host/download?id=3"}})  # a file may have no suffix
 
 
 def test_a_status_without_a_request_is_not_of_this_run(world: FakePlatform, tmp_path: Path) -> None:
