@@ -19,6 +19,7 @@ R = TypeVar("R")
 #: The error table: a kind, its HTTP statuses and its exception names (of any base class). Names, because the back ends'
 #: packages may not be installed and must not be imported to find out.
 _TABLE: tuple[tuple[str, frozenset[int], frozenset[str]], ...] = (
+    ("final", frozenset(), frozenset({"_FinalError"})),
     ("missing", frozenset({404, 410}), frozenset({"FileNotFoundError", "ResourceNotFoundError"})),
     (
         "taken",
@@ -108,6 +109,10 @@ class UnreachableError(TransientError, LostContactError):
     exit_code = LostContactError.exit_code
 
 
+class FinalError(StorageError):
+    """A failure that no other try can change: a missing bucket, a certificate that is not trusted."""
+
+
 class CannotSwapError(StorageError):
     """A store that cannot replace a file only while it is unchanged."""
 
@@ -152,7 +157,7 @@ def _status(exc: BaseException) -> int | None:
 
 
 def classify(exc: BaseException) -> str:
-    """Return the kind of a back end's exception: missing, taken, transient, auth, disk or other."""
+    """Return the kind of a back end's exception: missing, taken, transient, auth, disk, final or other."""
     for link in _chain(exc):
         if isinstance(link, OSError) and (
             link.errno in _DISK_ERRNOS or (isinstance(link, PermissionError) and link.filename)
@@ -202,7 +207,8 @@ def translate(exc: BaseException, where: str) -> Exception:
         hint = "check the network, then run: cloudtrain doctor"
         return UnreachableError(f"cannot reach {_host(exc) or where}: {why}", hint=hint)
     hint = getattr(exc, "hint", "")
-    return (TransientError if kind == "transient" else StorageError)(f"{where}: {reason}", hint=hint)
+    kinds = {"transient": TransientError, "final": FinalError}
+    return kinds.get(kind, StorageError)(f"{where}: {reason}", hint=hint)
 
 
 def _unreachable(exc: BaseException) -> str:

@@ -362,6 +362,14 @@ def test_a_status_without_a_request_is_not_of_this_run(world: FakePlatform, tmp_
 
 
 @pytest.mark.slow
+def test_an_input_in_a_bucket_that_does_not_exist_ends_the_run(world: FakePlatform, s3_environment: str) -> None:
+    run = world.send(world.plan({"inputs": {"d": "s3://no-such-bucket/x.tar"}}, run_id="bucket"))
+    result = run.wait(timeout=60)
+    why = "s3://no-such-bucket/x.tar: the bucket or container does not exist"
+    assert (result["state"], result["category"], result["reason"]) == ("failed", "spec", why)
+
+
+@pytest.mark.slow
 def test_a_killed_node_leaves_no_process(world: FakePlatform) -> None:
     run = world.send(world.plan(CASES["infra"].job, {"env": {"PROBE": "hold"}}, run_id="killed"))
     world.await_line(run, "holding")

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from rows import for_each
 
 from cloudtrain.errors import AuthError, LostContactError, SpecError, StorageError
-from cloudtrain.storage.errors import Retries, UnreachableError, classify, report_retries
+from cloudtrain.storage.errors import FinalError, Retries, UnreachableError, classify, report_retries
 from cloudtrain.storage.files import LocalFiles, files, parallel
 from cloudtrain.storage.fsspec_backend import FsspecMover
 from cloudtrain.storage.fsspec_pool import Clients
@@ -505,7 +505,7 @@ def test_other_errors_are_not_tried_again(flaky: Any, error: Exception, kind: ty
 def test_a_missing_bucket_is_no_missing_file(flaky: Any, tmp_path: Path) -> None:
     tree, _, _ = flaky(FileNotFoundError("bucket"), FileNotFoundError("bucket"))
     for attempt in (tree.write, tree.create):
-        with pytest.raises(StorageError, match="bucket or container does not exist"):
+        with pytest.raises(FinalError, match="bucket or container does not exist"):
             attempt("key", b"")
 
 
