@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from ..errors import AuthError, CloudtrainError, LostContactError, StorageError
+from .timings import CLIENT_TIMINGS
 
 R = TypeVar("R")
 
@@ -130,6 +132,18 @@ def report_retries(say: Callable[[str], None]) -> Iterator[None]:
 def report_retry(text: str) -> None:
     """Report a call of this thread that is made again, to the listener of `report_retries`, if there is one."""
     _WATCHER.get()(text)
+
+
+@contextmanager
+def report_wait(text: str) -> Iterator[None]:
+    """Report ``text`` as `report_retry` does, if the work inside takes longer than `ClientTimings.opening`."""
+    timer = threading.Timer(CLIENT_TIMINGS.opening, _WATCHER.get(), [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _chain(exc: BaseException) -> Iterator[BaseException]:

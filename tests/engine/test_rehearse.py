@@ -479,7 +479,7 @@ def test_a_run_that_waits_for_its_store_says_why(vertex: Site, monkeypatch: pyte
     supervisor.state.update(finished=1.0, reason="rank 3 failed")
     supervisor._patiently(Mock(side_effect=[StorageError("full"), None]))
     assert supervisor.state["reason"] == "rank 3 failed"
-    work = Mock(side_effect=FinalError("the bucket or container does not exist"))
+    work = Mock(side_effect=[FinalError("the bucket or container does not exist")])
     with pytest.raises(FinalError):
         supervisor._patiently(work)
     work.assert_called_once()
