@@ -350,6 +350,12 @@ def test_an_input_of_this_machine_is_read_in_place(world: FakePlatform) -> None:
     assert mounts["inputs/here"] == "mount"
 
 
+def test_an_input_without_a_file_is_refused(world: FakePlatform, tmp_path: Path) -> None:
+    (tmp_path / "empty" / "sub").mkdir(parents=True)
+    with pytest.raises(SpecError, match=r"inputs.d: .*empty holds no file"):
+        world.plan({"inputs": {"d": str(tmp_path / "empty")}})
+
+
 def test_a_folder_of_a_web_server_is_refused(world: FakePlatform) -> None:
     with pytest.raises(SpecError, match=r"inputs.far: http://host/data/ names no file, and HTTP cannot list a folder"):
         world.plan({"inputs": {"far": "http://host/data/"}})
