@@ -363,8 +363,9 @@ def test_a_folder_of_a_web_server_is_refused(world: FakePlatform) -> None:
 
 def test_a_status_without_a_request_is_not_of_this_run(world: FakePlatform, tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text("{}")
-    with pytest.raises(NotFoundError, match="no supervisor has ever written"):
+    with pytest.raises(NotFoundError, match="no supervisor has ever written") as caught:
         world.provider.status(f"{socket.gethostname()}:{tmp_path}")
+    assert caught.value.hint.startswith("if the store of this unfinished run was moved, move it back")
 
 
 @pytest.mark.slow
