@@ -195,7 +195,7 @@ def rehearse(
         screen.talk(f"  {line}")
     code = _send_and_follow(planned, Where(store=local_store, profile=description.at.profile), following, screen)
     if code == EXIT_CODES["image"] and not local_image:
-        screen.hint("to start another image in place of one that cannot be pulled here, add --local-image IMAGE")
+        screen.hint("if the image cannot be pulled here, name another: add --local-image IMAGE")
     return code
 
 
