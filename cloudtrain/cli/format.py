@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..errors import scrubbed
 from ..runs.summary import (
     attempt_history,
     columns,
@@ -269,7 +270,7 @@ def came(report: PullReport) -> str:
 
 
 def plan_text(document: Mapping[str, Any], *, verbose: bool = False, terminal: bool = False) -> str:
-    """Return the object of ``plan --json`` for people, whole, but only the largest files unless ``verbose``.
+    """Return the object of ``plan --json`` for people, `scrubbed`, with only the largest files unless ``verbose``.
 
     ``terminal`` puts the summary last, where it is visible, and cuts texts of over `LONG_TEXT` characters.
     """
@@ -283,7 +284,7 @@ def plan_text(document: Mapping[str, Any], *, verbose: bool = False, terminal: b
         for number, further in enumerate(document.get("fallbacks", ()), 1)
     ]
     parts = [*files, *requests, summary(document)] if terminal else [summary(document), *files, *requests]
-    return "\n\n".join(filter(None, parts))
+    return scrubbed("\n\n".join(filter(None, parts)))
 
 
 def files_text(document: Mapping[str, Any]) -> str:

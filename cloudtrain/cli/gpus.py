@@ -80,6 +80,8 @@ def gpus(
     chosen = at.settings(overrides=settings_pairs(settings), provider=provider)
     if settings and provider is None and chosen.provider not in catalog.providers():
         raise SpecError("belongs to one provider", field="set", hint="add --provider NAME")
+    if at.profile:
+        provider = chosen.provider
     made = {name: _made(chosen, name) for name in ((provider,) if provider else catalog.providers())}
     rows = [
         _row(name, machine, _price(made[name].settings, name, machine, region))
@@ -99,6 +101,8 @@ def gpus(
             rows = priced
         if rows:
             screen.data(format.table([_shown(row) for row in rows], COLUMNS))
+    if not rows:
+        screen.talk(f"no machine of {provider or 'the catalogue'} fits")
     _say(rows, screen)
     return 0
 
@@ -197,8 +201,6 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _say(rows: Sequence[dict[str, Any]], screen: Screen) -> None:
-    if not rows:
-        screen.talk("no machine of the catalogue fits")
     for source in sorted({row["price"]["source"] for row in rows if row["price"]}):
         screen.talk(f"prices: {source}")
     if any(row["price"] and not row["price"]["of_service"] for row in rows):

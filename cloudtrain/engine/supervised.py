@@ -413,7 +413,8 @@ def existing(native_id: str) -> Path:
         return folder
     if host != socket.gethostname():
         raise LostContactError(f"this run is on the machine {host}", passing=False, hint="ask there")
-    raise NotFoundError(f"no supervisor has ever written {folder}")
+    hint = "if the store of this unfinished run was moved, move it back, and run the same command again"
+    raise NotFoundError(f"no supervisor has ever written {folder}", hint=hint)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from stat import S_ISDIR
 from typing import Any, TextIO, TypeVar
 
-from ..errors import EXIT_CODES, CapacityError, CloudtrainError, PlatformError, SpecError, StorageError
+from ..errors import EXIT_CODES, AuthError, CapacityError, CloudtrainError, PlatformError, SpecError, StorageError
 from ..job.job import Job
 from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount
 from ..provider_api.node_count import plan_attempt
@@ -39,6 +39,7 @@ from ..runtime.checkpoint_model import Checkpoint, newest_checkpoint, resumable
 from ..runtime.checkpoints import COMMIT, complete
 from ..runtime.record import UNMIRRORED
 from ..settings.settings import NO_SETTINGS
+from ..storage.errors import FinalError
 from ..storage.files import Files, TransferOptions, files
 from ..storage.local_disk import local_path
 from ..storage.timings import CLIENT_TIMINGS
@@ -186,7 +187,8 @@ class Supervisor:
         write_json(self.folder / "status.json", self.state)
 
     def _patiently(self, work: Callable[[], T]) -> T:
-        """Retry ``work()`` while the store or the disk fails, for `ClientTimings.store_silence` or until cancelled.
+        """Retry ``work()`` while the store or the disk fails, for `ClientTimings.store_silence` or until cancelled. Not
+        after a `FinalError`.
 
         A store on this machine does not come back like a network: it may not make the run outlast its time limit.
         """
@@ -198,7 +200,7 @@ class Supervisor:
             try:
                 return work()
             except StorageError as exc:
-                if time.monotonic() > deadline or (self.folder / "cancel").exists():
+                if isinstance(exc, FinalError) or time.monotonic() > deadline or (self.folder / "cancel").exists():
                     raise
                 sys.stderr.write(f"{exc}; trying again\n")
                 if self.state["finished"] is None:  # else the reason is that of the end
@@ -330,7 +332,7 @@ class Supervisor:
             self._again, resumed = "", ""
             try:
                 state, category, reason, resumed = self._start(name, launch, mounts)
-            except (NodeError, SpecError, CapacityError, StorageError) as exc:
+            except (NodeError, SpecError, AuthError, CapacityError, StorageError) as exc:
                 # The nodes cannot start: the attempt's end, like any other.
                 state, category, reason = "failed", _category_of(exc), exc.with_hint()
                 if self._cancelled(mounts):
@@ -684,4 +686,5 @@ def _category_of(exc: CloudtrainError) -> str:
     """Return the category of a run whose nodes could not start."""
     if isinstance(exc, NodeError):
         return exc.category
-    return "image" if isinstance(exc, SpecError) else "capacity" if isinstance(exc, CapacityError) else "infra"
+    kinds = {SpecError: "image", FinalError: "spec", AuthError: "auth", CapacityError: "capacity"}
+    return next((category for kind, category in kinds.items() if isinstance(exc, kind)), "infra")

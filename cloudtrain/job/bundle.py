@@ -246,13 +246,15 @@ def build_bundle(
     never: Sequence[Path] = (),
     outputs: Iterable[tuple[int, int]] = (),
     git: bool = True,
+    inputs: Iterable[str] = (),
 ) -> Bundle:
     """Return the bundle of ``source`` as it is on disk now.
 
     ``never`` are folders that never ship (the store, pull targets). ``outputs`` are files by ``(st_dev, st_ino)`` that
     do not ship either, such as the redirected log of this command. With ``git`` False, git is not called and the ignore
     files alone decide. Raises `SpecError` for a tree that cannot ship: missing or excluded script, above ``max_bytes``
-    before compression, secrets, links that leave it. Raises `StorageError` for a tree that cannot be read.
+    before compression (one of ``inputs`` may be in it), secrets, links that leave it. Raises `StorageError` for a tree
+    that cannot be read.
     """
     root, entry_point = resolve(source, cwd=cwd)
     exclude = {f"source.exclude[{i}]:{line}": line for i, line in enumerate(source.exclude)}
@@ -268,7 +270,8 @@ def build_bundle(
     excluded = tuple(Excluded(path=path, rule=rule) for path, rule in sorted(walk.excluded))
     _check_ships(source, root, entry_point, entries, excluded)
     _check_links(entries, parts)
-    _check_size(entries, max_bytes)
+    data = (relative_below(os.path.realpath(Path(cwd, url)), str(root)) for url in inputs)
+    _check_size(entries, max_bytes, list(filter(None, data)))
     _check_secrets(entries, walk.named)
     return Bundle(
         root=root,
@@ -368,7 +371,7 @@ def _check_links(entries: list[ShippedFile], parts: list[tuple[str, Path]]) -> N
             )
 
 
-def _check_size(entries: list[ShippedFile], max_bytes: int) -> None:
+def _check_size(entries: list[ShippedFile], max_bytes: int, inputs: Iterable[str]) -> None:
     total = sum(entry.size for entry in entries)
     if total <= max_bytes:
         return
@@ -380,7 +383,11 @@ def _check_size(entries: list[ShippedFile], max_bytes: int) -> None:
     text = f"the code is {_mib(total)}, above the limit of {_mib(max_bytes)}; largest files: "
     text += _largest({entry.path: entry.size for entry in entries}, 5)
     text += f"; largest folders: {_largest(folders, 3)}" if folders else ""
-    raise SpecError(text, field="source", hint=f"exclude files in {IGNORE}, or raise the setting max_code_mb")
+    both = (place for place in inputs if any(f"{entry.path}/".startswith(f"{place}/") for entry in entries))
+    if place := next(both, ""):
+        text += f"; the input {place} is among them"
+    exclude = f"add this line to {IGNORE}: /{place}" if place else f"exclude files in {IGNORE}"
+    raise SpecError(text, field="source", hint=f"{exclude}, or raise the setting max_code_mb")
 
 
 def _largest(sizes: dict[str, int], count: int) -> str:

@@ -300,7 +300,7 @@ def make_plan(
         raise refusal(chosen.name, missing, file=settings.file, profile=settings.profile)
     filled, planner, whole = stand_ins(settings, chosen.name, job, missing) if missing else (settings, chosen, job)
     store = Store(filled.resolved(ask=not preview), cwd=cwd, storage=chosen.storage, moving=settings.moving)
-    bundle = _built(job.source, store, settings, cwd)
+    bundle = _built(job.source, store, settings, cwd, inputs=[item.url for item in job.inputs.values()])
     if job.launcher != "command" and bundle.entry_point:
         check_script(bundle.root, bundle.entry_point)
     if job.resources.min_instance_count:
@@ -449,10 +449,13 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
     )
 
 
-def _built(source: Source, store: Store, settings: Settings, cwd: Path, *files: Path) -> Bundle:
+def _built(
+    source: Source, store: Store, settings: Settings, cwd: Path, *files: Path, inputs: Sequence[str] = ()
+) -> Bundle:
     """Return the bundle, without the store and ``files`` in the source, or the files that this process writes to."""
     home, most, outputs = local_path(store.url), settings.max_code_mb * MIB, _identities(1, 2, *files)
-    return build_bundle(source, cwd=cwd, max_bytes=most, never=[home] if home else [], outputs=outputs)
+    never = [home] if home else []
+    return build_bundle(source, cwd=cwd, max_bytes=most, never=never, outputs=outputs, inputs=inputs)
 
 
 def link_fallbacks(plans: Sequence[Plan]) -> Plan:

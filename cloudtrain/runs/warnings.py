@@ -58,6 +58,9 @@ def cautions(job: Job, request: Request) -> Iterator[str]:
         if named or _TOKEN.match(value) or scrubbed(value) != value:
             wanted = re.sub(r"\W", "_", name).upper() or "NAME"
             yield f"{field} looks like a secret and will be recorded; use --secret {wanted}, and read that variable"
+    for name, item in job.inputs.items():
+        if scrubbed(item.url) != item.url:
+            yield f"inputs.{name} holds a password, key or signature, which will be recorded"
     yield from misspelt_placeholders(job)
     yield from _webhook_cautions(job)
     machine = job.resources.instance_type

@@ -51,6 +51,8 @@ class LogWriter:
         self._waiting: list[tuple[str, str, float]] | None = []
         self._folder: Path | None = None
         self._attempt = self._temporary = ""
+        self._torn = b""
+        """The rest of a line of which a full disk took a part."""
         self._segment: list[str] = []
         self._segment_first, self._segment_bytes, self._segment_since = 1, 0, 0.0
         self._retry_at = 0.0
@@ -104,12 +106,14 @@ class LogWriter:
     def _write(self, rank: str, text: str, at: float) -> None:
         self.lines += 1
         label = f"[a{self._attempt} n{self._node} r{rank} #{self.lines}"
-        data = f"{label}] {text}\n".encode("utf-8", "replace")
+        data = whole = self._torn + f"{label}] {text}\n".encode("utf-8", "replace")
         try:
             while data:
                 data = data[os.write(self._out, data) :]
         except OSError:
-            pass  # the reader is gone; the segments still have the line
+            pass  # the reader is gone, or the disk is full; the segments still have the line
+        if len(data) < len(whole):
+            self._torn = data
         if self._folder is None:
             return
         if not self._segment:

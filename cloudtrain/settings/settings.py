@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import AuthError, SpecError
+from ..job.job import FLAT_FIELDS
 from ..provider_api.protocol import Provider, check_settings, extras_of, recorded_settings, setting
 from ..provider_api.registry import find_provider, provider_names, suggested_provider
 from ..storage.files import TransferOptions
@@ -38,8 +39,8 @@ from ..validate import (
 from .coerce import Found, is_table, over, resolve_below, typed
 
 __all__ = [
-    "AUTO", "FILE", "NO_SETTINGS", "PROJECT", "Found", "Settings", "StoreCredentials", "is_setting", "setting_hint",
-    "store_elsewhere",
+    "AUTO", "FILE", "NO_SETTINGS", "PROJECT", "Found", "Settings", "StoreCredentials", "is_setting",
+    "misspelt_variables", "setting_hint", "store_elsewhere",
 ]  # fmt: skip
 
 FILE = "cloudtrain.toml"
@@ -375,6 +376,16 @@ class Settings:
         return extras_of(self._for(name).make_provider(name)).store_url(url, ask=ask)
 
 
+def misspelt_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield a warning for each variable of ``environ`` that is no general setting, but has nearly the name of one."""
+    known = [*_GENERAL, _PROFILE]
+    for name in environ:
+        key = name.removeprefix(PREFIX).lower()
+        near = similar(key, known, short_forms=False) if name.startswith(PREFIX) else ""
+        if near and key not in known:
+            yield f"{name} is not a setting; did you mean {PREFIX}{near.upper()}?"
+
+
 def store_elsewhere(store: str, settings: Settings) -> str:
     """Return a hint to the stores of the file's profiles, if none is in use. Else return one with the store of the
     nearest folder above, if ``store`` is the default one, which is not here."""
@@ -506,7 +517,10 @@ def _take(layer: _Layer, found: dict[str, Found], tables: dict[str, dict[str, Fo
                 merged = {**old, **item} if isinstance(old, Mapping) and isinstance(item, Mapping) else item
                 table[name] = Found(merged, layer.where(key))
         else:
-            _known(key, _GENERAL, f"{layer.where()} {key}")
+            hint = setting_hint(key, value)
+            if key in FLAT_FIELDS:
+                hint = f"{key} is a field of a job: write it into the job file, or give its flag"
+            _known(key, _GENERAL, f"{layer.where()} {key}", hint=hint)
             found[key] = Found(_general(key, value, f"{layer.where()} {key}"), layer.where())
 
 
@@ -526,11 +540,13 @@ def _rank(source: str) -> int:
     return 2 if source.startswith(PREFIX) else int(f"{_PROFILES}." in source)
 
 
-def _known(key: str, names: Mapping[str, Any], where: str, shown: Iterable[str] | None = None) -> None:
+def _known(
+    key: str, names: Mapping[str, Any], where: str, shown: Iterable[str] | None = None, *, hint: str = ""
+) -> None:
     if key not in names:
         shown = list(shown or names)
         near = did_you_mean(key, shown) or (_owner_hint(key) if where.startswith("--set ") else "")
-        raise SpecError("no such setting", field=where, hint=near or near_or_all(key, shown))
+        raise SpecError("no such setting", field=where, hint=hint or near or near_or_all(key, shown))
 
 
 def _owners() -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,12 +14,14 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from ..errors import AuthError, CloudtrainError, LostContactError, StorageError
+from .timings import CLIENT_TIMINGS
 
 R = TypeVar("R")
 
 #: The error table: a kind, its HTTP statuses and its exception names (of any base class). Names, because the back ends'
 #: packages may not be installed and must not be imported to find out.
 _TABLE: tuple[tuple[str, frozenset[int], frozenset[str]], ...] = (
+    ("final", frozenset(), frozenset({"_FinalError"})),
     ("missing", frozenset({404, 410}), frozenset({"FileNotFoundError", "ResourceNotFoundError"})),
     (
         "taken",
@@ -108,6 +111,10 @@ class UnreachableError(TransientError, LostContactError):
     exit_code = LostContactError.exit_code
 
 
+class FinalError(StorageError):
+    """A failure that no other try can change: a missing bucket, a certificate that is not trusted."""
+
+
 class CannotSwapError(StorageError):
     """A store that cannot replace a file only while it is unchanged."""
 
@@ -125,6 +132,18 @@ def report_retries(say: Callable[[str], None]) -> Iterator[None]:
 def report_retry(text: str) -> None:
     """Report a call of this thread that is made again, to the listener of `report_retries`, if there is one."""
     _WATCHER.get()(text)
+
+
+@contextmanager
+def report_wait(text: str) -> Iterator[None]:
+    """Report ``text`` as `report_retry` does, if the work inside takes longer than `ClientTimings.opening`."""
+    timer = threading.Timer(CLIENT_TIMINGS.opening, _WATCHER.get(), [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _chain(exc: BaseException) -> Iterator[BaseException]:
@@ -152,7 +171,7 @@ def _status(exc: BaseException) -> int | None:
 
 
 def classify(exc: BaseException) -> str:
-    """Return the kind of a back end's exception: missing, taken, transient, auth, disk or other."""
+    """Return the kind of a back end's exception: missing, taken, transient, auth, disk, final or other."""
     for link in _chain(exc):
         if isinstance(link, OSError) and (
             link.errno in _DISK_ERRNOS or (isinstance(link, PermissionError) and link.filename)
@@ -202,7 +221,8 @@ def translate(exc: BaseException, where: str) -> Exception:
         hint = "check the network, then run: cloudtrain doctor"
         return UnreachableError(f"cannot reach {_host(exc) or where}: {why}", hint=hint)
     hint = getattr(exc, "hint", "")
-    return (TransientError if kind == "transient" else StorageError)(f"{where}: {reason}", hint=hint)
+    kinds = {"transient": TransientError, "final": FinalError}
+    return kinds.get(kind, StorageError)(f"{where}: {reason}", hint=hint)
 
 
 def _unreachable(exc: BaseException) -> str:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from ..errors import AuthError, StorageError
 from ..validate import unix_seconds, url_scheme
-from .errors import CannotSwapError, Retries, classify
+from .errors import CannotSwapError, FinalError, Retries, classify
 from .files import MOST_PIECES, PIECE, Entry, Loaded, Names
 from .fsspec_pool import BUCKETS, GOOGLE, SFTP, STREAMED, WEB, Clients, check_store, get_range, open_url, streamed, tree
 from .local_disk import parts_of
@@ -181,7 +181,7 @@ class FsspecMover:
         return path[len(self.root) + 1 :] if path.startswith(self.root + "/") else path.lstrip("/")
 
     def _check_bucket(self) -> None:
-        """Raise `StorageError` if the bucket does not exist; a missing folder is empty."""
+        """Raise `FinalError` if the bucket does not exist; a missing folder is empty."""
         if self._scheme not in BUCKETS or self.root.startswith("/"):
             return
         bucket = self.root.split("/")[0]
@@ -189,7 +189,7 @@ class FsspecMover:
             with contextlib.suppress(AuthError), self.clients.one() as fs:  # may list this folder, not the bucket;
                 self.retries(self.url, lambda: fs.info(bucket))  # `exists` returns False then
         except FileNotFoundError:
-            raise StorageError(f"{self.url}: the bucket or container does not exist") from None
+            raise FinalError(f"{self.url}: the bucket or container does not exist") from None
 
     def upload(self, path: Path, key: str, size: int, report: Callable[[int], None]) -> None:
         from fsspec import AbstractFileSystem

@@ -17,7 +17,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from ..errors import SpecError
-from ..validate import url_scheme
+from ..validate import url_scheme, without_secrets
+from .errors import report_wait
 from .timings import CLIENT_TIMINGS
 
 BUCKETS = frozenset({"s3", "s3a", "obs", "gs", "gcs", "abfs", "abfss", "az"})
@@ -75,7 +76,9 @@ def open_url(url: str, options: Mapping[str, Any]) -> Clients:
             fs.client.get_transport().set_keepalive(CLIENT_TIMINGS.sftp_keepalive)
         return fs, str(root).rstrip("/")
 
-    return Clients(make, alone=scheme in _ALONE)
+    signing = "no credentials found yet; to sign in, run: gcloud auth application-default login"
+    with report_wait(f"{without_secrets(url)}: {signing if scheme in GOOGLE else 'no connection yet'}"):
+        return Clients(make, alone=scheme in _ALONE)
 
 
 def _uninstalled(scheme: str, package: str, exc: ImportError) -> SpecError:

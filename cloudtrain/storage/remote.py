@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from ..errors import SpecError, StorageError
 from ..validate import url_scheme
-from .errors import Retries, TransientError, classify, translate
+from .errors import FinalError, Retries, TransientError, classify, translate
 from .files import PIECE, Entry, Files, Loaded, Names, Progress, Storage, TransferOptions
 from .fsspec_backend import FsspecMover
 from .local_disk import check_promise, disk_errors, make_durable, parts_of, put, temp_file, verify
@@ -155,11 +155,11 @@ class RemoteFiles(Files):
 
     @contextlib.contextmanager
     def _bucket(self) -> Iterator[None]:
-        """Raise `StorageError` for a missing bucket, as nothing else can be missing here."""
+        """Raise `FinalError` for a missing bucket, as nothing else can be missing here."""
         try:
             yield
         except FileNotFoundError as exc:
-            raise StorageError(f"{self._url}: the bucket or container does not exist") from exc
+            raise FinalError(f"{self._url}: the bucket or container does not exist") from exc
 
     def read(self, key: str) -> bytes:
         return self._call(key, lambda mover: mover.read(key))
@@ -202,7 +202,7 @@ class RemoteFiles(Files):
             if (found.version if found else None) != version:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self._url}/{key}")
             if version is None and isinstance(unanswered, FileNotFoundError):
-                raise StorageError(f"{self._url}: the bucket or container does not exist") from unanswered
+                raise FinalError(f"{self._url}: the bucket or container does not exist") from unanswered
             retries.pause(number)  # a 409 is another writer, which may still fail
             if version is None and (found := self.load(key)):  # some servers ignore the condition, and overwrite
                 if found.data == data:

@@ -110,6 +110,8 @@ class ClientTimings:
     """Between two copies of a node's folder, as a platform's agent makes them."""
     store_sync: float = 5.0
     """Between two copies of ``live/`` to a remote store."""
+    opening: float = 2.0
+    """Before the client says that it still connects to a store, or looks for its credentials."""
     store_silence: float = 1800.0
     """For which a remote store may be away before a finished run gives up on it."""
     local_store_silence: float = 10.0

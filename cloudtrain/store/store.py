@@ -103,7 +103,8 @@ class Store:
         A local path is used in place if nodes can read ``file`` URLs, else it gets a content address in this store. A
         remote URL is passed on verbatim if nodes can read it; else it is copied into the folder of the run. It is one
         file if it ends in a suffix like ``.csv.gz`` or ``.parquet``, not in ``/``. A suffix is a dot, a letter, and at
-        most eleven more letters or digits. Raises `SpecError` for a missing path, or one that no store can hold.
+        most eleven more letters or digits. Raises `SpecError` for a missing path, one
+        without a file, or one that no store can hold.
         """
         placed: dict[str, LayoutInput] = {}
         trees: dict[str, LocalTree] = {}
@@ -115,6 +116,8 @@ class Store:
             path = existing_path(local_path(normalize(item.url, cwd=cwd)) or path, f"inputs.{name}")
             file = path.name if path.is_file() else None
             if "file" in schemes:
+                if file is None and not any(names for _, _, names in os.walk(path, followlinks=True)):
+                    raise SpecError(f"{path} holds no file", field=f"inputs.{name}")
                 placed[name] = _placed(item, normalize(str(path), cwd=cwd), file)
                 continue
             tree = self.local_tree(path, f"inputs.{name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -887,3 +888,12 @@ def test_without_a_terminal_there_is_no_question(
     (tmp_path / "t.py").write_text("print(1)\n")
     code, _, err = main_of("submit", "t.py", "--set", "prices.localhost=1337", capsys=capsys)
     assert (code, "Submit?" in err) == (0, False)
+
+
+def test_list_says_why_the_state_of_a_run_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs" / "broken").mkdir(parents=True)
+    (tmp_path / "runs" / "broken" / "run.json").write_text("{")
+    assert cli.main(["list", "--store", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "unknown" in out
+    assert re.search("^broken: .*run.json.*", err, re.MULTILINE)

@@ -61,6 +61,12 @@ def test_filters(asked: Callable[..., Told]) -> None:
     code, found, err = asked("H100:8", "--max-price", "1")
     assert (code, found["machines"]) == (0, [])
     assert "no machine of the catalogue fits" in err
+    assert "no machine of vertex fits" in asked("--provider", "vertex", "--max-price", "0.01")[2]
+
+
+def test_a_profile_lists_the_machines_of_its_provider(asked: Callable[..., Told], tmp_path: Path) -> None:
+    Path("cloudtrain.toml").write_text('[profiles.there]\nprovider = "vertex"\n')
+    assert {row["provider"] for row in asked("--profile", "there")[1]["machines"]} == {"vertex"}
 
 
 @pytest.mark.parametrize(("key", "parts"), [("price", False), ("gpu-price", True)])

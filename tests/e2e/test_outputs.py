@@ -165,6 +165,17 @@ def test_outputs_come_back_from_containers_and_from_rehearsals_of_every_cloud(
     assert found == {"lightning_logs/version_0/checkpoints/epoch=1-step=10.ckpt", "model.pt"}
 
 
+@pytest.mark.docker
+def test_a_rehearsal_of_an_image_that_cannot_be_pulled_names_the_flag_of_another(jobs: Jobs) -> None:
+    jobs.write("train.py", "print(1)")
+    words = ["rehearse", "train.py", "--provider", "vertex", "--store", "gs://bucket/x", "--image", "127.0.0.1:9/no:1"]
+    settings = ("project=my-project", "location=europe-west4")
+    done = jobs.cli(*words, *(word for pair in settings for word in ("--set", pair)), "--local-store", str(jobs.store))
+    assert done.code == 2, done.err
+    assert "cannot be pulled" in done.err
+    assert "add --local-image IMAGE" in done.err
+
+
 STAMPS = """
 import os, pathlib, time
 for second in range(300):

@@ -41,6 +41,7 @@ from cloudtrain.providers._rehearsal import DIRECT, EVERYWHERE, SECRETS
 from cloudtrain.runs.submit import Plan, make_plan
 from cloudtrain.runtime.node_check import address_towards
 from cloudtrain.settings.settings import Settings
+from cloudtrain.storage.errors import FinalError
 from cloudtrain.storage.files import Files, files
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 from cloudtrain.store.store import Store
@@ -533,6 +534,10 @@ def test_a_run_that_waits_for_its_store_says_why(vertex: Site, monkeypatch: pyte
     supervisor.state.update(finished=1.0, reason="rank 3 failed")
     supervisor._patiently(Mock(side_effect=[StorageError("full"), None]))
     assert supervisor.state["reason"] == "rank 3 failed"
+    work = Mock(side_effect=[FinalError("the bucket or container does not exist")])
+    with pytest.raises(FinalError):
+        supervisor._patiently(work)
+    work.assert_called_once()
 
 
 def two_supervisors(tmp_path: Path, store: Store, outputs: tuple[str, ...]) -> list[_Mounts]:

@@ -467,8 +467,17 @@ def test_a_tree_above_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> 
     assert "largest folders: data/ " in text
     assert ".cloudtrainignore" in text
     assert "max_code_mb" in text
+    assert "among them" not in text
     assert bundle(tmp_path, exclude=("huge",), max_bytes=36_000 + 8).size == 36_000 + 8
     assert "limit" in str(refused(tmp_path, exclude=("huge",), max_bytes=36_000 + 7))
+
+
+def test_an_input_that_ships_as_code_is_named(tmp_path: Path) -> None:
+    files(tmp_path / "code", {"train.py": "", "data/x/1": b"x" * 2000, "database": b"x" * 2000})
+    source = Source(path="code", entry_point="train.py")
+    with pytest.raises(SpecError, match=r"largest folders.*; the input data/x is among them") as refused:
+        build_bundle(source, cwd=tmp_path, max_bytes=100, inputs=["s3://data/x", "dat", "code/data/x"])
+    assert refused.value.hint == "add this line to .cloudtrainignore: /data/x, or raise the setting max_code_mb"
 
 
 def test_links_inside_the_tree_stay_links(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import json
 import os
@@ -172,8 +173,21 @@ def test_an_authority_that_python_3_13_refuses(
     assert again(world, kubeconfig=str(tmp_path / "kubeconfig")).principal().startswith("me on https://127.0.0.1")
     found["clusters"][0]["cluster"]["certificate-authority-data"] = base64.b64encode(certificates()[0]).decode()
     (tmp_path / "kubeconfig").write_text(json.dumps(found))
-    with pytest.raises(LostContactError, match="certificate verify failed"):
+    with pytest.raises(AuthError, match="certificate verify failed"):  # no other try can change that
         again(world, kubeconfig=str(tmp_path / "kubeconfig")).principal()
+
+
+def test_a_failed_plugin_of_a_kubeconfig_is_one_line(
+    world: KubernetesWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("logging.root.handlers", [])
+    found = json.loads(world.plane.kubeconfig.read_text())
+    plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": "false", "interactiveMode": "Never"}
+    found["users"][0]["user"] = {"exec": plugin}
+    (tmp_path / "kubeconfig").write_text(json.dumps(found))
+    with contextlib.suppress(AuthError):
+        again(world, kubeconfig=str(tmp_path / "kubeconfig")).principal()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_folder_in_place_of_a_kubeconfig(world: KubernetesWorld, tmp_path: Path) -> None:

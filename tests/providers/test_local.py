@@ -350,6 +350,12 @@ def test_an_input_of_this_machine_is_read_in_place(world: FakePlatform) -> None:
     assert mounts["inputs/here"] == "mount"
 
 
+def test_an_input_without_a_file_is_refused(world: FakePlatform, tmp_path: Path) -> None:
+    (tmp_path / "empty" / "sub").mkdir(parents=True)
+    with pytest.raises(SpecError, match=r"inputs.d: .*empty holds no file"):
+        world.plan({"inputs": {"d": str(tmp_path / "empty")}})
+
+
 def test_a_folder_of_a_web_server_is_refused(world: FakePlatform) -> None:
     with pytest.raises(SpecError, match=r"inputs.far: http://host/data/ names no file, and HTTP cannot list a folder"):
         world.plan({"inputs": {"far": "http://host/data/"}})
@@ -358,8 +364,17 @@ def test_a_folder_of_a_web_server_is_refused(world: FakePlatform) -> None:
 
 def test_a_status_without_a_request_is_not_of_this_run(world: FakePlatform, tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text("{}")
-    with pytest.raises(NotFoundError, match="no supervisor has ever written"):
+    with pytest.raises(NotFoundError, match="no supervisor has ever written") as caught:
         world.provider.status(f"{socket.gethostname()}:{tmp_path}")
+    assert caught.value.hint.startswith("if the store of this unfinished run was moved, move it back")
+
+
+@pytest.mark.slow
+def test_an_input_in_a_bucket_that_does_not_exist_ends_the_run(world: FakePlatform, s3_environment: str) -> None:
+    run = world.send(world.plan({"inputs": {"d": "s3://no-such-bucket/x.tar"}}, run_id="bucket"))
+    result = run.wait(timeout=60)
+    why = "s3://no-such-bucket/x.tar: the bucket or container does not exist"
+    assert (result["state"], result["category"], result["reason"]) == ("failed", "spec", why)
 
 
 @pytest.mark.slow

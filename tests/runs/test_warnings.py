@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cloudtrain.cli.format import plan_text
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api import catalog
 from cloudtrain.runs.fallback import plan_with_fallbacks
@@ -91,6 +93,16 @@ def test_secrets_in_env(code: Path, provider: str) -> None:
     assert found == [f"env.{name}" for name in secret]
     assert all("--secret" in text for text in warned if "looks like a secret" in text)
     assert all(value not in text for value in secret.values() for text in warned)
+
+
+def test_a_password_in_the_url_of_an_input_is_sent_but_not_shown(code: Path) -> None:
+    url = "http://user:pass-word@host/x.tar"
+    plan = planned(code, "local", inputs={"d": url, "plain": "http://host/x.tar"})
+    assert [text for text in plan.warnings if "inputs." in text] == [
+        "inputs.d holds a password, key or signature, which will be recorded"
+    ]
+    assert "pass-word" not in plan_text(plan.document(), verbose=True)
+    assert url in json.dumps(plan.document()["request"])
 
 
 def test_secrets_in_arguments(code: Path) -> None:

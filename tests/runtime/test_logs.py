@@ -389,3 +389,19 @@ def test_a_store_that_hangs_costs_old_lines_there_and_no_memory(
     kept = untimed(path)
     assert kept == pipe.lines()[-len(kept) :]
     assert path.name == f"{101 - len(kept):09d}.log"
+
+
+def test_a_line_of_which_a_part_could_be_written_is_completed_by_the_next() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    log = LogWriter(node=0, out=writer)
+    log.begin("0.0", None)
+    for text in ("x" * 100_000, "lost", "last"):
+        if text == "last":
+            part = os.read(reader, 1 << 20)
+        log.write("0", text)
+    lines = (part + os.read(reader, 1 << 20)).decode().splitlines()
+    assert len(part) < 100_000
+    assert lines == [f"[a0.0 n0 r0 #1] {'x' * 100_000}", "[a0.0 n0 r0 #3] last"]
+    os.close(reader)
+    os.close(writer)

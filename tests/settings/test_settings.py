@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from foldercloud import NAME, install
 
 from cloudtrain.cli import main
 from cloudtrain.errors import NotFoundError, SpecError
-from cloudtrain.settings.settings import FILE, Settings
+from cloudtrain.settings.settings import FILE, Settings, misspelt_variables
 from cloudtrain.storage.files import TransferOptions
 from cloudtrain.validate import toml_loads
 
@@ -532,3 +533,37 @@ def test_a_variable_in_small_letters_is_no_setting(tmp_path: Path) -> None:
         Settings.load(cwd=tmp_path, environ=environ).make_provider()
     assert "CLOUDTRAIN_SAGEMAKER_region" in str(refused.value)
     assert "CLOUDTRAIN_SAGEMAKER_REGION" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("max_cost = 5", "max_cost is a field of a job: write it into the job file, or give its flag"),
+        ('queue = "q"', 'queue is a setting; put it into cloudtrain.toml: [kubernetes] queue = "q"'),
+        ('stroe = "x"', "did you mean 'store'?"),
+    ],
+)
+def test_a_key_at_the_top_of_the_file_that_belongs_elsewhere(tmp_path: Path, line: str, hint: str) -> None:
+    (tmp_path / "cloudtrain.toml").write_text(line)
+    with pytest.raises(SpecError, match="no such setting") as refused:
+        Settings.load(environ={}, cwd=tmp_path)
+    assert refused.value.hint == hint
+
+
+def test_a_variable_with_nearly_the_name_of_a_general_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = (Path(__file__).parents[2] / "docs").glob("*.md")
+    names = {name for page in pages for name in re.findall(r"CLOUDTRAIN_[A-Z_]+", page.read_text(encoding="utf-8"))}
+    assert "CLOUDTRAIN_STATE" in names
+    names.remove("CLOUDTRAIN_PROVIDERS")  # an argument of an image's build
+    assert [*misspelt_variables(dict.fromkeys(names, "x"))] == []
+    given = {"CLOUDTRAIN_STROE": "x", "CLOUDTRAIN_PROVIDR": "", "STROE": "x", "CLOUDTRAIN_MINE": "x"}
+    assert [*misspelt_variables(given)] == [
+        "CLOUDTRAIN_STROE is not a setting; did you mean CLOUDTRAIN_STORE?",
+        "CLOUDTRAIN_PROVIDR is not a setting; did you mean CLOUDTRAIN_PROVIDER?",
+    ]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CLOUDTRAIN_STROE", "x")
+    assert main(["list"]) == 0
+    assert "warning: CLOUDTRAIN_STROE is not a setting; did you mean CLOUDTRAIN_STORE?\n" in capsys.readouterr().err

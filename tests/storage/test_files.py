@@ -22,7 +22,7 @@ from cloudtrain.errors import DigestError, StorageError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout, Request
 from cloudtrain.runs.pull import pull
-from cloudtrain.storage.errors import CannotSwapError, classify
+from cloudtrain.storage.errors import CannotSwapError, FinalError, classify
 from cloudtrain.storage.files import Files, LocalFiles, files, parallel
 from cloudtrain.storage.local_disk import inside, safe, walk
 from cloudtrain.storage.remote import RemoteFiles
@@ -442,7 +442,7 @@ def test_a_missing_bucket_is_said_to_be_missing(tree: Files, tmp_path: Path) -> 
         lambda: tree.upload(tmp_path / "file", "key"),
         lambda: tree.swap("key", None, b"1"),
     ):
-        with pytest.raises(StorageError, match=r"no-such-bucket/store: the bucket or container does not exist"):
+        with pytest.raises(FinalError, match=r"no-such-bucket/store: the bucket or container does not exist"):
             attempt()
     assert tree.size("key") is None
 

@@ -17,17 +17,19 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rows import for_each
 
 from cloudtrain.errors import AuthError, LostContactError, SpecError, StorageError
-from cloudtrain.storage.errors import Retries, UnreachableError, classify, report_retries
+from cloudtrain.storage.errors import FinalError, Retries, UnreachableError, classify, report_retries
 from cloudtrain.storage.files import LocalFiles, files, parallel
 from cloudtrain.storage.fsspec_backend import FsspecMover
 from cloudtrain.storage.fsspec_pool import Clients
 from cloudtrain.storage.local_disk import _unnameable, hold_lock, inside, local_path, normalize, safe, sha256_file, walk
 from cloudtrain.storage.remote import RemoteFiles
+from cloudtrain.storage.timings import CLIENT_TIMINGS
 
 
 def digest(data: bytes) -> str:
@@ -505,7 +507,7 @@ def test_other_errors_are_not_tried_again(flaky: Any, error: Exception, kind: ty
 def test_a_missing_bucket_is_no_missing_file(flaky: Any, tmp_path: Path) -> None:
     tree, _, _ = flaky(FileNotFoundError("bucket"), FileNotFoundError("bucket"))
     for attempt in (tree.write, tree.create):
-        with pytest.raises(StorageError, match="bucket or container does not exist"):
+        with pytest.raises(FinalError, match="bucket or container does not exist"):
             attempt("key", b"")
 
 
@@ -575,6 +577,27 @@ UNREACHED = [
      "a.blob.core.windows.net: no answer"),
     ("it is gone", "Connection refused", "s3://b/x: connection refused"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"), [("gs", "run: gcloud auth application-default login"), ("slow", "no conn")]
+)
+def test_a_store_that_opens_slowly_is_named(monkeypatch: pytest.MonkeyPatch, scheme: str, words: str) -> None:
+    class Slow(MemoryFileSystem):
+        def __init__(self, **options: Any) -> None:
+            deadline = time.monotonic() + 10
+            while not lines and time.monotonic() < deadline:
+                time.sleep(0.01)
+            super().__init__(**options)
+
+    lines: list[str] = []
+    monkeypatch.setitem(_registry, scheme, Slow)
+    monkeypatch.setattr(CLIENT_TIMINGS, "opening", 0.01)
+    with report_retries(lines.append):
+        files(f"{scheme}://bucket/x").exists("key")
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{scheme}://bucket/x: ")
+    assert words in lines[0]
 
 
 @for_each(("outer", "inner", "said"), UNREACHED)

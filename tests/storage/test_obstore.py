@@ -29,7 +29,7 @@ from worlds.azureml.wire import Answer, Wire
 
 from cloudtrain.errors import AuthError, DigestError, SpecError, StorageError
 from cloudtrain.storage import obstore_backend, remote
-from cloudtrain.storage.errors import Retries
+from cloudtrain.storage.errors import FinalError, Retries
 from cloudtrain.storage.files import TransferOptions, files, parallel
 from cloudtrain.storage.obstore_config import find_access
 from cloudtrain.storage.remote import RemoteFiles
@@ -501,7 +501,7 @@ def test_a_certificate_is_trusted_by_the_words_of_the_sdk(
             ("SSL_CERT_FILE", "authority.pem"),
             ("AWS_CONFIG_FILE", "config"),
         ):
-            with pytest.raises(StorageError, match="the server's certificate is not trusted") as caught:
+            with pytest.raises(FinalError, match="the server's certificate is not trusted") as caught:
                 reach().read("key")
             assert "set AWS_CA_BUNDLE" in caught.value.hint
             with monkeypatch.context() as patch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import logging
 import os
 import ssl
 import sys
@@ -133,6 +134,7 @@ class Account:
             raise not_installed(f"provider {NAME!r}", NAME, field="provider", named=["kubernetes"]) from None
         own, found = self.settings, client.Configuration()
         file = own.kubeconfig or os.environ.get("KUBECONFIG", "")
+        logging.root.addHandler(quiet := logging.NullHandler())  # else the client prints what it raises
         try:
             if IN_POD.exists() and not (file or own.context):
                 config.load_incluster_config(client_configuration=found)
@@ -147,6 +149,8 @@ class Account:
         except Exception as exc:  # noqa: BLE001  the client does not check the form of a file
             text = f"no cluster in {file or '~/.kube/config'}: {one_line(exc)}"
             raise errors.AuthError(text, hint=HELP["none"]) from None
+        finally:
+            logging.root.removeHandler(quiet)
         return found, pool
 
     def call(self, method: str, path: str, *, what: str, body: Any = None, **query: Any) -> Any:
@@ -167,6 +171,8 @@ class Account:
             data = None if body is None else json.dumps(body).encode()
             answer = pool.request(method, url, headers=headers, body=data, retries=False, timeout=TIMEOUT)
         except (HTTPError, OSError, ValueError) as exc:
+            if "CERTIFICATE_VERIFY_FAILED" in str(exc):  # no later try can change that
+                raise errors.AuthError(f"{what}: {found.host}: {one_line(exc)}", hint=HELP["none"]) from None
             text = f"{what}: {found.host} does not answer: {one_line(exc)}"
             raise errors.LostContactError(text, hint=HELP["none"]) from None
         with contextlib.suppress(KeyError, ValueError, TypeError):
