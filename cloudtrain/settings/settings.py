@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import AuthError, SpecError
-from ..job.job import FLAT_FIELDS
 from ..provider_api.protocol import Provider, check_settings, extras_of, recorded_settings, setting
 from ..provider_api.registry import find_provider, provider_names, suggested_provider
 from ..storage.files import TransferOptions
@@ -517,10 +516,8 @@ def _take(layer: _Layer, found: dict[str, Found], tables: dict[str, dict[str, Fo
                 merged = {**old, **item} if isinstance(old, Mapping) and isinstance(item, Mapping) else item
                 table[name] = Found(merged, layer.where(key))
         else:
-            hint = setting_hint(key, value)
-            if key in FLAT_FIELDS:
-                hint = f"{key} is a field of a job: write it into the job file, or give its flag"
-            _known(key, _GENERAL, f"{layer.where()} {key}", hint=hint)
+            if key not in _GENERAL:
+                _known(key, _GENERAL, f"{layer.where()} {key}", hint=_elsewhere(key, value))
             found[key] = Found(_general(key, value, f"{layer.where()} {key}"), layer.where())
 
 
@@ -538,6 +535,15 @@ def _rank(source: str) -> int:
     if source.startswith("--"):
         return 3 if source == "--set" else 4
     return 2 if source.startswith(PREFIX) else int(f"{_PROFILES}." in source)
+
+
+def _elsewhere(key: str, value: Any) -> str:
+    """Return a hint to the place of a key that is no general setting; empty if it has none."""
+    from ..job.job import FLAT_FIELDS  # only for the message: most verbs do not load it
+
+    if key in FLAT_FIELDS:
+        return f"{key} is a field of a job: write it into the job file, or give its flag"
+    return setting_hint(key, value)
 
 
 def _known(
