@@ -269,12 +269,11 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
         from ..storage.errors import report_retries
 
         with report_retries(screen.passing):
-            if any(name.startswith("CLOUDTRAIN_") for name in os.environ):
-                from ..settings.settings import misspelt_variables
-
-                for text in misspelt_variables(os.environ):
+            call = parse(tokens, args, screen)
+            if settings := sys.modules.get("cloudtrain.settings.settings"):  # the verb reads settings
+                for text in settings.misspelt_variables(os.environ):
                     screen.talk(f"warning: {text}")
-            code = parse(tokens, args, screen)()
+            code = call()
         return code if isinstance(code, int) else 0
     except ReaderGone:
         raise

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import AuthError, SpecError
-from ..job.job import FLAT_FIELDS
 from ..provider_api.protocol import Provider, check_settings, extras_of, recorded_settings, setting
 from ..provider_api.registry import find_provider, provider_names, suggested_provider
 from ..storage.files import TransferOptions
@@ -513,10 +512,12 @@ def _take(layer: _Layer, found: dict[str, Found], tables: dict[str, dict[str, Fo
                 merged = {**old, **item} if isinstance(old, Mapping) and isinstance(item, Mapping) else item
                 table[name] = Found(merged, layer.where(key))
         else:
-            hint = setting_hint(key, value)
-            if key in FLAT_FIELDS:
-                hint = f"{key} is a field of a job: write it into the job file, or give its flag"
-            _known(key, _GENERAL, f"{layer.where()} {key}", hint=hint)
+            if key not in _GENERAL:
+                from ..job.job import FLAT_FIELDS
+
+                field = f"{key} is a field of a job: write it into the job file, or give its flag"
+                hint = field if key in FLAT_FIELDS else setting_hint(key, value)
+                _known(key, _GENERAL, f"{layer.where()} {key}", hint=hint)
             found[key] = Found(_general(key, value, f"{layer.where()} {key}"), layer.where())
 
 

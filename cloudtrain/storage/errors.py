@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from ..errors import AuthError, CloudtrainError, LostContactError, StorageError
-from .timings import CLIENT_TIMINGS
 
 R = TypeVar("R")
 
@@ -137,6 +136,8 @@ def report_retry(text: str) -> None:
 @contextmanager
 def report_wait(text: str) -> Iterator[None]:
     """Report ``text`` as `report_retry` does, if the work inside takes longer than `ClientTimings.opening`."""
+    from .timings import CLIENT_TIMINGS
+
     timer = threading.Timer(CLIENT_TIMINGS.opening, _WATCHER.get(), [text])
     timer.daemon = True
     timer.start()
