@@ -102,6 +102,7 @@ def job(**inputs: str | dict[str, Any]) -> Job:
 
 def test_local_inputs_in_place(local: Store, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x").touch()
     (tmp_path / "val.csv").write_bytes(b"1")
     given_ = job(train="data", val=f"file://{tmp_path}/val.csv")
     placed, trees = local.inputs(given_, frozenset({"file"}), run_id="r", cwd=tmp_path)
