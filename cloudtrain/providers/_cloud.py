@@ -322,12 +322,10 @@ class Clock:
             return None
 
     def _write(self, counted: float) -> None:
-        from ..runtime.checkpoints import put_whole
+        from ..runtime.checkpoints import write_whole
 
-        data = f"{counted:.1f}".encode()
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            put_whole(self._file, lambda path: path.write_bytes(data), temporary=".part")
+            write_whole(self._file, f"{counted:.1f}".encode(), temporary=".part")
             self._counted = counted
         except OSError:  # the volume does not answer now
             return

@@ -72,7 +72,9 @@ def test_names_differ_by_store_attempt_and_choice() -> None:
 
 
 def test_the_request_of_a_plain_job() -> None:
-    body = planned(inputs={"train": f"abfs://contract@{ACCOUNT}/digits"}).body
+    request = planned(inputs={"train": f"abfs://contract@{ACCOUNT}/digits"})
+    body = request.body
+    assert request.operation == "az ml job create"
     assert set(body) == {
         "$schema", "type", "name", "display_name", "experiment_name", "command", "environment", "environment_variables",
         "inputs", "outputs", "resources", "limits", "tags",
@@ -550,7 +552,8 @@ def test_a_request_has_a_digest_of_itself() -> None:
 def test_an_unknown_cluster_has_one_rank_a_node() -> None:
     silent = planned(CLUSTER)
     assert silent.context["processes"] == 1
-    assert any("one rank" in note for note in silent.notes)
+    why = "each node of cluster gpu-cluster gets one rank, whatever GPUs it has"
+    assert silent.notes == (f"{why}; say gpu, or nproc_per_node, for one a GPU",)
     for fields in ({"gpu": "H100:8"}, {"nproc_per_node": 8}):
         assert not any("one rank" in note for note in planned(CLUSTER, **fields).notes)
 

@@ -59,6 +59,7 @@ def test_every_native_state_has_a_meaning() -> None:
     assert status_for("Waiting").state == "pending", "a status of Singularity that no model lists"
     assert found["NotResponding"] == found["CancelRequested"] == found["Finalizing"] == "running"
     assert status_for("OfNextYear").state == "running", "an unknown status is not final"
+    assert (status_for("").state, status_for("").native) == ("running", "Unknown")
     assert "come back" in status_for("NotResponding").reason
     assert {name: status_for(name).native for name in STATUSES} == {name: name for name in STATUSES}
 
@@ -91,6 +92,7 @@ def test_a_start_without_a_log_does_not_count(logs: Any) -> None:
     ran = status_of(job, {**times, "logFiles": log}, prices={"Standard_DS3_v2": 0.6})
     assert (ran.category, ran.started) == ("timeout", 1795305600.0)
     assert ran.cost_usd == 0.2, "a job without a number of nodes has one"
+    assert status_of(job, {**times, "logFiles": log}, prices={"Standard_DS3_v2": 1}).cost_usd == 0.3333
     for unknown in (times, {**times, "logFiles": None}):
         assert status_of(job, unknown).category == "timeout", "the history may lag"
     started = status_of(job, {**times, "logFiles": logs}, ran=True)

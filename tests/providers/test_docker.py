@@ -206,9 +206,17 @@ def test_a_node_runs_as_the_caller_and_has_its_own_name(world: FakePlatform) -> 
 
 def test_a_request_has_its_platform_and_its_choice_of_gpus() -> None:
     plans = Plans(Provider, {"platform": "linux/arm64"}, "file:///store", {"image": "a/b:1"})
-    request = plans.planned(gpu=["H100:8", "A100:2"], gpu_index=1)
+    request = plans.planned(gpu=["H100:8", "A100:2"], gpu_index=1, memory_gb=3)
     (node,) = Provider().launch_spec(request).nodes
+    assert node.memory == 3 << 30
     assert (node.platform, node.gpus, request.body["gpu"], request.gpu_index) == ("linux/arm64", 2, "A100", 1)
+
+
+def test_a_job_without_an_image_is_refused() -> None:
+    assert Plans(Provider, {}, "file:///store").refused().with_hint() == (
+        "image: provider docker needs one with Python 3.10 or newer, and torch for torchrun; name one: --image "
+        "pytorch/pytorch:2.8.0-cuda12.8-cudnn9-runtime"
+    )
 
 
 # ------------------------------------------------------------------------------------------ an engine without a runtime
@@ -432,7 +440,7 @@ def test_a_missing_client_library_gives_the_install_command(
     world: FakePlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "docker", None)
-    with pytest.raises(SpecError, match="needs docker, which is not installed") as caught:
+    with pytest.raises(SpecError, match=r"^provider docker: .*needs docker, which is not installed") as caught:
         Provider().check(world.plan().request)
     assert "[docker]'" in caught.value.hint
     assert "--provider local" in caught.value.hint

@@ -596,6 +596,19 @@ def test_the_clock_sums_all_starts_and_changes_the_exit_code(tmp_path: Path, mon
     assert float(file.read_text()) == 60
 
 
+def test_the_time_is_written_for_a_tenth_of_the_limit_at_most_and_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, file, before = [0.0], tmp_path / "used", tmp_path / "before"
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    clock = Clock(file, 10, {}, node.TIME_UP, 60)
+    assert clock() == ""
+    os.link(file, before)
+    now[0] += 1
+    assert clock() == ""
+    assert (before.read_text(), file.read_text()) == ("1.0", "2.0"), "a write must not change the file in place"
+
+
 def test_starts_that_are_cut_off_at_once_use_up_the_limit(tmp_path: Path) -> None:
     """Check a mounted bucket, where each write is an object: such a start writes nothing while it lasts."""
     environ = {node.NODES: "1", node.INDEX: "0"}

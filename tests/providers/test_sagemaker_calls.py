@@ -486,10 +486,10 @@ REFUSALS: list[tuple[Exception, type[CloudtrainError], str]] = [
     ),
     (refusal("SomethingNew", status=503), LostContactError, ""),
     (refusal("SomethingNew"), PlatformError, ""),
-    (raised.NoCredentialsError(), AuthError, "aws configure"),
+    (raised.NoCredentialsError(), AuthError, f"no AWS credentials; {HELP['none']}"),
     (raised.PartialCredentialsError(provider="env", cred_var="x"), AuthError, ""),
-    (raised.NoRegionError(), SpecError, "AWS_REGION"),
-    (raised.ProfileNotFound(profile="x"), SpecError, "list-profiles"),
+    (raised.NoRegionError(), SpecError, "sagemaker.region: is not set; set sagemaker.region, or the variable AWS_REG"),
+    (raised.ProfileNotFound(profile="x"), SpecError, "; to list the profiles, run: aws configure list-profiles"),
     (raised.ParamValidationError(report="Unknown parameter"), SpecError, "--upgrade boto3"),
     (raised.UnauthorizedSSOTokenError(), AuthError, HELP["expired"]),
     (raised.EndpointConnectionError(endpoint_url="https://x"), LostContactError, ""),
@@ -561,9 +561,11 @@ def test_a_role_to_assume_is_assumed(monkeypatch: pytest.MonkeyPatch, aws: Aws) 
             if name != "sts":
                 return super().client(name, *args, **more)
 
+            region = self.region_name
+
             class Sts:
                 def assume_role(self, **arguments: Any) -> Any:
-                    roles.append(arguments["RoleArn"])
+                    roles.append((arguments["RoleArn"], region))
                     keys = {"AccessKeyId": "taken", "SecretAccessKey": "s", "SessionToken": "t"}
                     return {"Credentials": {**keys, "Expiration": datetime.now(timezone.utc) + timedelta(hours=1)}}
 
@@ -572,7 +574,7 @@ def test_a_role_to_assume_is_assumed(monkeypatch: pytest.MonkeyPatch, aws: Aws) 
     monkeypatch.setattr(boto3, "Session", Recording)
     aws.answer = lambda operation, body: (200, describe("j"))
     provider(role_to_assume="arn:aws:iam::123456789012:role/other").status(ARN + "j")
-    assert roles == ["arn:aws:iam::123456789012:role/other"]
+    assert roles == [("arn:aws:iam::123456789012:role/other", "eu-west-1")]
     assert "Credential=taken/" in aws.keys[-1]
 
 

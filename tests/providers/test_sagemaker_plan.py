@@ -182,6 +182,7 @@ def test_time_limits() -> None:
     assert stopping({"keep_alive_period": 600}, **job, max_cost=6)["MaxRuntimeInSeconds"] == 7200 - 1800
     both = planned({"keep_alive_period": 600}, **job)
     assert both.body["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 1800, "the job's own value must win"
+    assert [Provider(**ACCOUNT).warm_seconds(request) for request in (both, planned())] == [1800, 0]
     assert "keep_warm: after the job its machines wait 30m for the next one, paid for: up to 1.50 USD" in both.notes
     assert "unknown" in " ".join(planned({"keep_alive_period": 600, "prices": {}}, instance_type="ml.x9.large").notes)
     assert stopping(gpu="A10G:1", max_cost=1e6)["MaxRuntimeInSeconds"] == 86400

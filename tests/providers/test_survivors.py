@@ -7,6 +7,7 @@ import datetime
 import io
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from cloudtrain.errors import AuthError, NotFoundError, PlatformError, SpecError
 from cloudtrain.provider_api.node import Topology
 from cloudtrain.providers import local
 from cloudtrain.providers.azureml import Provider as AzureML
+from cloudtrain.providers.azureml import api as azure
 from cloudtrain.providers.azureml import status as azureml
 from cloudtrain.providers.azureml.request import TAG_VALUE, _page
 from cloudtrain.providers.docker import ENGINE_PREFIX, PORT, PREEMPTED
@@ -30,8 +32,9 @@ from cloudtrain.providers.sagemaker import Provider as SageMaker
 from cloudtrain.providers.sagemaker import api as aws
 from cloudtrain.providers.sagemaker import status as sagemaker
 from cloudtrain.providers.vertex import Provider as Vertex
+from cloudtrain.providers.vertex import api as google
 from cloudtrain.providers.vertex import status as vertex
-from cloudtrain.providers.vertex.request import TAG_COUNT, _origin
+from cloudtrain.providers.vertex.request import TAG_CI, TAG_COUNT, TAG_REVISION, _origin
 from cloudtrain.runtime import host_facts
 from cloudtrain.storage.timings import CLIENT_TIMINGS
 
@@ -55,20 +58,24 @@ def test_the_sm_variables_name_the_network_the_machine_and_its_devices(tmp_path:
     resources = {"current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "eth7"}
     for machine in ({"current_instance_type": "ml.p4d.24xlarge"}, {}):
         config.write_text(json.dumps({**resources, **machine}))
-        words = SageMaker.node_environment({"SAGEMAKER_BASE_DIR": str(tmp_path)}, {}).export_env
+        site = SageMaker.node_environment({"SAGEMAKER_BASE_DIR": str(tmp_path)}, {})
+        words, compat = site.export_env, site.cuda_compat
         assert words["SM_NETWORK_INTERFACE_NAME"] == "eth7"
         assert words["SM_CURRENT_INSTANCE_TYPE"] == machine.get("current_instance_type", "")
         assert int(words["SM_NUM_GPUS"]) >= 0
+        assert compat == "/usr/local/cuda/compat"
     config.write_text(json.dumps({"current_host": "algo-1", "hosts": ["algo-1"]}))
     assert (
         SageMaker.node_environment({"SAGEMAKER_BASE_DIR": str(tmp_path)}, {}).export_env["SM_NETWORK_INTERFACE_NAME"]
         == ""
     )
+    with pytest.raises(FileNotFoundError, match=r"'/opt/ml/input/config/resourceconfig\.json'"):
+        SageMaker.node_environment({}, {})
 
 
 def local_variables(folder: Path, nodes: int) -> dict[str, str]:
     """Return the variables of a node that is a process of this machine. Its secrets can be read once."""
-    (folder / "secrets").write_text("{}")
+    (folder / "secrets").write_text('{"HF": "hush"}')
     words = {"NODES": nodes, "NODE": 0, "PORT": 5000, "SCRATCH": "/tmp", "SUPERVISOR": 1, "GROUPS": "g"}
     words["SECRETS_FD"] = os.open(folder / "secrets", os.O_RDONLY)
     return {f"{local.ENGINE_PREFIX}{name}": str(value) for name, value in words.items()}
@@ -79,7 +86,8 @@ def test_nodes_on_one_machine_share_its_cores(
     cores: int, nodes: int, each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_facts, "cpu_count", lambda: cores)
-    assert Local.node_environment(local_variables(tmp_path, nodes), {}).cpus == each
+    found = Local.node_environment(local_variables(tmp_path, nodes), {})
+    assert (found.cpus, found.secrets("env:HF")) == (each, "hush")
 
 
 @pytest.mark.parametrize(("system", "loopback"), [("darwin", "lo0"), ("linux", "lo")])
@@ -248,12 +256,15 @@ def test_an_empty_answer_of_aws_shows_its_status() -> None:
     assert (type(found), str(found)) == (PlatformError, "DescribeIt: status 418")
 
 
-def test_an_unknown_profile_is_named_by_its_field() -> None:
-    from botocore.exceptions import ProfileNotFound
-
-    found = aws.error_of(ProfileNotFound(profile="p"))
-    assert isinstance(found, SpecError)
-    assert (found.field, "aws configure list-profiles" in found.hint) == ("sagemaker.profile", True)
+@pytest.mark.parametrize("missing", ["boto3", "botocore.exceptions"])
+def test_a_missing_library_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SpecError, match=r"^provider sagemaker needs boto3, which is not installed \("):
+        SageMaker(**OF_SAGEMAKER).account.bucket_region("b")
+    for api, needs in ((azure, "azureml needs azure-ai-ml"), (google, "vertex needs google-cloud-aiplatform")):
+        why = rf"^provider {needs}, which is not installed \(why\)\n"
+        with pytest.raises(SpecError, match=why), api.translated("look"):
+            raise ImportError("why")
 
 
 @pytest.fixture
@@ -351,6 +362,13 @@ def test_a_local_request_has_the_name_of_its_job() -> None:
     assert Plans(Local, {}, "/tmp/store", {"name": "mine"}).planned().body["name"] == "mine"
 
 
+def test_a_missing_python_is_named_with_its_setting() -> None:
+    with pytest.raises(SpecError) as caught:
+        Local().check(Plans(Local, {"python": "/no/python"}, "/tmp/store").planned())
+    how = "set local.python to the path of a Python, or leave it out"
+    assert caught.value.with_hint() == f"local.python: there is no program /no/python; {how}"
+
+
 def test_a_container_that_could_not_write_is_refused_and_its_image_is_checked(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,8 +384,9 @@ def test_a_container_that_could_not_write_is_refused_and_its_image_is_checked(
         if not refused:
             made.check(request)
             continue
-        with pytest.raises(SpecError, match=r"^docker.user: uid 4321 could not write the run's folder"):
+        with pytest.raises(SpecError, match=r"^docker.user: uid 4321 could not write the run's folder") as caught:
             made.check(request)
+        assert caught.value.hint == "leave docker.user unset"
     assert [call.words for call in wire.calls if call.operation == "GET image"] == [("a/b:1",)] * 2
 
 
@@ -380,7 +399,8 @@ def test_as_many_labels_as_vertex_takes() -> None:
 
 
 def test_the_origin_of_a_run_in_either_alphabet() -> None:
-    assert set(_origin({"ci": "GitHub", "ci_run": "12"}).values()) == {"github-12"}
+    assert _origin({"ci": "GitHub", "ci_run": "12"}) == {TAG_CI: "github-12"}
+    assert _origin({"revision": "c" * 70 + "-dirty"}) == {TAG_REVISION: "c" * 57 + "-dirty"}
     assert _page({"ci_url": "https://ci/" + "x" * TAG_VALUE, "ci_run": "12"}) == "12"
     assert _page({"ci_run": "12"}) == "12"
     assert _page({"ci_url": "https://ci/1", "ci_run": "12"}) == "https://ci/1"

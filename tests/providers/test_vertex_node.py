@@ -64,6 +64,7 @@ def test_the_link_has_a_port_that_the_chief_s_name_forwards(port: str, link: int
     text = spec("workerpool1", 0).replace(":2222", f":{port}")
     site = Provider.node_environment({"CLOUDTRAIN_NODES": "3", "CLUSTER_SPEC": text}, {})
     assert (site.topology.master_port, site.link_port) == (int(port), link)
+    assert topology(3, text.replace(f":{port}", ":65535")).master_port == 2222, "the next port would be none"
     assert site.join_timeout >= 3600
     assert site.restarts_in_place
 
@@ -98,28 +99,31 @@ def test_one_node_needs_no_variables() -> None:
 
 
 @for_each(
-    "text",
+    ("text", "says"),
     [
-        None,
-        "{",
-        "[]",
-        "{}",
-        spec("workerpool1", 2),
-        spec("workerpool2", 0),
-        spec("workerpool1", 0, task=None),
-        spec("workerpool1", 0, task=["workerpool1", 0]),
-        spec("workerpool1", 0, task={"type": "workerpool1", "index": "first"}),
-        spec("workerpool1", 0, task={"type": "workerpool1", "index": -1}),
-        spec("workerpool1", 0, task={"index": 0}),
-        spec("workerpool0", 0).replace("-ab-1", ""),
+        (None, "this node of 3 does not know its number"),
+        ("{", "is not a JSON object"),
+        ("[]", "is not a JSON object"),
+        ("{}", "has no task"),
+        (spec("workerpool1", 2), "lists 3 nodes and workerpool1 2; the job has 3"),
+        (spec("workerpool2", 0), "lists 3 nodes and workerpool2 0; the job has 3"),
+        (spec("workerpool1", 0, task=None), "has no task"),
+        (spec("workerpool1", 0, task=["workerpool1", 0]), "has no task"),
+        (spec("workerpool1", 0, task={"type": "workerpool1", "index": "first"}), "has a task without a number"),
+        (
+            spec("workerpool1", 0, task={"type": "workerpool1", "index": -1}),
+            "lists 3 nodes and workerpool1 -1; the job has 3",
+        ),
+        (spec("workerpool1", 0, task={"index": 0}), "lists 3 nodes and workerpoolNone 0; the job has 3"),
+        (spec("workerpool0", 0).replace("-ab-1", ""), "lists 3 nodes and workerpool0 0; the job has 4"),
     ],
 )
-def test_a_node_without_its_number_is_refused(text: str | None) -> None:
+def test_a_node_without_its_number_is_refused(text: str | None, says: str) -> None:
     """Check this because two nodes that both act as the first would wait for each other. The error never shows the
     text."""
     with pytest.raises(SpecError) as caught:
-        topology(4 if text and "-ab-1" not in text else 3, text)
-    assert caught.value.field == "CLUSTER_SPEC"
+        topology(4 if "job has 4" in says else 3, text)
+    assert str(caught.value) == f"CLUSTER_SPEC: {says}"
 
 
 def test_the_environment_in_the_spec_is_never_shown() -> None:
@@ -220,6 +224,10 @@ def test_a_value_that_is_part_of_the_script_s_stays(scripts: dict[str, Path]) ->
     site = site_of_two(NCCL_IB_TC="5")
     assert "NCCL_IB_TC" not in site.export_env
     assert "NCCL_IB_TC stays as it was set before" in site.notes[0]
+    scripts["GPUDirect-RDMA"].write_text("export NCCL_NET=gIB\n")
+    sourced = f"GPUDirect-RDMA: sourced {scripts['GPUDirect-RDMA']}"
+    kept = "which sets nothing new; NCCL_NET stays as it was set before"
+    assert site_of_two(NCCL_NET="Socket").notes == [f"{sourced}, {kept}"]
 
 
 def test_only_a_machine_without_its_script_warns(scripts: dict[str, Path]) -> None:

@@ -83,7 +83,7 @@ def test_the_primary_is_a_pool_of_one(count: int, replicas: list[str]) -> None:
 def test_the_command_starts_the_bootstrap_and_names_every_path() -> None:
     inputs = {
         "a": "gs://data/a/", "one": "gs://data/b/x.csv", "c": {"url": "gs://data/c", "mode": "copy"},
-        "d": {"url": "gs://data/d.csv", "mode": "copy"}, "n": "nfs://10.0.0.5/vol/x",
+        "d": {"url": "gs://data/d.csv", "mode": "copy"}, "n": "nfs://10.0.0.5/vol/X/",
     }  # fmt: skip
     request = planned({"network": NETWORK}, attempt=3, inputs=inputs, resume_from=f"{STORE}/runs/q/live/checkpoints")
     container = pools(request)[0]["containerSpec"]
@@ -113,7 +113,7 @@ def test_the_command_starts_the_bootstrap_and_names_every_path() -> None:
         "copyfile.d": "/gcs/data/d.csv",
         "input.n": "/mnt/nfs/n",
     }
-    assert pools(request)[0]["nfsMounts"] == [{"server": "10.0.0.5", "path": "/vol/x", "mountPoint": "n"}]
+    assert pools(request)[0]["nfsMounts"] == [{"server": "10.0.0.5", "path": "/vol/X", "mountPoint": "n"}]
 
 
 def test_settings_reach_the_request() -> None:
@@ -320,10 +320,11 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "vertex.service_account",
         {"tensorboard": "projects/1/locations/l/tensorboards/7", "service_account": ""},
         {},
-        "needs it",
+        "vertex.service_account: is not set, and a job with a tensorboard needs it; ",
     ),
     ("vertex.strategy", {"strategy": "SPOT"}, {}, "STANDARD"),
-    ("vertex.strategy", {"strategy": "FLEX_START"}, {"gpu": "T4:1"}, "L4, A100"),
+    ("vertex.strategy", {"strategy": "FLEX_START"}, {"gpu": "T4:1"}, "H200 and B200; n1-standard-4 has T4:1"),
+    ("vertex.strategy", {"strategy": "FLEX_START"}, {}, "H200 and B200; n1-standard-4 has no GPU"),
     ("vertex.strategy", {"strategy": "FLEX_START", "reservation": RESERVATION}, {}, "cannot use a reservation"),
     ("vertex.strategy", {"strategy": "STANDARD"}, {"spot": True}, "spot machines"),
     ("vertex.reservation", {"reservation": RESERVATION}, {"spot": True}, "spot machines"),
@@ -332,7 +333,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("store", {"store": "s3://bucket/x"}, {}, "gs://BUCKET"),
     ("store", {"store": "gs://contract-bucket/a#b"}, {}, "rename the file"),
     ("image", {}, {"image": None}, "stopped at 2.4"),
-    ("resources.shm_gb", {}, {"shm_gb": 4}, "/dev/shm"),
+    ("resources.shm_gb", {}, {"shm_gb": 4}, ": no field of a custom job sets the size of /dev/shm; "),
     ("resources.gpu", {}, {"gpu": "T4:3"}, "T4:4"),
     ("resources.gpu", {}, {"gpu": "H100:1"}, "only as spot or by FLEX_START"),
     ("resources.instance_type", {}, {"instance_type": "a3-highgpu-2g"}, "only as spot or by FLEX_START"),

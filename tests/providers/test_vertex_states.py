@@ -315,6 +315,7 @@ def test_the_time_since_the_end_of_a_job() -> None:
         (400, "Machine type n1-standard-8 is not supported.", "", CapacityError, 4, "this region has none"),
         (400, "Machine type c3-standard-8 is not supported.", "", SpecError, 2, "resources.instance_type: "),
         (404, "Image us-docker.pkg.dev/p/r/i:1 not found.", "NOT_FOUND", SpecError, 2, "image: Image us-docker"),
+        (400, "Image us-docker.pkg.dev/p/r/i:1 does not exist.", "", SpecError, 2, "image: Image us-docker"),
         (429, "no bucket myquotaExceeded", "", LostContactError, 7, "status 429"),
         (503, "The service is currently unavailable.", "UNAVAILABLE", LostContactError, 7, "status 503"),
         (401, "Request had invalid authentication credentials.", "", AuthError, 3, "application-default login"),
@@ -340,6 +341,7 @@ def test_refusals(status: int, message: str, reason: str, kind: type[CloudtrainE
     assert type(error) is kind, error
     assert error.exit_code == code
     assert says in error.with_hint()
+    assert " ".join(message.split()).rstrip(".") in str(error)
     assert "\n" not in str(error)
 
 

@@ -228,8 +228,10 @@ def test_only_an_uncertain_answer_makes_the_next_call_check(
     monkeypatch.setattr(_cloud, "SETTLE", 0.7)
     provider, request = client(), PLANS.planned()
     plane.wire.faults.append(Fault("POST customJobs", fault))
+    assert not provider.may_have_sent(request)
     with pytest.raises(CloudtrainError):
         provider.submit(request)
+    assert provider.may_have_sent(request) == unsure
     plane.quotas["custom_model_training_cpus"], before = 0, plane.wire.count("GET customJobs")
     with pytest.raises(QuotaError):
         provider.submit(request)
@@ -373,6 +375,10 @@ def test_a_service_that_asks_for_a_pause_gets_it(
     with pytest.raises(LostContactError, match=r"^Google Cloud does not answer now: create job: Too many"):
         other.submit(PLANS.planned())
     assert least - 60 < other.account.backoff.left("jobs") <= most
+    plane.wire.faults.append(Fault("GET bucket", busy))
+    with pytest.raises(LostContactError, match=r"^Google Cloud does not answer now: look at gs://b: Too many"):
+        other.account.place("b")
+    assert least - 60 < other.account.backoff.left("storage") <= most
 
 
 # --------------------------------------------------------------------------------------------------- status and cancel

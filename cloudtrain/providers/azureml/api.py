@@ -238,10 +238,10 @@ class Account:
 
     # --------------------------------------------------------------------------------------------------------- one call
 
-    def call(self, method: str, url: str, *, what: str) -> Any:
+    def call(self, url: str, *, what: str, method: str = "GET") -> Any:
         """Return the answer's JSON object, or None for no content. Raises only cloudtrain's errors."""
         for again in (False, True):
-            answer = self._send(method, url, what=what, signed=True, headers={}, stream=False)
+            answer = self._send(url, what=what, signed=True, headers={}, stream=False, method=method)
             if answer.status_code != 401 or again:
                 break
             self.forget()
@@ -252,9 +252,9 @@ class Account:
 
     def fetch(self, url: str, *, what: str, headers: Mapping[str, str] | None = None, stream: bool = False) -> Any:
         """Return the answer, of any status, of an address that needs no token. No token is sent."""
-        return self._send("GET", url, what=what, signed=False, headers=headers or {}, stream=stream)
+        return self._send(url, what=what, signed=False, headers=headers or {}, stream=stream)
 
-    def _send(self, method: str, url: str, *, what: str, signed: bool, headers: Mapping[str, str], stream: bool) -> Any:
+    def _send(self, url: str, *, what: str, signed: bool, headers: Any, stream: bool, method: str = "GET") -> Any:
         host = urlsplit(url).netloc
         self._backoff.check(host, name=host, what=what)
         with translated(what):
@@ -278,7 +278,7 @@ class Account:
 
     def describe(self, native_id: str) -> dict[str, Any]:
         """Return the job as the resource manager has it. Raises `NotFoundError`."""
-        job: dict[str, Any] = self.call("GET", self.url(self.native_id(native_id)), what="get job")
+        job: dict[str, Any] = self.call(self.url(self.native_id(native_id)), what="get job")
         return job
 
     def create(self, request: Request) -> str:
@@ -313,7 +313,7 @@ class Account:
     def cancel(self, native_id: str) -> None:
         """Request the cancellation. A job that has ended stays as it is."""
         with unless_over(lambda: self.describe(native_id)["properties"]["status"] in (*FINAL, "CancelRequested")):
-            self.call("POST", self.url(f"{self.native_id(native_id)}/cancel"), what="cancel job")
+            self.call(self.url(f"{self.native_id(native_id)}/cancel"), what="cancel job", method="POST")
 
     def shell(self, request: Request, native_id: str, node: int, command: Sequence[str], *, tty: bool) -> Shell:
         """Return the command that opens a shell by the job's ssh service. Raises `SpecError` for a job without one."""
@@ -341,7 +341,7 @@ class Account:
 
     def _part(self, kind: str, name: str, noun: str, *, instead: str = "") -> Any:
         try:
-            return self.call("GET", self.url(f"{self.workspace}/{kind}s/{name}"), what=f"get {kind}")
+            return self.call(self.url(f"{self.workspace}/{kind}s/{name}"), what=f"get {kind}")
         except errors.NotFoundError:
             how = f"to see the {noun}s, run: az ml {kind} list -o table{instead}"
             raise errors.SpecError(f"the workspace has no {noun} {name!r}", field=f"azureml.{kind}", hint=how) from None
@@ -352,14 +352,14 @@ class Account:
         """Return the run's history: status, times, error, and the logs' addresses. Kept for `pages`."""
         workspace, name = job_of(self.native_id(native_id))
         url = f"{self._service(workspace)}/history/v1.0{quote(workspace)}/runs/{quote(name)}/details"
-        details: Mapping[str, Any] = self.call("GET", url, what="get run")
+        details: Mapping[str, Any] = self.call(url, what="get run")
         self.details[native_id] = (time.monotonic(), details)
         return details
 
     def _service(self, workspace: str) -> str:
         """Return the workspace's own service, which its discovery URL names."""
         if workspace not in self._services:
-            answer = self.call("GET", self.url(workspace), what="get workspace")
+            answer = self.call(self.url(workspace), what="get workspace")
             self._services[workspace] = self.discovered(answer["properties"]["discoveryUrl"])
         return self._services[workspace]
 

@@ -70,7 +70,7 @@ def _caller(account: Account) -> Check:
 
 
 def _workspace(account: Account, place: dict[str, Any]) -> Check:
-    workspace = account.call("GET", account.url(account.workspace), what="get workspace")
+    workspace = account.call(account.url(account.workspace), what="get workspace")
     place["location"] = str(workspace.get("location") or "").replace(" ", "").lower()
     place["workspace"] = workspace
     kind = (workspace.get("identity") or {}).get("type") or "None"
@@ -159,7 +159,7 @@ def _permissions(account: Account, request: Request | None) -> Check:
 def _listed(account: Account, url: str, *, what: str) -> Iterator[Mapping[str, Any]]:
     """Yield the items of all pages. The token goes to the resource manager alone, so other next pages are dropped."""
     while url:
-        page = account.call("GET", url, what=what)
+        page = account.call(url, what=what)
         yield from page.get("value") or []
         url = str(page.get("nextLink") or "")
         url = url if url.startswith(f"{account.cloud.resource_manager}/") else ""
@@ -180,7 +180,7 @@ def _quota(account: Account, request: Request, location: str, cluster: str) -> C
     resources = request.body.get("resources") or {}
     kind, count = cluster or str(resources.get("instance_type") or ""), int(resources.get("instance_count") or 1)
     where = f"/subscriptions/{account.settings.subscription_id}/providers/{_KIND}/locations/{location}"
-    sizes = account.call("GET", account.url(f"{where}/vmSizes"), what="list sizes")
+    sizes = account.call(account.url(f"{where}/vmSizes"), what="list sizes")
     size = next((s for s in sizes.get("value") or [] if str(s.get("name")).lower() == kind.lower()), None)
     if size is None:
         fix = "choose one of: az ml compute list-sizes -o table; or another region"
@@ -221,7 +221,7 @@ def _environment(account: Account, given: Any) -> Check:
         return unknown("environment", f"{text} is of a registry, or a label: cloudtrain does not check it")
     path = f"{account.workspace}/environments/{match['name']}/versions/{match['version']}"
     try:
-        account.call("GET", account.url(path), what="get environment")
+        account.call(account.url(path), what="get environment")
     except (NotFoundError, SpecError):
         fix = "az ml environment list -o table names those there are"
         text = f"the workspace has no environment {match['name']}:{match['version']}"

@@ -56,7 +56,7 @@ _CATEGORIES = (
 def status(account: Account, native_id: str) -> Status:
     """Return the job's status: one call while it waits or runs, one more to the history if only that has the facts."""
     job = account.describe(native_id)
-    native = str(job["properties"].get("status") or "Unknown")
+    native = job["properties"].get("status")
     if native == "Running":
         account.ran.add(native_id)
     details: Mapping[str, Any] = {}

@@ -189,9 +189,9 @@ class Account:
 
     def bucket_region(self, name: str) -> str:
         """Return a bucket's region, which a refusal names too. Empty if unnamed. Raises `NotFoundError`."""
-        from botocore.exceptions import ClientError
-
         with translated(error_of, needs="boto3", extra="sagemaker"):
+            from botocore.exceptions import ClientError
+
             try:
                 answer: Any = self._client("s3", self.settings.region).head_bucket(Bucket=name)
             except ClientError as exc:
@@ -273,9 +273,8 @@ class Account:
             argv += ["--document-name", "AWS-StartInteractiveCommand", "--parameters", json.dumps({"command": [line]})]
         env = {"AWS_PROFILE": self.settings.profile} if self.settings.profile else {}
         if self.settings.role_to_assume:
-            keys = sign_in(self.settings, region).get_credentials().get_frozen_credentials()
-            found = zip(("ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN"), keys[:3], strict=True)
-            env = {f"AWS_{word}": str(value) for word, value in found}
+            key, secret, token, *_ = sign_in(self.settings, region).get_credentials().get_frozen_credentials()
+            env = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, "AWS_SESSION_TOKEN": token}
         install = "install the AWS CLI and its session-manager-plugin: https://docs.aws.amazon.com/cli"
         return Shell(argv=argv, env=env, install=install)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import threading
@@ -514,8 +513,6 @@ def credentials(quota_project: str = "") -> Any:
     with translated("sign in"):
         import google.auth
 
-        # Silence its warnings about background requests (allowedLocations).
-        logging.getLogger("google.auth").addHandler(logging.NullHandler())
         own = None if os.environ.get("GOOGLE_CLOUD_QUOTA_PROJECT") else quota_project or None
         return google.auth.default(scopes=[SCOPE], quota_project_id=own)[0]
 
