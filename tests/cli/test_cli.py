@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
 import re
 import shlex
 import signal
@@ -470,7 +471,10 @@ def test_a_cheap_verb_loads_these_modules_alone(argv: list[str], ours: str, slow
     bare = subprocess.run(
         [sys.executable, "-c", "import sys; print(*sys.modules)"], capture_output=True, text=True, check=True
     )
-    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], cwd=tmp_path, capture_output=True, text=True, check=True,
+        env=os.environ | {"CLOUDTRAIN_STORE": ".cloudtrain"},
+    )  # fmt: skip
     loaded = set(json.loads(done.stderr.splitlines()[-1])) - set(bare.stdout.split())
     assert {name.partition(".")[2] for name in loaded if name.startswith("cloudtrain.")} - {*ours.split()} == set()
     assert loaded & {*slow.split()} == set()
