@@ -901,3 +901,9 @@ def test_list_says_why_the_state_of_a_run_is_unknown(tmp_path: Path, capsys: pyt
     out, err = capsys.readouterr()
     assert "unknown" in out
     assert re.search("^broken: .*run.json.*", err, re.MULTILINE)
+    record = json.dumps({"provider": "elsewhere", "settings": {}, "job": {"source": {"path": ".", "entry_point": "t"}}})
+    for number in range(5):
+        (tmp_path / "runs" / f"r{number}").mkdir()
+        (tmp_path / "runs" / f"r{number}" / "run.json").write_text(record)
+    assert cli.main(["list", "--store", str(tmp_path)]) == 0
+    assert re.findall("^(r.*?): .*'elsewhere'", capsys.readouterr().err, re.MULTILINE) == ["r4, r3, r2 and 2 more"]
