@@ -80,7 +80,7 @@ def gpus(
     chosen = at.settings(overrides=settings_pairs(settings), provider=provider)
     if settings and provider is None and chosen.provider not in catalog.providers():
         raise SpecError("belongs to one provider", field="set", hint="add --provider NAME")
-    if at.profile:
+    if at.profile and "provider" in chosen.origins:
         provider = chosen.provider
     made = {name: _made(chosen, name) for name in ((provider,) if provider else catalog.providers())}
     rows = [

@@ -425,9 +425,9 @@ def list_runs(
     runs = page.rows
     found = {"runs": runs, "next": page.next, "order": page.order}
     screen.answer(found, format.run_table(runs, names, screen.now))
-    for row in runs:
-        if row["state"] == "unknown":
-            screen.talk(f"{row['run_id']}: {row['reason']}")
+    for reason in dict.fromkeys(str(row["reason"]) for row in runs if row["state"] == "unknown"):
+        ids = [str(row["run_id"]) for row in runs if row["state"] == "unknown" and row["reason"] == reason]
+        screen.talk(f"{', '.join(ids[:3])}{f' and {len(ids) - 3} more' if ids[3:] else ''}: {reason}")
     if runs:
         newest = str(runs[0]["run_id"])
         more = [_next_page(page.next, limit, since, wanted)] if page.next is not None else []

@@ -186,9 +186,10 @@ class Supervisor:
         self.state.update(attempts=self.attempts, seen=time.time())
         write_json(self.folder / "status.json", self.state)
 
-    def _patiently(self, work: Callable[[], T]) -> T:
-        """Retry ``work()`` while the store or the disk fails, for `ClientTimings.store_silence` or until cancelled. Not
-        after a `FinalError`.
+    def _patiently(self, work: Callable[[], T], *, final: bool = False) -> T:
+        """Retry ``work()`` while the store or the disk fails, for `ClientTimings.store_silence` or until cancelled.
+
+        With ``final``, not after a `FinalError`. Without: work may be lost, and a bucket that was there comes back.
 
         A store on this machine does not come back like a network: it may not make the run outlast its time limit.
         """
@@ -200,7 +201,8 @@ class Supervisor:
             try:
                 return work()
             except StorageError as exc:
-                if isinstance(exc, FinalError) or time.monotonic() > deadline or (self.folder / "cancel").exists():
+                over = time.monotonic() > deadline or (self.folder / "cancel").exists()
+                if over or (final and isinstance(exc, FinalError)):
                     raise
                 sys.stderr.write(f"{exc}; trying again\n")
                 if self.state["finished"] is None:  # else the reason is that of the end
@@ -354,7 +356,7 @@ class Supervisor:
             raise CapacityError(f"drill: of machines for {len(launch.nodes)} nodes, {self._machines} are left")
         self.engine.prepare(launch, self._pending, lambda: self._cancelled(mounts))
         wanted = [mount for node in launch.nodes for mount in node.mounts]
-        local = self._patiently(lambda: mounts.fetch(wanted))
+        local = self._patiently(lambda: mounts.fetch(wanted), final=not self.spent)
         self.state.update(state="running", reason="")
         self._write_status()
         self._lost.clear()

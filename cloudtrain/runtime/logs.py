@@ -113,7 +113,7 @@ class LogWriter:
         except OSError:
             pass  # the reader is gone, or the disk is full; the segments still have the line
         if len(data) < len(whole):
-            self._torn = data
+            self._torn = data[: data.find(b"\n") + 1]
         if self._folder is None:
             return
         if not self._segment:

@@ -103,8 +103,8 @@ class Store:
         A local path is used in place if nodes can read ``file`` URLs, else it gets a content address in this store. A
         remote URL is passed on verbatim if nodes can read it; else it is copied into the folder of the run. It is one
         file if it ends in a suffix like ``.csv.gz`` or ``.parquet``, not in ``/``. A suffix is a dot, a letter, and at
-        most eleven more letters or digits. Raises `SpecError` for a missing path, one
-        without a file, or one that no store can hold.
+        most eleven more letters or digits. Raises `SpecError` for a missing path, one without a file, or one that no
+        store can hold.
         """
         placed: dict[str, LayoutInput] = {}
         trees: dict[str, LocalTree] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
 import re
 import shlex
 import signal
@@ -470,7 +471,10 @@ def test_a_cheap_verb_loads_these_modules_alone(argv: list[str], ours: str, slow
     bare = subprocess.run(
         [sys.executable, "-c", "import sys; print(*sys.modules)"], capture_output=True, text=True, check=True
     )
-    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], cwd=tmp_path, capture_output=True, text=True, check=True,
+        env=os.environ | {"CLOUDTRAIN_STORE": ".cloudtrain"},
+    )  # fmt: skip
     loaded = set(json.loads(done.stderr.splitlines()[-1])) - set(bare.stdout.split())
     assert {name.partition(".")[2] for name in loaded if name.startswith("cloudtrain.")} - {*ours.split()} == set()
     assert loaded & {*slow.split()} == set()
@@ -897,3 +901,9 @@ def test_list_says_why_the_state_of_a_run_is_unknown(tmp_path: Path, capsys: pyt
     out, err = capsys.readouterr()
     assert "unknown" in out
     assert re.search("^broken: .*run.json.*", err, re.MULTILINE)
+    record = json.dumps({"provider": "elsewhere", "settings": {}, "job": {"source": {"path": ".", "entry_point": "t"}}})
+    for number in range(5):
+        (tmp_path / "runs" / f"r{number}").mkdir()
+        (tmp_path / "runs" / f"r{number}" / "run.json").write_text(record)
+    assert cli.main(["list", "--store", str(tmp_path)]) == 0
+    assert re.findall("^(r.*?): .*'elsewhere'", capsys.readouterr().err, re.MULTILINE) == ["r4, r3, r2 and 2 more"]

@@ -65,8 +65,9 @@ def test_filters(asked: Callable[..., Told]) -> None:
 
 
 def test_a_profile_lists_the_machines_of_its_provider(asked: Callable[..., Told], tmp_path: Path) -> None:
-    Path("cloudtrain.toml").write_text('[profiles.there]\nprovider = "vertex"\n')
+    Path("cloudtrain.toml").write_text('[profiles.there]\nprovider = "vertex"\n[profiles.any]\nstore = "s3://x/y"\n')
     assert {row["provider"] for row in asked("--profile", "there")[1]["machines"]} == {"vertex"}
+    assert asked("--profile", "any") == asked()
 
 
 @pytest.mark.parametrize(("key", "parts"), [("price", False), ("gpu-price", True)])

@@ -534,10 +534,12 @@ def test_a_run_that_waits_for_its_store_says_why(vertex: Site, monkeypatch: pyte
     supervisor.state.update(finished=1.0, reason="rank 3 failed")
     supervisor._patiently(Mock(side_effect=[StorageError("full"), None]))
     assert supervisor.state["reason"] == "rank 3 failed"
-    work = Mock(side_effect=[FinalError("the bucket or container does not exist")])
+    gone = FinalError("the bucket or container does not exist")
+    work = Mock(side_effect=[gone])
     with pytest.raises(FinalError):
-        supervisor._patiently(work)
+        supervisor._patiently(work, final=True)
     work.assert_called_once()
+    assert supervisor._patiently(Mock(side_effect=[gone, "sent"])) == "sent"  # a proxy without its server says so too
 
 
 def two_supervisors(tmp_path: Path, store: Store, outputs: tuple[str, ...]) -> list[_Mounts]:

@@ -403,5 +403,9 @@ def test_a_line_of_which_a_part_could_be_written_is_completed_by_the_next() -> N
     lines = (part + os.read(reader, 1 << 20)).decode().splitlines()
     assert len(part) < 100_000
     assert lines == [f"[a0.0 n0 r0 #1] {'x' * 100_000}", "[a0.0 n0 r0 #3] last"]
+    for _ in range(50):  # a reader that is slower than the script
+        log.write("0", "y" * 10_000)
+        part += os.read(reader, 5000)
+    assert len(log._torn) < 20_000
     os.close(reader)
     os.close(writer)
