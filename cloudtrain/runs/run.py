@@ -360,8 +360,9 @@ class Run:
         request = self.store.attempt_request(self.run_id, attempt)
         try:
             native = self._patiently(lambda: self.provider.find(request)) if request is not None else None
-        except (AuthError, SpecError):  # such as a workspace that does not exist: then no job is there either
-            if self.store.refused(self.run_id, attempt) is None:
+        except (AuthError, SpecError):  # a workspace that does not exist has no job: the request was refused for that
+            refused = self.store.refused(self.run_id, attempt)
+            if refused is None or refused["category"] not in ("auth", "spec"):
                 raise
             native = None
         if native is not None:

@@ -92,6 +92,7 @@ class Commits:
         self._rounds: dict[str, _Round] = {}
         self._numbers, self._seq = 0, 0
         self._holders: dict[str, set[int]] = {}
+        self._most: dict[tuple[str, object], int] = {}  # by family and number of nodes: most writers of a checkpoint
         self._unused: set[str] = set()  # names of checkpoints of which the log says that no restart resumes from them
         self._complete: list[Checkpoint] = []
         self._taken_over = False
@@ -251,9 +252,13 @@ class Commits:
             self._retain()
 
     def _learn(self, whole: Checkpoint, states: list[Checkpoint], holders: set[int]) -> None:
-        """Note the holders of a checkpoint's family, unless it is a part; the ``states`` are all to resume from."""
-        kind = family(whole.name)
-        if whole in states or (resumable([whole]) and kind not in {family(item.name) for item in states}):
+        """Note the holders of a checkpoint's family, unless it is a part, or one node's whole model between sharded
+        ones; the ``states`` are all to resume from."""
+        kind, writers = family(whole.name), len(whole.writers)
+        like = kind, whole.commit.get("run_nodes")
+        most = self._most[like] = max(self._most.get(like, 0), writers)
+        is_state = whole in states or (resumable([whole]) and kind not in {family(item.name) for item in states})
+        if is_state and writers == most:
             self._holders[kind] = holders
         if whole not in states and whole.below != [""] and whole.name not in self._unused:
             self._unused.add(whole.name)

@@ -192,7 +192,7 @@ class Ranks:
         self._processes = processes if shim else 0
         self.lone = "torch.distributed.run" not in command
         self.pids: dict[int, int] = {}
-        self._bare = self.lone and not shim
+        self.bare = self.lone and not shim  # the user's own command, whose children may be the ranks
         self._signalled_by_platform = signals_ranks
         self._notified: dict[int, int] = {}
         self._former, self._former_end = set[int](), 0
@@ -344,7 +344,7 @@ class Ranks:
 
     def _pids_of_ranks(self) -> dict[int, int]:
         """Return pids by local rank. The user's own command, which reports no rank, is the only one of its node."""
-        return {0: self.pid} if self._bare else self.pids
+        return {0: self.pid} if self.bare else self.pids
 
     def signal(self, number: int) -> None:
         """Send a signal to every rank's process group, and to a lone child. torchrun itself is left to notice.
@@ -356,7 +356,7 @@ class Ranks:
         for pid in {*self.pids.values(), *([self.pid] if self.lone else [])} - signalled:
             with contextlib.suppress(OSError):
                 os.killpg(pid, number)
-        for pid in _others_in_group(self.pid) if self._bare and self.pid in signalled else ():
+        for pid in _others_in_group(self.pid) if self.bare and self.pid in signalled else ():
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
 

@@ -602,7 +602,7 @@ class Node:
             self._tell({"t": "failed", "failures": [failure.to_dict()]})
         if not self._comes_of_the_notice(failure):
             self._stop()
-        elif self.mirror is not None and not failure.chosen:
+        elif self.mirror is not None and not self._left_well(failure):
             self.mirror.freeze()  # the rank may have been saving, unless it chose its exit
 
     def _stop(self) -> None:
@@ -821,7 +821,11 @@ class Node:
 
     def _left_by_choice(self) -> bool:
         """Return whether all failures here are ranks that got a notice and, in their own time, exited with a code."""
-        return bool(self.failures) and all(self._comes_of_the_notice(f) and f.chosen for f in self.failures)
+        return bool(self.failures) and all(self._comes_of_the_notice(f) and self._left_well(f) for f in self.failures)
+
+    def _left_well(self, failure: Failure) -> bool:
+        """Return whether a rank chose its exit code. A code of the user's own command may come of a child's death."""
+        return failure.chosen and self.ranks is not None and not self.ranks.bare
 
     def _in_time(self, work: Callable[[], object]) -> bool:
         """Call ``work`` in a thread, as the store may hang. Return whether it ended in time, like all work before."""

@@ -110,6 +110,25 @@ def test_a_checkpoint_by_a_handler_counts_whatever_its_exit_code(jobs: Jobs, end
     assert second["resumed_from"].startswith("step-")
 
 
+def test_a_half_checkpoint_of_a_program_that_the_users_command_stops_does_not_count(jobs: Jobs) -> None:
+    jobs.write(
+        "train.sh",
+        """
+        [ "$CLOUDTRAIN_ATTEMPT" = 0.0 ] || exit 0
+        trap 'kill $!; wait $!; exit 143' TERM
+        cd "$CLOUDTRAIN_CHECKPOINT_DIR"
+        (echo half >step-1; echo saving; exec sleep 600 >>step-1) &
+        wait $!
+        """,
+    )
+    jobs.detach("train.sh", "--run-id", "commanded", "--retries", "0")
+    jobs.wait_for(lambda: "saving" in jobs.cli("logs", "commanded", "--store", str(jobs.store)).out)
+    os.kill(jobs.node(0), signal.SIGTERM)
+    done = jobs.cli("wait", "commanded", "--store", str(jobs.store), "--json")
+    assert done.json["attempts"][0]["category"] == "preempted"
+    assert done.json["checkpoint"] is None
+
+
 def test_keep_checkpoints_and_the_best_pointer(jobs: Jobs) -> None:
     jobs.shorten(quiet=0.5, scan=0.1)
     jobs.write(

@@ -945,7 +945,11 @@ def test_a_refused_run_is_over_though_its_platform_cannot_be_asked(world: World,
     world.recorded().attempt(0, submitted=False)
     with pytest.raises(type(error), match="no such"):
         world.run().status()
-    world.write("attempts/0/refused.json", {"category": "spec", "reason": "no such place", "time": T0})
+    refusal = {"category": "capacity", "reason": "no such place", "time": T0}
+    world.write("attempts/0/refused.json", refusal)
+    with pytest.raises(type(error), match="no such"):  # the place is there: such a job may have been accepted after all
+        world.run().result()
+    world.write("attempts/0/refused.json", {**refusal, "category": "spec"})
     result = world.run().result()
     assert (result["state"], result["category"], result["reason"]) == ("failed", "spec", "refused: no such place")
     assert world.run().cancel() is None

@@ -647,6 +647,27 @@ def test_a_part_that_a_pointer_names_is_kept(cluster: Callable[..., Cluster], mo
     assert [item.name for item in run.complete()] == ["step-2", "step-3"]
 
 
+def test_a_whole_model_of_one_node_does_not_make_that_node_the_only_writer(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TIMINGS, "forerunner", 0.1)
+    monkeypatch.setattr(TIMINGS, "holder", 2.0)
+    run = cluster(2, keep=1)
+    for node in (0, 1):
+        run.write(node, f"step-1/rank_{node}.pt")
+    run.until(run.complete)
+    for name in ("step-2", "step-3"):
+        run.write(0, f"{name}/model.pt")
+        run.until(lambda name=name: [item.name for item in run.complete()] == [name])  # type: ignore[misc]
+    monkeypatch.setattr(TIMINGS, "holder", 300.0)
+    run.write(0, "step-4/rank_0.pt")
+    run.until(lambda: any(m.get("name") == "step-4" and m.get("state") == "ready" for _, _, m in run.sent))
+    run.settle()
+    assert [item.name for item in run.complete()] == ["step-3"], "node 1 still counts as a writer"
+    run.write(1, "step-4/rank_1.pt")
+    run.until(lambda: [(item.name, len(item.files)) for item in run.complete()] == [("step-4", 2)])
+
+
 def test_the_log_names_a_folder_from_which_no_restart_resumes(cluster: Callable[..., Cluster]) -> None:
     run = cluster(1)
     for name in ("model.pt", "optimizer.pt"):
