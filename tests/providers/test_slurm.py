@@ -142,10 +142,13 @@ def test_a_failing_line_of_setup_fails_the_run_and_is_named(ddp: SlurmPlatform, 
     run.cancel()
     assert any("setup: yes" in text for text in texts(run))
 
-    for number, (line, code) in enumerate({"module load cuda": 1, "source /no/such": 1, "no-such-tool": 127}.items()):
+    codes = {"module load cuda": 1, "source /no/such": 1, "no-such-tool": 127}
+    wanted = {line: f"{line} (exit code {code})" for line, code in codes.items()}
+    wanted["[ -e /no/such ] || exit 0"] = "it ended the job script (exit code 0)"
+    for number, (line, which) in enumerate(wanted.items()):
         world = ddp_world(tmp_path / f"bad-{number}", ddp.cluster, setup=(*lines, line, "echo later"))
         run = world.send(world.plan(PLAIN, run_id=f"bad-setup-{number}"))
-        result, why = run.wait(timeout=60, poll=0.3), f"a line of slurm.setup failed: {line} (exit code {code})"
+        result, why = run.wait(timeout=60, poll=0.3), f"a line of slurm.setup failed: {which}"
         assert (result["state"], result["category"], result["reason"]) == ("failed", "image", why)
         said = texts(run)
         assert any(why in text for text in said)

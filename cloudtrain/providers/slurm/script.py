@@ -43,6 +43,7 @@ export @port=$port @attempt=@k.$restart
 # Only a job that Slurm calls RUNNING is ours to start again: a cancelled one would be raised from the dead. One that is
 # to start again, by Slurm or by us, keeps its secrets.
 leave() {
+    trap - EXIT
     for _ in {1..60}; do
         state=$(squeue -h -j "$job" -o %T 2>/dev/null) || { sleep 5; continue; }
         [ "$state" = RUNNING ] || break
@@ -56,18 +57,21 @@ leave() {
     done
     exit "$code"
 }
-failed() {  # by a line of slurm.setup; a command in a condition may fail, and so may those of a file that a line reads
-    [ ${#BASH_SOURCE[@]} = 2 ] || return 0
-    [[ ! $2 =~ ^(source|\.)\ ([^ ]+) ]] || ! eval "[ -r ${BASH_REMATCH[2]} ]" 2>/dev/null || return 0
-    local why; why="$(sed -n "$3p" "$0") (exit code $1)"
-    echo "$why" >"$base/setup"
-    echo "cloudtrain: a line of slurm.setup failed: $why"
+refuse() {
+    echo "$1" >"$base/setup"
+    echo "cloudtrain: a line of slurm.setup failed: $1"
     code=@setup_failed
     leave
 }
+failed() {  # by a line of slurm.setup; a command in a condition may fail, and so may those of a file that a line reads
+    [ ${#BASH_SOURCE[@]} = 2 ] || return 0
+    [[ ! $2 =~ ^(source|\.)\ ([^ ]+) ]] || ! eval "[ -r ${BASH_REMATCH[2]} ]" 2>/dev/null || return 0
+    refuse "$(sed -n "$3p" "$0") (exit code $1)"
+}
 trap 'failed "$?" "$BASH_COMMAND" "$LINENO"' ERR
+trap 'refuse "it ended the job script (exit code $?)"' EXIT
 @setup
-trap - ERR; set +e
+trap - ERR EXIT; set +e
 srun @srun --output="$base/node-%n.log" @command &
 step=$!
 
