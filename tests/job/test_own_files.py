@@ -169,6 +169,6 @@ def test_the_same_command_finds_its_run_again_and_another_job_is_told_what_diffe
     assert refused(capsys, "job.toml", "--input", "d=data.csv")[0].endswith("; different: the code")
     for i in range(9):
         (tmp_path / f"more-{i}.py").unlink()
-    (tmp_path / "runs").mkdir()
-    error, hint = refused(capsys, "job.toml", "--input", f"d={tmp_path}/runs")
+    fill(tmp_path.with_name("data"), {"data.csv": "1"})
+    error, hint = refused(capsys, "job.toml", "--input", f"d={tmp_path.with_name('data')}")
     assert error.endswith("different: inputs.d.url")
