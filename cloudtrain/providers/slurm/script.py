@@ -48,9 +48,7 @@ leave() {
         state=$(squeue -h -j "$job" -o %T 2>/dev/null) || { sleep 5; continue; }
         [ "$state" = RUNNING ] || break
         if [ "$code" != @again ]; then
-            rm -f "$base/secrets"
-            echo "$code" >"$base/end"
-            break
+            rm -f "$base/secrets"; echo "$code" >"$base/end"; break
         fi
         scontrol requeue "$job" && { sleep 600; break; }
         sleep 5
@@ -60,16 +58,14 @@ leave() {
 refuse() {
     echo "$1" >"$base/setup"
     echo "cloudtrain: a line of slurm.setup failed: $1"
-    code=@setup_failed
-    leave
+    code=@setup_failed; leave
 }
 failed() {  # by a line of slurm.setup; a command in a condition may fail, and so may those of a file that a line reads
     [ ${#BASH_SOURCE[@]} = 2 ] || return 0
     [[ ! $2 =~ ^(source|\.)\ ([^ ]+) ]] || ! eval "[ -r ${BASH_REMATCH[2]} ]" 2>/dev/null || return 0
     refuse "$(sed -n "$3p" "$0") (exit code $1)"
 }
-trap 'failed "$?" "$BASH_COMMAND" "$LINENO"' ERR
-trap 'refuse "it ended the job script (exit code $?)"' EXIT
+trap 'failed "$?" "$BASH_COMMAND" "$LINENO"' ERR; trap 'refuse "it ended the job script (exit code $?)"' EXIT
 @setup
 trap - ERR EXIT; set +e
 srun @srun --output="$base/node-%n.log" @command &
