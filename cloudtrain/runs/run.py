@@ -868,8 +868,8 @@ class Run:
             pause = first if tail is not None and tail.flowing else min(longest, pause * 2)
             wait = 0.0 if tail is not None and tail.more else pause if tail is not None else longest
             until = min(self._ticks() + wait, due, due if deadline is None else deadline)
-            if until > self._ticks():
-                self._sleep(until - self._ticks())
+            if (rest := until - self._ticks()) > 0:
+                self._sleep(rest)
 
     def _between(self, status: Status, natives: Mapping[int, str]) -> Status:
         """Return ``status`` for a read-only client: pending while another client may soon begin the next attempt."""

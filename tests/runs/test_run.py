@@ -1209,6 +1209,19 @@ def test_a_cut_network_silences_a_remote_store_too(world: World, healed: bool) -
         assert 620 <= world.time.now - T0 < 625
 
 
+def test_a_busy_machine_does_not_sleep_for_less_than_no_time(world: World) -> None:
+    """Time passes between two looks at the clock, so the end of a pause may lie between them."""
+    world.recorded().attempt(0, RUNNING)
+    world.time.at = [(300, lambda: world.platform.jobs.update({"job-0": SUCCEEDED}))]
+
+    def busy() -> float:
+        world.time.now += 0.4
+        return world.time.now
+
+    run = Run(store=world.store, run_id="r1", provider=world.platform, clock=busy, sleep=world.time.sleep)
+    assert run.wait()["state"] == "succeeded"
+
+
 # -------------------------------------------------------------------------------------- attempts that a client starts
 
 
