@@ -195,10 +195,7 @@ def rehearse(
     screen.talk(f"rehearsing what {body['target']} would start for this request; differences:")
     for line in body["differences"]:
         screen.talk(f"  {line}")
-    code = _send_and_follow(planned, Where(store=local_store, profile=description.at.profile), following, screen)
-    if code == EXIT_CODES["image"] and not local_image:
-        screen.hint("if the image cannot be pulled here, name another: add --local-image IMAGE")
-    return code
+    return _send_and_follow(planned, Where(store=local_store, profile=description.at.profile), following, screen)
 
 
 def _send_and_follow(

@@ -515,7 +515,8 @@ def _refused(exc: Any, spec: NodeSpec) -> Exception:
 
 
 def _no_image(image: str, reason: str) -> str:
-    return f"image {image} is not here and cannot be pulled ({reason}); build it, or log in to its registry"
+    how = "build it, or log in to its registry; in a rehearsal, you can name another one: --local-image IMAGE"
+    return f"image {image} is not here and cannot be pulled ({reason}); {how}"
 
 
 def _pull_error(exc: Exception, image: str) -> Exception:

@@ -197,17 +197,20 @@ class Link:
             self._run(*known)
 
     def _connect(self) -> None:
-        deadline = time.monotonic() + self._join_timeout
+        ask = time.monotonic()
+        deadline = ask + self._join_timeout
         while not self._closed.is_set():
-            sock = None
+            sock, end = None, ""
             try:
                 sock = socket.create_connection((self._addr, self._port), timeout=TIMINGS.handshake)
                 channel = _introduce(sock, self._key, self.node)
             except (OSError, ValueError):  # ValueError: the other end does not even speak text
                 if sock is not None:
                     sock.close()
-                why = f"no answer from {self._addr}:{self._port} for {duration(self._join_timeout)}"
-                if (end := self._ended()) or time.monotonic() > deadline:
+                if (now := time.monotonic()) >= ask:
+                    end, ask = self._ended(), now + 2.0  # it may read from a bucket
+                if end or now > deadline:
+                    why = f"no answer from {self._addr}:{self._port} for {duration(self._join_timeout)}"
                     self._inbox.put((0, {"t": "lost", "why": end or why}))
                     return
                 self._closed.wait(0.2)

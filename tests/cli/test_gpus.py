@@ -12,15 +12,15 @@ import pytest
 from cloudtrain import cli
 from cloudtrain.provider_api import catalog
 
-Told = tuple[int, Any, str]
+Answer = tuple[int, Any, str]
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Told]:
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
     """Return a function that gives (exit code, stdout's object, stderr) of ``gpus --json`` in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
-    def ask(*words: str) -> Told:
+    def ask(*words: str) -> Answer:
         code = cli.main(["gpus", *words, "--json"])
         out, err = capsys.readouterr()
         return code, json.loads(out), err
@@ -28,8 +28,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     return ask
 
 
-def names(told: Told) -> list[str]:
-    code, found, err = told
+def names(answer: Answer) -> list[str]:
+    code, found, err = answer
     assert code == 0, err
     return [row["instance_type"] for row in found["machines"]]
 
@@ -37,7 +37,7 @@ def names(told: Told) -> list[str]:
 # -------------------------------------------------------------------------------------------------------- the catalogue
 
 
-def test_which_machines_give_so_many_of_a_gpu(asked: Callable[..., Told]) -> None:
+def test_which_machines_give_so_many_of_a_gpu(asked: Callable[..., Answer]) -> None:
     code, found, _ = asked("H100:8")
     assert code == 0
     assert {row["provider"] for row in found["machines"]} == set(catalog.providers()) - {"modelarts"}, "it has V100"
@@ -48,7 +48,7 @@ def test_which_machines_give_so_many_of_a_gpu(asked: Callable[..., Told]) -> Non
     assert names(asked("ml.p5.48xlarge")) == ["ml.p5.48xlarge"]
 
 
-def test_filters(asked: Callable[..., Told]) -> None:
+def test_filters(asked: Callable[..., Answer]) -> None:
     _, found, _ = asked("--memory", "141", "--network", "efa")
     assert found["machines"]
     assert all(row["gpu_memory_gib"] >= 141 and "EFA" in row["network"] for row in found["machines"]), found
@@ -64,14 +64,16 @@ def test_filters(asked: Callable[..., Told]) -> None:
     assert "no machine of vertex fits" in asked("--provider", "vertex", "--max-price", "0.01")[2]
 
 
-def test_a_profile_lists_the_machines_of_its_provider(asked: Callable[..., Told], tmp_path: Path) -> None:
+def test_a_profile_lists_the_machines_of_its_provider(asked: Callable[..., Answer], tmp_path: Path) -> None:
     Path("cloudtrain.toml").write_text('[profiles.there]\nprovider = "vertex"\n[profiles.any]\nstore = "s3://x/y"\n')
     assert {row["provider"] for row in asked("--profile", "there")[1]["machines"]} == {"vertex"}
     assert asked("--profile", "any") == asked()
 
 
 @pytest.mark.parametrize(("key", "parts"), [("price", False), ("gpu-price", True)])
-def test_the_cheapest_comes_first_and_an_unknown_price_last(asked: Callable[..., Told], key: str, parts: bool) -> None:
+def test_the_cheapest_comes_first_and_an_unknown_price_last(
+    asked: Callable[..., Answer], key: str, parts: bool
+) -> None:
     _, found, _ = asked("H100", "--sort", key)
     rows = found["machines"]
     prices = [row["usd_per_hour"] / (row["gpu_count"] if parts else 1) for row in rows if row["usd_per_hour"]]
@@ -89,7 +91,7 @@ def test_the_cheapest_comes_first_and_an_unknown_price_last(asked: Callable[...,
         (["H100:8", "--provider", "sagemakr"], "provider", "did you mean 'sagemaker'?"),
     ],
 )
-def test_what_is_none_is_one_line(asked: Callable[..., Told], words: list[str], field: str, says: str) -> None:
+def test_what_is_none_is_one_line(asked: Callable[..., Answer], words: list[str], field: str, says: str) -> None:
     code, found, err = asked(*words)
     assert (code, found["exit_code"], found["field"]) == (2, 2, field)
     assert says in f"{found['error']}; {found['hint']}"
@@ -97,7 +99,7 @@ def test_what_is_none_is_one_line(asked: Callable[..., Told], words: list[str], 
 
 
 def test_own_prices_come_first_and_by_the_name_that_a_plan_looks_for(
-    asked: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
+    asked: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, found, _ = asked("ml.p5.48xlarge", "--provider", "sagemaker", "--set", "prices.ml.p5.48xlarge=98")
     (row,) = found["machines"]

@@ -82,7 +82,7 @@ def test_a_notice_costs_nothing(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("end", [pytest.param("sys.exit(0)", marks=pytest.mark.proof), "sys.exit(1)", "os._exit(143)"])
-def test_a_checkpoint_by_a_handler_counts_whatever_its_exit_code(jobs: Jobs, end: str) -> None:
+def test_a_checkpoint_by_a_handler_counts_with_any_exit_code(jobs: Jobs, end: str) -> None:
     jobs.write(
         "train.py",
         """

@@ -173,7 +173,7 @@ def test_a_rehearsal_of_an_image_that_cannot_be_pulled_names_the_flag_of_another
     done = jobs.cli(*words, *(word for pair in settings for word in ("--set", pair)), "--local-store", str(jobs.store))
     assert done.code == 2, done.err
     assert "cannot be pulled" in done.err
-    assert "add --local-image IMAGE" in done.err
+    assert "in a rehearsal, you can name another one: --local-image IMAGE" in done.err
 
 
 STAMPS = """

@@ -552,7 +552,7 @@ def test_a_request_has_a_digest_of_itself() -> None:
 def test_an_unknown_cluster_has_one_rank_a_node() -> None:
     silent = planned(CLUSTER)
     assert silent.context["processes"] == 1
-    why = "each node of cluster gpu-cluster gets one rank, whatever GPUs it has"
+    why = "each node of cluster gpu-cluster gets one rank, also if it has several GPUs"
     assert silent.notes == (f"{why}; say gpu, or nproc_per_node, for one a GPU",)
     for fields in ({"gpu": "H100:8"}, {"nproc_per_node": 8}):
         assert not any("one rank" in note for note in planned(CLUSTER, **fields).notes)

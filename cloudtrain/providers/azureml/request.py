@@ -333,7 +333,7 @@ def _switches(settings: Settings, job: Job, notes: list[str]) -> Iterator[tuple[
             notes.append(f"resources.gpu: cluster {settings.compute} decides on the machine; it says the ranks a node")
         elif not job.resources.nproc_per_node:
             how = "say gpu, or nproc_per_node, for one a GPU"
-            notes.append(f"each node of cluster {settings.compute} gets one rank, whatever GPUs it has; {how}")
+            notes.append(f"each node of cluster {settings.compute} gets one rank, also if it has several GPUs; {how}")
     if job.resources.instance_count > 1:
         yield "distribution", {"type": "pytorch", "process_count_per_instance": 1}
         if job.resources.instance_count > MOST_NODES:
