@@ -515,8 +515,10 @@ def _refused(exc: Any, spec: NodeSpec) -> Exception:
 
 
 def _no_image(image: str, reason: str) -> str:
-    how = "build it, or log in to its registry; in a rehearsal, you can name another one: --local-image IMAGE"
-    return f"image {image} is not here and cannot be pulled ({reason}); {how}"
+    return (
+        f"image {image} is not here and cannot be pulled ({reason}); build it, or log in to its registry; "
+        "in a rehearsal, you can name another one: --local-image IMAGE"
+    )
 
 
 def _pull_error(exc: Exception, image: str) -> Exception:
