@@ -47,8 +47,8 @@ class Place:
         process = subprocess.Popen(
             [sys.executable, "-m", "cloudtrain", *words, "--json"],
             cwd=self.code, env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            # A shell starts background commands with SIGINT ignored, and this suite may be one.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            # A shell starts background commands with SIGINT ignored, nohup with SIGHUP; this suite may be one of them.
+            preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)],
         )  # fmt: skip
         try:
             assert process.stderr is not None
