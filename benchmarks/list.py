@@ -27,8 +27,9 @@ print(json.dumps({"wall": time.perf_counter() - began, "cpu": time.process_time(
 """
 OURS = """
 import contextlib, io, json, sys, time
-from cloudtrain import cli, listing
-from cloudtrain.cli import verbs
+from cloudtrain import cli
+from cloudtrain.cli import runs
+from cloudtrain.runs import listing
 out = io.StringIO()
 began, spent = time.perf_counter(), time.process_time()
 with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):

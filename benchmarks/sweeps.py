@@ -133,7 +133,7 @@ def of_ray(python: str, seed: int) -> float:
 
 
 def main() -> int:
-    flags = parser(__doc__, count=24, quick=6)
+    flags = parser(__doc__, count=24, quick=24)
     flags.add_argument("--ray-python", default="", help="a Python with Ray Tune and Optuna")
     chosen = options(flags)
     sides: dict[str, Callable[[int], float]] = {

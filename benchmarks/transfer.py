@@ -74,13 +74,13 @@ end()
 """
 BUNDLE = """
 from pathlib import Path
-from cloudtrain.job.bundle import build
+from cloudtrain.job.bundle import build_bundle
 from cloudtrain.job.job import Source
 from cloudtrain.storage.files import files
 tree = files(url)
 tree.names("nothing")
 begin()
-bundle = build(Source(path=path, entry_point="train.py"), cwd=Path(path))
+bundle = build_bundle(Source(path=path, entry_point="train.py"), cwd=Path(path))
 tree.write(f"code/{bundle.digest}/code.tar.gz", bundle.archive())
 end()
 """

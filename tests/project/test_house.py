@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +368,21 @@ def test_nothing_is_left_for_later() -> None:
             if isinstance(node, ast.Name) and node.id == "NotImplementedError":
                 found.append(f"{name_of(path)}:{node.lineno}: NotImplementedError")
     assert not found, "\n".join(found)
+
+
+def test_benchmarks_import_names_that_exist() -> None:
+    """Their programs are texts, which neither mypy nor ruff reads."""
+    programs = 0
+    for path in sources(ROOT / "benchmarks"):
+        texts = [node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        trees = [ast.parse(text) for text in texts if text.startswith("\n") and "cloudtrain" in text]
+        programs += len(trees)
+        for node in (node for tree in (parsed(path), *trees) for node in ast.walk(tree)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "cloudtrain":
+                for name in (name.name for name in node.names):
+                    found = hasattr(importlib.import_module(str(node.module)), name)
+                    assert found or find_spec(f"{node.module}.{name}"), f"{name_of(path)}: no {node.module}.{name}"
+    assert programs
 
 
 @pytest.mark.costly
